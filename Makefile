@@ -1,0 +1,50 @@
+# make demo    sets up and runs the main job: train, checkpoint, kill, resume bit for bit
+# make test    sets up and passes the tests
+# make check   format, lint, types
+# make bench   a quick table against peers; make bench-full: everything
+# make torture the long safety trials
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
+
+.PHONY: setup demo test check format bench bench-full torture clean
+setup: $(READY)
+
+# The test build of the engine, which can be told to fail. `pip install .` builds without.
+$(READY): pyproject.toml scripts/system-packages.sh $(ENGINE)
+	sh scripts/system-packages.sh
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet scikit-build-core pybind11 cmake ninja torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
+	    --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/train_gpt.py
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow'
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i csrc/*.cc csrc/*.h
+
+bench: setup
+	$(BIN)/python -m pip install --quiet --editable '.[bench]' --no-build-isolation \
+	    --config-settings=cmake.define.LAZYCKPT_FAULTS=ON
+	$(BIN)/python -m benchmarks
+
+torture: setup
+	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest -m 'slow or not slow'
+
+clean:
+	rm -rf $(VENV) build dist

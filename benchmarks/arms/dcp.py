@@ -1,0 +1,69 @@
+"""torch.distributed.checkpoint's `async_save` in its best case.
+
+One stager with reused buffers, staging awaited only before the step, the upload before the next save, plan
+caching, one writing thread per core, files synced. What needs an accelerator (pinned memory, non-blocking
+copies) is off.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.arms.base import Arm
+from benchmarks.workload import Training
+
+
+class DcpAsync(Arm):
+    """`process` writes from a child process over shared memory, otherwise from a thread."""
+
+    def __init__(self, training: Training, directory: Path, *, process: bool) -> None:
+        super().__init__(training, directory)
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+        if not dist.is_initialized():
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where the child process looks for its store
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        self._async_save = async_save
+        self._writer = FileSystemWriter
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=process,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+        )
+        self._planner = DefaultSavePlanner(enable_plan_caching=True)
+        self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        self._threads = len(os.sched_getaffinity(0))
+        self._pending: Any = None
+
+    def save(self, step: int) -> None:
+        self.drain()
+        writer = self._writer(self.path(step), thread_count=self._threads, sync_files=True)
+        self._pending = self._async_save(
+            self.training.state(),
+            storage_writer=writer,
+            planner=self._planner,
+            async_checkpointer_type=self._kind,
+            async_stager=self._stager,
+        )
+
+    def before_step(self) -> None:
+        if self._pending is not None:
+            self._pending.staging_completion.result()
+
+    def drain(self) -> None:
+        if self._pending is not None:
+            self._pending.upload_completion.result()
+            self._pending = None
+
+    def close(self) -> None:
+        self._stager.close()

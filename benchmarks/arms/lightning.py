@@ -1,0 +1,23 @@
+"""Lightning's AsyncCheckpointIO: clones in the caller, writes from one thread, has no back-pressure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.arms.base import Arm, fsync_tree
+from benchmarks.workload import Training
+
+
+class LightningAsync(Arm):
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+        self._io = AsyncCheckpointIO(TorchCheckpointIO())
+
+    def save(self, step: int) -> None:
+        self._io.save_checkpoint(self.training.state(), str(self.path(step)))
+
+    def drain(self) -> None:
+        self._io.teardown()  # waits for the queue; the next save starts a new thread
+        fsync_tree(self.directory)

@@ -1,0 +1,209 @@
+"""How much of the disk is used: durable write of host tensors, and restore from a cold cache.
+
+All arms of a table take turns in every round, in rotating order; every file written is new, and what came
+before is synced. The raw disk is the floor library's own loop: the same chunks, depth and O_DIRECT, no copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks.floor import CHUNK_BYTES, IO_DEPTH, Floor
+from benchmarks.paired import ratios, spread
+from benchmarks.report import Table
+
+TENSORS = 300
+RAW = "raw O_DIRECT loop"
+
+Timed = Callable[[Path], float]  # seconds to write the file, or to read it
+
+
+def measure(*, pairs: int, state_bytes: int, directory: Path, progress: Callable[[str], None]) -> list[Table]:
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {f"t{i}": torch.randn(state_bytes // TENSORS // 4) for i in range(TENSORS)}
+    nbytes = sum(t.nbytes for t in state.values())
+    with Floor(nbytes) as floor:
+        writers = _writers(floor, state)
+        title = f"Durable write of {nbytes / 1e9:.2f} GB of host tensors, GB/s"
+        write_table = _contest(title, writers, pairs, nbytes, directory, progress, keep=False)
+    write_table.notes.append(
+        "From the call to fdatasync and, for lazyckpt, the commit. fio: its own rate, without file creation."
+    )
+    with Floor(4 * CHUNK_BYTES, copy_threads=0) as floor:
+        readers = _readers(floor, state, directory)
+        title = f"Restore of {nbytes / 1e9:.2f} GB with a cold cache, GB/s"
+        read_table = _contest(title, readers, pairs, nbytes, directory, progress, keep=True)
+    read_table.notes.append(f"Before each: {_drop_caches()}. New tensors cost page faults, which in-place does not.")
+    return [write_table, read_table]
+
+
+def _writers(floor: Floor, state: dict[str, torch.Tensor]) -> dict[str, Timed]:
+    nbytes = sum(t.nbytes for t in state.values())
+    ranges = [(t.data_ptr(), t.nbytes) for t in state.values()]
+
+    def write_floor(path: Path) -> float:
+        with _timed() as seconds:
+            floor.save(path, ranges)
+            floor.wait()
+            floor.drain()
+        return seconds[0]
+
+    def write_lazyckpt(path: Path) -> float:
+        import lazyckpt
+
+        with _timed() as seconds:
+            lazyckpt.save(state, path)
+        return seconds[0]
+
+    def write_torch(path: Path) -> float:
+        with _timed() as seconds, open(path, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return seconds[0]
+
+    writers: dict[str, Timed] = {RAW: lambda path: floor.raw_write(path, nbytes)}
+    if shutil.which("fio"):
+        writers["fio"] = lambda path: _fio_write_s(path, nbytes)
+    writers |= {"floor": write_floor, "lazyckpt.save": write_lazyckpt, "torch.save + fsync": write_torch}
+    return writers
+
+
+def _readers(floor: Floor, state: dict[str, torch.Tensor], directory: Path) -> dict[str, Timed]:
+    """All of them read checkpoints of the same state, written here; the path they are given is not used."""
+    torch_file = directory / "state.pt"
+    torch.save(state, torch_file)
+    with open(torch_file, "rb") as file:
+        os.fsync(file.fileno())
+
+    def timed(read: Callable[[], object]) -> Timed:
+        def seconds(_: Path) -> float:
+            with _timed() as elapsed:
+                read()
+            return elapsed[0]
+
+        return seconds
+
+    def load_lazyckpt() -> object:
+        import lazyckpt
+
+        return lazyckpt.load(torch_file)
+
+    def load_mmap() -> float:
+        loaded = torch.load(torch_file, mmap=True)
+        return sum(float(t[::1024].sum()) for t in loaded.values())  # one element of every page
+
+    return {
+        RAW: lambda _: floor.raw_read(torch_file),
+        "lazyckpt restore, in place": _in_place_reader(state, directory / "checkpoints"),
+        "lazyckpt.load, new tensors": timed(load_lazyckpt),
+        "torch.load": timed(lambda: torch.load(torch_file)),
+        "torch.load, mmap, every page touched": timed(load_mmap),
+    }
+
+
+def _in_place_reader(state: dict[str, torch.Tensor], directory: Path) -> Timed:
+    """`Checkpointer.restore` into a module that is there already; writes the checkpoint at the first call."""
+    module = torch.nn.ParameterList(torch.nn.Parameter(t) for t in state.values())
+
+    def seconds(_: Path) -> float:
+        import lazyckpt
+
+        with lazyckpt.Checkpointer(directory) as checkpointer:
+            checkpointer.track(model=module)
+            if not directory.exists() or not any(directory.glob("step-*")):
+                checkpointer.save(1).result(timeout=600)
+                os.sync()
+            _drop_caches()
+            with _timed() as elapsed:
+                checkpointer.restore()
+        return elapsed[0]
+
+    return seconds
+
+
+def _contest(
+    title: str,
+    arms: dict[str, Timed],
+    rounds: int,
+    nbytes: int,
+    directory: Path,
+    progress: Callable[[str], None],
+    *,
+    keep: bool,
+) -> Table:
+    """One round more than asked is run; the first warms up. `keep`: the arms read and leave files alone."""
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    failures: dict[str, str] = {}
+    path = directory / "file"
+    names = list(arms)
+    for number in range(rounds + 1):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            if name in failures:
+                continue
+            progress(f"round {number + 1}/{rounds + 1}: {name}")
+            if keep:
+                _drop_caches()
+            else:
+                path.unlink(missing_ok=True)
+            os.sync()
+            try:
+                seconds = arms[name](path)
+            except Exception as error:
+                failures[name] = f"{type(error).__name__}: {error}"
+                continue
+            if number:
+                rates[name].append(nbytes / seconds / 1e9)
+    path.unlink(missing_ok=True)
+    table = Table(title, ["arm", "GB/s", "of raw"])
+    for name in arms:
+        if name in failures:
+            table.missing(name, failures[name])
+        else:
+            of_raw = spread([100 * ratio for ratio in ratios(rates[name], rates[RAW])], 0)
+            table.add(name, spread(rates[name]), f"{of_raw} %")
+    return table
+
+
+@contextmanager
+def _timed() -> Iterator[list[float]]:
+    """Yields a list that holds the seconds once the block is left."""
+    seconds: list[float] = []
+    start = time.perf_counter()
+    yield seconds
+    seconds.append(time.perf_counter() - start)
+
+
+def _fio_write_s(path: Path, nbytes: int) -> float:
+    """Seconds at the rate fio reports for the same chunks, depth and size on the same disk."""
+    command = [
+        "fio",
+        "--name=ceiling",
+        f"--filename={path}",
+        "--rw=write",
+        "--direct=1",
+        "--ioengine=io_uring",
+    ]
+    command += [f"--bs={CHUNK_BYTES}", f"--iodepth={IO_DEPTH}", f"--size={nbytes}", "--fallocate=native"]
+    command += ["--end_fsync=1", "--output-format=json"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return nbytes / float(json.loads(output[output.index("{") :])["jobs"][0]["write"]["bw_bytes"])
+
+
+def _drop_caches() -> str:
+    """Empty the page cache; returns how."""
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return "nothing (dropping the page cache needs root)"
+    return "page cache dropped by /proc/sys/vm/drop_caches"

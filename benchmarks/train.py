@@ -1,0 +1,235 @@
+"""End to end: a training job with a checkpoint at every step, over the same job with none.
+
+A block is N cycles of (save, forward and backward, optimizer step) and the final drain: every arm saves N
+times, and nothing is left dirty when its clock stops. A pair is a block of the arm next to a block without
+checkpoints, in alternating order; the arms take turns in one process. Blocks that warm up are dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from benchmarks.arms import NONE, Arm, ArmKind
+from benchmarks.floor import Floor
+from benchmarks.paired import differences, median, ratios, spread
+from benchmarks.report import Table
+from benchmarks.workload import Training
+
+WARM_UP_STEPS = 3
+COMPUTE_OVER_WRITE = 2.0  # forward + backward last this many times the raw write of the state
+MIN_COMPUTE_S = 0.5
+
+
+@dataclass
+class Block:
+    seconds: float
+    blocked_s: list[float]  # per checkpoint
+
+
+@dataclass
+class Series:
+    """One arm's pairs so far, or why it has none."""
+
+    name: str
+    ratio: list[float] = field(default_factory=list)  # of block times, over the neighbouring block without
+    blocked_s: list[float] = field(default_factory=list)  # median of the block, per pair
+    durable: list[float] = field(default_factory=list)  # GB/s of one checkpoint with nothing beside it
+    ceiling: list[float] = field(default_factory=list)  # GB/s of the raw write just before
+    failure: str = ""
+
+
+def run_block(training: Training, arm: Arm, steps: int, first: int) -> Block:
+    """Train `steps` steps with a checkpoint in each; numbers begin at `first`."""
+    begun = 0.0
+
+    def optimizer_begins(*_: object) -> None:
+        nonlocal begun
+        begun = time.perf_counter()
+
+    # Runs after the global pre-hooks, where lazyckpt's gate stands.
+    hook = training.optimizer.register_step_pre_hook(optimizer_begins)
+    blocked = []
+    start = time.perf_counter()
+    for step in range(first, first + steps):
+        called = time.perf_counter()
+        arm.save(step)
+        save_s = time.perf_counter() - called
+        training.compute()
+        called = time.perf_counter()
+        arm.before_step()
+        training.optimizer.step()
+        arm.after_step()
+        blocked.append(save_s + begun - called)
+    arm.drain()
+    seconds = time.perf_counter() - start
+    hook.remove()
+    return Block(seconds, blocked)
+
+
+def durable_seconds(arm: Arm, step: int) -> float:
+    """One checkpoint, begun and awaited, with nothing else going on."""
+    start = time.perf_counter()
+    arm.save(step)
+    arm.before_step()
+    arm.after_step()
+    arm.drain()
+    return time.perf_counter() - start
+
+
+class Contest:
+    """The arms, the one training job they share, and their results."""
+
+    def __init__(self, kinds: Sequence[ArmKind], state_bytes: int, steps: int, directory: Path) -> None:
+        self.steps = steps
+        self.directory = directory
+        directory.mkdir(parents=True)
+        self.training = Training(state_bytes)
+        self.state_bytes = sum(t.nbytes for t in self.training.tensors().values())
+        self._raw = Floor(self.state_bytes // 4, copy_threads=0)
+        self.write_s = median([self._raw_write_s() for _ in range(3)])
+        self.compute_s = self.training.calibrate(max(MIN_COMPUTE_S, COMPUTE_OVER_WRITE * self.write_s))
+        self._none = self._make(NONE)
+        self._arms: dict[str, Arm] = {}
+        self._next_step = 1
+        self.series = {kind.name: Series(kind.name) for kind in kinds}
+        for kind in kinds:
+            self._guarded(kind.name, self._set_up, kind)
+
+    def round(self, number: int, progress: Callable[[str], None]) -> None:
+        """One pair of every living arm, beginning with another arm each time."""
+        names = list(self._arms)
+        turn = number % len(names) if names else 0
+        for name in names[turn:] + names[:turn]:
+            progress(name)
+            self._guarded(name, self._pair, name, number % 2 == 0)
+
+    def close(self) -> None:
+        for arm in self._arms.values():
+            arm.close()
+        self._raw.close()
+
+    def _pair(self, name: str, none_first: bool) -> None:
+        arm, series = self._arms[name], self.series[name]
+        blocks = {a: self._block(a) for a in ((self._none, arm) if none_first else (arm, self._none))}
+        ceiling = self.state_bytes / self._raw_write_s() / 1e9
+        durable = self.state_bytes / durable_seconds(arm, self._step()) / 1e9
+        self._settle(arm)
+        series.ratio.append(blocks[arm].seconds / blocks[self._none].seconds)
+        series.blocked_s.append(median(blocks[arm].blocked_s))
+        series.ceiling.append(ceiling)
+        series.durable.append(durable)
+
+    def _block(self, arm: Arm) -> Block:
+        block = run_block(self.training, arm, self.steps, self._step(self.steps))
+        self._settle(arm)
+        return block
+
+    def _settle(self, arm: Arm) -> None:
+        """Leave no write-back of one arm to the next."""
+        arm.discard()
+        os.sync()
+
+    def _set_up(self, kind: ArmKind) -> None:
+        arm = self._make(kind)
+        try:
+            run_block(self.training, arm, WARM_UP_STEPS, self._step(WARM_UP_STEPS))
+        except BaseException:
+            arm.close()
+            raise
+        self._settle(arm)
+        self._arms[kind.name] = arm
+
+    def _make(self, kind: ArmKind) -> Arm:
+        directory = self.directory / kind.name
+        directory.mkdir()
+        return kind.make(self.training, directory)
+
+    def _guarded(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+        """An arm that fails is out, with its reason; the others go on."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            # The last line: peers with a child process put its whole traceback into the message.
+            self.series[name].failure = f"{type(error).__name__}: {error}".splitlines()[-1].strip()
+            self._arms.pop(name, None)
+
+    def _step(self, count: int = 1) -> int:
+        first, self._next_step = self._next_step, self._next_step + count
+        return first
+
+    def _raw_write_s(self) -> float:
+        path = self.directory / "raw"
+        seconds = self._raw.raw_write(path, self.state_bytes)
+        path.unlink()
+        os.sync()
+        return seconds
+
+
+def measure(
+    kinds: Sequence[ArmKind],
+    *,
+    pairs: int,
+    steps: int,
+    state_bytes: int,
+    directory: Path,
+    peak_mib: dict[str, float],
+    progress: Callable[[str], None],
+) -> Table:
+    """`peak_mib`: each arm's peak memory above none, measured in processes of its own (see `memory`)."""
+    contest = Contest(kinds, state_bytes, steps, directory)
+    try:
+        for number in range(pairs):
+            contest.round(number, partial(_announce, progress, f"pair {number + 1}/{pairs}"))
+    finally:
+        contest.close()
+    return _table(contest, pairs, peak_mib)
+
+
+def _announce(progress: Callable[[str], None], pair: str, arm: str) -> None:
+    progress(f"{pair}: {arm}")
+
+
+def _table(contest: Contest, pairs: int, peak_mib: dict[str, float]) -> Table:
+    table = Table(
+        f"Training with a checkpoint at every step ({contest.state_bytes / 1e9:.2f} GB of AdamW state)",
+        [
+            "arm",
+            "time over none",
+            "minus floor",
+            "blocked, ms",
+            "durable, GB/s",
+            "of raw",
+            "peak above, MiB",
+        ],
+    )
+    series = contest.series
+    for one in series.values():
+        if one.failure:
+            table.missing(one.name, one.failure)
+            continue
+        floor = series.get("floor-quarter" if one.name.endswith("-quarter") else "floor")
+        above = differences(one.ratio, floor.ratio) if floor and floor is not one else []
+        table.add(
+            one.name,
+            spread(one.ratio),
+            spread(above) if above else "-",
+            spread([1e3 * s for s in one.blocked_s], 1),
+            spread(one.durable),
+            f"{median(ratios(one.durable, one.ceiling)):.0%}",
+            f"{peak_mib[one.name]:.0f}" if one.name in peak_mib else "-",
+        )
+    ceilings = [gbps for one in series.values() for gbps in one.ceiling]
+    table.notes += [
+        f"{pairs} pairs; a block is {contest.steps} cycles of save, forward + backward "
+        f"({contest.compute_s:.2f} s, {contest.training.sequences} sequences) and step, then drain and sync. "
+        f"Writing the state raw took {contest.write_s:.2f} s when the batch was chosen.",
+        f"Raw O_DIRECT write beside each pair: {spread(ceilings)} GB/s. "
+        "Durable: one checkpoint with nothing beside it, from the call until it is on the disk.",
+        "Blocked: the call, what it waits for, the wait before the optimizer begins; median per checkpoint.",
+    ]
+    return table

@@ -1,0 +1,104 @@
+"""The training job every arm shares: a small GPT under AdamW on random tokens; forward, backward, step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+VOCABULARY = 4096
+CONTEXT = 128  # tokens in a sequence
+LAYERS = 8
+HEAD_WIDTH = 64
+BYTES_PER_PARAMETER = 12  # fp32 weight, exp_avg and exp_avg_sq: what a checkpoint holds
+
+
+class Gpt(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, width // HEAD_WIDTH, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(LAYERS)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, time) token ids -> (batch, time, vocabulary) logits."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _width_for(state_bytes: int) -> int:
+    """The model width, a multiple of the head width, whose AdamW state comes closest to `state_bytes`."""
+
+    def state(width: int) -> int:
+        return BYTES_PER_PARAMETER * (12 * LAYERS * width**2 + 2 * VOCABULARY * width)
+
+    return min(range(HEAD_WIDTH, 4096, HEAD_WIDTH), key=lambda width: abs(state(width) - state_bytes))
+
+
+@dataclass
+class Training:
+    """A model and its optimizer, stepped once, so that the optimizer's state exists."""
+
+    state_bytes: int
+    sequences: int = 2
+    model: Gpt = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Gpt(_width_for(self.state_bytes))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.compute()
+        self.optimizer.step()
+
+    def compute(self) -> None:
+        """Forward and backward: what a checkpoint may hide behind."""
+        tokens = torch.randint(VOCABULARY, (self.sequences, CONTEXT + 1))
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.optimizer.zero_grad(set_to_none=False)
+        torch.autograd.backward(loss)
+
+    def calibrate(self, compute_s: float) -> float:
+        """Choose the batch so that `compute` takes at least `compute_s`; returns the seconds it now takes."""
+        while (seconds := self._compute_seconds()) < compute_s:
+            self.sequences = max(self.sequences + 1, int(self.sequences * min(4.0, compute_s / seconds)))
+        return seconds
+
+    def _compute_seconds(self) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            self.compute()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[1]
+
+    def state(self) -> dict[str, dict[str, object]]:
+        """What a checkpoint holds, as `torch.save` would be given it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the same state under flat names: what `safetensors` and the floor arm write."""
+        return dict(named_tensors("", self.state()))
+
+
+def named_tensors(prefix: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in nested dicts, named by their path; whatever is not a tensor is left out."""
+    if isinstance(value, torch.Tensor):
+        yield prefix, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from named_tensors(f"{prefix}.{key}" if prefix else str(key), inner)

@@ -1,0 +1,391 @@
+// The Python face of the engine; _engine.pyi describes it. The only file that knows pybind11.
+#include <fcntl.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "checksum.h"
+#include "engine.h"
+#include "probe.h"
+#include "reader.h"
+
+namespace py = pybind11;
+
+namespace lazyckpt {
+namespace {
+
+// The one place where a Status becomes an exception: OSError, so that errno and file name reach the user.
+void Raise(const Status& status) {
+  if (status.ok()) return;
+  py::object error = py::module_::import("builtins").attr("OSError")(status.error(), status.message(), status.path());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
+}
+
+template <class T>
+std::vector<T> ToVector(const py::buffer& buffer, const char* name) {
+  const py::buffer_info info = buffer.request();
+  if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T)))
+    throw py::value_error(std::string(name) + ": expected a flat array of " + std::to_string(sizeof(T)) +
+                          "-byte items");
+  const T* data = static_cast<const T*>(info.ptr);
+  return {data, data + info.size};
+}
+
+class JobHandle;
+
+// An engine belongs to the process that made it. A forked child inherits the memory but none of the threads:
+// there it refuses to work and leaks rather than waits for threads that do not exist.
+class EngineHandle {
+ public:
+  explicit EngineHandle(const EngineOptions& options) {
+    Status status;
+    {
+      py::gil_scoped_release release;
+      engine_ = Engine::Create(options, &status).release();
+    }
+    Raise(status);
+  }
+  ~EngineHandle() {
+    if (getpid() == pid_) delete engine_;
+  }
+  EngineHandle(const EngineHandle&) = delete;
+
+  bool alive() const { return getpid() == pid_; }
+  Engine& get() const {
+    if (!alive()) throw std::runtime_error("this engine belongs to the parent of this process");
+    return *engine_;
+  }
+
+ private:
+  Engine* engine_ = nullptr;
+  const pid_t pid_ = getpid();
+};
+
+// Waits in short steps, so that Ctrl-C works. `wait` is called without the GIL.
+template <class F>
+bool Interruptible(std::optional<double> timeout_s, F wait) {
+  const auto end = timeout_s ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                  std::chrono::duration<double>(std::min(*timeout_s, 1e9)))
+                             : Clock::time_point::max();
+  for (;;) {
+    bool done;
+    {
+      py::gil_scoped_release release;
+      done = wait(std::min(end, Clock::now() + std::chrono::milliseconds(100)));
+    }
+    if (done) return true;
+    if (Clock::now() >= end) return false;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+class JobHandle {
+ public:
+  JobHandle(std::shared_ptr<EngineHandle> engine, const py::buffer& pointers, const py::buffer& sizes,
+            const py::buffer& owners, size_t files)
+      : engine_(std::move(engine)) {
+    const auto p = ToVector<uint64_t>(pointers, "pointers");
+    const auto s = ToVector<uint64_t>(sizes, "sizes");
+    const auto o = ToVector<uint64_t>(owners, "owners");
+    if (p.size() != s.size() || p.size() != o.size())
+      throw py::value_error("pointers, sizes and owners differ in length");
+    std::vector<Source> sources(p.size());
+    for (size_t i = 0; i < p.size(); ++i) {
+      sources[i].data = reinterpret_cast<const std::byte*>(p[i]);
+      sources[i].size = s[i];
+      sources[i].owners = o[i];
+    }
+    job_ = engine_->get().Begin(std::move(sources), files);
+  }
+  ~JobHandle() {
+    if (!engine_->alive()) return;
+    // A job that nobody holds any more cannot be committed. Its sources are about to be freed.
+    py::gil_scoped_release release;
+    Engine& e = engine_->get();
+    e.Fail(*job_, Status(ECANCELED, "checkpoint abandoned", ""));
+    e.WaitReleased(*job_, Clock::time_point::max());
+  }
+
+  void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob) {
+    const auto flat = ToVector<int64_t>(rows, "rows");
+    if (flat.size() % 3 != 0) throw py::value_error("rows: expected triples");
+    std::vector<Row> parsed;
+    parsed.reserve(flat.size() / 3);
+    for (size_t i = 0; i < flat.size(); i += 3)
+      parsed.push_back({static_cast<RowKind>(flat[i]), flat[i + 1], flat[i + 2]});
+    Status status;
+    std::string literals = blob;
+    {
+      py::gil_scoped_release release;
+      status = engine_->get().Append(*job_, file, offset, parsed, std::move(literals));
+    }
+    Raise(status);
+  }
+
+  void Seal() {
+    py::gil_scoped_release release;
+    engine_->get().Seal(*job_);
+  }
+
+  void Open(size_t file, const std::string& path, uint64_t size) {
+    Status status;
+    {
+      py::gil_scoped_release release;
+      status = engine_->get().Open(*job_, file, path, size);
+    }
+    Raise(status);
+  }
+
+  void WaitEager() {
+    Interruptible({}, [this](auto end) { return engine_->get().WaitEager(*job_, end); });
+  }
+  bool WaitCaptured(uint64_t owners, std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitCaptured(*job_, owners, end); });
+  }
+  bool WaitReleased(std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitReleased(*job_, end); });
+  }
+  bool WaitSettled(std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitSettled(*job_, end); });
+  }
+
+  void Fail(int error, const std::string& why) {
+    py::gil_scoped_release release;
+    engine_->get().Fail(*job_, Status(error, why, ""));
+  }
+
+  void RaiseError() const {
+    Raise(engine_->get().Locked([this] { return job_->error; }));
+  }
+
+  size_t PendingChunks(uint64_t owners) const {
+    return engine_->get().Locked([&] {
+      size_t n = 0;
+      for (const auto& c : job_->chunks)
+        if ((c->owners & owners) != 0 && c->state <= Chunk::State::kCopying) ++n;
+      return n;
+    });
+  }
+
+  std::vector<uint32_t> SourceCrcs() const {
+    return engine_->get().Locked([this] {
+      std::vector<uint32_t> crcs;
+      for (const Source& s : job_->sources) crcs.push_back(s.crc);
+      return crcs;
+    });
+  }
+
+  // (bytes, CRC-32) of each file, from its chunks in file order. Valid when durable.
+  std::vector<std::pair<uint64_t, uint32_t>> Files() const {
+    return engine_->get().Locked([this] {
+      std::vector<std::vector<const Chunk*>> chunks(job_->files.size());
+      for (const auto& c : job_->chunks) chunks[c->file].push_back(c.get());
+      std::vector<std::pair<uint64_t, uint32_t>> files;
+      for (size_t i = 0; i < chunks.size(); ++i) {
+        std::sort(chunks[i].begin(), chunks[i].end(),
+                  [](const Chunk* a, const Chunk* b) { return a->offset < b->offset; });
+        uint32_t crc = 0;
+        for (const Chunk* c : chunks[i]) crc = Crc32Combine(crc, c->crc, c->size);
+        files.emplace_back(job_->files[i].size, crc);
+      }
+      return files;
+    });
+  }
+
+  py::dict Stats() const {
+    const Job& j = *job_;
+    std::unordered_map<std::string, double> out;
+    engine_->get().Locked([&] {
+      const auto since = [&j](Clock::time_point t) {
+        return t < j.begin ? 0.0 : std::chrono::duration<double>(t - j.begin).count();
+      };
+      Clock::time_point first_write = Clock::time_point::max();
+      uint64_t bytes = 0;
+      size_t eager = 0;
+      for (const auto& c : j.chunks) {
+        if (c->write_begin > j.begin) first_write = std::min(first_write, c->write_begin);
+        bytes += c->size;
+      }
+      for (const Source& s : j.sources) eager += s.owners == 0 ? s.size : 0;
+      const bool wrote = first_write != Clock::time_point::max();
+      out = {{"bytes", static_cast<double>(bytes)},
+             {"eager_bytes", static_cast<double>(eager)},
+             {"chunks", static_cast<double>(j.chunks.size())},
+             {"copy_s", j.copy_s},
+             {"ring_wait_s", j.ring_wait_s},
+             {"captured_s", since(j.captured)},
+             {"first_write_s", wrote ? since(first_write) : 0.0},
+             {"written_s", since(j.written)},
+             {"synced_s", since(j.synced)}};
+    });
+    return py::cast(out);
+  }
+
+  // (file, offset, bytes, copy begin, copy end, write begin, write end); seconds since the job began.
+  py::list Timeline() const {
+    using Event = std::tuple<size_t, uint64_t, size_t, double, double, double, double>;
+    const Job& j = *job_;
+    std::vector<Event> events = engine_->get().Locked([&] {
+      std::vector<Event> all;
+      const auto since = [&j](Clock::time_point t) {
+        return t < j.begin ? 0.0 : std::chrono::duration<double>(t - j.begin).count();
+      };
+      for (const auto& c : j.chunks)
+        all.emplace_back(c->file, c->offset, c->size, since(c->copy_begin), since(c->copy_end), since(c->write_begin),
+                         since(c->write_end));
+      return all;
+    });
+    return py::cast(events);
+  }
+
+ private:
+  std::shared_ptr<EngineHandle> engine_;
+  std::shared_ptr<Job> job_;
+};
+
+py::list ReadFile(const std::string& path, const py::buffer& offsets, const py::buffer& sizes,
+                  const py::buffer& pointers, unsigned threads, unsigned io_depth, const std::string& backend,
+                  bool direct, const std::string& fault) {
+  const auto o = ToVector<uint64_t>(offsets, "offsets");
+  const auto s = ToVector<uint64_t>(sizes, "sizes");
+  const auto p = ToVector<uint64_t>(pointers, "pointers");
+  if (o.size() != s.size() || o.size() != p.size())
+    throw py::value_error("offsets, sizes and pointers differ in length");
+  std::vector<ReadRange> ranges;
+  for (size_t i = 0; i < o.size(); ++i) ranges.push_back({o[i], s[i], reinterpret_cast<std::byte*>(p[i])});
+  ReadOptions options;
+  options.threads = threads;
+  if (io_depth > 0) options.io_depth = io_depth;
+  options.backend = backend;
+  options.direct = direct;
+  options.fault = fault;
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = ReadRanges(path, options, &ranges);
+  }
+  Raise(status);
+  py::list crcs;
+  for (const ReadRange& r : ranges) crcs.append(r.crc);
+  return crcs;
+}
+
+// Swaps two names in one step; os.rename cannot.
+void RenameExchange(const std::string& a, const std::string& b) {
+  constexpr unsigned kRenameExchange = 2;
+  if (syscall(SYS_renameat2, AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), kRenameExchange) != 0)
+    Raise(Status(errno, "renameat2", b));
+}
+
+// For tests: the bookkeeping of a ring without its memory being used.
+class RingHandle {
+ public:
+  RingHandle(size_t capacity, size_t slice) {
+    Raise(ring_.Map(capacity, slice));
+    ring_.Grow(capacity);
+  }
+  std::optional<size_t> Allocate(size_t n) {
+    std::byte* region = ring_.Allocate(n);
+    if (region == nullptr) return std::nullopt;
+    return static_cast<size_t>(region - ring_.base());
+  }
+  void Free(size_t offset) { ring_.Free(ring_.base() + offset); }
+  size_t used() const { return ring_.used(); }
+
+ private:
+  Ring ring_;
+};
+
+}  // namespace
+}  // namespace lazyckpt
+
+PYBIND11_MODULE(_engine, m) {
+  using namespace lazyckpt;
+  using namespace pybind11::literals;
+  m.doc() = "The native engine of lazyckpt: copies bytes, writes files.";
+#ifdef LAZYCKPT_FAULTS
+  m.attr("FAULTS") = true;
+#else
+  m.attr("FAULTS") = false;
+#endif
+
+  py::class_<EngineHandle, std::shared_ptr<EngineHandle>>(m, "Engine")
+      .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
+                       const std::string& backend, bool direct, bool register_buffers, const std::string& fault) {
+             EngineOptions o;
+             o.max_ring_bytes = ring_bytes;
+             o.chunk_bytes = chunk_bytes;
+             o.io_depth = io_depth;
+             o.copy_threads = copy_threads;
+             o.backend = backend;
+             o.direct = direct;
+             o.register_buffers = register_buffers;
+             o.fault = fault;
+             return std::make_shared<EngineHandle>(o);
+           }),
+           py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
+           "direct"_a = true, "register_buffers"_a = true, "fault"_a = "")
+      .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
+      .def("begin", [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
+                       const py::buffer& owners,
+                       size_t files) { return std::make_unique<JobHandle>(e, pointers, sizes, owners, files); })
+      .def_property_readonly("ring_bytes",
+                             [](EngineHandle& e) { return e.get().Locked([&] { return e.get().ring().capacity(); }); })
+      .def_property_readonly("ring_used_bytes",
+                             [](EngineHandle& e) { return e.get().Locked([&] { return e.get().ring().used(); }); })
+      .def_property_readonly("backend", [](EngineHandle& e) { return e.get().backend_name(); })
+      .def_property_readonly(
+          "fallback", [](EngineHandle& e) { return e.get().fallback().ok() ? "" : e.get().fallback().message(); });
+
+  py::class_<JobHandle>(m, "Job")
+      .def("append", &JobHandle::Append)
+      .def("seal", &JobHandle::Seal)
+      .def("open", &JobHandle::Open)
+      .def("wait_eager", &JobHandle::WaitEager)
+      .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())
+      .def("wait_released", &JobHandle::WaitReleased, "timeout_s"_a = py::none())
+      .def("wait_settled", &JobHandle::WaitSettled, "timeout_s"_a = py::none())
+      .def("fail", &JobHandle::Fail)
+      .def("raise_error", &JobHandle::RaiseError)
+      .def("pending_chunks", &JobHandle::PendingChunks)
+      .def("source_crcs", &JobHandle::SourceCrcs)
+      .def("files", &JobHandle::Files)
+      .def("stats", &JobHandle::Stats)
+      .def("timeline", &JobHandle::Timeline);
+
+  py::class_<RingHandle>(m, "Ring")
+      .def(py::init<size_t, size_t>(), "capacity"_a, "slice_bytes"_a)
+      .def("allocate", &RingHandle::Allocate)
+      .def("free", &RingHandle::Free)
+      .def_property_readonly("used", &RingHandle::used);
+
+  m.def("read_file", &ReadFile, "path"_a, "offsets"_a, "sizes"_a, "pointers"_a, py::kw_only(), "threads"_a = 0,
+        "io_depth"_a = 0, "backend"_a = "auto", "direct"_a = true, "fault"_a = "");
+  m.def(
+      "crc32",
+      [](const py::buffer& data, uint32_t value) {
+        const py::buffer_info info = data.request();
+        const auto size = static_cast<size_t>(info.size * info.itemsize);
+        py::gil_scoped_release release;
+        return Crc32(value, info.ptr, size);
+      },
+      "data"_a, "value"_a = 0);
+  m.def(
+      "crc32_at",
+      [](uint64_t pointer, uint64_t size) {
+        py::gil_scoped_release release;
+        return Crc32(0, reinterpret_cast<const void*>(pointer), size);
+      },
+      "pointer"_a, "size"_a);
+  m.def("crc32_combine", &Crc32Combine);
+  m.def("rename_exchange", &RenameExchange);
+  m.def("probe", &Probe);
+}

@@ -1,0 +1,254 @@
+// From the training state into the staging ring.
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "checksum.h"
+#include "engine.h"
+
+namespace lazyckpt {
+namespace {
+
+size_t Crc32Size(RowKind kind) { return kind == RowKind::kCrc32Le ? 4 : 8; }
+
+// Writes the bytes [piece.source_offset, + piece.size) of a checksum's written form.
+void WriteCrc32(Chunk* chunk, Piece& piece, uint32_t crc) {
+  char text[9];
+  if (piece.kind == RowKind::kCrc32Le)
+    for (int i = 0; i < 4; ++i) text[i] = static_cast<char>(crc >> (8 * i) & 0xff);
+  else
+    std::snprintf(text, sizeof text, "%08x", crc);
+  std::byte* to = chunk->memory + piece.at;
+  std::memcpy(to, text + piece.source_offset, piece.size);
+  piece.crc = Crc32(0, to, piece.size);
+}
+
+}  // namespace
+
+Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
+  const Status invalid(EINVAL, "program of a checkpoint", "");
+  if (file >= job.files.size() || job.sealed) return invalid;
+  std::lock_guard lock(mutex_);
+  if (!job.error.ok()) return job.error;
+  const std::string& literals = job.blobs.emplace_back(std::move(blob));
+  const bool continues = job.open != nullptr && job.open->file == file && job.open->offset + job.open->size == offset;
+  if (!continues) {
+    QueueOpenChunk(job);
+    if (offset % kBlockBytes != 0) return invalid;
+  }
+  for (const Row& row : rows) {
+    const auto size = static_cast<uint64_t>(row.size);
+    const auto arg = static_cast<size_t>(row.arg);
+    if (row.size < 0 || row.arg < 0) return invalid;
+    if (row.kind == RowKind::kLiteral) {
+      if (arg > literals.size() || size > literals.size() - arg) return invalid;
+    } else {
+      if (arg >= job.sources.size()) return invalid;
+      Source& source = job.sources[arg];
+      const bool laid_out = !source.parts.empty() || source.size == 0;
+      if (row.kind == RowKind::kSource) {
+        if (size != source.size || (laid_out && size > 0)) return invalid;
+      } else if (!laid_out || size != Crc32Size(row.kind)) {
+        return invalid;
+      }
+    }
+    const bool eager = row.kind == RowKind::kSource && job.sources[arg].owners == 0;
+    const bool lazy = row.kind == RowKind::kSource && job.sources[arg].owners != 0;
+    for (uint64_t done = 0; done < size;) {
+      Chunk* chunk = job.open;
+      if (chunk == nullptr) {
+        chunk = job.chunks.emplace_back(std::make_unique<Chunk>()).get();
+        chunk->job = &job;
+        chunk->file = file;
+        chunk->offset = offset;
+        chunk->limit = options_.chunk_bytes;
+        job.open = chunk;
+      }
+      // Eager and lazy bytes share at most a block, so that save() waits for eager chunks alone.
+      if ((lazy && chunk->eager) || (eager && chunk->has_lazy))
+        chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
+      const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);
+      if (n > 0) {
+        Piece piece{.kind = row.kind, .size = n, .at = chunk->size};
+        if (row.kind == RowKind::kLiteral) {
+          piece.literal = reinterpret_cast<const std::byte*>(literals.data()) + arg + done;
+        } else {
+          piece.source = arg;
+          piece.source_offset = done;
+        }
+        if (row.kind == RowKind::kSource) {
+          Source& source = job.sources[arg];
+          piece.part = source.parts.size();
+          source.parts.push_back({n, 0});
+          ++source.parts_left;
+          chunk->owners |= source.owners;
+          chunk->eager |= eager;
+          chunk->has_lazy |= lazy;
+        }
+        chunk->pieces.push_back(piece);
+        chunk->size += n;
+        offset += n;
+        done += n;
+      }
+      if (chunk->size == chunk->limit) QueueOpenChunk(job);
+    }
+  }
+  job.files[file].size = std::max(job.files[file].size, offset);
+  changed_.notify_all();
+  return Status::Ok();
+}
+
+void Engine::Seal(Job& job) {
+  {
+    std::lock_guard lock(mutex_);
+    if (job.error.ok()) {
+      QueueOpenChunk(job);
+      job.sealed = true;
+      QueueSyncs(job);
+    }
+  }
+  changed_.notify_all();
+  io_->Wake();
+}
+
+void Engine::QueueOpenChunk(Job& job) {
+  Chunk* chunk = job.open;
+  if (chunk == nullptr) return;
+  job.open = nullptr;
+  chunk->state = Chunk::State::kQueued;
+  ++job.files[chunk->file].chunks_left;
+  ++job.capture_left;
+  if (chunk->eager) ++job.eager_left;
+  for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) ++job.owner_left[std::countr_zero(bits)];
+  queue_.push_back(chunk);
+}
+
+// The next chunk to copy, with its region of the ring; nullptr if there is none or no room.
+Chunk* Engine::TakeChunk() {
+  if (queue_.empty()) return nullptr;
+  Chunk* chunk = queue_.front();
+  Job& job = *chunk->job;
+  chunk->memory = ring_.Allocate(chunk->size);
+  const auto now = Clock::now();
+  if (chunk->memory == nullptr) {
+    if (!job.ring_waiting) job.ring_wait_begin = now;
+    job.ring_waiting = true;
+    return nullptr;
+  }
+  if (job.ring_waiting) job.ring_wait_s += std::chrono::duration<double>(now - job.ring_wait_begin).count();
+  job.ring_waiting = false;
+  queue_.pop_front();
+  chunk->state = Chunk::State::kCopying;
+  chunk->copy_begin = now;
+  ++job.copying;
+  return chunk;
+}
+
+// Called with the lock held; lets go of it while bytes move.
+void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
+  const auto keep = chunk->job->shared_from_this();  // settling may drop the engine's own reference
+  Job& job = *keep;
+  lock.unlock();
+  Device& device = HostDevice();
+  std::vector<CopyPiece> copies;
+  for (const Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource)
+      copies.push_back({chunk->memory + p.at, job.sources[p.source].data + p.source_offset, p.size, 0});
+  Device::Ticket ticket = 0;
+  Status status = device.Start(copies, &ticket);
+  for (Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kLiteral) p.crc = CopyCrc32(0, chunk->memory + p.at, p.literal, p.size);
+  std::memset(chunk->memory + chunk->size, 0, AlignUp(chunk->size, kBlockBytes) - chunk->size);
+  if (status.ok()) status = device.Finish(copies, ticket);
+  size_t next = 0;
+  for (Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource) p.crc = copies[next++].crc;
+  chunk->copy_end = Clock::now();
+
+  lock.lock();
+  --job.copying;
+  job.copy_s += std::chrono::duration<double>(chunk->copy_end - chunk->copy_begin).count();
+  if (!status.ok()) FailLocked(job, status);
+  if (job.error.ok())
+    OnCopied(chunk);
+  else
+    Release(chunk);
+  CloseIfSettled(job);
+  changed_.notify_all();
+}
+
+void Engine::OnCopied(Chunk* chunk) {
+  Job& job = *chunk->job;
+  bool any_ready = false;
+  const auto unblock = [&](Chunk* c) {
+    if (c->blockers > 0 || c->state != Chunk::State::kBlocked) return;
+    c->state = Chunk::State::kReady;
+    ready_.push_back(c);
+    any_ready = true;
+  };
+  // Sources first: they may be what checksums in this chunk, and in blocked ones, are waiting for.
+  for (const Piece& p : chunk->pieces) {
+    if (p.kind != RowKind::kSource) continue;
+    Source& source = job.sources[p.source];
+    source.parts[p.part].crc = p.crc;
+    if (--source.parts_left > 0) continue;
+    for (const Source::Part& part : source.parts) source.crc = Crc32Combine(source.crc, part.crc, part.size);
+    for (const auto& [blocked, piece] : source.waiting) {
+      WriteCrc32(blocked, blocked->pieces[piece], source.crc);
+      --blocked->blockers;
+      unblock(blocked);
+    }
+    source.waiting.clear();
+  }
+  for (size_t i = 0; i < chunk->pieces.size(); ++i) {
+    Piece& p = chunk->pieces[i];
+    if (p.kind != RowKind::kCrc32Le && p.kind != RowKind::kCrc32Hex) continue;
+    Source& source = job.sources[p.source];
+    if (source.parts_left == 0) {
+      WriteCrc32(chunk, p, source.crc);
+    } else {
+      source.waiting.push_back({chunk, i});
+      ++chunk->blockers;
+    }
+  }
+  chunk->state = Chunk::State::kBlocked;
+  unblock(chunk);
+  if (chunk->eager) --job.eager_left;
+  for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) --job.owner_left[std::countr_zero(bits)];
+  if (--job.capture_left == 0) job.captured = Clock::now();
+  if (any_ready) io_->Wake();
+}
+
+void Engine::Release(Chunk* chunk) {
+  if (chunk->memory != nullptr) ring_.Free(chunk->memory);
+  chunk->memory = nullptr;
+  chunk->pieces = {};
+  chunk->state = Chunk::State::kDone;
+}
+
+void Engine::CopyLoop() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (Chunk* chunk = TakeChunk())
+      CopyChunk(chunk, lock);
+    else
+      changed_.wait(lock);
+  }
+}
+
+// Copies until done() holds: a thread that has to wait for a copy makes it instead.
+bool Engine::HelpUntil(const std::function<bool()>& done, Clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  while (!done()) {
+    if (Clock::now() >= deadline) return false;
+    if (Chunk* chunk = TakeChunk())
+      CopyChunk(chunk, lock);
+    else
+      changed_.wait_until(lock, deadline);
+  }
+  return true;
+}
+
+}  // namespace lazyckpt

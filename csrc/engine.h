@@ -1,0 +1,120 @@
+// The engine: copies sources into the staging ring, writes the ring to files, knows bytes and nothing else.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "io_backend.h"
+#include "job.h"
+#include "ring.h"
+
+namespace lazyckpt {
+
+struct EngineOptions {
+  size_t max_ring_bytes;
+  size_t chunk_bytes;
+  unsigned io_depth;
+  unsigned copy_threads;
+  std::string backend = "auto";
+  bool direct = true;
+  bool register_buffers = true;
+  std::string fault;  // test build only: see MakeFaultBackend
+};
+
+// Any thread may call. Only the process that made an engine may use it: a forked child has its memory but not
+// its threads, so every method except the destructor is refused there by the bindings.
+//
+// One mutex guards all bookkeeping; bytes are copied, checksummed and written outside it. Chunks are copied in
+// the order of the queue (checkpoint by checkpoint, in the order of the program), by the copy threads and by any
+// thread that waits for them.
+class Engine {
+ public:
+  static std::unique_ptr<Engine> Create(const EngineOptions& options, Status* status);
+  ~Engine();  // waits for what is being written; unfinished checkpoints must have been failed or waited for
+
+  // Raises the ring's capacity, if it is empty; the pages are faulted in in the background.
+  bool Reserve(size_t bytes);
+
+  std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files);
+
+  // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before).
+  // Copying begins at once. EINVAL if the program does not fit its blob or its sources.
+  Status Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
+  void Seal(Job& job);
+
+  // Creates the file; bytes wait in the ring until then. `size`: disk space to reserve.
+  Status Open(Job& job, size_t file, const std::string& path, uint64_t size);
+
+  // Each returns true when the state is reached or the job has failed, false at the deadline. The first two copy
+  // while they wait.
+  bool WaitEager(Job& job, Clock::time_point deadline);
+  bool WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline);
+  bool WaitReleased(Job& job, Clock::time_point deadline);  // captured, and nobody reads the sources any more
+  bool WaitSettled(Job& job, Clock::time_point deadline);
+
+  void Fail(Job& job, Status error);
+
+  // Under the lock: for looking at a job's bookkeeping.
+  template <class F>
+  auto Locked(F look) {
+    std::lock_guard lock(mutex_);
+    return look();
+  }
+
+  const EngineOptions& options() const { return options_; }
+  Ring& ring() { return ring_; }
+  const char* backend_name() const { return io_->name(); }
+  const Status& fallback() const { return fallback_; }  // why io_uring is not used; OK if it is
+  bool registered() const { return registered_; }
+
+ private:
+  Engine() = default;
+
+  // capture.cc
+  void CopyLoop();
+  Chunk* TakeChunk();
+  void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
+  void OnCopied(Chunk* chunk);
+  void Release(Chunk* chunk);
+  void QueueOpenChunk(Job& job);
+  bool HelpUntil(const std::function<bool()>& done, Clock::time_point deadline);
+  bool WaitUntil(const std::function<bool()>& done, Clock::time_point deadline);
+
+  // writer.cc
+  void WriteLoop();
+  void PrepareRing();
+  bool SubmitNext();
+  void QueueSyncs(Job& job);
+  void OnResult(const IoResult& result);
+  void OnChunkResult(Chunk* chunk, int64_t result);
+  void FailLocked(Job& job, Status error);
+  void CloseIfSettled(Job& job);
+
+  EngineOptions options_;
+  Status fallback_;
+  Ring ring_;
+  std::unique_ptr<IoBackend> io_;
+  bool registered_ = false;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;         // anything a thread may wait for
+  std::deque<Chunk*> queue_;                // to be copied
+  std::deque<Chunk*> ready_;                // to be written
+  std::deque<File*> syncs_;                 // files to be synced
+  std::vector<std::shared_ptr<Job>> jobs_;  // unsettled
+  size_t prepared_bytes_ = 0;               // of the ring: faulted in and registered
+  bool stop_ = false;
+
+  std::vector<std::thread> copiers_;
+  std::thread writer_;
+};
+
+}  // namespace lazyckpt

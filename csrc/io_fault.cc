@@ -1,0 +1,105 @@
+// Test build only: an IoBackend that fails on purpose. See MakeFaultBackend for the grammar of its spec.
+#include <cerrno>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <thread>
+
+#include "io_backend.h"
+
+namespace lazyckpt {
+namespace {
+
+constexpr int kShort = -1;
+constexpr int kStall = -2;
+
+const std::map<std::string, int> kEffects = {{"EIO", EIO},       {"ENOSPC", ENOSPC}, {"EACCES", EACCES},
+                                             {"EDQUOT", EDQUOT}, {"EINTR", EINTR},   {"ENOMEM", ENOMEM},
+                                             {"EAGAIN", EAGAIN}, {"short", kShort},  {"stall", kStall}};
+
+class FaultBackend final : public IoBackend {
+ public:
+  explicit FaultBackend(std::unique_ptr<IoBackend> inner) : inner_(std::move(inner)) {}
+
+  bool Parse(const std::string& spec) {
+    std::istringstream all(spec);
+    for (std::string one; std::getline(all, one, ',');) {
+      std::istringstream parts(one);
+      std::string op, nth, effect;
+      if (!std::getline(parts, op, ':') || !std::getline(parts, nth, ':') || !std::getline(parts, effect)) return false;
+      const auto found = kEffects.find(effect);
+      if (found == kEffects.end() || nth.find_first_not_of("0123456789") != std::string::npos) return false;
+      plan_[op][std::stoi(nth)] = found->second;
+    }
+    return !plan_.empty();
+  }
+
+  const char* name() const override { return inner_->name(); }
+
+  Status Submit(const IoRequest& request) override {
+    static constexpr const char* kNames[] = {"read", "write", "sync"};
+    const int effect = Next(kNames[static_cast<int>(request.op)]);
+    if (effect == kStall) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (effect > 0) {
+      std::lock_guard lock(mutex_);
+      failed_.push_back({request.tag, -effect});
+      return Status::Ok();
+    }
+    IoRequest passed = request;
+    if (effect == kShort) passed.size = request.size > 4096 ? request.size / 2 / 4096 * 4096 : request.size;
+    return inner_->Submit(passed);
+  }
+
+  void Wait(std::vector<IoResult>* results) override {
+    {
+      std::lock_guard lock(mutex_);
+      results->insert(results->end(), failed_.begin(), failed_.end());
+      failed_.clear();
+    }
+    if (results->empty()) inner_->Wait(results);
+  }
+
+  void Wake() override { inner_->Wake(); }
+
+  Status Create(const std::string& path, bool want_direct, int* fd, bool* direct) override {
+    if (const int effect = Next("create"); effect > 0) return Status(effect, "open", path);
+    return inner_->Create(path, want_direct, fd, direct);
+  }
+
+  Status Allocate(int fd, uint64_t size, const std::string& path) override {
+    if (const int effect = Next("allocate"); effect > 0) return Status(effect, "fallocate", path);
+    return inner_->Allocate(fd, size, path);
+  }
+
+  Status Truncate(int fd, uint64_t size, const std::string& path) override {
+    if (const int effect = Next("truncate"); effect > 0) return Status(effect, "ftruncate", path);
+    return inner_->Truncate(fd, size, path);
+  }
+
+ private:
+  int Next(const std::string& op) {
+    std::lock_guard lock(mutex_);
+    const int n = ++count_[op];
+    const auto planned = plan_.find(op);
+    if (planned == plan_.end()) return 0;
+    const auto effect = planned->second.find(n);
+    return effect == planned->second.end() ? 0 : effect->second;
+  }
+
+  std::unique_ptr<IoBackend> inner_;
+  std::mutex mutex_;
+  std::map<std::string, std::map<int, int>> plan_;
+  std::map<std::string, int> count_;
+  std::vector<IoResult> failed_;
+};
+
+}  // namespace
+
+std::unique_ptr<IoBackend> MakeFaultBackend(std::unique_ptr<IoBackend> inner, const std::string& spec) {
+  auto backend = std::make_unique<FaultBackend>(std::move(inner));
+  if (!backend->Parse(spec)) return nullptr;
+  return backend;
+}
+
+}  // namespace lazyckpt

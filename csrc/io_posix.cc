@@ -1,0 +1,141 @@
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "io_backend.h"
+
+namespace lazyckpt {
+namespace {
+
+class PosixBackend final : public IoBackend {
+ public:
+  explicit PosixBackend(unsigned depth) {
+    for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { Serve(); });
+  }
+
+  ~PosixBackend() override {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    work_.notify_all();
+    for (auto& t : threads_) t.join();
+  }
+
+  const char* name() const override { return "posix"; }
+
+  Status Submit(const IoRequest& request) override {
+    {
+      std::lock_guard lock(mutex_);
+      requests_.push_back(request);
+    }
+    work_.notify_one();
+    return Status::Ok();
+  }
+
+  void Wait(std::vector<IoResult>* results) override {
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return woken_ || !results_.empty(); });
+    woken_ = false;
+    results->insert(results->end(), results_.begin(), results_.end());
+    results_.clear();
+  }
+
+  void Wake() override {
+    {
+      std::lock_guard lock(mutex_);
+      woken_ = true;
+    }
+    done_.notify_one();
+  }
+
+ private:
+  static int64_t Perform(const IoRequest& r) {
+    int64_t n = 0;
+    do {
+      switch (r.op) {
+        case IoRequest::Op::kRead:
+          n = pread(r.fd, r.data, r.size, static_cast<off_t>(r.offset));
+          break;
+        case IoRequest::Op::kWrite:
+          n = pwrite(r.fd, r.data, r.size, static_cast<off_t>(r.offset));
+          break;
+        case IoRequest::Op::kSync:
+          n = fdatasync(r.fd);
+          break;
+      }
+    } while (n < 0 && errno == EINTR);
+    return n < 0 ? -errno : n;
+  }
+
+  void Serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      work_.wait(lock, [this] { return stop_ || !requests_.empty(); });
+      if (requests_.empty()) return;
+      const IoRequest request = requests_.front();
+      requests_.pop_front();
+      lock.unlock();
+      const int64_t n = Perform(request);
+      lock.lock();
+      results_.push_back({request.tag, n});
+      done_.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable done_;
+  std::deque<IoRequest> requests_;
+  std::vector<IoResult> results_;
+  bool woken_ = false;
+  bool stop_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+Status IoBackend::Create(const std::string& path, bool want_direct, int* fd, bool* direct) {
+  constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
+  *direct = want_direct;
+  *fd = open(path.c_str(), kFlags | (want_direct ? O_DIRECT : 0), 0666);  // the umask decides
+  if (*fd < 0 && errno == EINVAL && want_direct) {
+    // No O_DIRECT here (tmpfs, some network file systems). Some kernels leave the file behind.
+    unlink(path.c_str());
+    *direct = false;
+    *fd = open(path.c_str(), kFlags, 0666);
+  }
+  return *fd < 0 ? Status(errno, "open", path) : Status::Ok();
+}
+
+Status IoBackend::Allocate(int fd, uint64_t size, const std::string& path) {
+  int r;
+  while ((r = fallocate(fd, 0, 0, static_cast<off_t>(size))) != 0 && errno == EINTR) {
+  }
+  if (r == 0 || errno == EOPNOTSUPP || errno == ENOSYS) return Status::Ok();
+  return Status(errno, "fallocate", path);
+}
+
+Status IoBackend::Truncate(int fd, uint64_t size, const std::string& path) {
+  int r;
+  while ((r = ftruncate(fd, static_cast<off_t>(size))) != 0 && errno == EINTR) {
+  }
+  return r == 0 ? Status::Ok() : Status(errno, "ftruncate", path);
+}
+
+std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth) { return std::make_unique<PosixBackend>(depth); }
+
+std::unique_ptr<IoBackend> MakeBackend(const std::string& kind, unsigned depth, Status* status) {
+  *status = Status::Ok();
+  if (kind == "posix") return MakePosixBackend(depth);
+  auto uring = MakeUringBackend(depth, status);
+  if (uring != nullptr || kind == "io_uring") return uring;
+  return kind == "auto" ? MakePosixBackend(depth) : nullptr;
+}
+
+}  // namespace lazyckpt

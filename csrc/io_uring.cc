@@ -1,0 +1,147 @@
+#include <cerrno>
+
+#include "io_backend.h"
+
+#ifdef LAZYCKPT_HAVE_LIBURING
+
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace lazyckpt {
+namespace {
+
+// io_uring takes lengths of 32 bits; a longer request comes back short and the caller asks for the rest.
+constexpr size_t kMaxRequestBytes = size_t{1} << 30;
+
+class UringBackend final : public IoBackend {
+ public:
+  ~UringBackend() override {
+    if (ring_ready_) io_uring_queue_exit(&ring_);
+    if (wake_fd_ >= 0) close(wake_fd_);
+  }
+
+  Status Init(unsigned depth) {
+    // Two entries more than requests: the wake-up read, and one so that the queue is never full.
+    if (const int r = io_uring_queue_init(depth + 2, &ring_, 0); r < 0) return Status(-r, "io_uring_setup", "");
+    ring_ready_ = true;
+    wake_fd_ = eventfd(0, EFD_CLOEXEC);
+    if (wake_fd_ < 0) return Status(errno, "eventfd", "");
+    return ArmWake();
+  }
+
+  const char* name() const override { return "io_uring"; }
+
+  Status Submit(const IoRequest& request) override {
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    if (sqe == nullptr) return Status(EBUSY, "io_uring submission queue", "");
+    const auto length = static_cast<unsigned>(std::min(request.size, kMaxRequestBytes));
+    const int buffer = BufferIndex(request.data, length);
+    switch (request.op) {
+      case IoRequest::Op::kRead:
+        io_uring_prep_read(sqe, request.fd, request.data, length, request.offset);
+        break;
+      case IoRequest::Op::kWrite:
+        if (buffer >= 0)
+          io_uring_prep_write_fixed(sqe, request.fd, request.data, length, request.offset, buffer);
+        else
+          io_uring_prep_write(sqe, request.fd, request.data, length, request.offset);
+        break;
+      case IoRequest::Op::kSync:
+        io_uring_prep_fsync(sqe, request.fd, IORING_FSYNC_DATASYNC);
+        break;
+    }
+    io_uring_sqe_set_data(sqe, request.tag);
+    return Flush();
+  }
+
+  void Wait(std::vector<IoResult>* results) override {
+    io_uring_cqe* cqe = nullptr;
+    while (io_uring_wait_cqe(&ring_, &cqe) == -EINTR) {
+    }
+    unsigned head;
+    unsigned seen = 0;
+    bool woken = false;
+    io_uring_for_each_cqe(&ring_, head, cqe) {
+      ++seen;
+      if (io_uring_cqe_get_data(cqe) == this)
+        woken = true;
+      else
+        results->push_back({io_uring_cqe_get_data(cqe), cqe->res});
+    }
+    io_uring_cq_advance(&ring_, seen);
+    if (woken) (void)ArmWake();
+  }
+
+  void Wake() override {
+    const uint64_t one = 1;
+    (void)!write(wake_fd_, &one, sizeof one);
+  }
+
+  Status RegisterBuffers(std::span<const std::span<std::byte>> buffers) override {
+    if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
+    buffers_.clear();
+    std::vector<iovec> vectors;
+    for (const auto& b : buffers) vectors.push_back({b.data(), b.size()});
+    const int r = io_uring_register_buffers(&ring_, vectors.data(), static_cast<unsigned>(vectors.size()));
+    if (r < 0) return Status(-r, "io_uring_register_buffers", "");
+    buffers_.assign(buffers.begin(), buffers.end());
+    return Status::Ok();
+  }
+
+ private:
+  Status ArmWake() {
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    if (sqe == nullptr) return Status(EBUSY, "io_uring submission queue", "");
+    io_uring_prep_read(sqe, wake_fd_, &wake_value_, sizeof wake_value_, 0);
+    io_uring_sqe_set_data(sqe, this);
+    return Flush();
+  }
+
+  Status Flush() {
+    int r;
+    // EAGAIN: the kernel is short of memory for a moment; EBUSY: completions wait to be reaped.
+    while ((r = io_uring_submit(&ring_)) == -EINTR || r == -EAGAIN) usleep(r == -EAGAIN ? 100 : 0);
+    return r < 0 ? Status(-r, "io_uring_submit", "") : Status::Ok();
+  }
+
+  int BufferIndex(const std::byte* data, size_t size) const {
+    for (size_t i = 0; i < buffers_.size(); ++i)
+      if (data >= buffers_[i].data() && data + size <= buffers_[i].data() + buffers_[i].size())
+        return static_cast<int>(i);
+    return -1;
+  }
+
+  io_uring ring_{};
+  bool ring_ready_ = false;
+  int wake_fd_ = -1;
+  uint64_t wake_value_ = 0;
+  std::vector<std::span<std::byte>> buffers_;
+};
+
+}  // namespace
+
+std::unique_ptr<IoBackend> MakeUringBackend(unsigned depth, Status* status) {
+  auto backend = std::make_unique<UringBackend>();
+  *status = backend->Init(depth);
+  if (!status->ok()) return nullptr;
+  return backend;
+}
+
+}  // namespace lazyckpt
+
+#else
+
+namespace lazyckpt {
+
+std::unique_ptr<IoBackend> MakeUringBackend(unsigned, Status* status) {
+  *status = Status(ENOSYS, "built without liburing", "");
+  return nullptr;
+}
+
+}  // namespace lazyckpt
+
+#endif

@@ -1,0 +1,141 @@
+// One checkpoint on its way from the training state to its files. Data only: capture.cc and writer.cc move it.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "status.h"
+
+namespace lazyckpt {
+
+using Clock = std::chrono::steady_clock;
+
+struct Job;
+struct Chunk;
+
+// What the writer hands to the I/O backend as a tag: a chunk being written or a file being synced.
+struct IoTag {
+  explicit IoTag(bool sync) : is_sync(sync) {}
+  const bool is_sync;
+  Job* job = nullptr;
+};
+
+// The kinds of a program's rows (lazyckpt/containers/base.py has the same numbers).
+enum class RowKind : int64_t { kLiteral = 0, kSource = 1, kCrc32Le = 2, kCrc32Hex = 3 };
+
+struct Row {
+  RowKind kind;
+  int64_t size;
+  int64_t arg;  // kLiteral: offset in the blob; otherwise: index of a source
+};
+
+// Bytes of the training state: one storage. The caller keeps it alive and, if it is lazy, unchanged until captured.
+struct Source {
+  const std::byte* data;
+  uint64_t size;
+  uint64_t owners;  // bit set of the gates that protect it; 0: eager, to be captured before save() returns
+
+  struct Part {
+    uint64_t size;
+    uint32_t crc;
+  };
+  std::vector<Part> parts;  // its runs in consecutive chunks
+  size_t parts_left = 0;    // not yet copied
+  uint32_t crc = 0;         // valid once no part is left
+  struct Slot {
+    Chunk* chunk;
+    size_t piece;
+  };
+  std::vector<Slot> waiting;  // checksums to fill in when complete
+};
+
+struct Piece {
+  RowKind kind;
+  size_t size;
+  size_t at;                           // offset in the chunk
+  const std::byte* literal = nullptr;  // kLiteral: into a blob of the job
+  size_t source = 0;                   // otherwise
+  uint64_t source_offset = 0;          // kSource: in the source; kCrc32*: in its written form, which chunks may cut
+  size_t part = 0;                     // kSource: index in Source::parts
+  uint32_t crc = 0;
+};
+
+// What is copied, written and freed at once.
+//
+//   building -> queued -> copying -> blocked -> ready -> writing -> done
+//
+// blocked: some checksum in it belongs to a source that another thread is still copying; sources stand before
+// their checksums in the order of the queue, so the wait always ends.
+struct Chunk : IoTag {
+  enum class State { kBuilding, kQueued, kCopying, kBlocked, kReady, kWriting, kDone };
+
+  Chunk() : IoTag(false) {}
+  size_t file = 0;
+  uint64_t offset = 0;  // in the file; a multiple of kBlockBytes
+  size_t size = 0;      // bytes used
+  size_t limit = 0;     // bytes it may grow to
+  std::vector<Piece> pieces;
+  uint64_t owners = 0;
+  bool eager = false;
+  bool has_lazy = false;
+
+  State state = State::kBuilding;
+  std::byte* memory = nullptr;  // its region of the ring, from copying to done
+  size_t blockers = 0;
+  size_t written = 0;
+  unsigned retries = 0;
+  uint32_t crc = 0;  // set when it is first submitted
+  Clock::time_point copy_begin, copy_end, write_begin, write_end;
+};
+
+struct File : IoTag {
+  File() : IoTag(true) {}
+  std::string path;
+  int fd = -1;
+  bool direct = false;
+  uint64_t size = 0;
+  size_t chunks_left = 0;  // not yet written
+  bool sync_begun = false;
+  bool synced = false;
+};
+
+struct Job : std::enable_shared_from_this<Job> {
+  std::vector<Source> sources;
+  std::deque<File> files;  // deques: what points into them stays valid
+  std::vector<std::unique_ptr<Chunk>> chunks;
+  std::deque<std::string> blobs;
+  Chunk* open = nullptr;  // the chunk that Append is filling
+  bool sealed = false;
+  Status error;  // the first one
+
+  size_t eager_left = 0;                                     // chunks not yet captured that hold eager bytes
+  size_t capture_left = 0;                                   // chunks not yet captured
+  std::vector<size_t> owner_left = std::vector<size_t>(64);  // lazy chunks not yet captured, per owner bit
+  size_t copying = 0;                                        // chunks being copied now: source memory is being read
+  size_t writes_in_flight = 0;                               // writes and syncs the kernel has not answered yet
+
+  // Seconds; see metrics.py for what each means.
+  Clock::time_point begin = Clock::now();
+  Clock::time_point captured, written, synced;
+  Clock::time_point ring_wait_begin;
+  bool ring_waiting = false;
+  double copy_s = 0, ring_wait_s = 0;
+
+  bool durable() const {
+    if (!sealed) return false;
+    for (const File& f : files)
+      if (!f.synced) return false;
+    return true;
+  }
+  // Nobody reads the sources any more.
+  bool sources_released() const { return error.ok() ? sealed && capture_left == 0 : copying == 0; }
+  // Neither the engine nor the kernel touches anything of this job any more.
+  bool settled() const { return durable() || (!error.ok() && copying == 0 && writes_in_flight == 0); }
+};
+
+}  // namespace lazyckpt

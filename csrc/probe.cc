@@ -1,0 +1,60 @@
+#include "probe.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "io_backend.h"
+
+namespace lazyckpt {
+namespace {
+
+std::string ProbeDirect(const std::string& dir) {
+  std::string path = dir + "/.lazyckpt-probe-XXXXXX";
+  const int made = mkstemp(path.data());
+  if (made < 0) return std::string("unknown: ") + std::strerror(errno);
+  close(made);
+  const int fd = open(path.c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC);
+  const int error = errno;
+  if (fd >= 0) close(fd);
+  unlink(path.c_str());
+  return fd >= 0 ? "yes" : std::string("no: ") + std::strerror(error);
+}
+
+}  // namespace
+
+std::map<std::string, std::string> Probe(const std::string& dir) {
+  std::map<std::string, std::string> facts;
+  Status status;
+  facts["io_uring"] = MakeUringBackend(1, &status) != nullptr ? "yes" : "no: " + status.message();
+#ifdef LAZYCKPT_HAVE_LIBDEFLATE
+  facts["crc32"] = "libdeflate";
+#else
+  facts["crc32"] = "zlib";
+#endif
+  facts["o_direct"] = ProbeDirect(dir);
+#ifdef STATX_DIOALIGN
+  struct statx info{};
+  std::string path = dir + "/.lazyckpt-probe-XXXXXX";
+  if (const int fd = mkstemp(path.data()); fd >= 0) {
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0)
+      facts["alignment_bytes"] = std::to_string(info.stx_dio_offset_align);
+    close(fd);
+    unlink(path.c_str());
+  }
+#endif
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0)
+    facts["memlock_bytes"] = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);
+  void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  facts["cuda_driver"] = cuda != nullptr ? "yes" : "no: libcuda.so.1 not found";
+  if (cuda != nullptr) dlclose(cuda);
+  return facts;
+}
+
+}  // namespace lazyckpt

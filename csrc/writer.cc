@@ -1,0 +1,182 @@
+// From the staging ring to durable files. One thread submits and reaps; errors live in completions only.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "checksum.h"
+#include "engine.h"
+
+namespace lazyckpt {
+namespace {
+
+constexpr unsigned kMaxRetries = 1000;  // of EAGAIN and EINTR for one request: about a second
+
+// A chunk's checksum from those of its pieces, or over its bytes where the pieces are so many that this is faster
+// (combining takes about a microsecond, a microsecond of checksumming about 8 KiB).
+uint32_t ChunkCrc32(const Chunk& chunk) {
+  if (chunk.pieces.size() * (8 << 10) > chunk.size) return Crc32(0, chunk.memory, chunk.size);
+  uint32_t crc = 0;
+  for (const Piece& p : chunk.pieces) crc = Crc32Combine(crc, p.crc, p.size);
+  return crc;
+}
+
+}  // namespace
+
+void Engine::WriteLoop() {
+  std::vector<IoResult> results;
+  unsigned in_flight = 0;
+  for (;;) {
+    PrepareRing();
+    while (in_flight < options_.io_depth && SubmitNext()) ++in_flight;
+    if (in_flight == 0) {
+      std::lock_guard lock(mutex_);
+      if (stop_ && jobs_.empty()) return;
+    }
+    results.clear();
+    io_->Wait(&results);
+    in_flight -= static_cast<unsigned>(results.size());
+    for (const IoResult& r : results) OnResult(r);
+  }
+}
+
+void Engine::PrepareRing() {
+  const size_t capacity = Locked([this] { return ring_.capacity(); });
+  if (capacity <= prepared_bytes_) return;
+  ring_.Prefault(prepared_bytes_, capacity);
+  if (options_.register_buffers) {
+    std::vector<std::span<std::byte>> slices;
+    for (size_t at = 0; at < capacity; at += ring_.slice_bytes())
+      slices.emplace_back(ring_.base() + at, std::min(ring_.slice_bytes(), capacity - at));
+    registered_ = io_->RegisterBuffers(slices).ok();
+  }
+  prepared_bytes_ = capacity;
+}
+
+// Submits one write or sync; false if there is nothing to submit.
+bool Engine::SubmitNext() {
+  IoRequest request{};
+  Chunk* chunk = nullptr;
+  File* file = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (!syncs_.empty()) {
+      file = syncs_.front();
+      syncs_.pop_front();
+      request = {IoRequest::Op::kSync, file->fd, nullptr, 0, 0, static_cast<IoTag*>(file)};
+      ++file->job->writes_in_flight;
+    } else {
+      const auto next =
+          std::find_if(ready_.begin(), ready_.end(), [](Chunk* c) { return c->job->files[c->file].fd >= 0; });
+      if (next == ready_.end()) return false;
+      chunk = *next;
+      ready_.erase(next);
+      file = &chunk->job->files[chunk->file];
+      const size_t size = file->direct ? AlignUp(chunk->size, kBlockBytes) : chunk->size;
+      request = {IoRequest::Op::kWrite,          file->fd,
+                 chunk->memory + chunk->written, size - chunk->written,
+                 chunk->offset + chunk->written, static_cast<IoTag*>(chunk)};
+      chunk->state = Chunk::State::kWriting;
+      ++chunk->job->writes_in_flight;
+    }
+  }
+  const auto keep = file->job->shared_from_this();
+  Status status;
+  if (chunk == nullptr) {
+    status = io_->Truncate(file->fd, file->size, file->path);  // what padding or preallocation made too long
+  } else if (chunk->written == 0) {
+    chunk->crc = ChunkCrc32(*chunk);
+    chunk->write_begin = Clock::now();
+  }
+  if (status.ok()) status = io_->Submit(request);
+  if (!status.ok()) {
+    std::lock_guard lock(mutex_);
+    --file->job->writes_in_flight;
+    if (chunk != nullptr) Release(chunk);
+    FailLocked(*file->job, Status(status.error(), status.operation(), file->path));
+    return false;
+  }
+  return true;
+}
+
+void Engine::OnResult(const IoResult& result) {
+  auto* tag = static_cast<IoTag*>(result.tag);
+  const auto keep = tag->job->shared_from_this();  // settling may drop the engine's own reference
+  Job& job = *keep;
+  std::lock_guard lock(mutex_);
+  --job.writes_in_flight;
+  if (!tag->is_sync) {
+    OnChunkResult(static_cast<Chunk*>(tag), result.result);
+  } else {
+    auto* file = static_cast<File*>(tag);
+    if (result.result < 0) {
+      // Never retried: the kernel may report an error of fdatasync once and forget the lost pages.
+      FailLocked(job, Status(static_cast<int>(-result.result), "fdatasync", file->path));
+    } else {
+      file->synced = true;
+      if (job.durable()) job.synced = Clock::now();
+    }
+  }
+  CloseIfSettled(job);
+  changed_.notify_all();
+}
+
+void Engine::OnChunkResult(Chunk* chunk, int64_t result) {
+  Job& job = *chunk->job;
+  File& file = job.files[chunk->file];
+  if (!job.error.ok()) return Release(chunk);
+  if ((result == -EAGAIN || result == -EINTR) && ++chunk->retries <= kMaxRetries) {
+    usleep(1000);
+    result = 0;
+  } else if (result <= 0) {
+    Release(chunk);
+    return FailLocked(job, Status(result == 0 ? EIO : static_cast<int>(-result), "write", file.path));
+  }
+  chunk->written += static_cast<size_t>(result);
+  if (chunk->written < chunk->size) {  // short: the rest again, from a block boundary where O_DIRECT asks for it
+    if (file.direct) chunk->written -= chunk->written % kBlockBytes;
+    chunk->state = Chunk::State::kReady;
+    ready_.push_front(chunk);
+    return;
+  }
+  chunk->write_end = Clock::now();
+  Release(chunk);
+  if (--file.chunks_left == 0) {
+    job.written = Clock::now();
+    QueueSyncs(job);
+  }
+}
+
+void Engine::QueueSyncs(Job& job) {
+  if (!job.sealed || !job.error.ok()) return;
+  for (File& file : job.files) {
+    if (file.chunks_left > 0 || file.fd < 0 || file.sync_begun) continue;
+    file.sync_begun = true;
+    syncs_.push_back(&file);
+  }
+}
+
+void Engine::FailLocked(Job& job, Status error) {
+  if (!job.error.ok() || job.durable()) return;
+  job.error = std::move(error);
+  const auto of_job = [&job](const IoTag* t) { return t->job == &job; };
+  std::erase_if(queue_, of_job);
+  std::erase_if(ready_, of_job);
+  std::erase_if(syncs_, of_job);
+  for (const auto& chunk : job.chunks)
+    if (chunk->state == Chunk::State::kBlocked || chunk->state == Chunk::State::kReady) Release(chunk.get());
+  CloseIfSettled(job);
+  changed_.notify_all();
+}
+
+void Engine::CloseIfSettled(Job& job) {
+  if (!job.settled()) return;
+  for (File& file : job.files) {
+    if (file.fd >= 0) close(file.fd);  // after fdatasync, or of a file that will be discarded: nothing to learn
+    file.fd = -1;
+  }
+  // Last: this may be the last reference.
+  std::erase_if(jobs_, [&job](const std::shared_ptr<Job>& j) { return j.get() == &job; });
+}
+
+}  // namespace lazyckpt

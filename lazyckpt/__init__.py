@@ -1,0 +1,47 @@
+"""Lazy, durable checkpointing for PyTorch training, on standard files."""
+
+from lazyckpt.checkpointer import Checkpointer, SaveHandle
+from lazyckpt.config import Config
+from lazyckpt.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptFileError,
+    LazyCkptError,
+    LoadError,
+    NoSpaceError,
+    RestoreError,
+    SaveError,
+    SerializationError,
+    TornSnapshotError,
+    UnsupportedFormatError,
+)
+from lazyckpt.functional import load, save
+from lazyckpt.gate import guard, wait_captured
+from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+from lazyckpt.providers.objects import StateProvider
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointMetrics",
+    "Checkpointer",
+    "ChunkEvent",
+    "ClosedError",
+    "Config",
+    "ConfigError",
+    "CorruptFileError",
+    "LazyCkptError",
+    "LoadError",
+    "NoSpaceError",
+    "RestoreError",
+    "SaveError",
+    "SaveHandle",
+    "SerializationError",
+    "StateProvider",
+    "TornSnapshotError",
+    "UnsupportedFormatError",
+    "guard",
+    "load",
+    "save",
+    "wait_captured",
+]

@@ -1,0 +1,107 @@
+"""The native engine (csrc/bindings.cc): bytes, files and devices; nothing of tensors, pickles or file formats.
+
+Failures of the operating system are OSError with errno and path. Waits release the GIL and heed Ctrl-C.
+"""
+
+from typing_extensions import Buffer
+
+FAULTS: bool  # whether this is the test build, with fault injection
+
+class Engine:
+    """A staging ring and the threads that copy and write. Belongs to the process that made it: in a forked child
+    every call raises RuntimeError."""
+
+    def __init__(
+        self,
+        *,
+        ring_bytes: int,
+        chunk_bytes: int,
+        io_depth: int,
+        copy_threads: int,
+        backend: str = "auto",
+        direct: bool = True,
+        register_buffers: bool = True,
+        fault: str = "",
+    ) -> None: ...
+    def reserve(self, bytes: int) -> bool:
+        """Raises the ring's capacity, up to ring_bytes; False while the ring is in use."""
+
+    def begin(self, pointers: Buffer, sizes: Buffer, owners: Buffer, files: int) -> Job:
+        """A checkpoint of sources (three arrays of uint64). owners: bits of the gates that protect it; 0: eager."""
+
+    @property
+    def ring_bytes(self) -> int: ...
+    @property
+    def ring_used_bytes(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def fallback(self) -> str:
+        """Why io_uring is not used; empty if it is."""
+
+class Job:
+    """One checkpoint. Dropping it abandons it. Sources must stay alive until wait_released()."""
+
+    def append(self, file: int, offset: int, rows: Buffer, blob: bytes) -> None:
+        """Lays out and begins to copy one extent (containers/base.py)."""
+
+    def seal(self) -> None:
+        """Nothing more will be appended."""
+
+    def open(self, file: int, path: str, size: int) -> None:
+        """Creates the file (it must not exist) and reserves `size` bytes on the disk."""
+
+    def wait_eager(self) -> None:
+        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits."""
+
+    def wait_captured(self, owners: int, timeout_s: float | None = None) -> bool:
+        """The same for the lazy bytes of these owners."""
+
+    def wait_released(self, timeout_s: float | None = None) -> bool:
+        """Until nobody reads the sources any more."""
+
+    def wait_settled(self, timeout_s: float | None = None) -> bool:
+        """Until every file is synced, or the job has failed and the kernel is done with it."""
+
+    def fail(self, errno: int, why: str) -> None: ...
+    def raise_error(self) -> None:
+        """Raises the OSError that failed the job, if one did."""
+
+    def pending_chunks(self, owners: int) -> int:
+        """Chunks with lazy bytes of these owners that are not copied yet."""
+
+    def source_crcs(self) -> list[int]: ...
+    def files(self) -> list[tuple[int, int]]:
+        """(bytes, CRC-32) of each file; valid when settled without error."""
+
+    def stats(self) -> dict[str, float]: ...
+    def timeline(self) -> list[tuple[int, int, int, float, float, float, float]]: ...
+
+class Ring:
+    """The ring's bookkeeping alone, for tests."""
+
+    def __init__(self, capacity: int, slice_bytes: int) -> None: ...
+    def allocate(self, bytes: int) -> int | None: ...
+    def free(self, offset: int) -> None: ...
+    @property
+    def used(self) -> int: ...
+
+def read_file(
+    path: str,
+    offsets: Buffer,
+    sizes: Buffer,
+    pointers: Buffer,
+    *,
+    threads: int = 0,
+    io_depth: int = 0,
+    backend: str = "auto",
+    direct: bool = True,
+    fault: str = "",
+) -> list[int]:
+    """Reads ranges (arrays of uint64) into memory; pointer 0 only checksums. Returns the CRC-32 of each."""
+
+def crc32(data: Buffer, value: int = 0) -> int: ...
+def crc32_at(pointer: int, size: int) -> int: ...
+def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
+def rename_exchange(a: str, b: str) -> None: ...
+def probe(dir: str) -> dict[str, str]: ...

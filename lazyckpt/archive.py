@@ -1,0 +1,183 @@
+"""A ``torch.save`` archive on the way back: unpickled first, filled after.
+
+Unpickling gives every tensor a storage that is allocated but not touched, so that it costs addresses, not memory.
+Then whoever restores says which storages have a better place to land (live parameters), and one parallel,
+checksummed read fills everything at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import zlib
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+
+from lazyckpt import _engine
+from lazyckpt.containers.base import Record
+from lazyckpt.containers.torch_zip_reader import read_directory
+from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+
+MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
+
+
+@dataclass
+class Slot:
+    """One storage of the archive: what is to be filled, and from where."""
+
+    record: Record
+    memory: torch.UntypedStorage  # on the CPU; what the engine reads into
+    final: torch.UntypedStorage  # where the tensors look; another one if they are on a device
+    references: int = 0  # how many tensors of the archive view it
+
+
+class Archive:
+    """``tree`` is what was saved, its storages unfilled; ``slots`` are these storages by key.
+
+    Raises CorruptFileError for what is damaged or hostile, UnsupportedFormatError for what only ``torch.load``
+    reads (another byte order), and LoadError for what ``weights_only`` forbids.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], map_location: MapLocation, weights_only: bool) -> None:
+        self.path = path
+        self.slots: dict[str, Slot] = {}
+        self._records = read_directory(path).records
+        self._typed: dict[str, torch.storage.TypedStorage] = {}
+        self._restore_location = torch.serialization._get_restore_location(map_location)
+        if "byteorder" in self._records and self._read_small("byteorder") != sys.byteorder.encode():
+            raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=path)
+        if "data.pkl" not in self._records:
+            raise CorruptFileError("no record data.pkl: not an archive of torch.save", path=path)
+        stream = io.BytesIO(self._read_small("data.pkl"))
+        unpickler: Any = _weights_only_unpickler.Unpickler(stream) if weights_only else _Unpickler(stream)
+        if weights_only:
+            unpickler.encoding = "utf-8"
+        unpickler.persistent_load = self._persistent_load
+        torch.serialization._serialization_tls.map_location = map_location
+        try:
+            self.tree = unpickler.load()
+        except (LoadError, MemoryError):
+            raise
+        except Exception as error:
+            hint = ""
+            if (weights_only and "weights_only" in str(error)) or "allowed global" in str(error):
+                hint = (
+                    " (allow the type with torch.serialization.add_safe_globals, or load with weights_only=False, "
+                    "which runs code from the file: only if you trust its origin)"
+                )
+            raise LoadError(f"cannot be unpickled: {error}{hint}", path=path) from error
+        finally:
+            torch.serialization._serialization_tls.map_location = None
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        """The slot that a tensor of the tree views."""
+        if not hasattr(self, "_by_storage"):
+            self._by_storage = {slot.final._cdata: slot for slot in self.slots.values()}
+        try:
+            return self._by_storage.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def fill(self, elsewhere: dict[str, int] | None = None, *, io_backend: str = "auto", direct: bool = True) -> None:
+        """Reads every storage, checks its CRC-32, and moves it to its device.
+
+        ``elsewhere`` maps keys to pointers of live memory to read into instead. Raises CorruptFileError that
+        names the damaged records; what was read by then stays where it landed.
+        """
+        elsewhere = elsewhere or {}
+        keys = [key for key, slot in self.slots.items() if slot.record.nbytes]
+        records = [self.slots[key].record for key in keys]
+        pointers = [elsewhere.get(key, self.slots[key].memory.data_ptr()) for key in keys]
+        crcs = read_records(self.path, records, pointers, io_backend=io_backend, direct=direct)
+        check_crcs(self.path, records, crcs)
+        for slot in self.slots.values():
+            if slot.final is not slot.memory:
+                slot.final.copy_(slot.memory, non_blocking=False)
+
+    def _read_small(self, name: str) -> bytes:
+        record = self._records[name]
+        with open(self.path, "rb") as file:
+            file.seek(record.offset)
+            data = file.read(record.nbytes)
+        if len(data) != record.nbytes or zlib.crc32(data) != record.crc32:
+            raise CorruptFileError(f"record {name}: checksum does not match", path=self.path)
+        return data
+
+    def _persistent_load(self, saved_id: Any) -> torch.storage.TypedStorage:
+        if not (isinstance(saved_id, tuple) and len(saved_id) == 5 and _text(saved_id[0]) == "storage"):
+            raise CorruptFileError(f"unknown persistent id {saved_id!r}", path=self.path)
+        _, storage_type, key, location, numel = saved_id
+        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+        key = _text(key)
+        slot = self.slots.get(key)
+        if slot is None:
+            record = self._records.get(f"data/{key}")
+            nbytes = numel * torch._utils._element_size(dtype)
+            if record is None or record.nbytes != nbytes:
+                found = "missing" if record is None else f"{record.nbytes} bytes"
+                what = f"record data/{key}: {found}, the pickle says {nbytes} bytes"
+                raise CorruptFileError(what, path=self.path)
+            memory = torch.UntypedStorage(nbytes)
+            # Asked with an empty storage, so that nothing is moved before it is read.
+            device = self._restore_location(torch.UntypedStorage(0), _text(location)).device
+            final = memory if device.type == "cpu" else torch.UntypedStorage(nbytes, device=device)
+            slot = self.slots[key] = Slot(record, memory, final)
+        slot.references += 1
+        typed = self._typed.get(key)
+        if typed is None or typed.dtype != dtype:
+            typed = torch.storage.TypedStorage(wrap_storage=slot.final, dtype=dtype, _internal=True)
+            self._typed[key] = typed
+        return typed
+
+
+class _Unpickler(pickle.Unpickler):
+    """What ``torch.load(weights_only=False)`` uses: storage types are looked up by name, modules that moved are
+    found where they are now."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if "Storage" in name:
+            try:
+                return torch.serialization.StorageType(name)
+            except KeyError:
+                pass
+        return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+
+def _text(value: Any) -> str:
+    return value.decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+def read_records(
+    path: str | os.PathLike[str],
+    records: list[Record],
+    pointers: list[int],
+    *,
+    io_backend: str = "auto",
+    direct: bool = True,
+) -> list[int]:
+    """Reads records into memory (pointer 0: nowhere) and returns the CRC-32 of each. Raises LoadError."""
+    try:
+        return _engine.read_file(
+            os.fspath(path),
+            array("Q", [r.offset for r in records]),
+            array("Q", [r.nbytes for r in records]),
+            array("Q", pointers),
+            backend=io_backend,
+            direct=direct,
+        )
+    except OSError as error:
+        raise LoadError(f"cannot be read: {error.strerror}", path=path) from error
+
+
+def check_crcs(path: str | os.PathLike[str], records: list[Record], crcs: list[int]) -> None:
+    """Raises CorruptFileError that names the records whose bytes are not what was written."""
+    bad = [r.name for r, crc in zip(records, crcs, strict=True) if r.crc32 is not None and r.crc32 != crc]
+    if bad:
+        names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        raise CorruptFileError(f"checksum does not match: {names}", path=path)

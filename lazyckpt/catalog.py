@@ -1,0 +1,151 @@
+"""What is committed in a folder of checkpoints: found by scan, ordered by sequence.
+
+The newest checkpoint is the one with the highest sequence, not the highest step: after a rollback from step 200 to
+step 100 and twenty steps of training, step 120 is the newest. A checkpoint's parent is the one that training had
+last saved or restored; the parents of the newest form the chain along which retention counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import lazyckpt
+from lazyckpt import commit
+from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+
+FORMAT = 1
+STATE = "state.pt"
+_FOLDER = re.compile(r"step-(\d{8,})")
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as the manifest tells of it."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint, as its manifest tells."""
+
+    path: Path
+    step: int
+    sequence: int
+    parent: int | None
+    created: datetime
+    files: tuple[FileEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+def manifest(*, step: int, sequence: int, parent: int | None, files: list[tuple[str, int, int]]) -> dict[str, Any]:
+    """What manifest.json says; ``files`` are name, bytes, CRC-32. docs/format.md describes it."""
+    return {
+        "format": FORMAT,
+        "lazyckpt": lazyckpt.__version__,
+        "sequence": sequence,
+        "parent": parent,
+        "step": step,
+        "world_size": 1,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "files": [
+            {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": [0]} for name, nbytes, crc in files
+        ],
+    }
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads a manifest and compares the lengths of the files with it; no other byte is read.
+
+    Raises CorruptFileError or UnsupportedFormatError that names what is wrong.
+    """
+    file = path / commit.MANIFEST
+    try:
+        if file.stat().st_size > 1 << 30:
+            raise CorruptFileError("too large for a manifest", path=file)
+        data = json.loads(file.read_bytes())
+        if data["format"] != FORMAT:
+            raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
+        checkpoint = Checkpoint(
+            path,
+            int(data["step"]),
+            int(data["sequence"]),
+            None if data["parent"] is None else int(data["parent"]),
+            datetime.fromisoformat(data["created"]),
+            tuple(FileEntry(str(f["name"]), int(f["bytes"]), int(f["crc32"], 16)) for f in data["files"]),
+        )
+    except FileNotFoundError as error:
+        raise LoadError("no checkpoint: there is no manifest.json", path=path) from error
+    except OSError as error:
+        raise LoadError(f"cannot be read: {error.strerror}", path=file) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
+    for entry in checkpoint.files:
+        if entry.name in ("", ".", "..", commit.MANIFEST) or "/" in entry.name or "\0" in entry.name:
+            raise CorruptFileError(f"names a file {entry.name!r} outside its folder", path=file)
+        member = path / entry.name
+        nbytes = os.lstat(member).st_size if member.is_file() and not member.is_symlink() else None
+        if nbytes != entry.nbytes:
+            found = "is missing" if nbytes is None else f"has {nbytes} bytes"
+            raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
+    return checkpoint
+
+
+class Catalog:
+    """The checkpoints of one folder. Reads the folder anew at every call of :meth:`scan`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.broken: list[LoadError] = []  # what the last scan could not read
+
+    def scan(self) -> list[Checkpoint]:
+        """All committed checkpoints, newest first."""
+        found = []
+        self.broken = []
+        for entry in os.scandir(self.root):
+            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+                continue
+            try:
+                found.append(read_checkpoint(Path(entry.path)))
+            except LoadError as error:
+                self.broken.append(error)
+        return sorted(found, key=lambda c: c.sequence, reverse=True)
+
+
+def chain(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """The newest checkpoint, its parent, its parent's parent, …, as far as they still exist."""
+    by_sequence = {c.sequence: c for c in checkpoints}
+    result: list[Checkpoint] = []
+    current = max(checkpoints, key=lambda c: c.sequence, default=None)
+    while current is not None and current not in result:
+        result.append(current)
+        older = [s for s in by_sequence if current.parent is not None and s <= current.parent]
+        # A parent that was pruned or replaced: its nearest elder stands in for it.
+        current = by_sequence[max(older)] if older else None
+    return result
+
+
+def superfluous(checkpoints: list[Checkpoint], keep_last: int | None, keep_every: int | None) -> list[Checkpoint]:
+    """What retention lets go of. Without ``keep_last`` everything is kept."""
+    if keep_last is None:
+        return []
+    lineage = chain(checkpoints)
+    keep = set(lineage[:keep_last])
+    if keep_every is not None:
+        keep |= {c for c in lineage if c.step % keep_every == 0}
+    return [c for c in checkpoints if c not in keep]

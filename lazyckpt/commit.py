@@ -1,0 +1,170 @@
+"""The durability protocol, as numbered steps.
+
+    1. stage      a temporary folder beside the target, locked; files are created in it with O_EXCL
+    2. write      the engine writes them and checks every completion
+    3. sync       the engine calls fdatasync on each file, after all its writes
+    4. describe   the manifest (lengths, checksums), written last; fsync it, then the temporary folder
+    5. agree      all checkpoints before this one are published, so that they appear in order
+    6. publish    rename to the final name; fsync the parent. Only now is the checkpoint committed
+    7. clean      what was replaced or is no longer kept is renamed to .trash-… and removed
+
+Nothing is ever written into a folder that has its final name. A lone file goes the same way without 4 and 5.
+After a failed sync nothing is retried: the staged folder is discarded, and the next save begins with new files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from lazyckpt import _engine
+
+TEMPORARY = ".tmp-"
+TRASH = ".trash-"
+MANIFEST = "manifest.json"
+
+# Descriptors that hold the locks of staged folders. A forked child must let go of its copies, or a lock would
+# outlive the process that it stands for.
+_locks: set[int] = set()
+
+
+def _close_locks_in_child() -> None:
+    for fd in _locks:
+        os.close(fd)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks_in_child)
+
+
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """fsync of a folder or file, so that its names or bytes survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def temporary_name(target: Path) -> Path:
+    return target.with_name(f"{TEMPORARY}{target.name}-{uuid.uuid4().hex}")
+
+
+class Staging:
+    """A checkpoint folder before it has its final name. Locked by this process for as long as it exists."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        while True:
+            self.path = temporary_name(target)
+            os.mkdir(self.path)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # swept between the two calls, by a process that took it for a leftover
+            _locks.add(self._lock)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                    self._unlock()
+                    raise
+            if os.path.isdir(self.path):
+                return
+            self._unlock()
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        """Step 4."""
+        fd = os.open(self.path / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open(fd, "w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        sync_path(self.path)
+
+    def publish(self) -> Path | None:
+        """Step 6. Returns the folder that this one replaced, under another name by now, or None."""
+        replaced = None
+        if self.target.is_symlink() or os.path.lexists(self.target):
+            replaced = self._exchange()
+        else:
+            os.rename(self.path, self.target)
+        sync_path(self.target.parent)
+        self._unlock()
+        return replaced
+
+    def _exchange(self) -> Path:
+        try:
+            _engine.rename_exchange(str(self.path), str(self.target))
+            return self.path
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+        # A file system without RENAME_EXCHANGE. For an instant neither has the name; older checkpoints stand in.
+        old = self.target.with_name(f"{TRASH}{self.target.name}-{uuid.uuid4().hex}")
+        os.rename(self.target, old)
+        os.rename(self.path, self.target)
+        return old
+
+    def discard(self) -> None:
+        """Removes what was staged; after an error."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock in _locks:
+            _locks.discard(self._lock)
+            os.close(self._lock)
+
+
+def publish_file(temporary: Path, target: Path) -> None:
+    """Step 6 for a lone file."""
+    os.replace(temporary, target)
+    sync_path(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Step 7: out of sight at once, removed after; a crash in between leaves a leftover that sweep() finds."""
+    trash = path.with_name(f"{TRASH}{path.name.removeprefix(TEMPORARY)}-{uuid.uuid4().hex}")
+    try:
+        os.rename(path, trash)
+    except FileNotFoundError:
+        return
+    if trash.is_symlink():
+        trash.unlink()
+    else:
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Removes what dead processes left in ``root``: trash, and staged folders whose lock nobody holds."""
+    swept = []
+    for entry in list(os.scandir(root)):
+        path = Path(entry.path)
+        if not entry.is_dir(follow_symlinks=False):
+            continue
+        if entry.name.startswith(TRASH) or (entry.name.startswith(TEMPORARY) and _is_abandoned(path)):
+            shutil.rmtree(path, ignore_errors=True)
+            swept.append(path)
+    return swept
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,109 @@
+"""Every tunable, with its unit in its name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lazyckpt.errors import ConfigError
+
+PAGE_BYTES = 4096
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a :class:`lazyckpt.Checkpointer` works. All fields are keyword arguments of it."""
+
+    host_buffer_bytes: int | Literal["auto"] = "auto"
+    """The staging ring. "auto": as much as one checkpoint needs plus two chunks, at most a quarter of the memory
+    available to this process. A smaller one saves memory; the copies then wait for the disk (DataStates-LLM, V-B)."""
+
+    max_in_flight: int = 2
+    """Checkpoints not yet durable at once; the next save waits until there is room (PCcheck)."""
+
+    durability: Literal["async", "before_step"] = "async"
+    """"before_step": the next optimizer step waits until the checkpoint is durable (FastPersist, 4.3)."""
+
+    on_error: Literal["raise", "warn"] = "raise"
+    """What happens when a checkpoint fails in the background: the next call of the Checkpointer raises, or a
+    warning is given and training goes on."""
+
+    keep_last: int | None = None
+    """Checkpoints to keep, counted back from the newest along the parent chain; None keeps all."""
+
+    keep_every: int | None = None
+    """Besides, keep those whose step is a multiple of this."""
+
+    audit: bool = False
+    """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step: finds
+    whoever writes to parameters behind the optimizer's back. Reads the whole state twice more; for debugging."""
+
+    chunk_bytes: int = 16 * MIB
+    """What is copied, checksummed and written at once; a multiple of 4096."""
+
+    io_depth: int = 4
+    """Writes in flight."""
+
+    copy_threads: int = 2
+    """Threads that copy while training computes. With 0 all copying is done where the training thread waits."""
+
+    io_backend: Literal["auto", "io_uring", "posix"] = "auto"
+    direct_io: bool = True
+    """O_DIRECT where the file system has it."""
+
+    def __post_init__(self) -> None:
+        self._at_least("max_in_flight", 1)
+        self._at_least("io_depth", 1)
+        self._at_least("copy_threads", 0)
+        self._at_least("chunk_bytes", PAGE_BYTES)
+        if self.keep_last is not None:
+            self._at_least("keep_last", 1)
+        if self.keep_every is not None:
+            self._at_least("keep_every", 1)
+        for name, allowed in (
+            ("durability", ("async", "before_step")),
+            ("on_error", ("raise", "warn")),
+            ("io_backend", ("auto", "io_uring", "posix")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, allowed))}")
+        if self.io_depth > 1024 or self.copy_threads > 1024:
+            raise ConfigError("io_depth and copy_threads: at most 1024")
+        if self.chunk_bytes % PAGE_BYTES or self.chunk_bytes > 1024 * MIB:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes}: expected a multiple of 4096, at most 1 GiB")
+        if self.host_buffer_bytes != "auto":
+            self._at_least("host_buffer_bytes", 1)
+            if self.host_buffer_bytes < 2 * self.chunk_bytes:
+                raise ConfigError(
+                    f"host_buffer_bytes={self.host_buffer_bytes}: the ring must hold two chunks of "
+                    f"{self.chunk_bytes} bytes (chunk_bytes); make it larger, or the chunks smaller"
+                )
+
+    def _at_least(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{name}={value!r}: expected a whole number, at least {minimum}")
+
+
+def available_memory_bytes() -> int:
+    """Memory this process may still take: what the machine has free, within the limits of its cgroup."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            available = min(available, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+        except (OSError, ValueError):
+            continue  # no such cgroup, or "max"
+    return max(available, 0)
+
+
+def auto_ring_bytes(chunk_bytes: int) -> int:
+    """The most that ``host_buffer_bytes="auto"`` takes: a quarter of the memory available to this rank."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+    return max(available_memory_bytes() // 4 // max(ranks, 1), 2 * chunk_bytes) // chunk_bytes * chunk_bytes

@@ -1,0 +1,35 @@
+"""File formats: how a checkpoint is laid out in a standard file, and how one is read back.
+
+Start with :mod:`~lazyckpt.containers.base`; then one module per format. This package knows nothing of
+modules, optimizers or pickles, and touches no tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from lazyckpt.containers.base import FileReader
+from lazyckpt.errors import UnsupportedFormatError
+
+# torch.save before 1.6 begins with the pickle of this number (torch.serialization.MAGIC_NUMBER), as LONG1 of
+# 10 bytes
+_LEGACY_MAGIC = b"\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+
+
+def sniff(path: str | os.PathLike[str]) -> Literal["torch_zip", "safetensors", "torch_legacy"]:
+    """Tells the format of the file from its first bytes; says nothing about whether the rest is sound.
+
+    Raises LoadError if ``path`` is missing, a folder or unreadable, CorruptFileError if it is empty,
+    UnsupportedFormatError if it is none of these formats.
+    """
+    with FileReader(path) as file:
+        start = file.read(0, min(file.size, 32))
+        if start.startswith(b"PK\3\4"):
+            return "torch_zip"
+        if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
+            return "safetensors"
+        if _LEGACY_MAGIC in start:
+            return "torch_legacy"
+        what = f"neither a torch.save archive nor a safetensors file (begins with {start[:8].hex(' ')})"
+        raise UnsupportedFormatError(what, path=path)

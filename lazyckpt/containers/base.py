@@ -1,0 +1,143 @@
+"""What containers and the engine tell each other: programs on the way out, records on the way back.
+
+A container lays a file out once, from names and sizes alone, as a *program*: a few :class:`Extent`, each a
+table of rows that the engine runs with live pointers. A program holds no pointer and no tensor, so it can be
+cached and run for every checkpoint whose metadata is the same.
+
+    kind        nbytes       arg             what the engine writes
+    LITERAL     n            blob offset     ``blob[arg:arg + n]``
+    SOURCE      size of i    source i        the i-th storage of the checkpoint, whole
+    CRC32_LE    4            source i        its CRC-32, little-endian
+    CRC32_HEX   8            source i        its CRC-32, lower-case hex digits
+
+A source of n > 0 bytes has one SOURCE row, an empty one has none. The extents of a file are run in the order
+given, whatever their offsets; a CRC row refers only to a source whose SOURCE row was run before.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from array import array
+from dataclasses import dataclass
+from types import TracebackType
+
+from lazyckpt.errors import CorruptFileError, LoadError
+
+LITERAL, SOURCE, CRC32_LE, CRC32_HEX = 0, 1, 2, 3
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A contiguous part of a file.
+
+    ``offset`` is a multiple of 4096 or the exact end of the extent run before it. ``rows`` is flat:
+    kind, nbytes, arg, kind, nbytes, arg, … (see the module's table).
+    """
+
+    offset: int
+    rows: array[int]
+    blob: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this extent occupies in the file."""
+        return sum(self.rows[1::3])
+
+
+class ExtentBuilder:
+    """Collects the rows of one extent; literals that touch become one row."""
+
+    def __init__(self) -> None:
+        self._rows = array("q")
+        self._blob = bytearray()
+        self._pending = 0  # where in the blob the literal begins that has no row yet
+
+    def literal(self, data: bytes) -> None:
+        self._blob += data
+
+    def source(self, index: int, nbytes: int) -> None:
+        self._row(SOURCE, nbytes, index)
+
+    def crc32_le(self, index: int) -> None:
+        self._row(CRC32_LE, 4, index)
+
+    def crc32_hex(self, index: int) -> None:
+        self._row(CRC32_HEX, 8, index)
+
+    def build(self, offset: int) -> Extent:
+        self._flush()
+        return Extent(offset, self._rows, bytes(self._blob))
+
+    def _row(self, kind: int, nbytes: int, arg: int) -> None:
+        self._flush()
+        self._rows.extend((kind, nbytes, arg))
+
+    def _flush(self) -> None:
+        end = len(self._blob)
+        if end > self._pending:
+            self._rows.extend((LITERAL, end - self._pending, self._pending))
+            self._pending = end
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A named byte range of a file. ``crc32`` is None where the file tells no checksum."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+
+class FileReader:
+    """A regular file open for parsing: bounded, exact reads whose failures are typed errors.
+
+    Use it as a context manager. Raises :class:`LoadError` if ``path`` is missing, a folder, or unreadable,
+    and :class:`CorruptFileError` if it is empty.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+        try:
+            # O_NONBLOCK: opening a FIFO by mistake must not wait for its writer
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise LoadError(f"cannot be opened: {error.strerror}", path=path) from error
+        status = os.fstat(self.fd)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode) or not self.size:
+            os.close(self.fd)
+            if stat.S_ISREG(status.st_mode):
+                raise CorruptFileError("the file is empty", path=path)
+            raise LoadError("not a regular file", path=path)
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes at ``offset``; :class:`CorruptFileError` if the file ends before."""
+        if offset < 0 or offset + nbytes > self.size:
+            raise self.corrupt(f"truncated: {nbytes} bytes at offset {offset}, file has {self.size}")
+        parts = []
+        while nbytes:
+            try:
+                part = os.pread(self.fd, nbytes, offset)
+            except OSError as error:
+                what = f"cannot read at offset {offset}: {error.strerror}"
+                raise LoadError(what, path=self.path) from error
+            if not part:
+                raise self.corrupt(f"truncated while being read, at offset {offset}")
+            parts.append(part)
+            offset += len(part)
+            nbytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def corrupt(self, what: str) -> CorruptFileError:
+        return CorruptFileError(what, path=self.path)

@@ -1,0 +1,271 @@
+"""Finds the records of a ``torch.save`` archive, and refuses whatever is not exactly such an archive.
+
+Zip is a format in which two readers can see two contents: junk in front or behind, local headers that
+contradict the directory, entries on top of each other, duplicate names. Here every byte of the file must
+belong to what the directory tells: local headers, data and descriptors follow one another from offset 0
+without a gap, then the directory, then the end records, then nothing. Archives of all torch versions since
+1.6 are like that, and so are those that zip tools wrote without compression.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lazyckpt.containers.base import FileReader, Record
+from lazyckpt.containers.torch_zip import (
+    CENTRAL_ENTRY,
+    CENTRAL_MAGIC,
+    DESCRIPTOR,
+    DESCRIPTOR_64,
+    DESCRIPTOR_MAGIC,
+    END,
+    END_64,
+    END_64_MAGIC,
+    END_64_REST,
+    END_MAGIC,
+    EXTRA_ZIP64,
+    FLAG_DESCRIPTOR,
+    FLAG_UTF8,
+    LOCAL_HEADER,
+    LOCAL_MAGIC,
+    LOCATOR_64,
+    LOCATOR_64_MAGIC,
+    MAX_16,
+    MAX_32,
+)
+from lazyckpt.errors import UnsupportedFormatError
+
+_MAX_DIRECTORY_BYTES = 64 * 2**20  # a million records
+_JOIN_READS_WITHIN_BYTES = 16 * 1024
+_MAX_READ_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Directory:
+    """The records of one archive, by name without the archive's folder, in file order."""
+
+    records: dict[str, Record]
+    archive_name: str
+    file_size: int
+
+
+class _Entry(NamedTuple):
+    """What the central directory tells of a record."""
+
+    offset: int  # of the local header
+    nbytes: int
+    crc32: int
+    flags: int
+    name: bytes
+
+
+def read_directory(path: str | os.PathLike[str]) -> Directory:
+    """Reads the directory and every local header of the archive, but no data.
+
+    A checksum of zero for data that is not empty counts as none: torch writes it where it was told not to
+    compute checksums, and under ``skip_data``.
+
+    Raises CorruptFileError if the archive is damaged, truncated or ambiguous, UnsupportedFormatError if it is
+    no archive of ``torch.save`` or is compressed or encrypted, LoadError if ``path`` cannot be read.
+    """
+    with FileReader(path) as file:
+        if file.read(0, min(file.size, 4)) != LOCAL_MAGIC:
+            raise UnsupportedFormatError("not a zip archive: it does not begin with a record", path=path)
+        count, directory_offset, directory_bytes = _read_end(file)
+        raw = file.read(directory_offset, directory_bytes)
+        entries = sorted(_parse_entries(file, raw, count))
+        offsets = list(_data_offsets(file, entries, directory_offset))
+        archive_name, names = _strip_folder(file, entries)
+        records = {
+            name: Record(name, offset, entry.nbytes, entry.crc32 if entry.crc32 or not entry.nbytes else None)
+            for name, offset, entry in zip(names, offsets, entries, strict=True)
+        }
+        return Directory(records, archive_name, file.size)
+
+
+def _read_end(file: FileReader) -> tuple[int, int, int]:
+    """Number of entries, offset and length of the central directory, from the end record(s)."""
+    end_offset = file.size - END.size
+    end = file.read(end_offset, END.size)
+    magic, disk, first_disk, here, count, nbytes, offset, comment = END.unpack(end)
+    if magic != END_MAGIC:
+        raise file.corrupt("truncated, or followed by other bytes: it does not end with a zip end record")
+    if disk or first_disk or here != count or comment:
+        raise file.corrupt("zip end record: several disks or a comment")
+    directory_end = end_offset
+    locator_offset = end_offset - LOCATOR_64.size
+    locator = file.read(locator_offset, LOCATOR_64.size) if locator_offset >= END_64.size else b""
+    if locator.startswith(LOCATOR_64_MAGIC):
+        directory_end = locator_offset - END_64.size
+        if locator != LOCATOR_64.pack(LOCATOR_64_MAGIC, 0, directory_end, 1):
+            raise file.corrupt("zip64 locator does not point to a record in front of it")
+        told = (count, nbytes, offset)
+        magic, rest, _, _, disk, first_disk, here, count, nbytes, offset = END_64.unpack(
+            file.read(directory_end, END_64.size)
+        )
+        if magic != END_64_MAGIC or rest != END_64_REST or disk or first_disk or here != count:
+            raise file.corrupt("zip64 end record is damaged")
+        for short, long, maximum in zip(told, (count, nbytes, offset), (MAX_16, MAX_32, MAX_32), strict=True):
+            if short not in (maximum, long):
+                raise file.corrupt(f"end records contradict each other: {short} and {long}")
+    if offset + nbytes != directory_end:
+        raise file.corrupt(f"zip directory at {offset} with {nbytes} bytes does not end at {directory_end}")
+    if not 0 < count * CENTRAL_ENTRY.size <= nbytes <= _MAX_DIRECTORY_BYTES:
+        raise file.corrupt(f"a zip directory of {count} entries in {nbytes} bytes")
+    return count, offset, nbytes
+
+
+def _parse_entries(file: FileReader, raw: bytes, count: int) -> Iterator[_Entry]:
+    position = 0
+    for index in range(count):
+        where = f"zip directory, entry {index}"
+        data = position + CENTRAL_ENTRY.size
+        if data > len(raw):
+            raise file.corrupt(f"{where}: cut off")
+        (
+            magic, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, disk, _,
+            attributes, offset,
+        ) = CENTRAL_ENTRY.unpack_from(raw, position)  # fmt: skip
+        name = raw[data : data + name_len]
+        extra = raw[data + name_len : data + name_len + extra_len]
+        position = data + name_len + extra_len
+        if magic != CENTRAL_MAGIC or comment_len or disk or position > len(raw):
+            raise file.corrupt(f"{where}: damaged")
+        if method or flags & ~(FLAG_DESCRIPTOR | FLAG_UTF8):
+            what = f"compressed or encrypted (method {method}, flags {flags:#x}); save it with torch.save"
+            raise UnsupportedFormatError(f"{where}: {what}", path=file.path)
+        if attributes >> 28 not in (0, 8):  # the type of a Unix file mode: none told, or a regular file
+            raise file.corrupt(f"{where}: not a plain file")
+        if extra or MAX_32 in (packed, nbytes, offset):
+            nbytes, packed, offset = _zip64(file, where, extra, [nbytes, packed, offset])
+        if packed != nbytes:
+            raise file.corrupt(f"{where}: {packed} bytes stored for {nbytes}")
+        yield _Entry(offset, nbytes, crc, flags, name)
+    if position != len(raw):
+        raise file.corrupt("zip directory: bytes behind the last entry")
+
+
+def _zip64(file: FileReader, where: str, extra: bytes, fields: list[int]) -> list[int]:
+    """The fields, those that say "see zip64" replaced by the values of the zip64 extra field."""
+    values = b""
+    position = 0
+    while position < len(extra):
+        if position + 4 > len(extra):
+            raise file.corrupt(f"{where}: extra fields are damaged")
+        kind, nbytes = struct.unpack_from("<2H", extra, position)
+        position += 4 + nbytes
+        if position > len(extra) or (kind == EXTRA_ZIP64 and values):
+            raise file.corrupt(f"{where}: extra fields are damaged")
+        if kind == EXTRA_ZIP64:
+            values = extra[position - nbytes : position]
+    if len(values) != 8 * fields.count(MAX_32):
+        raise file.corrupt(f"{where}: zip64 extra field does not fit the entry")
+    longs = iter(struct.unpack(f"<{len(values) // 8}Q", values))
+    return [next(longs) if field == MAX_32 else field for field in fields]
+
+
+def _data_offsets(file: FileReader, entries: list[_Entry], directory_offset: int) -> Iterator[int]:
+    """Where each record's data begins; checks that headers, data and descriptors follow without a gap.
+
+    What lies between the data of two records is a descriptor and a local header, so one read serves both.
+    """
+    starts = [entry.offset for entry in entries]
+    # A header ends with extra fields of unknown length, needed only for large records: those are read apart.
+    spans = [
+        (max(0, entry.offset - DESCRIPTOR_64.size), entry.offset + LOCAL_HEADER.size + len(entry.name))
+        for entry in entries
+    ]
+    spans.append((max(0, directory_offset - DESCRIPTOR_64.size), directory_offset))
+    if starts[0] != 0 or spans[-2][1] > directory_offset:
+        raise file.corrupt("zip entries do not begin with the file or reach into the directory")
+    windows = _read_spans(file, spans)
+    window_offset, window = next(windows)
+    for entry, next_start in zip(entries, [*starts[1:], directory_offset], strict=True):
+        where = f"record {entry.name.decode(errors='replace')!r} at offset {entry.offset}"
+        header = entry.offset - window_offset
+        magic, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL_HEADER.unpack_from(
+            window, header
+        )
+        if magic != LOCAL_MAGIC:
+            raise file.corrupt(f"{where}: no local header there")
+        name = window[header + LOCAL_HEADER.size : header + LOCAL_HEADER.size + len(entry.name)]
+        if (name_len, name) != (len(entry.name), entry.name) or flags != entry.flags or method:
+            raise file.corrupt(f"{where}: local header contradicts the directory")
+        data = entry.offset + LOCAL_HEADER.size + name_len + extra_len
+        end = data + entry.nbytes
+        if end > next_start:
+            raise file.corrupt(f"{where}: overlaps what follows at {next_start}")
+        if nbytes == MAX_32 or packed == MAX_32:
+            extra = file.read(data - extra_len, extra_len)
+            nbytes, packed = _zip64(file, where, extra, [nbytes, packed])
+        deferred = bool(flags & FLAG_DESCRIPTOR)
+        for told, known in ((crc, entry.crc32), (packed, entry.nbytes), (nbytes, entry.nbytes)):
+            if told != known and not (deferred and told == 0):
+                raise file.corrupt(f"{where}: local header contradicts the directory")
+        window_offset, window = next(windows)
+        gap = next_start - end
+        if gap:
+            descriptor = window[next_start - window_offset - gap : next_start - window_offset]
+            if not deferred or gap > DESCRIPTOR_64.size or descriptor not in _descriptors(entry):
+                raise file.corrupt(f"{where}: {gap} bytes behind the data are not its descriptor")
+        elif deferred and entry.nbytes:
+            raise file.corrupt(f"{where}: its descriptor is missing")
+        yield data
+
+
+def _descriptors(entry: _Entry) -> tuple[bytes, ...]:
+    long = DESCRIPTOR_64.pack(DESCRIPTOR_MAGIC, entry.crc32, entry.nbytes, entry.nbytes)
+    if entry.nbytes >= MAX_32:
+        return (long,)
+    return DESCRIPTOR.pack(DESCRIPTOR_MAGIC, entry.crc32, entry.nbytes, entry.nbytes), long
+
+
+def _read_spans(file: FileReader, spans: list[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+    """For each (begin, end), ascending, a window (offset, bytes) that holds it; near ones share one read."""
+    reads: list[tuple[int, int, int]] = []  # begin, end, how many spans
+    for begin, end in spans:
+        if reads:
+            first, last, shared = reads[-1]
+            if begin - last <= _JOIN_READS_WITHIN_BYTES and end - first <= _MAX_READ_BYTES:
+                reads[-1] = (first, max(last, end), shared + 1)
+                continue
+        reads.append((begin, end, 1))
+    # All reads are announced first: a cold disk then serves them together, one thread's reads would come one
+    # by one.
+    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+    for begin, end, _ in reads:
+        os.posix_fadvise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+    for begin, end, shared in reads:
+        window = (begin, file.read(begin, end - begin))
+        for _ in range(shared):
+            yield window
+
+
+def _strip_folder(file: FileReader, entries: list[_Entry]) -> tuple[str, list[str]]:
+    """The archive's folder and the names inside it, all of them safe, unique, and in that one folder."""
+    try:
+        full_names = [entry.name.decode() for entry in entries]
+    except UnicodeDecodeError as error:
+        raise file.corrupt("a record's name is not UTF-8") from error
+    archive_name, slash, _ = full_names[0].partition("/")
+    prefix = archive_name + slash
+    for name in full_names:
+        parts = name.split("/")
+        if "" in parts or "." in parts or ".." in parts or "\\" in name or "\0" in name:
+            raise file.corrupt(f"unsafe record name {name!r}")
+        if not slash or not name.startswith(prefix):
+            what = f"not an archive of torch.save: record {name!r} is outside the folder {archive_name!r}"
+            raise UnsupportedFormatError(what, path=file.path)
+    # torch looks records up without regard to case
+    if len({name.lower() for name in full_names}) != len(full_names):
+        raise file.corrupt("two records have the same name")
+    names = [name[len(prefix) :] for name in full_names]
+    if "constants.pkl" in names:
+        raise UnsupportedFormatError("a TorchScript archive; use torch.jit.load", path=file.path)
+    if "data.pkl" not in names:
+        raise UnsupportedFormatError("a zip archive, but not of torch.save: it has no data.pkl", path=file.path)
+    return archive_name, names

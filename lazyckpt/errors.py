@@ -1,0 +1,77 @@
+"""Every error that lazyckpt raises on purpose.
+
+LazyCkptError (RuntimeError)
+├── ConfigError (also ValueError)    a knob or an argument makes no sense
+├── ClosedError                      used after close(), or in a forked child
+├── SaveError                        a checkpoint failed; nothing committed was touched
+│   ├── NoSpaceError                 the file system is full, or would be
+│   ├── SerializationError           an object in the state cannot be pickled
+│   └── TornSnapshotError            state changed while it was being copied
+├── LoadError                        a file or folder cannot be read
+│   ├── CorruptFileError             truncated, bit-flipped, or not what it claims to be
+│   └── UnsupportedFormatError       well-formed, but of a kind lazyckpt does not handle
+└── RestoreError                     a checkpoint does not fit the tracked state, or none is left
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class LazyCkptError(RuntimeError):
+    """Base of all errors raised by lazyckpt."""
+
+
+class ConfigError(LazyCkptError, ValueError):
+    """A knob or an argument makes no sense."""
+
+
+class ClosedError(LazyCkptError):
+    """The checkpointer was closed, or belongs to the parent of this forked process."""
+
+
+class SaveError(LazyCkptError):
+    """A checkpoint failed. What was committed before is untouched.
+
+    Attributes: ``step`` (None for :func:`lazyckpt.save`) and ``path``, the place the checkpoint was meant for;
+    the underlying error, if any, is ``__cause__``.
+    """
+
+    def __init__(self, what: str, *, path: str | os.PathLike[str], step: int | None = None) -> None:
+        self.path = Path(path)
+        self.step = step
+        where = f"step {step}: {self.path}" if step is not None else str(self.path)
+        super().__init__(f"checkpoint not saved ({where}): {what}")
+
+
+class NoSpaceError(SaveError):
+    """The file system is full, or too small for this checkpoint."""
+
+
+class SerializationError(SaveError):
+    """An object in the state cannot be pickled."""
+
+
+class TornSnapshotError(SaveError):
+    """A tensor changed between ``save()`` and the end of its copy; the checkpoint was discarded."""
+
+
+class LoadError(LazyCkptError):
+    """A file or folder cannot be read. ``path`` names it."""
+
+    def __init__(self, what: str, *, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        super().__init__(f"{self.path}: {what}")
+
+
+class CorruptFileError(LoadError):
+    """The file is truncated, has a flipped bit, or is not what it claims to be."""
+
+
+class UnsupportedFormatError(LoadError):
+    """The file is of a kind that lazyckpt does not read or write."""
+
+
+class RestoreError(LazyCkptError):
+    """A checkpoint does not fit the tracked state, or no valid one is left."""

@@ -1,0 +1,171 @@
+"""The gate: an optimizer step waits for what is not copied yet (DataStates-LLM, V-A2).
+
+Parameters and optimizer state change in ``optimizer.step()`` and nowhere else. So they may be copied *lazily*,
+during the next forward and backward, if a gate stands in front of the step. This module is that gate: a global
+hook of torch in front of every optimizer step. Which storages are lazy, and whether they really stayed as they
+were, is snapshot.py's part.
+
+A step counts as *open* from its pre-hook to its post-hook, to an exception from its closure (torch then calls no
+post-hook), or to the same optimizer's next pre-hook. A snapshot taken inside an open step is not lazy.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Pending(Protocol):
+    """A snapshot that is not copied yet."""
+
+    def concerns(self, owner: object) -> bool:
+        """Whether a step of ``owner`` has to wait."""
+
+    def wait(self, owner: object) -> None:
+        """Returns when ``owner`` may change what it owns."""
+
+    def wait_all(self) -> None:
+        """Returns when everything may change."""
+
+
+class Guarded:
+    """An object other than an optimizer whose ``method`` changes tensors, and nothing else does."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+
+class Gate:
+    """One per process. Thread-safe: an optimizer in backward steps on autograd's threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: tuple[Pending, ...] = ()
+        self._open: set[int] = set()
+        self._guarded: list[Guarded] = []  # Guarded is only weakly referenced below
+        self._installed = False
+        # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
+        self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def install(self) -> None:
+        """Registers the hooks, once per process."""
+        with self._lock:
+            if self._installed:
+                return
+            self._installed = True
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def add(self, pending: Pending) -> None:
+        with self._lock:
+            self._pending = (*self._pending, pending)
+
+    def discard(self, pending: Pending) -> None:
+        with self._lock:
+            self._pending = tuple(p for p in self._pending if p is not pending)
+
+    def inside_step(self) -> bool:
+        return bool(self._open)
+
+    def wait_all(self) -> None:
+        """Returns when no tensor is waiting to be copied any more."""
+        for pending in self._pending:
+            pending.wait_all()
+
+    def guard(self, obj: Any, method: str) -> None:
+        """See :func:`lazyckpt.guard`."""
+        owner = Guarded(obj)
+        inner = getattr(obj, method)
+        with self._lock:
+            self._guarded.append(owner)
+
+        @functools.wraps(inner)
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            self._wait(owner)
+            self._count(owner)
+            self._open.add(id(owner))
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._open.discard(id(owner))
+
+        setattr(obj, method, gated)
+
+    def _count(self, owner: Any) -> None:
+        with self._lock:
+            self.steps[owner] = self.steps.get(owner, 0) + 1
+
+    def _wait(self, owner: Any) -> None:
+        for pending in self._pending:
+            if pending.concerns(owner):
+                pending.wait(owner)
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer not in self.steps:
+            optimizer.register_load_state_dict_pre_hook(_wait_before_load)
+        if id(optimizer) not in self._open:  # a subclass that calls super().step() comes by twice
+            self._count(optimizer)
+        self._open.add(id(optimizer))
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
+        # Others may not (SAM), and wait up front.
+        if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
+            self._wait(optimizer)
+            return None
+
+        def gated_closure() -> Any:
+            try:
+                loss = closure()
+            except BaseException:
+                self._open.discard(id(optimizer))
+                raise
+            self._wait(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], gated_closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": gated_closure}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._open.discard(id(optimizer))
+
+
+gate = Gate()
+
+
+def _wait_before_load(*_: Any) -> None:
+    gate.wait_all()
+
+
+def watch_module(module: torch.nn.Module) -> Callable[[], None]:
+    """Makes ``module.load_state_dict`` wait for pending copies; the result undoes it."""
+    remove: Callable[[], None] = module.register_load_state_dict_pre_hook(_wait_before_load).remove
+    return remove
+
+
+def wait_captured() -> None:
+    """Wait until every pending lazy copy in this process is done.
+
+    Call it before anything but an optimizer step changes parameters or optimizer state in place: the replay of a
+    CUDA graph, a schedule-free swap of weights, a kernel of your own.
+    """
+    gate.wait_all()
+
+
+def guard(obj: Any, method: str) -> None:
+    """Put the gate in front of ``obj.method`` too, as in ``guard(ema, "update_parameters")``.
+
+    From then on the parameters of ``obj`` (of a module; otherwise the tensors of its ``state_dict()``) are copied
+    lazily, since nothing but this method changes them; buffers stay eager. Raises AttributeError if there is no
+    such method.
+    """
+    gate.install()
+    gate.guard(obj, method)

@@ -1,0 +1,118 @@
+"""State providers: what turns one kind of state into a stream of segments, and back (DataStates-LLM, V-A3).
+
+A provider knows its state; the containers and the engine behind it know bytes. The stream of a provider is
+
+    TensorView*   the storages of its tensors: never copied, never serialised, only pointed to
+    Bytes         the rest of its state: pickle opcodes that leave one object on the unpickler's stack
+
+and `Deferred`, the third kind of segment, is what a container adds: checksums that are known only when the
+bytes before them are copied (the CRC rows of :mod:`lazyckpt.containers.base`).
+
+To make a provider of your own, derive from :class:`lazyckpt.StateProvider` (objects.py); from :class:`Provider`
+itself only to write the opcodes yourself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True, eq=False)
+class TensorView:
+    """One storage, to be written once however many tensors view it. Holding it keeps its memory alive."""
+
+    key: str  # the record is named data/<key>
+    storage: torch.UntypedStorage
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Small and serialised already: nothing that happens after ``save()`` changes it."""
+
+    data: bytes
+
+
+Segment = TensorView | Bytes
+
+
+@dataclass
+class StorageTable:
+    """The storages of one checkpoint: each has one key, also if several providers hold it (tied weights)."""
+
+    fresh_keys: Iterator[str]
+    views: list[TensorView] = field(default_factory=list)
+    _by_storage: dict[int, TensorView] = field(default_factory=dict)
+    _keys: set[str] = field(default_factory=set)
+    _dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+
+    def add(self, storage: torch.UntypedStorage, reusable_keys: Iterator[str]) -> TensorView:
+        """The view of ``storage``, made under the next reusable key if it is new here."""
+        view = self._by_storage.get(storage._cdata)
+        if view is None:
+            keys = itertools.chain(reusable_keys, self.fresh_keys)
+            view = self._insert(storage, next(key for key in keys if key not in self._keys))
+        return view
+
+    def add_all(self, storages: list[torch.UntypedStorage], keys: list[str]) -> bool:
+        """Adds storages under keys they had before; False, and nothing is added, if any of that cannot be."""
+        known = [self._by_storage.get(storage._cdata) for storage in storages]
+        for view, key in zip(known, keys, strict=True):
+            if (key in self._keys) if view is None else view.key != key:
+                return False
+        for view, storage, key in zip(known, storages, keys, strict=True):
+            if view is None:
+                self._insert(storage, key)
+        return True
+
+    def _insert(self, storage: torch.UntypedStorage, key: str) -> TensorView:
+        view = TensorView(key, storage, storage.nbytes())
+        self._keys.add(key)
+        self._by_storage[storage._cdata] = view
+        self.views.append(view)
+        return view
+
+    def check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        """``torch.save``'s own rule: one piece of memory, one dtype, since ``torch.load`` types storages."""
+        pointer = storage.data_ptr() if storage.device.type != "meta" else 0
+        if pointer and self._dtypes.setdefault(pointer, dtype) != dtype:
+            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A saved tensor whose bytes may be read straight into a live one of the same shape and dtype."""
+
+    saved: torch.Tensor
+    live: torch.Tensor
+
+
+class Provider(ABC):
+    """One named part of the training state."""
+
+    @abstractmethod
+    def segments(self, table: StorageTable) -> Iterator[Segment]:
+        """The state as it is now: every storage (through ``table``, which also knows the other providers'),
+        then Bytes that pickle the object, protocol 2, without the PROTO and STOP opcodes.
+
+        Called inside ``save()``. Raises whatever pickle raises for an object that cannot be pickled.
+        """
+
+    @abstractmethod
+    def landings(self, saved: Any) -> list[Landing]:
+        """Checks ``saved`` against the live state, before a byte of it is read; says what may land in place.
+
+        ``saved`` is the unpickled state, its tensors allocated but not filled. Raises
+        :class:`RestoreError` that lists every missing, unexpected and misshapen entry.
+        """
+
+    @abstractmethod
+    def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
+        """Takes over ``saved``, whose tensors are filled now, except those in ``landed`` (by ``id`` of the saved
+        tensor), whose bytes are in the live tensor that it maps to."""

@@ -1,0 +1,189 @@
+"""A DataLoader whose place in the epoch can be saved.
+
+A DataLoader keeps neither its iterator nor its position, and its order comes from the draws of ``iter()``
+and of the first ``next()``. So the state is *where the epoch's randomness began* and *how many batches were
+handed out*, and the way back is to begin the epoch again from there and to drop that many batches.
+
+    iter() ──▶ first next(): start recorded ──▶ batches 1 … n … ──▶ StopIteration: between epochs
+                                                         ▲
+    load_state_dict(), iter(), first next(): n replayed ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from lazyckpt.errors import ConfigError, RestoreError
+from lazyckpt.providers.rng import capture_rng, restore_rng
+
+_START_KEYS = {"generators", "epochs", "rng", "workers_alive"}
+
+
+def track_loader(loader: Any) -> Any:
+    """What to iterate instead of `loader`, with ``state_dict()`` and ``load_state_dict()``.
+
+    A loader that has both methods itself (such as torchdata's StatefulDataLoader) comes back untouched, any
+    other as a :class:`TrackedLoader`. Raises :class:`ConfigError` for an iterator: it cannot begin again.
+    """
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return loader
+    if hasattr(loader, "__next__") or not hasattr(loader, "__iter__"):
+        raise ConfigError(
+            f"track_loader() needs a DataLoader, not a {type(loader).__name__}: an epoch must be repeatable. "
+            "Pass the loader itself, not iter(loader)."
+        )
+    return TrackedLoader(loader)
+
+
+@dataclass
+class _Epoch:
+    """One pass over the loader. An iterator that is no longer the newest counts in an epoch nobody reads."""
+
+    start: dict[str, Any] | None = None
+    """The randomness from which the epoch began; None before its first batch and after its end."""
+    yielded: int = 0
+
+
+class TrackedLoader:
+    """Iterates a DataLoader and knows where it is; every other attribute is the loader's own.
+
+    After :meth:`load_state_dict` the next ``iter()`` continues the saved epoch: its remaining batches, and
+    all random numbers drawn from then on, are those of the run that was not interrupted. The batches already
+    consumed are fetched again and dropped, which takes its time. Any other ``iter()`` begins a new epoch.
+
+    An epoch begins at the first ``next()``, not at ``iter()``, so that everything the loader draws to begin
+    comes from one recorded state. A batch is consumed when it is handed out. After a ``break`` the position
+    stays until a new ``iter()``: a run that breaks, saves and exits is resumed behind the break.
+
+    Beyond replay, because they do not follow from the epoch's beginning: what *persistent* workers draw
+    themselves after their first epoch; a sampler, or an IterableDataset without workers, that lets its draws
+    from the *global* generators decide over later batches. Give these a generator or a seed of their own.
+
+    Not thread-safe, like the DataLoader itself.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._epoch = _Epoch()
+        self._resuming = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resuming:
+            self._epoch = _Epoch()
+        self._resuming = False
+        return self._batches(self._epoch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # copy and pickle ask before __init__ has run
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as tensors and plain objects (loads under ``weights_only=True``).
+
+        - ``yielded``: batches handed out in this epoch
+        - ``start``: the randomness it began from; None between epochs
+        - ``now``: the current state of the loader's and its samplers' own generators, and their epochs
+        """
+        return {"yielded": self._epoch.yielded, "start": self._epoch.start, "now": self._capture_own()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state` at the next ``iter()``. Iterators handed out before no longer count.
+
+        The global generators are left alone: restoring these is :func:`restore_rng`'s part, before or after.
+        Raises :class:`RestoreError` for a state that is malformed or of a differently built loader.
+        """
+        try:
+            epoch = _Epoch(state["start"], int(state["yielded"]))
+            if epoch.start is not None and epoch.start.keys() != _START_KEYS:
+                raise ValueError(f"its start has {sorted(epoch.start)} instead of {sorted(_START_KEYS)}")
+            self._restore_own(state["now"])
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise RestoreError(
+                f"the saved position does not fit this {type(self._loader).__name__} "
+                f"({type(error).__name__}: {error}). Build it as in the run that saved it, with the same "
+                "samplers and generators, or do not restore the loader."
+            ) from error
+        self._epoch = epoch
+        self._resuming = epoch.start is not None
+
+    def _batches(self, epoch: _Epoch) -> Iterator[Any]:
+        if epoch.start is None:
+            epoch.start = {**self._capture_own(), "rng": capture_rng(), "workers_alive": self._workers_alive}
+            batches = iter(self._loader)
+        else:
+            batches = self._replay(epoch.start, epoch.yielded)
+        for batch in batches:
+            epoch.yielded += 1
+            yield batch
+        epoch.start, epoch.yielded = None, 0
+
+    def _replay(self, start: dict[str, Any], count: int) -> Iterator[Any]:
+        """The loader's iterator as it was `count` batches after `start`."""
+        own, rng = self._capture_own(), capture_rng()
+        try:
+            # Persistent workers draw their seed when they are started, so only in their first epoch.
+            if start["workers_alive"] and not self._workers_alive:
+                iter(self._loader)
+            elif self._workers_alive and not start["workers_alive"]:
+                self._loader._iterator = None
+            self._restore_own(start)
+            restore_rng(start["rng"])
+            batches: Iterator[Any] = iter(self._loader)
+            replayed = sum(1 for _ in islice(batches, count))
+        finally:
+            self._restore_own(own)
+            restore_rng(rng)
+        if replayed < count:
+            raise RestoreError(
+                f"{count} batches of this epoch had been consumed when it was saved, but the loader has only "
+                f"{replayed}: data or batch size have changed. Restore with the same, or without the loader."
+            )
+        return batches
+
+    @property
+    def _workers_alive(self) -> bool:
+        """Whether persistent workers wait for the next epoch; DataLoader keeps an iterator only for these."""
+        return getattr(self._loader, "_iterator", None) is not None
+
+    def _capture_own(self) -> dict[str, Any]:
+        parts = self._parts()
+        return {
+            "generators": [generator.get_state() for generator in _generators(parts)],
+            "epochs": [part.epoch for part in _with_epoch(parts)],
+        }
+
+    def _restore_own(self, state: dict[str, Any]) -> None:
+        parts = self._parts()
+        for generator, value in zip(_generators(parts), state["generators"], strict=True):
+            generator.set_state(value.cpu())
+        for part, epoch in zip(_with_epoch(parts), state["epochs"], strict=True):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+            else:
+                part.epoch = epoch
+
+    def _parts(self) -> list[Any]:
+        """The loader and the samplers below it, always in the same order."""
+        parts = [self._loader]
+        for part in parts:
+            below = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
+            parts += [p for p in below if p is not None and all(p is not known for known in parts)]
+        return parts
+
+
+def _generators(parts: list[Any]) -> list[torch.Generator]:
+    found = (getattr(part, "generator", None) for part in parts)
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _with_epoch(parts: list[Any]) -> list[Any]:
+    return [part for part in parts if isinstance(getattr(part, "epoch", None), int)]

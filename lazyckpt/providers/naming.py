@@ -1,0 +1,36 @@
+"""Names of storages, for messages: asked only when something went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.objects import StateProvider
+
+
+def name_of_storage(provider: CompositeProvider, storage: torch.UntypedStorage) -> str | None:
+    """Like ``model.layers.0.weight`` or ``optimizer.state.3.exp_avg``; None if no tensor of the state views it."""
+    for name, part in provider.parts.items():
+        if not isinstance(part, StateProvider):
+            continue
+        for path, tensor in _walk(part.state(), name):
+            try:
+                if tensor.untyped_storage()._cdata == storage._cdata:
+                    return path
+            except (NotImplementedError, RuntimeError):
+                continue
+    return None
+
+
+def _walk(obj: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(obj, torch.Tensor):
+        yield path, obj
+    elif isinstance(obj, dict):
+        for key, value in obj.items():
+            yield from _walk(value, f"{path}.{key}")
+    elif isinstance(obj, list | tuple):
+        for index, value in enumerate(obj):
+            yield from _walk(value, f"{path}.{index}")

@@ -1,0 +1,115 @@
+"""The state of every global random number generator that a training run draws from.
+
+Python's ``random``, NumPy's legacy global generator, torch's CPU generator and each CUDA device. Generators
+that the user creates are objects of their own, saved by whoever owns them (loader.py: a DataLoader's).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from lazyckpt.errors import RestoreError
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of the global generators now: tensors and plain objects, fit for ``weights_only=True``.
+
+    - ``python``: ``{"version", "words": int64[625], "gauss_next"}``
+    - ``numpy``: ``{"key": int64[624], "pos", "has_gauss", "cached_gaussian"}``; None if the process never
+      imported ``numpy.random``, which is not done here for its sake
+    - ``torch``: the CPU generator, uint8[n]
+    - ``cuda``: one uint8[n] for each device; empty while CUDA is not initialised
+
+    The tensors are the caller's own, no later draw changes them. Nothing is drawn, no device is synchronised.
+    """
+    version, words, gauss_next = random.getstate()
+    cuda = torch.cuda.is_initialized()
+    return {
+        "python": {"version": version, "words": _words(words), "gauss_next": gauss_next},
+        "numpy": _capture_numpy(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put every generator back to a state from :func:`capture_rng`; all of them or, on an error, none.
+
+    The tensors may be on any device. On a machine with another number of CUDA devices those that both have
+    are restored, with a warning. Raises :class:`RestoreError` for a state that is malformed.
+    """
+    before = capture_rng()
+    try:
+        _apply(state)
+    except Exception as error:
+        _apply(before)
+        raise RestoreError(
+            f"the saved RNG state does not fit ({type(error).__name__}: {error}); no generator was changed. "
+            "Restore from another checkpoint, or leave the RNG out and seed it anew."
+        ) from error
+
+
+def _apply(state: dict[str, Any]) -> None:
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
+    if state["numpy"] is not None:
+        _apply_numpy(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    _apply_cuda(state["cuda"])
+
+
+def _capture_numpy() -> dict[str, Any] | None:
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    state = numpy_random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        warnings.warn(
+            f"np.random's global bit generator was replaced by {state['bit_generator']}; "
+            "its state is not part of the checkpoint: track your own numpy Generator instead.",
+            stacklevel=3,
+        )
+        return None
+    return {
+        "key": _words(state["state"]["key"].tolist()),
+        "pos": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "cached_gaussian": float(state["gauss"]),
+    }
+
+
+def _apply_numpy(state: dict[str, Any]) -> None:
+    try:
+        import numpy as np
+    except ImportError:
+        warnings.warn("the checkpoint has a NumPy RNG state, but NumPy is not installed here.", stacklevel=4)
+        return
+    key = np.array(state["key"].tolist(), dtype=np.uint32)
+    np.random.set_state(("MT19937", key, state["pos"], state["has_gauss"], state["cached_gaussian"]))
+
+
+def _apply_cuda(states: list[torch.Tensor]) -> None:
+    if not states:
+        return
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices != len(states):
+        warnings.warn(
+            f"the checkpoint has the RNG state of {len(states)} CUDA device(s), this machine has {devices}: "
+            f"{min(devices, len(states))} restored, random numbers on the others will differ.",
+            stacklevel=4,
+        )
+    if devices:
+        # Before this, torch would only queue the states, and a capture would miss them.
+        torch.cuda.init()
+    for device, state in enumerate(states[:devices]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+
+
+def _words(values: Any) -> torch.Tensor:
+    """32-bit words as a tensor: a storage record instead of 625 integers in the pickle."""
+    return torch.tensor(values, dtype=torch.int64)

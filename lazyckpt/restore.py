@@ -1,0 +1,98 @@
+"""From a committed checkpoint back into the live training state."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from lazyckpt.archive import Archive
+from lazyckpt.catalog import STATE, Catalog, Checkpoint, read_checkpoint
+from lazyckpt.errors import CorruptFileError, LoadError, RestoreError
+from lazyckpt.providers.base import Landing, Provider
+
+
+def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, direct: bool) -> Checkpoint | None:
+    """Restores the newest checkpoint that is whole; damaged ones are passed over with a warning.
+
+    Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not fit.
+    """
+    candidates = catalog.scan()
+    reasons: list[LoadError] = list(catalog.broken)
+    for error in reasons:
+        warnings.warn(f"checkpoint passed over: {error}", stacklevel=3)
+    if not candidates and not reasons:
+        return None
+    touched = False
+    for checkpoint in candidates:
+        archive = None
+        try:
+            archive = Archive(checkpoint.path / STATE, "cpu", weights_only=True)
+            restore_archive(archive, provider, checkpoint.path, io_backend=io_backend, direct=direct)
+            return checkpoint
+        except LoadError as error:
+            touched = touched or archive is not None
+            reasons.append(error)
+            warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=3)
+    state = "; the tracked state is undefined now" if touched else "; the tracked state was not touched"
+    lines = "\n".join(f"  {reason}" for reason in reasons)
+    raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")
+
+
+def restore_one(path: Path, provider: Provider, *, io_backend: str, direct: bool) -> Checkpoint:
+    """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError."""
+    checkpoint = read_checkpoint(path)
+    archive = Archive(path / STATE, "cpu", weights_only=True)
+    try:
+        restore_archive(archive, provider, path, io_backend=io_backend, direct=direct)
+    except CorruptFileError as error:
+        raise RestoreError(f"{error}; the tracked state is undefined now") from error
+    return checkpoint
+
+
+def restore_archive(archive: Archive, provider: Provider, path: Path, *, io_backend: str, direct: bool) -> None:
+    """Checks, reads, hands over, in this order: nothing is touched unless everything fits."""
+    try:
+        landings = provider.landings(archive.tree)
+    except RestoreError as error:
+        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
+        raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
+    elsewhere, landed = _choose(archive, landings)
+    archive.fill(elsewhere, io_backend=io_backend, direct=direct)
+    provider.load(archive.tree, landed)
+
+
+def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, int], dict[int, torch.Tensor]]:
+    """Which storages may be read straight into live memory: those that are seen only through tensors that land,
+    whole, in one and the same place, in which nothing else lands."""
+    by_key: dict[str, list[Landing]] = defaultdict(list)
+    for landing in landings:
+        if (slot := archive.slot_of(landing.saved)) is not None:
+            by_key[slot.record.name.removeprefix("data/")].append(landing)
+    claims: dict[int, int] = defaultdict(int)
+    for group in by_key.values():
+        for pointer in {landing.live.data_ptr() for landing in group}:
+            claims[pointer] += 1
+    elsewhere = {}
+    landed = {}
+    for key, group in by_key.items():
+        slot = archive.slots[key]
+        pointer = group[0].live.data_ptr()
+        if (
+            len(group) == slot.references
+            and slot.record.nbytes > 0
+            and claims[pointer] == 1
+            and all(
+                landing.live.data_ptr() == pointer
+                and landing.live.device.type == "cpu"
+                and landing.live.is_contiguous()
+                and landing.saved.is_contiguous()
+                and landing.saved.numel() * landing.saved.element_size() == slot.record.nbytes
+                for landing in group
+            )
+        ):
+            elsewhere[key] = pointer
+            landed.update({id(landing.saved): landing.live for landing in group})
+    return elsewhere, landed
