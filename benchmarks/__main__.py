@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace, directory: Path, progress: Callable[[str
     state_bytes = int(arguments.train_gb * GB)
     peaks: dict[str, float] = {}
     if "memory" in arguments.only:
-        peaks = memory.measure(
+        peaks, failures = memory.measure(
             arguments.arms,
             runs=3 if arguments.full else 1,
             state_bytes=state_bytes,
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace, directory: Path, progress: Callable[[str
             progress=lambda text: progress(f"memory: {text}"),
         )
         if "train" not in arguments.only:
-            yield memory.table(peaks)
+            yield memory.table(peaks, failures)
     if "train" in arguments.only:
         yield train.measure(
             [KINDS[name] for name in arguments.arms],

@@ -59,9 +59,10 @@ def _field_bytes(path: str, name: str) -> int:
 
 def measure(
     names: Sequence[str], *, runs: int, state_bytes: int, directory: Path, progress: Callable[[str], None]
-) -> dict[str, float]:
-    """MiB above none, median of `runs`, by the name of the arm; an arm that cannot run is left out."""
+) -> tuple[dict[str, float], dict[str, str]]:
+    """MiB above none, median of `runs`, by the name of the arm; and why the arms that are not there failed."""
     peaks: dict[str, list[float]] = {}
+    failures: dict[str, str] = {}
     for run in range(runs):
         for name in ["none", *names]:
             progress(f"run {run + 1}/{runs}: {name}")
@@ -70,14 +71,18 @@ def measure(
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 peaks.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]) / 2**20)
+            else:
+                failures[name] = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]
     none = median(peaks.pop("none", []))
-    return {name: median(values) - none for name, values in peaks.items()}
+    return {name: median(values) - none for name, values in peaks.items()}, failures
 
 
-def table(peaks: dict[str, float]) -> Table:
+def table(peaks: dict[str, float], failures: dict[str, str]) -> Table:
     found = Table("Peak memory above no checkpointing, MiB", ["arm", "peak"])
     for name, mib in peaks.items():
         found.add(name, f"{mib:.0f}")
+    for name, reason in failures.items():
+        found.missing(name, reason)
     return found
 
 

@@ -37,7 +37,9 @@ class Series:
 
     name: str
     ratio: list[float] = field(default_factory=list)  # of block times, over the neighbouring block without
-    blocked_s: list[float] = field(default_factory=list)  # median of the block, per pair
+    blocked_s: list[float] = field(
+        default_factory=list
+    )  # mean of the block, per pair: waits at every other save count too
     durable: list[float] = field(default_factory=list)  # GB/s of one checkpoint with nothing beside it
     ceiling: list[float] = field(default_factory=list)  # GB/s of the raw write just before
     failure: str = ""
@@ -120,7 +122,7 @@ class Contest:
         durable = self.state_bytes / durable_seconds(arm, self._step()) / 1e9
         self._settle(arm)
         series.ratio.append(blocks[arm].seconds / blocks[self._none].seconds)
-        series.blocked_s.append(median(blocks[arm].blocked_s))
+        series.blocked_s.append(sum(blocks[arm].blocked_s) / self.steps)
         series.ceiling.append(ceiling)
         series.durable.append(durable)
 
@@ -230,6 +232,6 @@ def _table(contest: Contest, pairs: int, peak_mib: dict[str, float]) -> Table:
         f"Writing the state raw took {contest.write_s:.2f} s when the batch was chosen.",
         f"Raw O_DIRECT write beside each pair: {spread(ceilings)} GB/s. "
         "Durable: one checkpoint with nothing beside it, from the call until it is on the disk.",
-        "Blocked: the call, what it waits for, the wait before the optimizer begins; median per checkpoint.",
+        "Blocked: the call, what it waits for, the wait before the optimizer begins; mean per checkpoint.",
     ]
     return table

@@ -194,7 +194,9 @@ void Engine::OnCopied(Chunk* chunk) {
     Source& source = job.sources[p.source];
     source.parts[p.part].crc = p.crc;
     if (--source.parts_left > 0) continue;
-    for (const Source::Part& part : source.parts) source.crc = Crc32Combine(source.crc, part.crc, part.size);
+    source.crc = source.parts[0].crc;
+    for (size_t i = 1; i < source.parts.size(); ++i)
+      source.crc = Crc32Combine(source.crc, source.parts[i].crc, source.parts[i].size);
     for (const auto& [blocked, piece] : source.waiting) {
       WriteCrc32(blocked, blocked->pieces[piece], source.crc);
       --blocked->blockers;

@@ -68,7 +68,7 @@ def train(folder, log):
                 handles.append(ckpt.save(step))
             log(step=step, loss=loss.item())
     for m in (handle.metrics for handle in handles):
-        log(checkpoint=[m.save_blocked_s + m.gate_blocked_s + m.in_flight_wait_s, m.durable_s, m.bytes])
+        log(checkpoint=[m.blocked_s, m.durable_s, m.bytes])
 
 
 def compare(state, nbytes, path, block=16 << 20):

@@ -55,9 +55,8 @@ class Archive:
         if "data.pkl" not in self._records:
             raise CorruptFileError("no record data.pkl: not an archive of torch.save", path=path)
         stream = io.BytesIO(self._read_small("data.pkl"))
-        unpickler: Any = _weights_only_unpickler.Unpickler(stream) if weights_only else _Unpickler(stream)
-        if weights_only:
-            unpickler.encoding = "utf-8"
+        kind: Any = _weights_only_unpickler.Unpickler if weights_only else _Unpickler
+        unpickler = kind(stream, encoding="utf-8")
         unpickler.persistent_load = self._persistent_load
         torch.serialization._serialization_tls.map_location = map_location
         try:
@@ -74,6 +73,10 @@ class Archive:
             raise LoadError(f"cannot be unpickled: {error}{hint}", path=path) from error
         finally:
             torch.serialization._serialization_tls.map_location = None
+        for key, slot in self.slots.items():
+            # torch enlarges a storage that is too small for a tensor; what is behind the record is nobody's data.
+            if slot.final.nbytes() != slot.record.nbytes:
+                raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=path)
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot that a tensor of the tree views."""
@@ -105,7 +108,7 @@ class Archive:
         with open(self.path, "rb") as file:
             file.seek(record.offset)
             data = file.read(record.nbytes)
-        if len(data) != record.nbytes or zlib.crc32(data) != record.crc32:
+        if len(data) != record.nbytes or record.crc32 not in (None, zlib.crc32(data)):
             raise CorruptFileError(f"record {name}: checksum does not match", path=self.path)
         return data
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import lazyckpt
 from lazyckpt import commit
+from lazyckpt.containers.base import FileReader
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
 FORMAT = 1
 STATE = "state.pt"
+_MAX_MANIFEST_BYTES = 16 << 20
 _FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -75,26 +77,28 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises CorruptFileError or UnsupportedFormatError that names what is wrong.
     """
     file = path / commit.MANIFEST
+    if not os.path.lexists(file):
+        raise LoadError(f"no checkpoint: there is no {commit.MANIFEST}", path=path)
+    with FileReader(file) as reader:
+        if reader.size > _MAX_MANIFEST_BYTES:
+            raise reader.corrupt("too large for a manifest")
+        text = reader.read(0, reader.size)
     try:
-        if file.stat().st_size > 1 << 30:
-            raise CorruptFileError("too large for a manifest", path=file)
-        data = json.loads(file.read_bytes())
+        data = json.loads(text)
         if data["format"] != FORMAT:
             raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
         checkpoint = Checkpoint(
             path,
-            int(data["step"]),
-            int(data["sequence"]),
-            None if data["parent"] is None else int(data["parent"]),
+            _whole(data["step"]),
+            _whole(data["sequence"]),
+            None if data["parent"] is None else _whole(data["parent"]),
             datetime.fromisoformat(data["created"]),
-            tuple(FileEntry(str(f["name"]), int(f["bytes"]), int(f["crc32"], 16)) for f in data["files"]),
+            tuple(FileEntry(str(f["name"]), _whole(f["bytes"]), int(f["crc32"], 16)) for f in data["files"]),
         )
-    except FileNotFoundError as error:
-        raise LoadError("no checkpoint: there is no manifest.json", path=path) from error
-    except OSError as error:
-        raise LoadError(f"cannot be read: {error.strerror}", path=file) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
+    if [entry.name for entry in checkpoint.files].count(STATE) != 1:
+        raise CorruptFileError(f"does not name {STATE}, or names it twice", path=file)
     for entry in checkpoint.files:
         if entry.name in ("", ".", "..", commit.MANIFEST) or "/" in entry.name or "\0" in entry.name:
             raise CorruptFileError(f"names a file {entry.name!r} outside its folder", path=file)
@@ -104,6 +108,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
             found = "is missing" if nbytes is None else f"has {nbytes} bytes"
             raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
     return checkpoint
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
 
 
 class Catalog:

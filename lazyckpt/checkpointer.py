@@ -232,10 +232,10 @@ class Checkpointer:
             except UnpicklableError as error:
                 raise SerializationError(str(error), path=target, step=step) from error.__cause__
             snapshot = self._snapshot(table)
+            layout = self._layout_of(snapshot)
         handle = SaveHandle(step, target, snapshot)
         if self.config.durability == "before_step":
             snapshot.durable = handle
-        layout = self._layout_of(snapshot)
         tail = layout.finish(torch_zip.small_records(pickle_of(opcodes)))
         nbytes = layout.head_end + tail.nbytes
         metrics = handle.metrics

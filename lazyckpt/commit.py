@@ -150,21 +150,30 @@ def sweep(root: Path) -> list[Path]:
         path = Path(entry.path)
         if not entry.is_dir(follow_symlinks=False):
             continue
-        if entry.name.startswith(TRASH) or (entry.name.startswith(TEMPORARY) and _is_abandoned(path)):
+        if entry.name.startswith(TRASH):
             shutil.rmtree(path, ignore_errors=True)
+            swept.append(path)
+        elif entry.name.startswith(TEMPORARY) and _remove_abandoned(path):
             swept.append(path)
     return swept
 
 
-def _is_abandoned(path: Path) -> bool:
+def _remove_abandoned(path: Path) -> bool:
+    """Removes a staged folder unless a live process holds its lock.
+
+    The lock is held here until the folder is gone: a process that made it an instant ago and is about to lock it
+    finds that out then (:class:`Staging`), and not when its checkpoint disappears.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
     except OSError:
         return False
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        return True
     finally:
         os.close(fd)

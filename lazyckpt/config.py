@@ -76,6 +76,10 @@ class Config:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes}: expected a multiple of 4096, at most 1 GiB")
         if self.host_buffer_bytes != "auto":
             self._at_least("host_buffer_bytes", 1)
+            if self.host_buffer_bytes > (memory := _memory_bytes()):
+                raise ConfigError(
+                    f"host_buffer_bytes={self.host_buffer_bytes}: this machine has {memory} bytes of memory"
+                )
             if self.host_buffer_bytes < 2 * self.chunk_bytes:
                 raise ConfigError(
                     f"host_buffer_bytes={self.host_buffer_bytes}: the ring must hold two chunks of "
@@ -86,6 +90,10 @@ class Config:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{name}={value!r}: expected a whole number, at least {minimum}")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_memory_bytes() -> int:

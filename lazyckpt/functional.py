@@ -36,6 +36,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     Raises SaveError, or one of its kinds: NoSpaceError, SerializationError.
     """
     target = Path(path)
+    if not target.name:
+        raise SaveError("is not the name of a file", path=path)
     if target.suffix == ".safetensors":
         storages, extents = _plan_safetensors(obj, target)
     else:
@@ -112,7 +114,7 @@ def _plan_safetensors(obj: Any, path: Path) -> tuple[list[torch.UntypedStorage],
             )
         seen[pointer] = name
         # A view of a larger storage is written as what it shows.
-        dense = tensor.detach().contiguous()
+        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         whole = dense.untyped_storage().nbytes() == dense.numel() * dense.element_size()
         tensors[name] = dense if whole else dense.clone()
     try:

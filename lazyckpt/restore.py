@@ -89,6 +89,8 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, int], 
                 and landing.live.device.type == "cpu"
                 and landing.live.is_contiguous()
                 and landing.saved.is_contiguous()
+                and landing.saved.is_conj() == landing.live.is_conj()
+                and landing.saved.is_neg() == landing.live.is_neg()
                 and landing.saved.numel() * landing.saved.element_size() == slot.record.nbytes
                 for landing in group
             )

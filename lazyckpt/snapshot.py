@@ -12,10 +12,11 @@ import errno
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -40,10 +41,10 @@ class _Owned:
     whole: bool  # one of the tensors fills the storage
 
     def is_lazy(self, nbytes: int) -> bool:
-        if not self.eligible:
-            return False
-        parts = {t.data_ptr(): t.numel() * t.element_size() for t in self.tensors} if not self.whole else {}
-        return self.whole or (sum(parts.values()) == nbytes and all(map(_is_dense, self.tensors)))
+        if self.eligible and not self.whole:  # views of a flat buffer, which together may fill it
+            parts = {t.data_ptr(): t.nbytes for t in self.tensors}
+            self.whole = sum(parts.values()) == nbytes and all(map(_is_dense, self.tensors))
+        return self.eligible and self.whole
 
 
 class Ownership:
@@ -58,24 +59,31 @@ class Ownership:
             bit = 1 << min(number, _SHARED_BIT)
             self.bits[id(owner)] = bit
             self.steps[id(owner)] = steps
-            eligible = not inside_step and steps != steps_before.get(id(owner), 0)
-            for tensor in _tensors_of(owner):
-                self._add(tensor, bit, eligible)
+            self._add(owner, bit, not inside_step and steps != steps_before.get(id(owner), 0))
 
-    def _add(self, tensor: torch.Tensor, bit: int, eligible: bool) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return  # a tensor without a storage of its own
-        nbytes = storage.nbytes()
-        if nbytes <= LAZY_MIN_BYTES:
-            return
-        eligible = eligible and tensor.is_cpu and not tensor.is_inference()
-        whole = tensor.numel() * tensor.element_size() == nbytes and _is_dense(tensor)
-        owned = self.storages.get(storage._cdata)
-        if owned is None:
-            self.storages[storage._cdata] = _Owned(bit, eligible, [tensor], whole)
-        else:
+    def _add(self, owner: Any, bit: int, gated: bool) -> None:
+        tensors, storages = _storages_of(owner)
+        # Asked of all tensors at once, without a bytecode per tensor.
+        columns = zip(
+            tensors,
+            map(attrgetter("_cdata"), storages),
+            map(torch.UntypedStorage.nbytes, storages),
+            map(attrgetter("nbytes"), tensors),
+            map(torch.Tensor.is_contiguous, tensors),
+            map(attrgetter("is_cpu"), tensors),
+            map(torch.Tensor.is_inference, tensors),
+            strict=True,
+        )
+        known = self.storages
+        for tensor, identity, storage_bytes, nbytes, contiguous, on_host, inference in columns:
+            if storage_bytes <= LAZY_MIN_BYTES:
+                continue
+            eligible = gated and on_host and not inference
+            whole = nbytes == storage_bytes and (contiguous or _is_dense(tensor))
+            if identity not in known:
+                known[identity] = _Owned(bit, eligible, [tensor], whole)
+                continue
+            owned = known[identity]
             owned.owners |= bit
             owned.eligible = owned.eligible and eligible
             owned.tensors.append(tensor)
@@ -111,18 +119,6 @@ class FrozenParameters:
         return same or not was_lazy
 
 
-class _Watched(NamedTuple):
-    """A lazy storage: what must not change until it is copied."""
-
-    source: int  # its index
-    view: TensorView
-    pointer: int
-    owners: int
-    tensors: list[torch.Tensor]
-    versions: list[int]
-    crc: int | None  # audit: at save()
-
-
 class Snapshot:
     """The storages of one checkpoint from ``save()`` until they are copied. Implements :class:`gate.Pending`."""
 
@@ -144,48 +140,64 @@ class Snapshot:
         self._audit = audit
         self._frozen = frozen
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
-        self._watched: list[_Watched] = []
-        self._verified = 0  # owners whose storages were found unchanged, or not
         self._lock = threading.Lock()
+        self._verified = 0  # owners whose storages have been looked at after their copy
         self._staged: list[torch.UntypedStorage] = []
-        frozen_by_storage = {t.untyped_storage()._cdata: t for t in frozen_parameters}
-        classified = [(*self._classify(view, ownership, frozen_by_storage), view) for view in views]
+        storages = [view.storage for view in views]
+        identities = list(map(attrgetter("_cdata"), storages))
+        sizes = [view.nbytes for view in views]
+        owned = list(map(ownership.storages.get, identities))
+        owners = [o.owners if o is not None and o.is_lazy(n) else 0 for o, n in zip(owned, sizes, strict=True)]
+        watched = [o.tensors if o is not None else () for o in owned]
+        frozen_at = self._classify_frozen(views, identities, owners, frozen_parameters)
+        for at, tensor in frozen_at.items():
+            watched[at] = [tensor]
         # Eager ones first, since save() waits for them; then the big ones, since they keep the disk busy longest.
-        classified.sort(key=lambda c: (c[0] != 0, -c[2].nbytes))
-        self.views = [view for _, _, view in classified]
-        self.owners = array("Q", [owners for owners, _, _ in classified])
-        self.sizes = array("Q", [view.nbytes for view in self.views])
-        self.pointers = array("Q")
-        for index, (owners, tensors, view) in enumerate(classified):
-            pointer = view.storage.data_ptr() if owners else self._host_pointer(view)
-            self.pointers.append(pointer)
-            if not tensors:
+        rank = [(bits != 0, -nbytes) for bits, nbytes in zip(owners, sizes, strict=True)]
+        order = sorted(range(len(views)), key=rank.__getitem__)
+        self.views = [views[at] for at in order]
+        self.owners = array("Q", [owners[at] for at in order])
+        self.sizes = array("Q", [sizes[at] for at in order])
+        self.pointers = array("Q", self._host_pointers([storages[at] for at in order]))
+        # What must not change until it is copied: the versions of the tensors that view a lazy storage.
+        self._tensors: list[torch.Tensor] = []
+        self._source_of: list[int] = []
+        for source, at in enumerate(order):
+            if owners[at]:
+                self._tensors += watched[at]
+                self._source_of += [source] * len(watched[at])
+            if at in frozen_at:
+                self._frozen_views.append((source, views[at], frozen_at[at]._version, owners[at] != 0))
+        self._versions = list(map(_version, self._tensors))
+        self._crcs = self._checksums() if audit else {}
+
+    def _classify_frozen(
+        self,
+        views: list[TensorView],
+        identities: list[int],
+        owners: list[int],
+        parameters: Iterable[torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """The views of frozen parameters; enters those that may be lazy into ``owners``."""
+        frozen = {t.untyped_storage()._cdata: t for t in parameters if t.is_cpu and not t.is_inference()}
+        found = {}
+        for at, identity in enumerate(identities if frozen else ()):
+            tensor = frozen.get(identity)
+            if tensor is None or owners[at] or views[at].nbytes <= LAZY_MIN_BYTES:
                 continue
-            if owners in (0, _FROZEN):
-                self._frozen_views.append((index, view, tensors[0]._version, owners != 0))
-            if owners:
-                crc = _engine.crc32_at(pointer, view.nbytes) if audit else None
-                versions = [t._version for t in tensors]
-                self._watched.append(_Watched(index, view, pointer, owners, tensors, versions, crc))
+            found[at] = tensor
+            if self._frozen.is_lazy(views[at], tensor):
+                owners[at] = _FROZEN
+        return found
 
-    def _classify(
-        self, view: TensorView, ownership: Ownership, frozen: dict[int, torch.Tensor]
-    ) -> tuple[int, list[torch.Tensor]]:
-        """The owners of a storage (0: eager) and the tensors whose versions tell of its changes."""
-        identity = view.storage._cdata
-        if (owned := ownership.storages.get(identity)) is not None and owned.is_lazy(view.nbytes):
-            return owned.owners, owned.tensors
-        tensor = frozen.get(identity) if frozen else None
-        if tensor is None or tensor.is_inference() or not tensor.is_cpu or view.nbytes <= LAZY_MIN_BYTES:
-            return 0, []
-        return (_FROZEN if self._frozen.is_lazy(view, tensor) else 0), [tensor]
-
-    def _host_pointer(self, view: TensorView) -> int:
-        if view.storage.device.type == "cpu":
-            return view.storage.data_ptr()
+    def _host_pointers(self, storages: list[torch.UntypedStorage]) -> list[int]:
         # Until the engine copies from devices itself: a copy by torch, ordered after the current stream.
-        self._staged.append(view.storage.cpu())
-        return self._staged[-1].data_ptr()
+        on_host = [s if s.device.type == "cpu" else s.cpu() for s in storages]
+        self._staged = on_host
+        return list(map(torch.UntypedStorage.data_ptr, on_host))
+
+    def _checksums(self) -> dict[int, int]:
+        return {s: _engine.crc32_at(self.pointers[s], self.sizes[s]) for s in set(self._source_of)}
 
     # gate.Pending
 
@@ -212,26 +224,39 @@ class Snapshot:
     def verify(self, owners: int = ALL_OWNERS) -> None:
         """Checks that what these owners protect did not change between ``save()`` and its copy; each storage once,
         after its copy and before its owner may step. Sets :attr:`torn` and fails the job otherwise."""
-        assert self.job is not None
         with self._lock:
-            todo = [w for w in self._watched if w.owners & owners and not w.owners & self._verified]
+            todo = owners & ~self._verified
             self._verified |= owners
-            crcs = self.job.source_crcs() if self._audit and todo else []
-            for watched in todo:
-                if self.torn is None and (problem := self._changed(watched, crcs)) is not None:
-                    self.torn = f"{self.name_of(watched.view)} {problem}"
-                    self.job.fail(errno.ECANCELED, self.torn)
+            if not todo or self.torn is not None or self.job is None:
+                return
+            problem = self._changed(todo, self._verified & ~todo)
+            if problem is not None:
+                self.torn = problem
+                self.job.fail(errno.ECANCELED, problem)
 
-    def _changed(self, watched: _Watched, crcs: list[int]) -> str | None:
-        storage = watched.view.storage
-        if storage.data_ptr() != watched.pointer or storage.nbytes() != watched.view.nbytes:
-            return "was given other memory between save() and its copy"
-        if [tensor._version for tensor in watched.tensors] != watched.versions:
-            return "was written to between save() and the next optimizer step"
-        if watched.crc is not None and crcs[watched.source] != watched.crc:
-            return "was written to while it was being copied (found by audit)"
-        if watched.crc is not None and _engine.crc32_at(watched.pointer, watched.view.nbytes) != watched.crc:
-            return "was written to between its copy and the next optimizer step (found by audit)"
+    def _changed(self, owners: int, verified: int) -> str | None:
+        """What changed of the storages of ``owners`` that no owner in ``verified`` has been asked about."""
+        assert self.job is not None
+        versions = list(map(_version, self._tensors))
+        pointers = list(map(torch.UntypedStorage.data_ptr, map(attrgetter("storage"), self.views)))
+        copied = self.job.source_crcs() if self._crcs else []
+        now = self._checksums() if self._crcs else {}
+        for source, before, version in zip(self._source_of, self._versions, versions, strict=True):
+            protects = self.owners[source]
+            if not protects & owners or protects & verified:
+                continue
+            view = self.views[source]
+            if pointers[source] != self.pointers[source] or view.storage.nbytes() != view.nbytes:
+                what = "was given other memory between save() and its copy"
+            elif version != before:
+                what = "was written to between save() and the next optimizer step"
+            elif self._crcs and copied[source] != self._crcs[source]:
+                what = "was written to while it was being copied (found by audit)"
+            elif self._crcs and now[source] != self._crcs[source]:
+                what = "was written to between its copy and the next optimizer step (found by audit)"
+            else:
+                continue
+            return f"{self.name_of(view)} {what}"
         return None
 
     def verify_frozen(self) -> None:
@@ -246,11 +271,15 @@ class Snapshot:
 
     def release(self) -> None:
         """Lets go of every tensor."""
-        self.views = []
-        self._staged = []
         with self._lock:
-            self._watched = []
+            self._verified = ALL_OWNERS
+            self.views = []
+            self._staged = []
+            self._tensors = []
             self._frozen_views = []
+
+
+_version = attrgetter("_version")
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -267,22 +296,26 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _tensors_of(owner: Any) -> Iterator[torch.Tensor]:
+def _storages_of(owner: Any) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
+    """The tensors that an optimizer or a guarded object owns, and the storage of each."""
+    tensors: list[torch.Tensor] = []
     if isinstance(owner, Guarded):
         obj = owner.obj
-        yield from obj.parameters() if isinstance(obj, torch.nn.Module) else _tensors_in(obj.state_dict())
-        return
-    for group in owner.param_groups:
-        yield from group["params"]
-    yield from _tensors_in(list(owner.state.values()))
+        _collect(list(obj.parameters()) if isinstance(obj, torch.nn.Module) else obj.state_dict(), tensors)
+    else:
+        _collect([group["params"] for group in owner.param_groups], tensors)
+        _collect(owner.state, tensors)
+    try:
+        return tensors, list(map(torch.Tensor.untyped_storage, tensors))
+    except (NotImplementedError, RuntimeError):  # some have no storage of their own: wrapper subclasses, sparse
+        tensors = [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided]
+        return tensors, list(map(torch.Tensor.untyped_storage, tensors))
 
 
-def _tensors_in(obj: Any) -> Iterator[torch.Tensor]:
-    if isinstance(obj, torch.Tensor):
-        yield obj
-    elif isinstance(obj, dict):
-        for value in obj.values():
-            yield from _tensors_in(value)
-    elif isinstance(obj, list | tuple):
-        for value in obj:
-            yield from _tensors_in(value)
+def _collect(obj: Any, tensors: list[torch.Tensor]) -> None:
+    values = obj.values() if isinstance(obj, dict) else obj
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict | list | tuple):
+            _collect(value, tensors)

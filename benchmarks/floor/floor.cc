@@ -1,9 +1,9 @@
 // The floor arm: the barest copy + CRC + O_DIRECT pipeline. It plans nothing, knows no container and commits nothing;
 // the bytes of all sources are laid end to end into one file. Whatever lazyckpt costs above it is lazyckpt's own.
 //
-// Threads: `floor_save` and `floor_wait` are called by the training thread; copy threads take chunks in order; one writer
-// thread owns the io_uring and makes one checkpoint after the other durable. One mutex guards all bookkeeping, which is
-// touched twice per 16 MiB chunk. Sources must stay alive and unchanged until `floor_wait` has returned.
+// Threads: `floor_save` and `floor_wait` are called by the training thread; copy threads take chunks in order; one
+// writer thread owns the io_uring and makes one checkpoint after the other durable. One mutex guards all bookkeeping,
+// which is touched twice per 16 MiB chunk. Sources must stay alive and unchanged until `floor_wait` has returned.
 
 #include <fcntl.h>
 #include <libdeflate.h>
@@ -132,8 +132,10 @@ int Transfer(Floor& f, bool write, int fd, size_t bytes, Next next, Done done) {
     io_uring_cqe* cqe;
     if (io_uring_wait_cqe(&f.uring, &cqe) < 0) continue;  // EINTR
     const size_t i = cqe->user_data, want = std::min(f.chunk, total - i * f.chunk);
-    if (cqe->res < 0) error = error ? error : -cqe->res;
-    else if (write && size_t(cqe->res) != want) error = error ? error : EIO;  // a floor may refuse short writes
+    if (cqe->res < 0)
+      error = error ? error : -cqe->res;
+    else if (write && size_t(cqe->res) != want)
+      error = error ? error : EIO;  // a floor may refuse short writes
     io_uring_cqe_seen(&f.uring, cqe);
     ++completed;
     done(i);

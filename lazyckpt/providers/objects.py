@@ -5,12 +5,13 @@ milliseconds instead:
 
 1. plain tensors are reduced to the very opcodes that torch writes without going through torch's reducers;
 2. the pickle of an object is kept, and used again while nothing in it changed but the tensors' contents. Whether
-   it changed is found out by pickling it anew with each tensor replaced by a placeholder (a third of a
-   microsecond a tensor) and comparing: nothing is ever taken to be unchanged because it was before.
+   it changed is found out by pickling it anew with each tensor replaced by a placeholder and comparing: nothing
+   is ever taken to be unchanged because it was before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import pickle
@@ -18,7 +19,9 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -90,6 +93,10 @@ def _location(storage: torch.UntypedStorage) -> str:
     return "cpu" if storage.device.type == "cpu" else str(torch.serialization.location_tag(storage))
 
 
+# Asked first, since a persistent id is looked for in every object: these are no storages.
+_COMMON = frozenset((int, str, tuple, bool, float, dict, list, OrderedDict, type(None), FunctionType, type))
+
+
 class _Pickler(pickle.Pickler):
     """Writes what ``torch.save`` writes; storages go into the table."""
 
@@ -111,8 +118,11 @@ class _Pickler(pickle.Pickler):
         return "storage", storage_type, view.key, _location(storage), numel
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is _PersistentStorage:
+        kind = type(obj)
+        if kind is _PersistentStorage:
             return obj.persistent_id
+        if kind in _COMMON:
+            return None
         if isinstance(obj, torch.storage.TypedStorage):  # of a tensor that took torch's own way
             storage = obj._untyped_storage
             self._table.check_dtype(storage, obj.dtype)
@@ -135,6 +145,8 @@ class _Pickler(pickle.Pickler):
             if untyped:
                 return torch._utils._rebuild_tensor_v3, (*common, obj.dtype)
             return torch._utils._rebuild_tensor_v2, common
+        if type(obj) is OrderedDict and not obj and not obj.__dict__:  # a tensor's backward hooks: always empty
+            return OrderedDict, ()
         if _is_array(obj) and (memory := _array_tensor(obj)) is not None:
             order = "C" if obj.flags.c_contiguous else "F"
             return type(obj), (obj.shape, obj.dtype, _SharedArray(memory), 0, None, order)
@@ -145,56 +157,81 @@ def _placeholder() -> None:
     """Stands in a signature where a tensor stood."""
 
 
+_PLACEHOLDER = (_placeholder, ())
+
+# What the opcodes of a plain tensor say besides its storage; each is asked of all tensors at once, without a
+# bytecode per tensor.
+_GEOMETRY: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.storage_offset,
+    torch.Tensor.stride,
+    *map(attrgetter, ("shape", "dtype", "requires_grad")),
+)
+
+
 class _Signature(pickle.Pickler):
     """Pickles everything but tensors; of those it notes what the real pickle would say of them."""
 
-    def __init__(self, out: io.BytesIO) -> None:
+    def __init__(self, obj: Any) -> None:
+        out = io.BytesIO()
         super().__init__(out, PROTOCOL)
-        self.facts: list[Any] = []
-        self.storages: list[torch.UntypedStorage] = []
-        self._index: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._others: list[Any] = []  # facts on storages that are not a plain tensor's
+        self._other_storages: list[torch.UntypedStorage] = []
+        self.dump(obj)
+        storages = [*map(torch.Tensor.untyped_storage, self._tensors), *self._other_storages]
+        identities = list(map(attrgetter("_cdata"), storages))
+        position = {identity: i for i, identity in enumerate(dict.fromkeys(identities))}
+        self.storages = list(dict(zip(identities, storages, strict=True)).values())
+        self.facts = [
+            out.getvalue(),
+            [position[identity] for identity in identities],
+            [s.nbytes() for s in self.storages],
+            [s.device for s in self.storages],
+            *([list(map(fact, self._tensors)) for fact in _GEOMETRY]),
+            self._others,
+        ]
 
-    def _note(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        index = self._index.setdefault(storage._cdata, len(self.storages))
-        if index == len(self.storages):
-            self.storages.append(storage)
-        self.facts += (index, storage.nbytes(), storage.device)
-        return _placeholder, ()
+    @property
+    def is_plain(self) -> bool:
+        return all(map(_is_plain, self._tensors))
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and _is_plain(obj):
-            self.facts += (obj.storage_offset(), obj.shape, obj.stride(), obj.dtype, obj.requires_grad)
-            return self._note(obj.untyped_storage())
+        if type(obj) is torch.Tensor:
+            self._tensors.append(obj)
+            return _PLACEHOLDER
         if isinstance(obj, torch.storage.TypedStorage):
-            self.facts += (obj.dtype, obj._size())
-            return self._note(obj._untyped_storage)
+            return self._note(obj._untyped_storage, obj.dtype, obj._size())
         if isinstance(obj, torch.UntypedStorage):
             return self._note(obj)
         if _is_array(obj) and (memory := _array_tensor(obj)) is not None:
-            self.facts += (obj.shape, obj.dtype, obj.flags.c_contiguous)
-            return self._note(memory.untyped_storage())
+            return self._note(memory.untyped_storage(), obj.shape, obj.dtype, obj.flags.c_contiguous)
         return NotImplemented
+
+    def _note(self, storage: torch.UntypedStorage, *facts: Any) -> tuple[Any, ...]:
+        self._other_storages.append(storage)
+        self._others.append(facts)
+        return _PLACEHOLDER
 
 
 class Skeleton:
     """The pickle of one object without its storages, kept from checkpoint to checkpoint."""
 
     def __init__(self) -> None:
-        self._signature: tuple[bytes, list[Any]] | None = None
+        self._facts: list[Any] | None = None
         self._opcodes = b""
         self._keys: list[str] = []
 
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Pickle opcodes of ``obj`` as it is now; its storages are added to ``table``."""
-        out = io.BytesIO()
-        signature = _Signature(out)
-        signature.dump(obj)
-        current = (out.getvalue(), signature.facts)
-        if current == self._signature and table.add_all(signature.storages, self._keys):
-            return self._opcodes
+        facts = None
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # a tensor without storage: sparse, nested
+            signature = _Signature(obj)
+            if signature.is_plain:
+                facts = signature.facts
+                if facts == self._facts and table.add_all(signature.storages, self._keys):
+                    return self._opcodes
         self._opcodes, self._keys = dump(obj, table, iter(self._keys))
-        # What the table could not take under the old keys is pickled anew next time, too, if need be.
-        self._signature = current if len(self._keys) == len(signature.storages) else None
+        self._facts = facts
         return self._opcodes
 
 
