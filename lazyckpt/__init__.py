@@ -1,6 +1,7 @@
 """Lazy, durable checkpointing for PyTorch training, on standard files."""
 
-from lazyckpt.checkpointer import Checkpointer, SaveHandle
+from lazyckpt.background import SaveHandle
+from lazyckpt.checkpointer import Checkpointer
 from lazyckpt.config import Config
 from lazyckpt.errors import (
     ClosedError,

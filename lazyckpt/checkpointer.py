@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import gc
 import itertools
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -20,7 +17,8 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt import _engine, catalog, commit
-from lazyckpt.catalog import STATE, Catalog, Checkpoint
+from lazyckpt.background import Background, Flight, SaveHandle
+from lazyckpt.catalog import Catalog, Checkpoint
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.containers import torch_zip
 from lazyckpt.errors import (
@@ -29,11 +27,10 @@ from lazyckpt.errors import (
     NoSpaceError,
     SaveError,
     SerializationError,
-    TornSnapshotError,
+    save_error,
 )
-from lazyckpt.functional import ARCHIVE_NAME, save_error
+from lazyckpt.functional import ARCHIVE_NAME
 from lazyckpt.gate import gate, watch_module
-from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.providers.base import Bytes, StorageTable, TensorView
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
 from lazyckpt.providers.loader import track_loader
@@ -44,41 +41,6 @@ from lazyckpt.restore import restore_newest, restore_one
 from lazyckpt.snapshot import FrozenParameters, Ownership, Snapshot
 
 RNG = "rng"
-
-
-class SaveHandle(Future[Path]):
-    """One checkpoint on its way: a Future of the folder's path, done when the folder is durable.
-
-    ``result(timeout=None)`` returns the path or raises the SaveError; ``metrics`` is final when it is done.
-    """
-
-    def __init__(self, step: int, path: Path, snapshot: Snapshot) -> None:
-        super().__init__()
-        self.step = step
-        self.path = path
-        self.metrics: CheckpointMetrics = snapshot.metrics
-        self._snapshot = snapshot
-        self._reported = False
-
-    def wait_captured(self, timeout: float | None = None) -> bool:
-        """Wait until nothing reads the training state any more; False if ``timeout`` (seconds) ran out first.
-
-        Copies while it waits. Whether the checkpoint succeeds, ``result()`` tells.
-        """
-        job = self._snapshot.job
-        return job is None or job.wait_released(timeout)
-
-    def result(self, timeout: float | None = None) -> Path:
-        try:
-            return super().result(timeout)
-        except SaveError:
-            self._reported = True
-            raise
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(timeout)
-        self._reported = self._reported or error is not None
-        return error
 
 
 class Checkpointer:
@@ -120,9 +82,7 @@ class Checkpointer:
         self._layout: tuple[tuple[Any, ...], torch_zip.Layout] | None = None
         self._frozen = FrozenParameters()
         self._steps_before: dict[int, int] = {}
-        self._in_flight: list[SaveHandle] = []
-        self._failed: list[SaveHandle] = []
-        self._lock = threading.Lock()
+        self._background = Background(self._catalog, self.config)
         self._pid = os.getpid()
         self._closed = False
         config = self.config
@@ -140,7 +100,6 @@ class Checkpointer:
             _warn_once(f"io_uring is not used ({self._engine.fallback}); a thread pool writes instead")
         if not auto:
             self._engine.reserve(self._max_ring_bytes)
-        self._pool = ThreadPoolExecutor(config.max_in_flight, thread_name_prefix="lazyckpt-commit")
         self._track(RNG, RngProvider())
         gate.install()
 
@@ -190,7 +149,7 @@ class Checkpointer:
         self._check_usable()
         if step is not None and path is not None:
             raise ConfigError("restore: give a step or a path, not both")
-        self._drain()
+        self._background.drain()
         read = {"io_backend": self.config.io_backend, "direct": self.config.direct_io}
         checkpoint: Checkpoint | None
         if step is None and path is None:
@@ -218,47 +177,57 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._check_usable()
-        self._raise_failed()
-        step = _checked_step(step)
+        self._background.raise_failed()
+        handle = SaveHandle(_checked_step(step), self.directory / catalog.folder_name(step))
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ConfigError("save() inside a CUDA graph capture; save before or after it")
-        self._wait_for_room()
-        waited = time.perf_counter()
-        target = self.directory / catalog.folder_name(step)
+        self._background.wait_for_room()
+        handle.metrics.in_flight_wait_s = time.perf_counter() - begin
+        try:
+            self._launch(handle, begin)
+        except SaveError as error:
+            self._background.finish(handle, error)
+        if blocking:
+            concurrent.futures.wait([handle])
+        handle.metrics.save_blocked_s = time.perf_counter() - begin
+        if handle.done():
+            self._background.raise_failed()
+        return handle
+
+    def _launch(self, handle: SaveHandle, begin: float) -> None:
+        """From the state to the engine: when this returns, every eager byte is copied and every lazy one guarded."""
+        started = time.perf_counter()
         with _no_garbage_collection():
             table = StorageTable(self._fresh_keys)
             try:
                 opcodes = b"".join(s.data for s in self._provider.segments(table) if isinstance(s, Bytes))
             except UnpicklableError as error:
-                raise SerializationError(str(error), path=target, step=step) from error.__cause__
+                raise SerializationError(str(error), path=handle.path, step=handle.step) from error.__cause__
             snapshot = self._snapshot(table)
             layout = self._layout_of(snapshot)
-        handle = SaveHandle(step, target, snapshot)
-        if self.config.durability == "before_step":
-            snapshot.durable = handle
         tail = layout.finish(torch_zip.small_records(pickle_of(opcodes)))
         nbytes = layout.head_end + tail.nbytes
-        metrics = handle.metrics
-        metrics.step = step
-        metrics.tensors = len(snapshot.views)
-        metrics.in_flight_wait_s = waited - begin
-        failure = self._lack_of_space(nbytes, handle)
-        if failure is None:
-            job = self._begin(snapshot, layout, tail, nbytes)
-            metrics.plan_s = time.perf_counter() - waited
-            self._pool.submit(self._persist, handle, snapshot, nbytes, begin, self._next_sequence(), self._previous())
-            self._in_flight.append(handle)
-            job.wait_eager()
-            metrics.eager_wait_s = time.perf_counter() - waited - metrics.plan_s
-        else:
-            self._finish(handle, failure)
-        metrics.save_blocked_s = time.perf_counter() - begin
-        if blocking:
-            concurrent.futures.wait([handle])
-            metrics.save_blocked_s = time.perf_counter() - begin
-        if blocking or failure is not None:
-            self._raise_failed()
-        return handle
+        self._check_space(nbytes, handle)
+        snapshot.metrics = handle.metrics
+        handle.metrics.tensors = len(snapshot.views)
+        if self.config.durability == "before_step":
+            snapshot.durable = handle
+        if self.config.host_buffer_bytes == "auto":
+            self._engine.reserve(min(nbytes + 2 * self.config.chunk_bytes, self._max_ring_bytes))
+        job = self._engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, 1)
+        for extent in [*layout.head, tail]:
+            job.append(0, extent.offset, extent.rows, extent.blob)
+        job.seal()
+        snapshot.job = job
+        handle._snapshot = snapshot
+        gate.add(snapshot)
+        self._sequence += 1
+        parent, self._parent = self._parent, self._sequence
+        previous = self._background.newest
+        self._background.launch(Flight(handle, snapshot, job, nbytes, self._sequence, parent, begin, previous))
+        handle.metrics.plan_s = time.perf_counter() - started
+        job.wait_eager()
+        handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
     def _snapshot(self, table: StorageTable) -> Snapshot:
         ownership = Ownership(gate, self._steps_before)
@@ -279,137 +248,19 @@ class Checkpointer:
             self._layout = facts, torch_zip.Layout(ARCHIVE_NAME, *facts)
         return self._layout[1]
 
-    def _lack_of_space(self, nbytes: int, handle: SaveHandle) -> SaveError | None:
+    def _check_space(self, nbytes: int, handle: SaveHandle) -> None:
         """Found now, before anything is copied; fallocate finds what others take in the meantime."""
+        where = {"path": handle.path, "step": handle.step}
         try:
             disk = os.statvfs(self.directory)
         except OSError as error:
-            return save_error(error, path=handle.path, step=handle.step)
+            raise save_error(error, **where) from error  # type: ignore[arg-type]
         free = disk.f_bavail * disk.f_frsize
-        if free >= nbytes:
-            return None
-        return NoSpaceError(
-            f"needs {nbytes} bytes, {free} are free; free some space, or keep fewer checkpoints (keep_last)",
-            path=handle.path,
-            step=handle.step,
-        )
+        if free < nbytes:
+            what = f"needs {nbytes} bytes, {free} are free; free some space, or keep fewer checkpoints (keep_last)"
+            raise NoSpaceError(what, **where)  # type: ignore[arg-type]
 
-    def _begin(self, snapshot: Snapshot, layout: torch_zip.Layout, tail: Any, nbytes: int) -> _engine.Job:
-        if self.config.host_buffer_bytes == "auto":
-            self._engine.reserve(min(nbytes + 2 * self.config.chunk_bytes, self._max_ring_bytes))
-        job = self._engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, 1)
-        snapshot.job = job
-        for extent in [*layout.head, tail]:
-            job.append(0, extent.offset, extent.rows, extent.blob)
-        job.seal()
-        gate.add(snapshot)
-        return job
-
-    def _next_sequence(self) -> tuple[int, int | None]:
-        """This checkpoint's sequence, and its parent's."""
-        self._sequence += 1
-        parent, self._parent = self._parent, self._sequence
-        return self._sequence, parent
-
-    def _previous(self) -> SaveHandle | None:
-        return self._in_flight[-1] if self._in_flight else None
-
-    # in the background; commit.py has the steps of the protocol
-
-    def _persist(
-        self,
-        handle: SaveHandle,
-        snapshot: Snapshot,
-        nbytes: int,
-        begin: float,
-        sequence: tuple[int, int | None],
-        previous: SaveHandle | None,
-    ) -> None:
-        job = snapshot.job
-        assert job is not None
-        error: SaveError | None = None
-        replaced = staging = None
-        try:
-            staging = commit.Staging(handle.path)
-            job.open(0, os.fspath(staging.path / STATE), nbytes)
-            job.wait_released()
-            snapshot.verify()
-            snapshot.verify_frozen()
-            self._let_go(snapshot)
-            job.wait_settled()
-            if snapshot.torn is None:
-                job.raise_error()
-                files = [(STATE, *job.files()[0])]
-                numbers = {"step": handle.step, "sequence": sequence[0], "parent": sequence[1]}
-                staging.describe(catalog.manifest(**numbers, files=files))  # type: ignore[arg-type]
-                if previous is not None:
-                    concurrent.futures.wait([previous])
-                replaced = staging.publish()
-            else:
-                error = TornSnapshotError(snapshot.torn, path=handle.path, step=handle.step)
-        except OSError as cause:
-            error = save_error(cause, path=handle.path, step=handle.step)
-            error.__cause__ = cause
-        except BaseException as cause:
-            error = SaveError(f"{type(cause).__name__}: {cause}", path=handle.path, step=handle.step)
-            error.__cause__ = cause
-        if error is not None:
-            job.fail(errno.ECANCELED, "another part of the checkpoint failed")
-            job.wait_settled()
-            self._let_go(snapshot)
-            if staging is not None:
-                staging.discard()
-        _fill_in(handle.metrics, job, begin)
-        self._finish(handle, error)
-        if replaced is not None:
-            commit.remove(replaced)
-        if error is None:
-            self._retain()
-
-    def _let_go(self, snapshot: Snapshot) -> None:
-        if snapshot.durable is None:
-            gate.discard(snapshot)
-        snapshot.release()
-
-    def _finish(self, handle: SaveHandle, error: SaveError | None) -> None:
-        if error is None:
-            handle.set_result(handle.path)
-        else:
-            if self.config.on_error == "raise":
-                with self._lock:
-                    self._failed.append(handle)
-            else:
-                warnings.warn(str(error), stacklevel=2)
-            handle.set_exception(error)
-        gate.discard(handle._snapshot)
-
-    def _retain(self) -> None:
-        if self.config.keep_last is None:
-            return
-        known = self._catalog.scan()
-        for checkpoint in catalog.superfluous(known, self.config.keep_last, self.config.keep_every):
-            commit.remove(checkpoint.path)
-
-    # waiting, errors, the end
-
-    def _wait_for_room(self) -> None:
-        self._in_flight = [h for h in self._in_flight if not h.done()]
-        while len(self._in_flight) >= self.config.max_in_flight:
-            concurrent.futures.wait(self._in_flight, return_when=concurrent.futures.FIRST_COMPLETED)
-            self._in_flight = [h for h in self._in_flight if not h.done()]
-            self._raise_failed()
-
-    def _drain(self) -> None:
-        concurrent.futures.wait(self._in_flight)
-        self._in_flight = []
-
-    def _raise_failed(self) -> None:
-        """Raises the first background failure that nobody has seen yet."""
-        with self._lock:
-            failed, self._failed = self._failed, []
-        for handle in failed:
-            if not handle._reported and (error := handle.exception()) is not None:
-                raise error
+    # the end
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -423,13 +274,12 @@ class Checkpointer:
         """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._drain()
         self._closed = True
-        self._pool.shutdown()
+        self._background.close()
         for undo in self._unwatch:
             undo()
         del self._engine
-        self._raise_failed()
+        self._background.raise_failed()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -463,24 +313,6 @@ def _checked_step(step: Any) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(f"step={step!r}: expected a whole number, at least 0")
     return step
-
-
-def _fill_in(metrics: CheckpointMetrics, job: _engine.Job, begin: float) -> None:
-    """What the engine measured, on the clock of save()."""
-    stats = job.stats()
-    metrics.durable_s = time.perf_counter() - begin
-    started = metrics.in_flight_wait_s + metrics.plan_s  # the engine's clock began about here
-    metrics.bytes = int(stats["bytes"])
-    metrics.eager_bytes = int(stats["eager_bytes"])
-    metrics.chunks = int(stats["chunks"])
-    metrics.copy_s = stats["copy_s"]
-    metrics.ring_wait_s = stats["ring_wait_s"]
-    metrics.captured_s = started + stats["captured_s"]
-    metrics.written_s = started + stats["written_s"]
-    metrics.synced_s = started + stats["synced_s"]
-    metrics.write_s = stats["written_s"] - stats["first_write_s"]
-    metrics.commit_s = metrics.durable_s - metrics.written_s
-    metrics.timeline = [ChunkEvent(*event) for event in job.timeline()]
 
 
 _warned: set[str] = set()

@@ -15,8 +15,11 @@ LazyCkptError (RuntimeError)
 
 from __future__ import annotations
 
+import errno
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 
 class LazyCkptError(RuntimeError):
@@ -39,10 +42,14 @@ class SaveError(LazyCkptError):
     """
 
     def __init__(self, what: str, *, path: str | os.PathLike[str], step: int | None = None) -> None:
+        self.what = what
         self.path = Path(path)
         self.step = step
         where = f"step {step}: {self.path}" if step is not None else str(self.path)
         super().__init__(f"checkpoint not saved ({where}): {what}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.what, path=self.path, step=self.step), ()
 
 
 class NoSpaceError(SaveError):
@@ -61,8 +68,12 @@ class LoadError(LazyCkptError):
     """A file or folder cannot be read. ``path`` names it."""
 
     def __init__(self, what: str, *, path: str | os.PathLike[str]) -> None:
+        self.what = what
         self.path = Path(path)
         super().__init__(f"{self.path}: {what}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.what, path=self.path), ()
 
 
 class CorruptFileError(LoadError):
@@ -75,3 +86,12 @@ class UnsupportedFormatError(LoadError):
 
 class RestoreError(LazyCkptError):
     """A checkpoint does not fit the tracked state, or no valid one is left."""
+
+
+def save_error(error: OSError, *, path: str | os.PathLike[str], step: int | None = None) -> SaveError:
+    """The typed error for what the operating system said."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"{error.strerror}; free some space, or keep fewer checkpoints (keep_last)"
+        return NoSpaceError(what, path=path, step=step)
+    where = f" ({error.filename})" if error.filename and str(error.filename) != os.fspath(path) else ""
+    return SaveError(f"{error.strerror}{where}", path=path, step=step)

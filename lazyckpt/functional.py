@@ -18,7 +18,7 @@ from lazyckpt.catalog import STATE, read_checkpoint
 from lazyckpt.config import MIB
 from lazyckpt.containers import safetensors, sniff, torch_zip
 from lazyckpt.containers.base import Extent
-from lazyckpt.errors import ConfigError, LoadError, NoSpaceError, SaveError, SerializationError
+from lazyckpt.errors import ConfigError, LoadError, SaveError, SerializationError, save_error
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.objects import dump, pickle_of
 
@@ -68,15 +68,6 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         raise save_error(error, path=target) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def save_error(error: OSError, *, path: str | os.PathLike[str], step: int | None = None) -> SaveError:
-    """The typed error for what the operating system said."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"{error.strerror}; free some space, or keep fewer checkpoints (keep_last)"
-        return NoSpaceError(what, path=path, step=step)
-    where = f" ({error.filename})" if error.filename and str(error.filename) != os.fspath(path) else ""
-    return SaveError(f"{error.strerror}{where}", path=path, step=step)
 
 
 @cache

@@ -1,0 +1,204 @@
+"""Checkpoints in flight: what happens to one after ``save()`` has returned, and what the training thread hears of it.
+
+commit.py has the steps of the durability protocol; here they are taken, in order, by one thread for each checkpoint.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import threading
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lazyckpt import _engine, catalog, commit
+from lazyckpt.catalog import STATE, Catalog
+from lazyckpt.config import Config
+from lazyckpt.errors import SaveError, TornSnapshotError, save_error
+from lazyckpt.gate import gate
+from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+from lazyckpt.snapshot import Snapshot
+
+
+class SaveHandle(Future[Path]):
+    """One checkpoint on its way: a Future of the folder's path, done when the folder is durable.
+
+    ``result(timeout=None)`` returns the path or raises the SaveError; ``metrics`` is final when it is done.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        super().__init__()
+        self.step = step
+        self.path = path
+        self.metrics = CheckpointMetrics(step)
+        self._snapshot: Snapshot | None = None
+        self._reported = False
+
+    def wait_captured(self, timeout: float | None = None) -> bool:
+        """Wait until nothing reads the training state any more; False if ``timeout`` (seconds) ran out first.
+
+        Whether the checkpoint succeeds, ``result()`` tells.
+        """
+        job = self._snapshot.job if self._snapshot is not None else None
+        return job is None or job.wait_released(timeout)
+
+    def result(self, timeout: float | None = None) -> Path:
+        try:
+            return super().result(timeout)
+        except SaveError:
+            self._reported = True
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._reported = self._reported or error is not None
+        return error
+
+
+@dataclass(frozen=True)
+class Flight:
+    """All that the background needs to know of a checkpoint."""
+
+    handle: SaveHandle
+    snapshot: Snapshot
+    job: _engine.Job
+    nbytes: int
+    sequence: int
+    parent: int | None
+    begin: float  # time.perf_counter() when save() was called
+    previous: SaveHandle | None  # is published before this one
+
+
+class Background:
+    """The checkpoints in flight of one Checkpointer."""
+
+    def __init__(self, found: Catalog, config: Config) -> None:
+        self._catalog = found
+        self._config = config
+        self._pool = ThreadPoolExecutor(config.max_in_flight, thread_name_prefix="lazyckpt-commit")
+        self._lock = threading.Lock()
+        self._in_flight: list[SaveHandle] = []
+        self._failed: list[SaveHandle] = []
+
+    @property
+    def newest(self) -> SaveHandle | None:
+        return self._in_flight[-1] if self._in_flight else None
+
+    def launch(self, flight: Flight) -> None:
+        self._in_flight.append(flight.handle)
+        self._pool.submit(self._persist, flight)
+
+    def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
+        """Tells whoever holds the handle, and, of a failure, whoever does not."""
+        if error is None:
+            handle.set_result(handle.path)
+            return
+        if self._config.on_error == "raise":
+            with self._lock:
+                self._failed.append(handle)
+        else:
+            warnings.warn(str(error), stacklevel=2)
+        handle.set_exception(error)
+
+    def raise_failed(self) -> None:
+        """Raises the first failure that nobody has seen yet."""
+        with self._lock:
+            failed, self._failed = self._failed, []
+        for handle in failed:
+            if not handle._reported and (error := handle.exception()) is not None:
+                raise error
+
+    def wait_for_room(self) -> None:
+        """Returns when fewer than ``max_in_flight`` checkpoints are not durable."""
+        self._in_flight = [h for h in self._in_flight if not h.done()]
+        while len(self._in_flight) >= self._config.max_in_flight:
+            concurrent.futures.wait(self._in_flight, return_when=concurrent.futures.FIRST_COMPLETED)
+            self._in_flight = [h for h in self._in_flight if not h.done()]
+
+    def drain(self) -> None:
+        concurrent.futures.wait(self._in_flight)
+        self._in_flight = []
+
+    def close(self) -> None:
+        self.drain()
+        self._pool.shutdown()
+
+    def _persist(self, flight: Flight) -> None:
+        handle, job, snapshot = flight.handle, flight.job, flight.snapshot
+        where = {"path": handle.path, "step": handle.step}
+        error: SaveError | None = None
+        staging = replaced = None
+        try:
+            staging = commit.Staging(handle.path)
+            job.open(0, os.fspath(staging.path / STATE), flight.nbytes)
+            job.wait_released()
+            snapshot.verify()
+            snapshot.verify_frozen()
+            _let_go(snapshot)
+            job.wait_settled()
+            if snapshot.torn is not None:
+                raise TornSnapshotError(snapshot.torn, **where)  # type: ignore[arg-type]
+            job.raise_error()
+            files = [(STATE, *job.files()[0])]
+            staging.describe(
+                catalog.manifest(step=handle.step, sequence=flight.sequence, parent=flight.parent, files=files)
+            )
+            if flight.previous is not None:
+                concurrent.futures.wait([flight.previous])
+            replaced = staging.publish()
+        except SaveError as cause:
+            error = cause
+        except OSError as cause:
+            error = save_error(cause, **where)  # type: ignore[arg-type]
+            error.__cause__ = cause
+        except BaseException as cause:  # nothing may be lost on this thread
+            error = SaveError(f"{type(cause).__name__}: {cause}", **where)  # type: ignore[arg-type]
+            error.__cause__ = cause
+        if error is not None:
+            job.fail(errno.ECANCELED, "another part of the checkpoint failed")
+            job.wait_settled()
+            _let_go(snapshot)
+            if staging is not None:
+                staging.discard()
+        _fill_in(handle.metrics, job, flight.begin)
+        self.finish(handle, error)
+        gate.discard(snapshot)
+        if replaced is not None:
+            commit.remove(replaced)
+        if error is None:
+            self._retain()
+
+    def _retain(self) -> None:
+        if self._config.keep_last is None:
+            return
+        known = self._catalog.scan()
+        for checkpoint in catalog.superfluous(known, self._config.keep_last, self._config.keep_every):
+            commit.remove(checkpoint.path)
+
+
+def _let_go(snapshot: Snapshot) -> None:
+    if snapshot.durable is None:  # otherwise steps still wait for the disk
+        gate.discard(snapshot)
+    snapshot.release()
+
+
+def _fill_in(metrics: CheckpointMetrics, job: _engine.Job, begin: float) -> None:
+    """What the engine measured, on the clock of save()."""
+    stats = job.stats()
+    metrics.durable_s = time.perf_counter() - begin
+    started = metrics.in_flight_wait_s + metrics.plan_s  # the engine's clock began about here
+    metrics.bytes = int(stats["bytes"])
+    metrics.eager_bytes = int(stats["eager_bytes"])
+    metrics.chunks = int(stats["chunks"])
+    metrics.copy_s = stats["copy_s"]
+    metrics.ring_wait_s = stats["ring_wait_s"]
+    metrics.captured_s = started + stats["captured_s"]
+    metrics.written_s = started + stats["written_s"]
+    metrics.synced_s = started + stats["synced_s"]
+    metrics.write_s = stats["written_s"] - stats["first_write_s"]
+    metrics.commit_s = metrics.durable_s - metrics.written_s
+    metrics.timeline = [ChunkEvent(*event) for event in job.timeline()]
