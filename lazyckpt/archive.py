@@ -1,12 +1,15 @@
-"""A ``torch.save`` archive on the way back: unpickled first, filled after.
+"""A ``torch.save`` archive on the way back.
 
-Unpickling gives every tensor a storage that is allocated but not touched, so that it costs addresses, not memory.
-Then whoever restores says which storages have a better place to land (live parameters), and one parallel,
-checksummed read fills everything at once.
+Two orders of things. For ``load`` everything is read and checked in one parallel read, then unpickled: whatever is
+unpickled finds its bytes. For ``restore`` it is the other way round: unpickling gives every tensor a storage that is
+allocated but not touched, so that it costs addresses, not memory; whoever restores then says which storages have a
+better place to land (live parameters), and one read fills everything. That is only for pickles which name nothing
+but plain tensors: a nested tensor, for one, looks at bytes to be rebuilt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -33,34 +36,48 @@ class Slot:
 
     record: Record
     memory: torch.UntypedStorage  # on the CPU; what the engine reads into
-    final: torch.UntypedStorage  # where the tensors look; another one if they are on a device
+    final: torch.UntypedStorage | None = None  # where the tensors look; another one if they are on a device
     references: int = 0  # how many tensors of the archive view it
 
 
 class Archive:
-    """``tree`` is what was saved, its storages unfilled; ``slots`` are these storages by key.
+    """``tree`` is what was saved; ``slots`` are its storages by key.
+
+    With ``lands`` the storages are not filled until :meth:`fill` is called, unless they had to be (``filled``).
 
     Raises CorruptFileError for what is damaged or hostile, UnsupportedFormatError for what only ``torch.load``
     reads (another byte order), and LoadError for what ``weights_only`` forbids.
     """
 
-    def __init__(self, path: str | os.PathLike[str], map_location: MapLocation, weights_only: bool) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        map_location: MapLocation,
+        weights_only: bool,
+        *,
+        lands: bool = False,
+        io_backend: str = "auto",
+        direct: bool = True,
+    ) -> None:
         self.path = path
         self.slots: dict[str, Slot] = {}
+        self.filled = False
+        self._how = {"io_backend": io_backend, "direct": direct}
         self._records = read_directory(path).records
-        self._typed: dict[str, torch.storage.TypedStorage] = {}
         self._restore_location = torch.serialization._get_restore_location(map_location)
         if "byteorder" in self._records and self._read_small("byteorder") != sys.byteorder.encode():
             raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=path)
         if "data.pkl" not in self._records:
             raise CorruptFileError("no record data.pkl: not an archive of torch.save", path=path)
-        stream = io.BytesIO(self._read_small("data.pkl"))
-        kind: Any = _weights_only_unpickler.Unpickler if weights_only else _Unpickler
-        unpickler = kind(stream, encoding="utf-8")
-        unpickler.persistent_load = self._persistent_load
-        torch.serialization._serialization_tls.map_location = map_location
+        data = self._read_small("data.pkl")
         try:
-            self.tree = unpickler.load()
+            if lands:
+                with contextlib.suppress(_NeedsBytes):
+                    self.tree = self._unpickle(_PlainTensors(data), map_location, weights_only=True)
+                    return
+            self._read_all()
+            self.tree = self._unpickle(io.BytesIO(data), map_location, weights_only)
+            torch._utils._validate_loaded_sparse_tensors()
         except (LoadError, MemoryError):
             raise
         except Exception as error:
@@ -72,36 +89,52 @@ class Archive:
                 )
             raise LoadError(f"cannot be unpickled: {error}{hint}", path=path) from error
         finally:
-            torch.serialization._serialization_tls.map_location = None
-        for key, slot in self.slots.items():
-            # torch enlarges a storage that is too small for a tensor; what is behind the record is nobody's data.
-            if slot.final.nbytes() != slot.record.nbytes:
-                raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=path)
+            torch._utils._sparse_tensors_to_validate.clear()
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot that a tensor of the tree views."""
         if not hasattr(self, "_by_storage"):
-            self._by_storage = {slot.final._cdata: slot for slot in self.slots.values()}
+            self._by_storage = {slot.final._cdata: slot for slot in self.slots.values() if slot.final is not None}
         try:
             return self._by_storage.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None
 
-    def fill(self, elsewhere: dict[str, int] | None = None, *, io_backend: str = "auto", direct: bool = True) -> None:
-        """Reads every storage, checks its CRC-32, and moves it to its device.
+    def fill(self, elsewhere: dict[str, int]) -> None:
+        """Reads every storage and checks its CRC-32. Does nothing if ``filled``.
 
         ``elsewhere`` maps keys to pointers of live memory to read into instead. Raises CorruptFileError that
         names the damaged records; what was read by then stays where it landed.
         """
-        elsewhere = elsewhere or {}
+        if self.filled:
+            return
+        self.filled = True
         keys = [key for key, slot in self.slots.items() if slot.record.nbytes]
         records = [self.slots[key].record for key in keys]
         pointers = [elsewhere.get(key, self.slots[key].memory.data_ptr()) for key in keys]
-        crcs = read_records(self.path, records, pointers, io_backend=io_backend, direct=direct)
-        check_crcs(self.path, records, crcs)
-        for slot in self.slots.values():
-            if slot.final is not slot.memory:
-                slot.final.copy_(slot.memory, non_blocking=False)
+        check_crcs(self.path, records, read_records(self.path, records, pointers, **self._how))  # type: ignore[arg-type]
+
+    def _read_all(self) -> None:
+        records = {n.removeprefix("data/"): r for n, r in self._records.items() if n.startswith("data/")}
+        self.slots = {key: Slot(record, torch.UntypedStorage(record.nbytes)) for key, record in records.items()}
+        self.filled = False
+        self.fill({})
+
+    def _unpickle(self, stream: io.BytesIO, map_location: MapLocation, weights_only: bool) -> Any:
+        self._typed: dict[str, torch.storage.TypedStorage] = {}
+        kind: Any = _weights_only_unpickler.Unpickler if weights_only else _Unpickler
+        unpickler = kind(stream, encoding="utf-8")
+        unpickler.persistent_load = self._persistent_load
+        torch.serialization._serialization_tls.map_location = map_location
+        try:
+            tree = unpickler.load()
+        finally:
+            torch.serialization._serialization_tls.map_location = None
+        for key, slot in self.slots.items():
+            # torch enlarges a storage that is too small for a tensor; what is behind the record is nobody's data.
+            if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:
+                raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
+        return tree
 
     def _read_small(self, name: str) -> bytes:
         record = self._records[name]
@@ -118,25 +151,54 @@ class Archive:
         _, storage_type, key, location, numel = saved_id
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
         key = _text(key)
+        record = self._records.get(f"data/{key}")
+        nbytes = numel * torch._utils._element_size(dtype)
+        if record is None or record.nbytes != nbytes:
+            found = "missing" if record is None else f"{record.nbytes} bytes"
+            raise CorruptFileError(f"record data/{key}: {found}, the pickle says {nbytes} bytes", path=self.path)
         slot = self.slots.get(key)
         if slot is None:
-            record = self._records.get(f"data/{key}")
-            nbytes = numel * torch._utils._element_size(dtype)
-            if record is None or record.nbytes != nbytes:
-                found = "missing" if record is None else f"{record.nbytes} bytes"
-                what = f"record data/{key}: {found}, the pickle says {nbytes} bytes"
-                raise CorruptFileError(what, path=self.path)
-            memory = torch.UntypedStorage(nbytes)
-            # Asked with an empty storage, so that nothing is moved before it is read.
-            device = self._restore_location(torch.UntypedStorage(0), _text(location)).device
-            final = memory if device.type == "cpu" else torch.UntypedStorage(nbytes, device=device)
-            slot = self.slots[key] = Slot(record, memory, final)
+            slot = self.slots[key] = Slot(record, torch.UntypedStorage(nbytes))
+        if slot.final is None:
+            slot.final = self._restore_location(slot.memory, _text(location))
         slot.references += 1
         typed = self._typed.get(key)
         if typed is None or typed.dtype != dtype:
             typed = torch.storage.TypedStorage(wrap_storage=slot.final, dtype=dtype, _internal=True)
             self._typed[key] = typed
         return typed
+
+
+class _NeedsBytes(Exception):
+    """Something in the pickle may look at the bytes of a storage when it is rebuilt."""
+
+
+class _PlainTensors(io.BytesIO):
+    """The pickle of plain tensors and containers; raises _NeedsBytes if it names anything else.
+
+    The restricted unpickler reads lines only where something is named: module and name alternate.
+    """
+
+    _module: str | None = None
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(size)
+        word = line.decode("utf-8").removesuffix("\n")
+        if self._module is None:
+            self._module = word
+            return line
+        module, self._module = self._module, None
+        in_torch = module in ("torch", "torch.storage")
+        if not ((in_torch and word.endswith("Storage")) or f"{module}.{word}" in _PLAIN_NAMES):
+            raise _NeedsBytes
+        return line
+
+
+_PLAIN_NAMES = frozenset(
+    ["collections.OrderedDict", "_codecs.encode", "torch.Size", "torch.device"]
+    + [f"torch._utils._rebuild_{what}" for what in ("tensor_v2", "tensor_v3", "parameter", "meta_tensor_no_storage")]
+    + [str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -141,9 +141,7 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
             return torch.load(path, map_location, weights_only=weights_only)
         except Exception as error:
             raise LoadError(f"torch.load: {error}", path=path) from error
-    archive = Archive(path, map_location, weights_only)
-    archive.fill()
-    return archive.tree
+    return Archive(path, map_location, weights_only).tree
 
 
 def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.Tensor]:

@@ -29,8 +29,8 @@ def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, dir
     for checkpoint in candidates:
         archive = None
         try:
-            archive = Archive(checkpoint.path / STATE, "cpu", weights_only=True)
-            restore_archive(archive, provider, checkpoint.path, io_backend=io_backend, direct=direct)
+            archive = _open(checkpoint.path, io_backend, direct)
+            restore_archive(archive, provider, checkpoint.path)
             return checkpoint
         except LoadError as error:
             touched = touched or archive is not None
@@ -44,15 +44,19 @@ def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, dir
 def restore_one(path: Path, provider: Provider, *, io_backend: str, direct: bool) -> Checkpoint:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError."""
     checkpoint = read_checkpoint(path)
-    archive = Archive(path / STATE, "cpu", weights_only=True)
+    archive = _open(path, io_backend, direct)
     try:
-        restore_archive(archive, provider, path, io_backend=io_backend, direct=direct)
+        restore_archive(archive, provider, path)
     except CorruptFileError as error:
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
     return checkpoint
 
 
-def restore_archive(archive: Archive, provider: Provider, path: Path, *, io_backend: str, direct: bool) -> None:
+def _open(path: Path, io_backend: str, direct: bool) -> Archive:
+    return Archive(path / STATE, "cpu", weights_only=True, lands=True, io_backend=io_backend, direct=direct)
+
+
+def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
     """Checks, reads, hands over, in this order: nothing is touched unless everything fits."""
     try:
         landings = provider.landings(archive.tree)
@@ -60,7 +64,7 @@ def restore_archive(archive: Archive, provider: Provider, path: Path, *, io_back
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
     elsewhere, landed = _choose(archive, landings)
-    archive.fill(elsewhere, io_backend=io_backend, direct=direct)
+    archive.fill(elsewhere)
     provider.load(archive.tree, landed)
 
 
@@ -68,7 +72,7 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, int], 
     """Which storages may be read straight into live memory: those that are seen only through tensors that land,
     whole, in one and the same place, in which nothing else lands."""
     by_key: dict[str, list[Landing]] = defaultdict(list)
-    for landing in landings:
+    for landing in landings if not archive.filled else ():
         if (slot := archive.slot_of(landing.saved)) is not None:
             by_key[slot.record.name.removeprefix("data/")].append(landing)
     claims: dict[int, int] = defaultdict(int)

@@ -30,6 +30,7 @@ class TensorView:
     key: str  # the record is named data/<key>
     storage: torch.UntypedStorage
     nbytes: int
+    dtype: torch.dtype  # torch.load types storages: one storage, one dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,39 +51,37 @@ class StorageTable:
     views: list[TensorView] = field(default_factory=list)
     _by_storage: dict[int, TensorView] = field(default_factory=dict)
     _keys: set[str] = field(default_factory=set)
-    _dtypes: dict[int, torch.dtype] = field(default_factory=dict)
 
-    def add(self, storage: torch.UntypedStorage, reusable_keys: Iterator[str]) -> TensorView:
-        """The view of ``storage``, made under the next reusable key if it is new here."""
+    def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, reusable_keys: Iterator[str]) -> TensorView:
+        """The view of ``storage``, made under the next reusable key if it is new here.
+
+        Raises RuntimeError, as ``torch.save`` does, if it was added before under another dtype.
+        """
         view = self._by_storage.get(storage._cdata)
         if view is None:
             keys = itertools.chain(reusable_keys, self.fresh_keys)
-            view = self._insert(storage, next(key for key in keys if key not in self._keys))
+            return self._insert(storage, next(key for key in keys if key not in self._keys), dtype)
+        if view.dtype != dtype:
+            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
         return view
 
-    def add_all(self, storages: list[torch.UntypedStorage], keys: list[str]) -> bool:
+    def add_all(self, storages: list[torch.UntypedStorage], keys: list[str], dtypes: list[torch.dtype]) -> bool:
         """Adds storages under keys they had before; False, and nothing is added, if any of that cannot be."""
         known = [self._by_storage.get(storage._cdata) for storage in storages]
-        for view, key in zip(known, keys, strict=True):
-            if (key in self._keys) if view is None else view.key != key:
+        for view, key, dtype in zip(known, keys, dtypes, strict=True):
+            if (key in self._keys) if view is None else (view.key != key or view.dtype != dtype):
                 return False
-        for view, storage, key in zip(known, storages, keys, strict=True):
+        for view, storage, key, dtype in zip(known, storages, keys, dtypes, strict=True):
             if view is None:
-                self._insert(storage, key)
+                self._insert(storage, key, dtype)
         return True
 
-    def _insert(self, storage: torch.UntypedStorage, key: str) -> TensorView:
-        view = TensorView(key, storage, storage.nbytes())
+    def _insert(self, storage: torch.UntypedStorage, key: str, dtype: torch.dtype) -> TensorView:
+        view = TensorView(key, storage, storage.nbytes(), dtype)
         self._keys.add(key)
         self._by_storage[storage._cdata] = view
         self.views.append(view)
         return view
-
-    def check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        """``torch.save``'s own rule: one piece of memory, one dtype, since ``torch.load`` types storages."""
-        pointer = storage.data_ptr() if storage.device.type != "meta" else 0
-        if pointer and self._dtypes.setdefault(pointer, dtype) != dtype:
-            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
 
 
 @dataclass(frozen=True, slots=True)

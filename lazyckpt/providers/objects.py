@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
+from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView
 
 PROTOCOL = 2  # what torch.save writes; its memo is numbered, so pickles can be joined
 MIN_ARRAY_BYTES = 64 << 10  # NumPy arrays from here on are written as storages, not as pickle bytes
@@ -78,8 +78,8 @@ def _array_tensor(array: Any) -> torch.Tensor | None:
     """The memory of a big contiguous NumPy array as uint8[n], or None if it is to be pickled."""
     if array.nbytes < MIN_ARRAY_BYTES or array.dtype.hasobject or type(array) is not sys.modules["numpy"].ndarray:
         return None
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
-        return None
+    if not (array.flags.c_contiguous or array.flags.f_contiguous) or not array.dtype.isnative:
+        return None  # of another byte order: NumPy's own pickle turns it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the array may be read-only: nothing writes to it here
         return torch.from_numpy(array.ravel(order="K").view("uint8"))
@@ -104,18 +104,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(out, PROTOCOL)
         self._table = table
         self._reusable = keys
-        self.storages: list[torch.UntypedStorage] = []
-        self.keys: dict[str, None] = {}
+        self.views: dict[str, TensorView] = {}  # by key, in the order of appearance
 
-    def _storage_id(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> tuple[Any, ...]:
-        self._table.check_dtype(storage, dtype or torch.uint8)
-        view = self._table.add(storage, self._reusable)
-        if view.key not in self.keys:
-            self.keys[view.key] = None
-            self.storages.append(storage)
-        numel = view.nbytes // (dtype.itemsize if dtype else 1)
-        storage_type = _STORAGE_TYPES[dtype] if dtype else torch.UntypedStorage
-        return "storage", storage_type, view.key, _location(storage), numel
+    def _storage_id(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+        view = self._table.add(storage, dtype, self._reusable)
+        self.views[view.key] = view
+        return "storage", storage_type, view.key, _location(storage), view.nbytes // dtype.itemsize
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
@@ -124,22 +118,17 @@ class _Pickler(pickle.Pickler):
         if kind in _COMMON:
             return None
         if isinstance(obj, torch.storage.TypedStorage):  # of a tensor that took torch's own way
-            storage = obj._untyped_storage
-            self._table.check_dtype(storage, obj.dtype)
-            view = self._table.add(storage, self._reusable)
-            if view.key not in self.keys:
-                self.keys[view.key] = None
-                self.storages.append(storage)
-            storage_type = getattr(torch, obj._pickle_storage_type())
-            return "storage", storage_type, view.key, _location(storage), obj._size()
+            return self._storage_id(obj._untyped_storage, getattr(torch, obj._pickle_storage_type()), obj.dtype)
         if isinstance(obj, torch.UntypedStorage):
-            return self._storage_id(obj, None)
+            return self._storage_id(obj, torch.UntypedStorage, torch.uint8)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_plain(obj):
-            untyped = obj.dtype in _UNTYPED_DTYPES
-            storage = _PersistentStorage(self._storage_id(obj.untyped_storage(), None if untyped else obj.dtype))
+            dtype = obj.dtype
+            untyped = dtype in _UNTYPED_DTYPES
+            kind = (torch.UntypedStorage, torch.uint8) if untyped else (_STORAGE_TYPES[dtype], dtype)
+            storage = _PersistentStorage(self._storage_id(obj.untyped_storage(), *kind))
             size, stride = tuple(obj.shape), obj.stride()
             common: tuple[Any, ...] = (storage, obj.storage_offset(), size, stride, obj.requires_grad, OrderedDict())
             if untyped:
@@ -175,10 +164,9 @@ class _Signature(pickle.Pickler):
         out = io.BytesIO()
         super().__init__(out, PROTOCOL)
         self._tensors: list[torch.Tensor] = []
-        self._others: list[Any] = []  # facts on storages that are not a plain tensor's
-        self._other_storages: list[torch.UntypedStorage] = []
+        self._others: list[Any] = []  # what else the pickle says of those that stand for storages and arrays
         self.dump(obj)
-        storages = [*map(torch.Tensor.untyped_storage, self._tensors), *self._other_storages]
+        storages = list(map(torch.Tensor.untyped_storage, self._tensors))
         identities = list(map(attrgetter("_cdata"), storages))
         position = {identity: i for i, identity in enumerate(dict.fromkeys(identities))}
         self.storages = list(dict(zip(identities, storages, strict=True)).values())
@@ -204,12 +192,14 @@ class _Signature(pickle.Pickler):
         if isinstance(obj, torch.UntypedStorage):
             return self._note(obj)
         if _is_array(obj) and (memory := _array_tensor(obj)) is not None:
-            return self._note(memory.untyped_storage(), obj.shape, obj.dtype, obj.flags.c_contiguous)
+            self._others.append((len(self._tensors), obj.shape, obj.dtype, obj.flags.c_contiguous))
+            self._tensors.append(memory)
+            return _PLACEHOLDER
         return NotImplemented
 
     def _note(self, storage: torch.UntypedStorage, *facts: Any) -> tuple[Any, ...]:
-        self._other_storages.append(storage)
-        self._others.append(facts)
+        self._others.append((len(self._tensors), *facts))
+        self._tensors.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         return _PLACEHOLDER
 
 
@@ -220,6 +210,7 @@ class Skeleton:
         self._facts: list[Any] | None = None
         self._opcodes = b""
         self._keys: list[str] = []
+        self._dtypes: list[torch.dtype] = []
 
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Pickle opcodes of ``obj`` as it is now; its storages are added to ``table``."""
@@ -228,19 +219,21 @@ class Skeleton:
             signature = _Signature(obj)
             if signature.is_plain:
                 facts = signature.facts
-                if facts == self._facts and table.add_all(signature.storages, self._keys):
+                if facts == self._facts and table.add_all(signature.storages, self._keys, self._dtypes):
                     return self._opcodes
-        self._opcodes, self._keys = dump(obj, table, iter(self._keys))
+        self._opcodes, views = dump(obj, table, iter(self._keys))
+        self._keys = [view.key for view in views]
+        self._dtypes = [view.dtype for view in views]
         self._facts = facts
         return self._opcodes
 
 
-def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, list[str]]:
-    """The opcodes of ``obj`` (no PROTO, no STOP) and the keys of its storages in the order of appearance."""
+def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, list[TensorView]]:
+    """The opcodes of ``obj`` (no PROTO, no STOP) and its storages in the order of appearance."""
     out = io.BytesIO()
     pickler = _Pickler(out, table, reusable_keys)
     pickler.dump(obj)
-    return out.getvalue()[2:-1], list(pickler.keys)
+    return out.getvalue()[2:-1], list(pickler.views.values())
 
 
 def pickle_of(opcodes: bytes) -> bytes:
