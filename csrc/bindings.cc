@@ -135,6 +135,11 @@ class JobHandle {
     engine_->get().Seal(*job_);
   }
 
+  void Start() {
+    py::gil_scoped_release release;
+    engine_->get().Start(*job_);
+  }
+
   void Open(size_t file, const std::string& path, uint64_t size) {
     Status status;
     {
@@ -348,6 +353,7 @@ PYBIND11_MODULE(_engine, m) {
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append)
       .def("seal", &JobHandle::Seal)
+      .def("start", &JobHandle::Start)
       .def("open", &JobHandle::Open)
       .def("wait_eager", &JobHandle::WaitEager)
       .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())

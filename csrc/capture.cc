@@ -113,6 +113,14 @@ void Engine::Seal(Job& job) {
   io_->Wake();
 }
 
+void Engine::Start(Job& job) {
+  {
+    std::lock_guard lock(mutex_);
+    job.started = true;
+  }
+  changed_.notify_all();
+}
+
 void Engine::QueueOpenChunk(Job& job) {
   Chunk* chunk = job.open;
   if (chunk == nullptr) return;
@@ -126,10 +134,11 @@ void Engine::QueueOpenChunk(Job& job) {
 }
 
 // The next chunk to copy, with its region of the ring; nullptr if there is none or no room.
-Chunk* Engine::TakeChunk() {
+Chunk* Engine::TakeChunk(bool only_started) {
   if (queue_.empty()) return nullptr;
   Chunk* chunk = queue_.front();
   Job& job = *chunk->job;
+  if (only_started && !job.started && !chunk->eager) return nullptr;
   chunk->memory = ring_.Allocate(chunk->size);
   const auto now = Clock::now();
   if (chunk->memory == nullptr) {
@@ -233,7 +242,7 @@ void Engine::Release(Chunk* chunk) {
 void Engine::CopyLoop() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    if (Chunk* chunk = TakeChunk())
+    if (Chunk* chunk = TakeChunk(true))
       CopyChunk(chunk, lock);
     else
       changed_.wait(lock);
@@ -245,7 +254,7 @@ bool Engine::HelpUntil(const std::function<bool()>& done, Clock::time_point dead
   std::unique_lock lock(mutex_);
   while (!done()) {
     if (Clock::now() >= deadline) return false;
-    if (Chunk* chunk = TakeChunk())
+    if (Chunk* chunk = TakeChunk(false))
       CopyChunk(chunk, lock);
     else
       changed_.wait_until(lock, deadline);

@@ -46,9 +46,12 @@ class Engine {
   std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files);
 
   // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before).
-  // Copying begins at once. EINVAL if the program does not fit its blob or its sources.
+  // Copying of eager chunks begins at once. EINVAL if the program does not fit its blob or its sources.
   Status Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
   void Seal(Job& job);
+
+  // Lets the copy threads at the lazy chunks: from now on they compete with the caller for the cores.
+  void Start(Job& job);
 
   // Creates the file; bytes wait in the ring until then. `size`: disk space to reserve.
   Status Open(Job& job, size_t file, const std::string& path, uint64_t size);
@@ -80,7 +83,7 @@ class Engine {
 
   // capture.cc
   void CopyLoop();
-  Chunk* TakeChunk();
+  Chunk* TakeChunk(bool only_started);
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   void OnCopied(Chunk* chunk);
   void Release(Chunk* chunk);

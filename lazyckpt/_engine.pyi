@@ -43,10 +43,13 @@ class Job:
     """One checkpoint. Dropping it abandons it. Sources must stay alive until wait_released()."""
 
     def append(self, file: int, offset: int, rows: Buffer, blob: bytes) -> None:
-        """Lays out and begins to copy one extent (containers/base.py)."""
+        """Lays out one extent (containers/base.py) and begins to copy its eager chunks."""
 
     def seal(self) -> None:
         """Nothing more will be appended."""
+
+    def start(self) -> None:
+        """Lets the copy threads at everything else: from now on they compete with training for the cores."""
 
     def open(self, file: int, path: str, size: int) -> None:
         """Creates the file (it must not exist) and reserves `size` bytes on the disk."""

@@ -41,10 +41,10 @@ class Config:
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step: finds
     whoever writes to parameters behind the optimizer's back. Reads the whole state twice more; for debugging."""
 
-    chunk_bytes: int = 16 * MIB
+    chunk_bytes: int = 8 * MIB
     """What is copied, checksummed and written at once; a multiple of 4096."""
 
-    io_depth: int = 4
+    io_depth: int = 8
     """Writes in flight."""
 
     copy_threads: int = 2

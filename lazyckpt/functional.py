@@ -23,8 +23,8 @@ from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.objects import dump, pickle_of
 
 ARCHIVE_NAME = "archive"  # the folder inside the zip, as torch.save names it for a buffer
-_CHUNK_BYTES = 16 * MIB
-_RING_BYTES = 4 * _CHUNK_BYTES
+_CHUNK_BYTES = 4 * MIB  # small ones, so that 64 MiB hold enough of them to keep eight writes in flight
+_RING_BYTES = 16 * _CHUNK_BYTES
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
@@ -56,6 +56,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             for extent in extents:
                 job.append(0, extent.offset, extent.rows, extent.blob)
             job.seal()
+            job.start()
             job.wait_eager()
             job.wait_settled()
             job.raise_error()
@@ -73,7 +74,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 @cache
 def _engine_of(pid: int) -> _engine.Engine:
     """One small engine for each process; a forked child makes its own."""
-    return _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=_CHUNK_BYTES, io_depth=4, copy_threads=1)
+    return _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=_CHUNK_BYTES, io_depth=8, copy_threads=1)
 
 
 def _plan_torch_zip(obj: Any, path: Path) -> tuple[list[torch.UntypedStorage], list[Extent]]:

@@ -1,0 +1,193 @@
+"""``lazyckpt doctor``: what this machine offers, and what lazyckpt will therefore do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.padding import Padding
+from rich.text import Text
+
+import lazyckpt
+from lazyckpt import _engine
+from lazyckpt.cli.output import columns, plain, show, size, stdout
+from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
+from lazyckpt.errors import ConfigError
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_CAP_IPC_LOCK = 14
+
+
+def doctor(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where checkpoints are to go.")] = Path("."),
+) -> None:
+    """Tell what this machine offers, and what lazyckpt will therefore do."""
+    facts = _Facts.of(directory)
+    console = stdout()
+    console.print(Text("What there is", style="bold"))
+    table = columns("", "", wrap=("",))
+    for topic, fact in _describe(facts):
+        table.add_row(topic, Text(plain(fact), style="yellow" if fact.startswith("no:") else ""))
+    show(console, Padding(table, (0, 0, 1, 2), expand=False))
+    console.print(Text("What lazyckpt will therefore do", style="bold"))
+    table = columns("", "", wrap=("",))
+    for serious, sentence in _conclude(facts):
+        mark = Text("!", style="bold yellow") if serious else Text("·")
+        table.add_row(mark, Text(plain(sentence)))
+    show(console, Padding(table, (0, 0, 0, 2), expand=False))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What was found out. ``asked`` is the folder asked for, ``directory`` its nearest parent that exists."""
+
+    asked: Path
+    directory: Path
+    writable: bool
+    file_system: str
+    free_bytes: int
+    total_bytes: int
+    available_bytes: int
+    ring_bytes: int
+    locks_freely: bool
+    probe: dict[str, str]
+
+    @staticmethod
+    def of(asked: Path) -> _Facts:
+        directory = asked.absolute()
+        while not directory.exists():
+            directory = directory.parent
+        if not directory.is_dir():
+            raise ConfigError(f"{directory}: not a folder")
+        disk = os.statvfs(directory)
+        return _Facts(
+            asked=asked,
+            directory=directory,
+            writable=os.access(directory, os.W_OK | os.X_OK),
+            file_system=_file_system(directory),
+            free_bytes=disk.f_bavail * disk.f_frsize,
+            total_bytes=disk.f_blocks * disk.f_frsize,
+            available_bytes=available_memory_bytes(),
+            ring_bytes=auto_ring_bytes(Config.chunk_bytes),
+            locks_freely=_may_lock_memory(),
+            probe=_engine.probe(str(directory)),
+        )
+
+    @property
+    def io_uring(self) -> bool:
+        return self.probe["io_uring"] == "yes"
+
+    @property
+    def o_direct(self) -> bool:
+        return self.probe["o_direct"] == "yes"
+
+    @property
+    def memlock_bytes(self) -> int | None:
+        """None: no limit."""
+        limit = self.probe.get("memlock_bytes", "unlimited")
+        return None if limit == "unlimited" or self.locks_freely else int(limit)
+
+
+def _describe(facts: _Facts) -> list[tuple[str, str]]:
+    probe = facts.probe
+    build = ", test build with fault injection" if _engine.FAULTS else ""
+    alignment = f", alignment {probe['alignment_bytes']} bytes" if "alignment_bytes" in probe else ""
+    limit = probe.get("memlock_bytes", "unlimited")
+    memlock = limit if limit == "unlimited" else size(int(limit))
+    where = str(facts.directory)
+    if facts.directory != facts.asked.absolute():
+        where += f" (the nearest folder of {facts.asked} that exists)"
+    return [
+        ("lazyckpt", f"{lazyckpt.__version__}, checksums by {probe['crc32']}{build}"),
+        ("torch", f"{torch.__version__}, Python {platform.python_version()}"),
+        ("kernel", f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPUs"),
+        ("folder", where),
+        ("file system", facts.file_system),
+        ("free space", f"{size(facts.free_bytes)} of {size(facts.total_bytes)}"),
+        ("io_uring", probe["io_uring"]),
+        ("O_DIRECT", probe["o_direct"] + (alignment if facts.o_direct else "")),
+        ("memory", f"{size(facts.available_bytes)} available to this process"),
+        ("memlock", memlock + (", which does not bind this process" if facts.locks_freely else "")),
+        ("CUDA", _cuda(probe)),
+    ]
+
+
+def _cuda(probe: dict[str, str]) -> str:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return ", ".join(names)
+    if probe["cuda_driver"] == "yes":
+        return "no: there is a driver, but torch finds no device it can use"
+    return probe["cuda_driver"]
+
+
+def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
+    """Sentences, and whether they are bad news."""
+    found: list[tuple[bool, str]] = []
+    if not facts.writable:
+        found.append((True, "Fail: this user may not write to the folder."))
+    if facts.file_system.split()[0] in _IN_MEMORY:
+        found.append((True, "Write to memory: what is saved here is gone after a restart of the machine."))
+    if facts.io_uring:
+        found.append((False, "Write and read with io_uring, several requests in flight."))
+    else:
+        reason = facts.probe["io_uring"].removeprefix("no: ")
+        found.append(
+            (True, f"Write and read with a pool of threads, since io_uring is refused ({reason}); it warns once.")
+        )
+    if facts.o_direct:
+        found.append((False, "Go past the page cache (O_DIRECT), so that checkpoints do not push other data out."))
+    elif facts.probe["o_direct"].startswith("no"):
+        found.append((False, "Go through the page cache, since this file system has no O_DIRECT; as safe, but slower."))
+    ring = f"A quarter of the available memory, {size(facts.ring_bytes)}, is the most"
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") or "1"
+    if ranks != "1":
+        ring = f"A quarter of the available memory by {ranks} ranks, {size(facts.ring_bytes)}, is the most"
+    found.append(
+        (
+            False,
+            f'{ring} that the staging buffer takes (host_buffer_bytes="auto"); else what a checkpoint '
+            "needs. A larger checkpoint is copied as fast as the disk makes room.",
+        )
+    )
+    if facts.io_uring and facts.memlock_bytes is not None and facts.memlock_bytes < facts.ring_bytes:
+        found.append(
+            (
+                False,
+                f"Not register a buffer above {size(facts.memlock_bytes)} with the kernel (memlock): all works, at a "
+                "little more CPU time. 'ulimit -l unlimited' lifts that.",
+            )
+        )
+    if torch.cuda.is_available():
+        found.append((False, "Copy tensors from the GPU to host memory before save() returns."))
+    else:
+        found.append((False, "Checkpoint tensors in host memory; torch sees no GPU here."))
+    found.append((False, f"Refuse a checkpoint larger than {size(facts.free_bytes)} before training is held up."))
+    return found
+
+
+def _file_system(directory: Path) -> str:
+    """Type and mount point: the mount with the longest path above the folder, the last one if mounted over."""
+    real = os.path.realpath(directory)
+    best = ("unknown", "")
+    for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
+        _, mount, kind, *_ = line.split(" ")
+        mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best[1]):
+            best = (kind, mount)
+    return f"{best[0]} on {best[1]}" if best[1] else best[0]
+
+
+def _may_lock_memory() -> bool:
+    """Whether the memlock limit does not bind: CAP_IPC_LOCK."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False

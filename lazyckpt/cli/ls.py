@@ -1,0 +1,146 @@
+"""``lazyckpt ls``: the checkpoints of a run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from lazyckpt import commit
+from lazyckpt.catalog import Catalog, Checkpoint
+from lazyckpt.cli.output import age, columns, plain, print_json, show, size, stdout
+from lazyckpt.errors import LoadError
+
+
+def ls(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints of a run, newest first.
+
+    Newest is the one saved last, whatever its step. A checkpoint is ok if its manifest can be read and its files
+    have the lengths told there; only 'lazyckpt verify' reads the files.
+    """
+    if (directory / commit.MANIFEST).is_file():
+        raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
+    catalog = Catalog(directory)
+    checkpoints = catalog.scan()
+    rows = [_row(checkpoint, newest=index == 0) for index, checkpoint in enumerate(checkpoints)]
+    rows += sorted((_broken_row(directory, error) for error in catalog.broken), key=lambda row: row["name"])
+    leftovers = _leftovers(directory)
+    if as_json:
+        print_json({"directory": str(directory), "checkpoints": rows, "leftovers": leftovers})
+        return
+    console = stdout()
+    if not rows:
+        console.print(f"no checkpoints in {plain(directory)}")
+    else:
+        table = columns("step", "sequence", "parent", "age", "size", "state", right=_NUMBERS, wrap=("state",))
+        ages = {row["name"]: age(checkpoint.created) for row, checkpoint in zip(rows, checkpoints, strict=False)}
+        for row in rows:
+            table.add_row(
+                _cell(row["step"]),
+                _cell(row["sequence"]),
+                _cell(row["parent"]),
+                ages.get(row["name"], "-"),
+                size(row["bytes"]),
+                _state(row),
+                style="bold" if row["newest"] else None,
+            )
+        show(console, table)
+    for leftover in leftovers:
+        name = f"{plain(leftover['name'])} ({size(leftover['bytes'])})"
+        console.print(Text(f"{name}: {_LEFTOVER[leftover['state']]}", style="yellow"), soft_wrap=True)
+
+
+_NUMBERS = ("step", "sequence", "parent", "age", "size")
+_LEFTOVER = {
+    "in use": "being written now",
+    "abandoned": "left by a run that died; swept when a Checkpointer opens the folder",
+    "unknown": "a file of lazyckpt.save: being written, or left by a process that died",
+}
+
+
+def _row(checkpoint: Checkpoint, *, newest: bool) -> dict[str, Any]:
+    return {
+        "name": checkpoint.path.name,
+        "step": checkpoint.step,
+        "sequence": checkpoint.sequence,
+        "parent": checkpoint.parent,
+        "created": checkpoint.created.isoformat(),
+        "bytes": checkpoint.nbytes,
+        "ok": True,
+        "newest": newest,
+        "reason": None,
+    }
+
+
+def _broken_row(directory: Path, error: LoadError) -> dict[str, Any]:
+    folder = error.path if error.path.parent == directory else error.path.parent
+    return {
+        "name": folder.name,
+        "step": int(folder.name.removeprefix("step-")),
+        "sequence": None,
+        "parent": None,
+        "created": None,
+        "bytes": _bytes_on_disk(folder),
+        "ok": False,
+        "newest": False,
+        "reason": str(error).removeprefix(f"{error.path}: "),
+    }
+
+
+def _cell(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _state(row: dict[str, Any]) -> Text:
+    if not row["ok"]:
+        return Text.assemble(("broken: ", "bold red"), plain(row["reason"]))
+    return Text.assemble(("ok", "green"), ", newest" if row["newest"] else "")
+
+
+def _leftovers(directory: Path) -> list[dict[str, Any]]:
+    """What is staged, or was when its process died. A staged folder is locked by its process for its lifetime."""
+    found = []
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if not entry.name.startswith((commit.TEMPORARY, commit.TRASH)):
+            continue
+        path = Path(entry.path)
+        if not entry.is_dir(follow_symlinks=False):
+            state = "unknown"
+        elif entry.name.startswith(commit.TRASH) or not _is_locked(path):
+            state = "abandoned"
+        else:
+            state = "in use"
+        found.append({"name": entry.name, "bytes": _bytes_on_disk(path), "state": state})
+    return found
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a live process holds the lock of a staged folder. A shared lock, let go at once: nobody is disturbed."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # published or swept by now
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """Lengths of the files in a folder, or of one file. What vanishes meanwhile (a commit) counts nothing."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            return sum(os.lstat(entry.path).st_size for entry in os.scandir(path))
+        return os.lstat(path).st_size
+    except OSError:
+        return 0

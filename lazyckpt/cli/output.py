@@ -1,0 +1,103 @@
+"""How things are shown: sizes, times, names that come from files, and the two streams they are printed to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime, timezone
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+# Wide enough for any line: what is piped into another program is neither wrapped nor cut.
+_UNBOUNDED = 1_000_000
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # the command line's group ends the program
+
+
+def stdout() -> Console:
+    return _Console(
+        highlight=False, markup=False, emoji=False, soft_wrap=False, width=None if sys.stdout.isatty() else _UNBOUNDED
+    )
+
+
+def stderr() -> Console:
+    return _Console(
+        stderr=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=None if sys.stderr.isatty() else _UNBOUNDED,
+    )
+
+
+def show(console: Console, table: Table | Padding) -> None:
+    """Prints a table; into a pipe without the spaces that fill its last column."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        print(line.rstrip())
+
+
+def print_error(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    stderr().print(Text.assemble(("error: ", "bold red"), plain(" ".join(message.split()))), soft_wrap=True)
+
+
+def print_json(tree: Any) -> None:
+    print(json.dumps(tree, indent=2))
+
+
+def columns(*names: str, right: tuple[str, ...] = (), wrap: tuple[str, ...] = ()) -> Table:
+    """A table without lines. A terminal too narrow cuts its cells, but for the columns in ``wrap``."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(names))
+    for name in names:
+        table.add_column(
+            name.upper(),
+            justify="right" if name in right else "left",
+            no_wrap=name not in wrap,
+            overflow="fold" if name in wrap else "ellipsis",
+        )
+    return table
+
+
+def plain(text: object) -> str:
+    """``text`` with everything escaped that a terminal would obey: names in files are anybody's."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+
+
+def size(nbytes: int) -> str:
+    """Three digits and a binary unit: 512 B, 38.6 MiB, 1.21 GiB."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        value /= 1024
+        if value < 999.5 or unit == "PiB":
+            break
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def age(then: datetime) -> str:
+    """How long ago, in one unit."""
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=timezone.utc)
+    seconds = max(0, int((datetime.now(timezone.utc) - then).total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def count(number: int, noun: str) -> str:
+    """1 record, 2 records."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

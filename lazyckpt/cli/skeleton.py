@@ -1,0 +1,187 @@
+"""What a ``torch.save`` archive holds, told from its pickle alone: no code of the file runs, no tensor is read.
+
+Loading, even restricted, must allocate tensors, sometimes read them, and refuses types that nobody allowed. To
+*show* a file none of that is needed: here every name in the pickle becomes an inert :class:`Opaque`, which only
+remembers what it was given, but for those few that make plain tensors and containers.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lazyckpt.containers.base import FileReader, Record
+from lazyckpt.containers.torch_zip_reader import Directory
+from lazyckpt.errors import CorruptFileError
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """A record of the archive; ``dtype`` is None if the pickle leaves that to the tensors."""
+
+    record: Record
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor that is not there. ``offset`` and ``stride`` count elements; ``storage`` is None for a meta tensor.
+    ``kind`` says what was saved, if it was not a plain tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+    storage: Storage | None
+    kind: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        dtype = getattr(torch, self.dtype, None)
+        return math.prod(self.shape) * dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+
+
+class Opaque:
+    """An object of any other type, or the result of any function: its name, and what it was made of."""
+
+    global_name = ""
+    args: tuple[Any, ...]
+    state: Any
+    entries: dict[Any, Any]
+    members: list[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Opaque:
+        self = super().__new__(cls)
+        self.args = (*args, *kwargs.values())
+        self.state = None
+        self.entries = {}
+        self.members = []
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.entries[key] = value
+
+    def append(self, value: Any) -> None:
+        self.members.append(value)
+
+    def extend(self, values: list[Any]) -> None:
+        self.members.extend(values)
+
+    def add(self, value: Any) -> None:
+        self.members.append(value)
+
+
+def read_skeleton(path: str | os.PathLike[str], directory: Directory) -> Any:
+    """The saved object, made of containers, plain values, :class:`Tensor`, :class:`Storage` and :class:`Opaque`.
+
+    Raises CorruptFileError if the pickle is damaged or contradicts the archive, LoadError if it cannot be read.
+    """
+    record = directory.records["data.pkl"]
+    with FileReader(path) as file:
+        data = file.read(record.offset, record.nbytes)
+    if record.crc32 not in (None, zlib.crc32(data)):
+        raise CorruptFileError("record data.pkl: checksum does not match", path=path)
+    try:
+        return _Unpickler(io.BytesIO(data), path, directory).load()
+    except CorruptFileError:
+        raise
+    except Exception as error:  # a damaged pickle can make the unpickler raise nearly anything
+        raise CorruptFileError(f"record data.pkl: {type(error).__name__}: {error}", path=path) from error
+
+
+# The unpickler in Python: the one in C lets a pickle of a few bytes allocate gigabytes for its memo.
+class _Unpickler(pickle._Unpickler):
+    def __init__(self, stream: io.BytesIO, path: str | os.PathLike[str], directory: Directory) -> None:
+        super().__init__(stream, encoding="utf-8", errors="replace")
+        self._path = path
+        self._records = directory.records
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _KNOWN:
+            return _KNOWN[full]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        return type("Opaque", (Opaque,), {"global_name": full})
+
+    def persistent_load(self, saved_id: Any) -> Storage:
+        if not isinstance(saved_id, tuple) or len(saved_id) != 5:
+            raise CorruptFileError("record data.pkl: unknown persistent id", path=self._path)
+        _, kind, key, _, _ = saved_id
+        record = self._records.get(f"data/{key.decode() if isinstance(key, bytes) else key}")
+        if record is None:
+            raise CorruptFileError(f"record data/{key} is missing, the pickle refers to it", path=self._path)
+        return Storage(record, _STORAGE_DTYPES.get(getattr(kind, "global_name", "").rpartition(".")[2]))
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
+    """_rebuild_tensor, _v2 and _v3: the dtype is that of the storage, or stands behind."""
+    dtype = next((item for item in rest if isinstance(item, torch.dtype)), None) or storage.dtype
+    if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in (offset, *shape)):
+        raise ValueError("a malformed tensor")
+    return Tensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage)
+
+
+def _same(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _from_type(make: Callable[..., Any], kind: Any, args: tuple[Any, ...], *_: Any) -> Any:
+    """A tensor of a subclass, or with attributes."""
+    made = make(*args)
+    if not isinstance(made, Tensor):
+        return made
+    name = getattr(kind, "global_name", "").rpartition(".")[2]
+    return Tensor(made.dtype, made.shape, made.offset, made.stride, made.storage, "" if name == "Tensor" else name)
+
+
+def _meta_tensor(dtype: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
+    return Tensor(dtype_name(dtype), tuple(shape), 0, tuple(stride), None, "on the meta device")
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """How bytes are written in pickle protocol 2."""
+    return text.encode("latin1" if encoding == "latin1" else "utf-8")
+
+
+_KNOWN: dict[str, Any] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _same,
+    "torch._utils._rebuild_parameter_with_state": _same,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
+    "torch._tensor._rebuild_from_type": _from_type,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.Size": tuple,
+    "collections.OrderedDict": OrderedDict,
+    "_codecs.encode": _encode,
+    **{
+        f"{module}.{kind.__name__}": kind
+        for module in ("builtins", "__builtin__")
+        for kind in (set, frozenset, complex)
+    },
+}
+
+_STORAGE_DTYPES: dict[str, torch.dtype] = {
+    name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "?"

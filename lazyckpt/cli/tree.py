@@ -1,0 +1,206 @@
+"""A saved object as a tree of modules, tensors and values, with what each weighs in the file.
+
+Names with dots are split, so that ``model["h.0.attn.weight"]`` stands in ``model / h / 0 / attn``. A storage is
+counted where it is seen first, like a hard link in ``du``: the sums add up to what the file holds.
+
+The object may come from a hostile pickle: shared and cyclic containers are opened once, nesting has a limit, and
+no value is printed whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from lazyckpt.cli.output import count
+from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name
+from lazyckpt.containers.base import Record
+
+MAX_DEPTH = 64
+_MAX_TEXT = 60
+_MAX_ITEMS = 6
+
+
+@dataclass
+class Node:
+    """A row of the tree. ``nbytes`` counts what is below, too; ``note`` says how a tensor shares its memory."""
+
+    name: str
+    path: str
+    kind: Literal["module", "tensor", "value"]
+    depth: int
+    nbytes: int = 0
+    tensors: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    text: str = ""
+    note: str = ""
+    tied_to: str | None = None
+    record: Record | None = None
+    children: list[Node] = field(default_factory=list)
+    modules: dict[str, Node] = field(default_factory=dict)
+
+    def walk(self) -> Iterator[Node]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+class Tree:
+    """``root`` is the tree of ``obj``, which is made of what :mod:`lazyckpt.cli.skeleton` gives."""
+
+    def __init__(self, name: str, obj: Any) -> None:
+        self._opened: dict[int, str] = {}  # id of a container, alive as long as obj -> path
+        self._storages: dict[str, tuple[str, Any]] = {}  # record -> path of the first tensor there, and its view
+        self.root = Node(name, "", "module", 0)
+        container = _contents(obj)
+        if container:
+            self._open(self.root, obj, container)
+        else:
+            self.root.children.append(self._node("(object)", "(object)", 1, obj))
+        _sum(self.root)
+        _join_single_children(self.root)
+
+    def _open(self, parent: Node, obj: Any, container: Mapping[Any, Any]) -> None:
+        self._opened[id(obj)] = parent.path or "the whole"
+        for key, value in container.items():
+            name = key if isinstance(key, str) else short(key)
+            module = parent
+            parts = key.split(".") if isinstance(key, str) else []
+            if len(parts) > 1 and all(parts) and parent.depth + len(parts) < MAX_DEPTH:
+                *outer, name = parts
+                for part in outer:
+                    module = self._module(module, part)
+            node = self._node(name, _join(module.path, name), module.depth + 1, value)
+            module.children.append(node)
+            if node.kind == "module":
+                module.modules.setdefault(name, node)
+
+    def _module(self, parent: Node, name: str) -> Node:
+        module = parent.modules.get(name)
+        if module is None:
+            module = parent.modules[name] = Node(name, _join(parent.path, name), "module", parent.depth + 1)
+            parent.children.append(module)
+        return module
+
+    def _node(self, name: str, path: str, depth: int, value: Any) -> Node:
+        if isinstance(value, Opaque) and (array := _numpy_array(value)) is not None:
+            value = array
+        if isinstance(value, Storage):
+            dtype = value.dtype or torch.uint8
+            value = Tensor(dtype_name(dtype), (value.record.nbytes // dtype.itemsize,), 0, (1,), value, "storage")
+        if isinstance(value, Tensor):
+            return self._tensor(name, path, depth, value)
+        container = _contents(value)
+        if not container:
+            return Node(name, path, "value", depth, text=short(value))
+        if id(value) in self._opened:
+            return Node(name, path, "value", depth, text=f"the same object as {self._opened[id(value)]}")
+        if depth >= MAX_DEPTH:
+            return Node(name, path, "value", depth, text="nested too deep to be shown")
+        node = Node(name, path, "module", depth)
+        if isinstance(value, Opaque):
+            node.text = value.global_name.rpartition(".")[2]
+        self._open(node, value, container)
+        return node
+
+    def _tensor(self, name: str, path: str, depth: int, tensor: Tensor) -> Node:
+        node = Node(name, path, "tensor", depth, 0, 1, tensor.dtype, tensor.shape, note=tensor.kind)
+        if tensor.storage is None:
+            return node
+        record = node.record = tensor.storage.record
+        view = (tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
+        first = self._storages.get(record.name)
+        if first is None:
+            self._storages[record.name] = (path, view)
+            node.nbytes = record.nbytes
+            if tensor.nbytes < record.nbytes and not tensor.kind:
+                node.note = f"a view: {tensor.nbytes:,} bytes of {record.nbytes:,}"
+        elif first[1] == view:
+            node.tied_to = first[0]
+            node.note = f"tied to {first[0]}"
+        else:
+            node.note = f"shares memory with {first[0]}"
+        return node
+
+
+def _contents(value: Any) -> Mapping[Any, Any]:
+    """What is inside ``value`` if that is worth rows of its own, else nothing."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value)) if any(map(_is_nested, value)) else {}
+    if not isinstance(value, Opaque):
+        return {}
+    state = value.state
+    if isinstance(state, dict) and isinstance(state.get("_modules"), dict):  # a torch.nn.Module, saved whole
+        parts = [state.get(part) for part in ("_parameters", "_buffers", "_modules")]
+        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if v is not None}
+    attributes = state if isinstance(state, dict) else {"state": state}
+    found = {**dict(enumerate((*value.args, *value.members))), **value.entries, **attributes}
+    return found if any(map(_is_nested, found.values())) else {}
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Tensor | Storage | Opaque) or (isinstance(value, Mapping | list | tuple) and bool(value))
+
+
+def _numpy_array(value: Opaque) -> Tensor | None:
+    """A NumPy array whose bytes are a record, as lazyckpt writes large ones: ndarray(shape, dtype, asarray(tensor))."""
+    if value.global_name != "numpy.ndarray" or len(value.args) < 3:
+        return None
+    shape, dtype, memory = value.args[:3]
+    tensor = memory.args[0] if isinstance(memory, Opaque) and memory.args else None
+    if not isinstance(tensor, Tensor) or not isinstance(shape, tuple) or not isinstance(dtype, Opaque):
+        return None
+    return Tensor(str(dtype.args[0]) if dtype.args else "?", shape, tensor.offset, (), tensor.storage, "NumPy array")
+
+
+def _sum(node: Node) -> None:
+    for child in node.children:
+        _sum(child)
+        node.nbytes += child.nbytes
+        node.tensors += child.tensors
+
+
+def _join_single_children(node: Node) -> None:
+    """A module with one entry is one row with it: ``h.0.attn`` instead of three rows of the same size."""
+    for index, child in enumerate(node.children):
+        while child.kind == "module" and len(child.children) == 1:
+            only = child.children[0]
+            only.name = f"{child.name}.{only.name}"
+            child = only
+        node.children[index] = child
+        _join_single_children(child)
+
+
+def short(value: Any, *, nested: bool = False) -> str:
+    """A value in a few characters; what is inside a container inside a container is left out."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]!r}… {len(value):,} characters"
+    if isinstance(value, bytes | bytearray):
+        return repr(bytes(value)) if len(value) <= _MAX_TEXT // 4 else f"{len(value):,} bytes"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length():,} bits"
+    if value is None or isinstance(value, int | float | complex | torch.dtype):
+        return repr(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        left, right = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+        few = ["…"] if nested and value else [short(item, nested=True) for item in itertools.islice(value, _MAX_ITEMS)]
+        if len(value) > _MAX_ITEMS:
+            few.append(f"… {count(len(value), 'item')}")
+        return f"{left}{', '.join(few)}{right}"
+    if isinstance(value, Mapping):
+        return f"{{… {count(len(value), 'item')}}}" if value else "{}"
+    if isinstance(value, Opaque):
+        inside = ", ".join(short(item, nested=True) for item in value.args[:_MAX_ITEMS]) if not nested else "…"
+        return f"{value.global_name.rpartition('.')[2]}({inside})"
+    return str(getattr(value, "global_name", type(value).__name__))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
