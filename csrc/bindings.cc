@@ -32,7 +32,8 @@ void Raise(const Status& status) {
 template <class T>
 std::vector<T> ToVector(const py::buffer& buffer, const char* name) {
   const py::buffer_info info = buffer.request();
-  if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T)))
+  if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T)) ||
+      (info.size > 1 && info.strides[0] != info.itemsize))
     throw py::value_error(std::string(name) + ": expected a flat array of " + std::to_string(sizeof(T)) +
                           "-byte items");
   const T* data = static_cast<const T*>(info.ptr);
@@ -54,7 +55,9 @@ class EngineHandle {
     Raise(status);
   }
   ~EngineHandle() {
-    if (getpid() == pid_) delete engine_;
+    if (getpid() != pid_) return;
+    py::gil_scoped_release release;  // it may have to wait for the disk
+    delete engine_;
   }
   EngineHandle(const EngineHandle&) = delete;
 
@@ -106,7 +109,11 @@ class JobHandle {
     job_ = engine_->get().Begin(std::move(sources), files);
   }
   ~JobHandle() {
-    if (!engine_->alive()) return;
+    if (!engine_->alive()) {
+      // Some thread of the parent may have been changing it at the fork: not even fit to be destroyed.
+      new std::shared_ptr<Job>(std::move(job_));
+      return;
+    }
     // A job that nobody holds any more cannot be committed. Its sources are about to be freed.
     py::gil_scoped_release release;
     Engine& e = engine_->get();
@@ -131,13 +138,12 @@ class JobHandle {
   }
 
   void Seal() {
-    py::gil_scoped_release release;
-    engine_->get().Seal(*job_);
-  }
-
-  void Start() {
-    py::gil_scoped_release release;
-    engine_->get().Start(*job_);
+    Status status;
+    {
+      py::gil_scoped_release release;
+      status = engine_->get().Seal(*job_);
+    }
+    Raise(status);
   }
 
   void Open(size_t file, const std::string& path, uint64_t size) {
@@ -191,6 +197,7 @@ class JobHandle {
   // (bytes, CRC-32) of each file, from its chunks in file order. Valid when durable.
   std::vector<std::pair<uint64_t, uint32_t>> Files() const {
     return engine_->get().Locked([this] {
+      if (!job_->durable()) throw std::runtime_error("the files are not durable yet");
       std::vector<std::vector<const Chunk*>> chunks(job_->files.size());
       for (const auto& c : job_->chunks) chunks[c->file].push_back(c.get());
       std::vector<std::pair<uint64_t, uint32_t>> files;
@@ -353,7 +360,6 @@ PYBIND11_MODULE(_engine, m) {
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append)
       .def("seal", &JobHandle::Seal)
-      .def("start", &JobHandle::Start)
       .def("open", &JobHandle::Open)
       .def("wait_eager", &JobHandle::WaitEager)
       .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())
@@ -380,6 +386,7 @@ PYBIND11_MODULE(_engine, m) {
       [](const py::buffer& data, uint32_t value) {
         const py::buffer_info info = data.request();
         const auto size = static_cast<size_t>(info.size * info.itemsize);
+        if (!PyBuffer_IsContiguous(info.view(), 'C')) throw py::value_error("data: expected contiguous bytes");
         py::gil_scoped_release release;
         return Crc32(value, info.ptr, size);
       },

@@ -25,13 +25,37 @@ void WriteCrc32(Chunk* chunk, Piece& piece, uint32_t crc) {
   piece.crc = Crc32(0, to, piece.size);
 }
 
+// Every byte of every file has one chunk, and every byte of every source has been laid out.
+bool IsComplete(const Job& job) {
+  std::vector<std::vector<const Chunk*>> chunks(job.files.size());
+  for (const auto& c : job.chunks) chunks[c->file].push_back(c.get());
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    std::sort(chunks[i].begin(), chunks[i].end(), [](const Chunk* a, const Chunk* b) { return a->offset < b->offset; });
+    uint64_t end = 0;
+    for (const Chunk* c : chunks[i]) {
+      if (c->offset != end) return false;
+      end += c->size;
+    }
+    if (end != job.files[i].size) return false;
+  }
+  return std::all_of(job.sources.begin(), job.sources.end(),
+                     [](const Source& s) { return s.size == 0 || !s.parts.empty(); });
+}
+
 }  // namespace
 
 Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
-  const Status invalid(EINVAL, "program of a checkpoint", "");
-  if (file >= job.files.size() || job.sealed) return invalid;
   std::lock_guard lock(mutex_);
   if (!job.error.ok()) return job.error;
+  Status status = LayOut(job, file, offset, rows, std::move(blob));
+  if (!status.ok()) FailLocked(job, status);  // part of it may be in the ring
+  changed_.notify_all();
+  return status;
+}
+
+Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
+  const Status invalid(EINVAL, "program of a checkpoint", "");
+  if (file >= job.files.size() || job.sealed) return invalid;
   const std::string& literals = job.blobs.emplace_back(std::move(blob));
   const bool continues = job.open != nullptr && job.open->file == file && job.open->offset + job.open->size == offset;
   if (!continues) {
@@ -41,7 +65,7 @@ Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Ro
   for (const Row& row : rows) {
     const auto size = static_cast<uint64_t>(row.size);
     const auto arg = static_cast<size_t>(row.arg);
-    if (row.size < 0 || row.arg < 0) return invalid;
+    if (row.kind < RowKind::kLiteral || row.kind > RowKind::kCrc32Hex || row.size < 0 || row.arg < 0) return invalid;
     if (row.kind == RowKind::kLiteral) {
       if (arg > literals.size() || size > literals.size() - arg) return invalid;
     } else {
@@ -96,29 +120,28 @@ Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Ro
     }
   }
   job.files[file].size = std::max(job.files[file].size, offset);
-  changed_.notify_all();
   return Status::Ok();
 }
 
-void Engine::Seal(Job& job) {
+Status Engine::Seal(Job& job) {
+  Status status;
   {
     std::lock_guard lock(mutex_);
-    if (job.error.ok()) {
+    if (job.error.ok() && !job.sealed) {
       QueueOpenChunk(job);
-      job.sealed = true;
-      QueueSyncs(job);
+      if (!IsComplete(job)) {
+        status = Status(EINVAL, "program of a checkpoint: holes or overlaps", "");
+        FailLocked(job, status);
+      } else {
+        job.sealed = true;
+        QueueSyncs(job);
+        CloseIfSettled(job);  // a checkpoint of no files is durable at once
+      }
     }
   }
   changed_.notify_all();
   io_->Wake();
-}
-
-void Engine::Start(Job& job) {
-  {
-    std::lock_guard lock(mutex_);
-    job.started = true;
-  }
-  changed_.notify_all();
+  return status;
 }
 
 void Engine::QueueOpenChunk(Job& job) {
@@ -134,11 +157,10 @@ void Engine::QueueOpenChunk(Job& job) {
 }
 
 // The next chunk to copy, with its region of the ring; nullptr if there is none or no room.
-Chunk* Engine::TakeChunk(bool only_started) {
+Chunk* Engine::TakeChunk() {
   if (queue_.empty()) return nullptr;
   Chunk* chunk = queue_.front();
   Job& job = *chunk->job;
-  if (only_started && !job.started && !chunk->eager) return nullptr;
   chunk->memory = ring_.Allocate(chunk->size);
   const auto now = Clock::now();
   if (chunk->memory == nullptr) {
@@ -174,9 +196,9 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   size_t next = 0;
   for (Piece& p : chunk->pieces)
     if (p.kind == RowKind::kSource) p.crc = copies[next++].crc;
-  chunk->copy_end = Clock::now();
 
   lock.lock();
+  chunk->copy_end = Clock::now();
   --job.copying;
   job.copy_s += std::chrono::duration<double>(chunk->copy_end - chunk->copy_begin).count();
   if (!status.ok()) FailLocked(job, status);
@@ -242,7 +264,7 @@ void Engine::Release(Chunk* chunk) {
 void Engine::CopyLoop() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    if (Chunk* chunk = TakeChunk(true))
+    if (Chunk* chunk = TakeChunk())
       CopyChunk(chunk, lock);
     else
       changed_.wait(lock);
@@ -254,7 +276,7 @@ bool Engine::HelpUntil(const std::function<bool()>& done, Clock::time_point dead
   std::unique_lock lock(mutex_);
   while (!done()) {
     if (Clock::now() >= deadline) return false;
-    if (Chunk* chunk = TakeChunk(false))
+    if (Chunk* chunk = TakeChunk())
       CopyChunk(chunk, lock);
     else
       changed_.wait_until(lock, deadline);

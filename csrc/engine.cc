@@ -57,8 +57,8 @@ Engine::~Engine() {
     for (const auto& job : jobs) FailLocked(*job, Status(ECANCELED, "engine closed", ""));
   }
   changed_.notify_all();
-  if (io_ != nullptr) io_->Wake();
   for (auto& t : copiers_) t.join();
+  if (io_ != nullptr) io_->Wake();  // after the copies: the last one may have settled what the writer waits for
   if (writer_.joinable()) writer_.join();
 }
 
@@ -83,20 +83,24 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files) {
 
 Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t size) {
   if (file >= job.files.size()) return Status(EINVAL, "file index", path);
+  File& f = job.files[file];
+  {
+    std::lock_guard lock(mutex_);
+    if (!f.path.empty() || path.empty()) return Status(EINVAL, "a file can be opened once", path);
+    f.path = path;
+  }
   int fd = -1;
   bool direct = false;
-  if (Status s = io_->Create(path, options_.direct, &fd, &direct); !s.ok()) return s;
-  Status allocated = io_->Allocate(fd, size, path);
+  Status status = io_->Create(path, options_.direct, &fd, &direct);
+  if (status.ok()) status = io_->Allocate(fd, size, path);
   std::lock_guard lock(mutex_);
-  File& f = job.files[file];
-  f.path = path;
   f.direct = direct;
   f.fd = fd;
-  if (!allocated.ok()) FailLocked(job, allocated);
+  if (!status.ok()) FailLocked(job, status);
   QueueSyncs(job);
   CloseIfSettled(job);
   io_->Wake();
-  return allocated;
+  return status;
 }
 
 bool Engine::WaitEager(Job& job, Clock::time_point deadline) {
@@ -115,11 +119,13 @@ bool Engine::WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline)
 }
 
 bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {
-  return WaitUntil([&job] { return job.sources_released(); }, deadline);
+  const auto released = [&job] { return job.sources_released(); };
+  return copiers_.empty() ? HelpUntil(released, deadline) : WaitUntil(released, deadline);
 }
 
 bool Engine::WaitSettled(Job& job, Clock::time_point deadline) {
-  return WaitUntil([&job] { return job.settled(); }, deadline);
+  const auto settled = [&job] { return job.settled(); };
+  return copiers_.empty() ? HelpUntil(settled, deadline) : WaitUntil(settled, deadline);
 }
 
 bool Engine::WaitUntil(const std::function<bool()>& done, Clock::time_point deadline) {

@@ -46,18 +46,18 @@ class Engine {
   std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files);
 
   // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before).
-  // Copying of eager chunks begins at once. EINVAL if the program does not fit its blob or its sources.
+  // Copying begins at once. EINVAL, and the checkpoint fails, if the program does not fit its blob or its sources.
   Status Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
-  void Seal(Job& job);
+  // Nothing more will be appended. EINVAL, and the checkpoint fails, if its files have holes or overlaps, or if a
+  // source was left out.
+  Status Seal(Job& job);
 
-  // Lets the copy threads at the lazy chunks: from now on they compete with the caller for the cores.
-  void Start(Job& job);
-
-  // Creates the file; bytes wait in the ring until then. `size`: disk space to reserve.
+  // Creates the file, once; bytes wait in the ring until then. `size`: disk space to reserve. If it fails, so does
+  // the checkpoint.
   Status Open(Job& job, size_t file, const std::string& path, uint64_t size);
 
   // Each returns true when the state is reached or the job has failed, false at the deadline. The first two copy
-  // while they wait.
+  // while they wait; without copy threads the others do, too, since somebody has to.
   bool WaitEager(Job& job, Clock::time_point deadline);
   bool WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline);
   bool WaitReleased(Job& job, Clock::time_point deadline);  // captured, and nobody reads the sources any more
@@ -76,14 +76,14 @@ class Engine {
   Ring& ring() { return ring_; }
   const char* backend_name() const { return io_->name(); }
   const Status& fallback() const { return fallback_; }  // why io_uring is not used; OK if it is
-  bool registered() const { return registered_; }
 
  private:
   Engine() = default;
 
   // capture.cc
+  Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
   void CopyLoop();
-  Chunk* TakeChunk(bool only_started);
+  Chunk* TakeChunk();
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   void OnCopied(Chunk* chunk);
   void Release(Chunk* chunk);
@@ -94,7 +94,7 @@ class Engine {
   // writer.cc
   void WriteLoop();
   void PrepareRing();
-  bool SubmitNext();
+  bool SubmitNext(unsigned* in_flight);
   void QueueSyncs(Job& job);
   void OnResult(const IoResult& result);
   void OnChunkResult(Chunk* chunk, int64_t result);
@@ -105,7 +105,6 @@ class Engine {
   Status fallback_;
   Ring ring_;
   std::unique_ptr<IoBackend> io_;
-  bool registered_ = false;
 
   std::mutex mutex_;
   std::condition_variable changed_;         // anything a thread may wait for

@@ -57,17 +57,17 @@ class IoBackend {
 // io_uring; *status tells why there is none (a kernel or a container that refuses it).
 std::unique_ptr<IoBackend> MakeUringBackend(unsigned depth, Status* status);
 
-// `depth` threads with pread, pwrite and fdatasync: works everywhere.
-std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth);
+// `depth` threads with pread, pwrite and fdatasync, or as many as the machine grants: works everywhere.
+std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth, Status* status);
 
 // "io_uring", "posix", or "auto": io_uring where it is allowed, otherwise posix, and *status tells why.
-// nullptr if there is no such backend.
+// nullptr, and *status, if there is no such backend.
 std::unique_ptr<IoBackend> MakeBackend(const std::string& kind, unsigned depth, Status* status);
 
 #ifdef LAZYCKPT_FAULTS
 // Wraps a backend and fails the n-th operation of a kind. Spec: "write:3:ENOSPC", "sync:1:EIO", "write:2:short",
-// "read:1:EIO", "create:1:EACCES", "allocate:1:ENOSPC", "truncate:1:EIO", "write:3:stall" (waits 50 ms first);
-// several joined by commas. nullptr if the spec makes no sense.
+// "read:1:EIO", "create:1:EACCES", "allocate:1:ENOSPC", "truncate:1:EIO", "write:3:stall" (waits 50 ms first, and then
+// does what else is said of it); several joined by commas. nullptr if the spec makes no sense.
 std::unique_ptr<IoBackend> MakeFaultBackend(std::unique_ptr<IoBackend> inner, const std::string& spec);
 #endif
 

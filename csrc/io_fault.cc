@@ -13,10 +13,11 @@ namespace {
 
 constexpr int kShort = -1;
 constexpr int kStall = -2;
+constexpr auto kStallTime = std::chrono::milliseconds(50);
 
-const std::map<std::string, int> kEffects = {{"EIO", EIO},       {"ENOSPC", ENOSPC}, {"EACCES", EACCES},
-                                             {"EDQUOT", EDQUOT}, {"EINTR", EINTR},   {"ENOMEM", ENOMEM},
-                                             {"EAGAIN", EAGAIN}, {"short", kShort},  {"stall", kStall}};
+const std::map<std::string, int> kEffects = {
+    {"EIO", EIO},       {"ENOSPC", ENOSPC}, {"EACCES", EACCES}, {"EDQUOT", EDQUOT}, {"EINTR", EINTR},
+    {"ENOMEM", ENOMEM}, {"EAGAIN", EAGAIN}, {"EINVAL", EINVAL}, {"short", kShort},  {"stall", kStall}};
 
 class FaultBackend final : public IoBackend {
  public:
@@ -30,9 +31,9 @@ class FaultBackend final : public IoBackend {
       if (!std::getline(parts, op, ':') || !std::getline(parts, nth, ':') || !std::getline(parts, effect)) return false;
       const auto found = kEffects.find(effect);
       if (found == kEffects.end() || nth.find_first_not_of("0123456789") != std::string::npos) return false;
-      plan_[op][std::stoi(nth)] = found->second;
+      (found->second == kStall ? stalls_ : plan_)[op][std::stoi(nth)] = found->second;
     }
-    return !plan_.empty();
+    return !plan_.empty() || !stalls_.empty();
   }
 
   const char* name() const override { return inner_->name(); }
@@ -40,7 +41,6 @@ class FaultBackend final : public IoBackend {
   Status Submit(const IoRequest& request) override {
     static constexpr const char* kNames[] = {"read", "write", "sync"};
     const int effect = Next(kNames[static_cast<int>(request.op)]);
-    if (effect == kStall) std::this_thread::sleep_for(std::chrono::milliseconds(50));
     if (effect > 0) {
       std::lock_guard lock(mutex_);
       failed_.push_back({request.tag, -effect});
@@ -79,17 +79,20 @@ class FaultBackend final : public IoBackend {
 
  private:
   int Next(const std::string& op) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     const int n = ++count_[op];
-    const auto planned = plan_.find(op);
-    if (planned == plan_.end()) return 0;
-    const auto effect = planned->second.find(n);
-    return effect == planned->second.end() ? 0 : effect->second;
+    const bool stall = stalls_[op].count(n) > 0;
+    const auto planned = plan_[op].find(n);
+    const int effect = planned == plan_[op].end() ? 0 : planned->second;
+    lock.unlock();
+    if (stall) std::this_thread::sleep_for(kStallTime);
+    return effect;
   }
 
   std::unique_ptr<IoBackend> inner_;
   std::mutex mutex_;
-  std::map<std::string, std::map<int, int>> plan_;
+  using Plan = std::map<std::string, std::map<int, int>>;  // operation -> its number -> effect
+  Plan plan_, stalls_;
   std::map<std::string, int> count_;
   std::vector<IoResult> failed_;
 };

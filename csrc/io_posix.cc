@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "io_backend.h"
@@ -14,8 +15,14 @@ namespace {
 
 class PosixBackend final : public IoBackend {
  public:
-  explicit PosixBackend(unsigned depth) {
-    for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { Serve(); });
+  Status Init(unsigned depth) {
+    try {
+      for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { Serve(); });
+    } catch (const std::system_error& error) {
+      // The machine refuses threads (a limit on processes): fewer are enough.
+      if (threads_.empty()) return Status(error.code().value(), "start of an I/O thread", "");
+    }
+    return Status::Ok();
   }
 
   ~PosixBackend() override {
@@ -69,7 +76,7 @@ class PosixBackend final : public IoBackend {
           n = fdatasync(r.fd);
           break;
       }
-    } while (n < 0 && errno == EINTR);
+    } while (n < 0 && errno == EINTR && r.op != IoRequest::Op::kSync);  // a failed sync is never retried
     return n < 0 ? -errno : n;
   }
 
@@ -114,6 +121,7 @@ Status IoBackend::Create(const std::string& path, bool want_direct, int* fd, boo
 }
 
 Status IoBackend::Allocate(int fd, uint64_t size, const std::string& path) {
+  if (size == 0) return Status::Ok();
   int r;
   while ((r = fallocate(fd, 0, 0, static_cast<off_t>(size))) != 0 && errno == EINTR) {
   }
@@ -128,14 +136,26 @@ Status IoBackend::Truncate(int fd, uint64_t size, const std::string& path) {
   return r == 0 ? Status::Ok() : Status(errno, "ftruncate", path);
 }
 
-std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth) { return std::make_unique<PosixBackend>(depth); }
+std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth, Status* status) {
+  auto backend = std::make_unique<PosixBackend>();
+  *status = backend->Init(depth);
+  if (!status->ok()) return nullptr;
+  return backend;
+}
 
 std::unique_ptr<IoBackend> MakeBackend(const std::string& kind, unsigned depth, Status* status) {
   *status = Status::Ok();
-  if (kind == "posix") return MakePosixBackend(depth);
+  if (kind == "posix") return MakePosixBackend(depth, status);
+  if (kind != "io_uring" && kind != "auto") {
+    *status = Status(EINVAL, "I/O backend \"" + kind + "\"", "");
+    return nullptr;
+  }
   auto uring = MakeUringBackend(depth, status);
   if (uring != nullptr || kind == "io_uring") return uring;
-  return kind == "auto" ? MakePosixBackend(depth) : nullptr;
+  Status posix;
+  auto backend = MakePosixBackend(depth, &posix);
+  if (backend == nullptr) *status = posix;
+  return backend;
 }
 
 }  // namespace lazyckpt

@@ -5,6 +5,7 @@
 #ifdef LAZYCKPT_HAVE_LIBURING
 
 #include <liburing.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -25,10 +26,10 @@ class UringBackend final : public IoBackend {
   }
 
   Status Init(unsigned depth) {
-    // Two entries more than requests: the wake-up read, and one so that the queue is never full.
+    // Two entries more than requests: the poll for wake-ups, and one so that the queue is never full.
     if (const int r = io_uring_queue_init(depth + 2, &ring_, 0); r < 0) return Status(-r, "io_uring_setup", "");
     ring_ready_ = true;
-    wake_fd_ = eventfd(0, EFD_CLOEXEC);
+    wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) return Status(errno, "eventfd", "");
     return ArmWake();
   }
@@ -55,25 +56,37 @@ class UringBackend final : public IoBackend {
         break;
     }
     io_uring_sqe_set_data(sqe, request.tag);
-    return Flush();
+    Status status = Flush();
+    if (!status.ok()) {
+      // The entry stays in the queue, and a later submission would run it: with memory that is no longer its own.
+      io_uring_prep_nop(sqe);
+      io_uring_sqe_set_data(sqe, nullptr);
+    }
+    return status;
   }
 
   void Wait(std::vector<IoResult>* results) override {
     io_uring_cqe* cqe = nullptr;
-    while (io_uring_wait_cqe(&ring_, &cqe) == -EINTR) {
+    int r;
+    while ((r = io_uring_wait_cqe(&ring_, &cqe)) == -EINTR) {
     }
+    if (r < 0) usleep(1000);  // nothing to be done about it; the caller asks again
     unsigned head;
     unsigned seen = 0;
     bool woken = false;
     io_uring_for_each_cqe(&ring_, head, cqe) {
       ++seen;
-      if (io_uring_cqe_get_data(cqe) == this)
+      void* tag = io_uring_cqe_get_data(cqe);
+      if (tag == this)
         woken = true;
-      else
-        results->push_back({io_uring_cqe_get_data(cqe), cqe->res});
+      else if (tag != nullptr)
+        results->push_back({tag, cqe->res});
     }
     io_uring_cq_advance(&ring_, seen);
-    if (woken) (void)ArmWake();
+    if (!woken) return;
+    uint64_t count;
+    (void)!read(wake_fd_, &count, sizeof count);
+    (void)ArmWake();
   }
 
   void Wake() override {
@@ -93,10 +106,11 @@ class UringBackend final : public IoBackend {
   }
 
  private:
+  // A poll, not a read: the kernel must not write into this object after its end.
   Status ArmWake() {
     io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
     if (sqe == nullptr) return Status(EBUSY, "io_uring submission queue", "");
-    io_uring_prep_read(sqe, wake_fd_, &wake_value_, sizeof wake_value_, 0);
+    io_uring_prep_poll_add(sqe, wake_fd_, POLLIN);
     io_uring_sqe_set_data(sqe, this);
     return Flush();
   }
@@ -118,7 +132,6 @@ class UringBackend final : public IoBackend {
   io_uring ring_{};
   bool ring_ready_ = false;
   int wake_fd_ = -1;
-  uint64_t wake_value_ = 0;
   std::vector<std::span<std::byte>> buffers_;
 };
 

@@ -111,8 +111,7 @@ struct Job : std::enable_shared_from_this<Job> {
   std::deque<std::string> blobs;
   Chunk* open = nullptr;  // the chunk that Append is filling
   bool sealed = false;
-  bool started = false;  // the copy threads may take lazy chunks
-  Status error;          // the first one
+  Status error;  // the first one
 
   size_t eager_left = 0;                                     // chunks not yet captured that hold eager bytes
   size_t capture_left = 0;                                   // chunks not yet captured

@@ -95,6 +95,7 @@ class Read {
     std::byte* buffer;
     const Unit* unit;
     size_t done;
+    unsigned retries;
   };
 
   // Only to ask which pages are in memory; never dereferenced.
@@ -198,15 +199,21 @@ class Read {
         }
         if (io == nullptr) {
           io = MakeBackend(options_.backend, depth_, &status);
-#ifdef LAZYCKPT_FAULTS
-          if (io != nullptr && !options_.fault.empty()) io = MakeFaultBackend(std::move(io), options_.fault);
-#endif
           if (io == nullptr) return Fail(status);
+          if (!options_.fault.empty()) {
+#ifdef LAZYCKPT_FAULTS
+            io = MakeFaultBackend(std::move(io), options_.fault);
+#else
+            io = nullptr;
+#endif
+            if (io == nullptr) return Fail(Status(EINVAL, "fault specification", path_));
+          }
         }
         Flight* flight = idle.back();
         idle.pop_back();
         flight->unit = &unit;
         flight->done = 0;
+        flight->retries = 0;
         if (!Submit(io.get(), flight)) idle.push_back(flight);
       }
       if (idle.size() == depth_) return;
@@ -216,14 +223,22 @@ class Read {
         auto* flight = static_cast<Flight*>(r.tag);
         const Unit& unit = *flight->unit;
         const uint64_t needed = std::min(unit.end, file_size_) - unit.begin;
+        if (r.result == -EINVAL) {  // a file system that takes O_DIRECT and then will not read so
+          ReadBuffered(unit, flight->buffer);
+          idle.push_back(flight);
+          continue;
+        }
         if (r.result < 0 && r.result != -EINTR && r.result != -EAGAIN)
           Fail(Status(static_cast<int>(-r.result), "read", path_));
-        else if (r.result == 0)
-          Fail(Status(EIO, "short read", path_));
+        const size_t before = flight->done;
         if (r.result > 0) flight->done += static_cast<size_t>(r.result);
         if (!failed_ && flight->done < needed) {
           flight->done -= flight->done % kBlockBytes;
-          if (Submit(io.get(), flight)) continue;
+          // The file ends earlier than it did when the read began, or the disk moves nothing.
+          if (r.result == 0 || (flight->done == before && ++flight->retries > kMaxRetries))
+            Fail(Status(EIO, "short read", path_));
+          else if (Submit(io.get(), flight))
+            continue;
         }
         if (!failed_) Deliver(*flight);
         idle.push_back(flight);
@@ -240,6 +255,7 @@ class Read {
     return status.ok();
   }
 
+  static constexpr unsigned kMaxRetries = 1000;       // of requests for one unit that moved nothing
   static constexpr uint64_t kMaxGapBytes = 64 << 10;  // reading over a gap is cheaper than another request
 
   const std::string& path_;

@@ -80,7 +80,8 @@ void Ring::Free(std::byte* region) {
 }
 
 void Ring::Prefault(size_t from, size_t to) const {
-  constexpr size_t kStep = kHugePageBytes;  // short steps: whoever maps memory meanwhile waits for one
+  // One huge page at a time: the address space is locked meanwhile, and a fork or an mmap of training would wait.
+  constexpr size_t kStep = kHugePageBytes;
   for (size_t at = from; at < std::min(to, capacity_); at += kStep) {
     const size_t n = std::min(kStep, std::min(to, capacity_) - at);
 #ifdef MADV_POPULATE_WRITE

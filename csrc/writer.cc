@@ -10,7 +10,9 @@
 namespace lazyckpt {
 namespace {
 
-constexpr unsigned kMaxRetries = 1000;  // of EAGAIN and EINTR for one request: about a second
+constexpr unsigned kMaxRetries = 1000;  // of requests for one chunk that moved nothing
+
+bool IsTransient(int64_t result) { return result == -EAGAIN || result == -EINTR; }
 
 // A chunk's checksum from those of its pieces, or over its bytes where the pieces are so many that this is faster
 // (combining takes about a microsecond, a microsecond of checksumming about 8 KiB).
@@ -28,7 +30,8 @@ void Engine::WriteLoop() {
   unsigned in_flight = 0;
   for (;;) {
     PrepareRing();
-    while (in_flight < options_.io_depth && SubmitNext()) ++in_flight;
+    while (in_flight < options_.io_depth && SubmitNext(&in_flight)) {
+    }
     if (in_flight == 0) {
       std::lock_guard lock(mutex_);
       if (stop_ && jobs_.empty()) return;
@@ -48,13 +51,13 @@ void Engine::PrepareRing() {
     std::vector<std::span<std::byte>> slices;
     for (size_t at = 0; at < capacity; at += ring_.slice_bytes())
       slices.emplace_back(ring_.base() + at, std::min(ring_.slice_bytes(), capacity - at));
-    registered_ = io_->RegisterBuffers(slices).ok();
+    (void)io_->RegisterBuffers(slices);  // without, the kernel pins pages at every request
   }
   prepared_bytes_ = capacity;
 }
 
-// Submits one write or sync; false if there is nothing to submit.
-bool Engine::SubmitNext() {
+// Submits one write or sync, or fails its checkpoint; false if there is nothing to submit.
+bool Engine::SubmitNext(unsigned* in_flight) {
   IoRequest request{};
   Chunk* chunk = nullptr;
   File* file = nullptr;
@@ -77,6 +80,7 @@ bool Engine::SubmitNext() {
                  chunk->memory + chunk->written, size - chunk->written,
                  chunk->offset + chunk->written, static_cast<IoTag*>(chunk)};
       chunk->state = Chunk::State::kWriting;
+      if (chunk->written == 0) chunk->write_begin = Clock::now();
       ++chunk->job->writes_in_flight;
     }
   }
@@ -86,23 +90,26 @@ bool Engine::SubmitNext() {
     status = io_->Truncate(file->fd, file->size, file->path);  // what padding or preallocation made too long
   } else if (chunk->written == 0) {
     chunk->crc = ChunkCrc32(*chunk);
-    chunk->write_begin = Clock::now();
   }
   if (status.ok()) status = io_->Submit(request);
-  if (!status.ok()) {
-    std::lock_guard lock(mutex_);
-    --file->job->writes_in_flight;
-    if (chunk != nullptr) Release(chunk);
-    FailLocked(*file->job, Status(status.error(), status.operation(), file->path));
-    return false;
+  if (status.ok()) {
+    ++*in_flight;
+    return true;
   }
-  return true;
+  std::lock_guard lock(mutex_);
+  --keep->writes_in_flight;
+  if (chunk != nullptr) Release(chunk);
+  FailLocked(*keep, Status(status.error(), status.operation(), file->path));
+  CloseIfSettled(*keep);  // it may have failed before, and have waited for this request alone
+  changed_.notify_all();
+  return true;  // what other checkpoints have to write does not wait for this one
 }
 
 void Engine::OnResult(const IoResult& result) {
   auto* tag = static_cast<IoTag*>(result.tag);
   const auto keep = tag->job->shared_from_this();  // settling may drop the engine's own reference
   Job& job = *keep;
+  if (IsTransient(result.result)) usleep(1000);
   std::lock_guard lock(mutex_);
   --job.writes_in_flight;
   if (!tag->is_sync) {
@@ -125,16 +132,16 @@ void Engine::OnChunkResult(Chunk* chunk, int64_t result) {
   Job& job = *chunk->job;
   File& file = job.files[chunk->file];
   if (!job.error.ok()) return Release(chunk);
-  if ((result == -EAGAIN || result == -EINTR) && ++chunk->retries <= kMaxRetries) {
-    usleep(1000);
-    result = 0;
-  } else if (result <= 0) {
-    Release(chunk);
-    return FailLocked(job, Status(result == 0 ? EIO : static_cast<int>(-result), "write", file.path));
-  }
-  chunk->written += static_cast<size_t>(result);
-  if (chunk->written < chunk->size) {  // short: the rest again, from a block boundary where O_DIRECT asks for it
+  const size_t before = chunk->written;
+  if (result > 0) chunk->written += static_cast<size_t>(result);
+  if (chunk->written < chunk->size) {
+    // Short: the rest again, from a block boundary where O_DIRECT asks for it.
     if (file.direct) chunk->written -= chunk->written % kBlockBytes;
+    const bool again = result > 0 || IsTransient(result);
+    if (!again || (chunk->written == before && ++chunk->retries > kMaxRetries)) {
+      Release(chunk);
+      return FailLocked(job, Status(result >= 0 ? EIO : static_cast<int>(-result), "write", file.path));
+    }
     chunk->state = Chunk::State::kReady;
     ready_.push_front(chunk);
     return;

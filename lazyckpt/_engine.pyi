@@ -43,16 +43,15 @@ class Job:
     """One checkpoint. Dropping it abandons it. Sources must stay alive until wait_released()."""
 
     def append(self, file: int, offset: int, rows: Buffer, blob: bytes) -> None:
-        """Lays out one extent (containers/base.py) and begins to copy its eager chunks."""
+        """Lays out and begins to copy one extent (containers/base.py). OSError(EINVAL), and the job fails, if the
+        program does not fit its sources or its blob."""
 
     def seal(self) -> None:
-        """Nothing more will be appended."""
-
-    def start(self) -> None:
-        """Lets the copy threads at everything else: from now on they compete with training for the cores."""
+        """Nothing more will be appended. OSError(EINVAL), and the job fails, if a file has a hole or an overlap, or
+        if a source was left out."""
 
     def open(self, file: int, path: str, size: int) -> None:
-        """Creates the file (it must not exist) and reserves `size` bytes on the disk."""
+        """Creates the file (it must not exist) and reserves `size` bytes on the disk. If it fails, so does the job."""
 
     def wait_eager(self) -> None:
         """Returns when every eager byte is in the ring, or the job has failed; copies while it waits."""
@@ -75,7 +74,7 @@ class Job:
 
     def source_crcs(self) -> list[int]: ...
     def files(self) -> list[tuple[int, int]]:
-        """(bytes, CRC-32) of each file; valid when settled without error."""
+        """(bytes, CRC-32) of each file; RuntimeError before it is durable."""
 
     def stats(self) -> dict[str, float]: ...
     def timeline(self) -> list[tuple[int, int, int, float, float, float, float]]: ...

@@ -227,7 +227,6 @@ class Checkpointer:
         self._background.launch(Flight(handle, snapshot, job, nbytes, self._sequence, parent, begin, previous))
         handle.metrics.plan_s = time.perf_counter() - started
         job.wait_eager()
-        job.start()
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
     def _snapshot(self, table: StorageTable) -> Snapshot:

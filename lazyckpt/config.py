@@ -48,7 +48,7 @@ class Config:
     """Writes in flight."""
 
     copy_threads: int = 2
-    """Threads that copy while training computes. With 0 all copying is done where the training thread waits."""
+    """Threads that copy while training computes."""
 
     io_backend: Literal["auto", "io_uring", "posix"] = "auto"
     direct_io: bool = True
@@ -57,7 +57,7 @@ class Config:
     def __post_init__(self) -> None:
         self._at_least("max_in_flight", 1)
         self._at_least("io_depth", 1)
-        self._at_least("copy_threads", 0)
+        self._at_least("copy_threads", 1)
         self._at_least("chunk_bytes", PAGE_BYTES)
         if self.keep_last is not None:
             self._at_least("keep_last", 1)

@@ -56,7 +56,6 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             for extent in extents:
                 job.append(0, extent.offset, extent.rows, extent.blob)
             job.seal()
-            job.start()
             job.wait_eager()
             job.wait_settled()
             job.raise_error()

@@ -132,7 +132,8 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
     found: list[tuple[bool, str]] = []
     if not facts.writable:
         found.append((True, "Fail: this user may not write to the folder."))
-    if facts.file_system.split()[0] in _IN_MEMORY:
+    in_memory = facts.file_system.split()[0] in _IN_MEMORY
+    if in_memory:
         found.append((True, "Write to memory: what is saved here is gone after a restart of the machine."))
     if facts.io_uring:
         found.append((False, "Write and read with io_uring, several requests in flight."))
@@ -141,9 +142,9 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
         found.append(
             (True, f"Write and read with a pool of threads, since io_uring is refused ({reason}); it warns once.")
         )
-    if facts.o_direct:
+    if facts.o_direct and not in_memory:
         found.append((False, "Go past the page cache (O_DIRECT), so that checkpoints do not push other data out."))
-    elif facts.probe["o_direct"].startswith("no"):
+    elif not facts.o_direct and not in_memory:
         found.append((False, "Go through the page cache, since this file system has no O_DIRECT; as safe, but slower."))
     ring = f"A quarter of the available memory, {size(facts.ring_bytes)}, is the most"
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") or "1"

@@ -54,7 +54,7 @@ def ls(
         show(console, table)
     for leftover in leftovers:
         name = f"{plain(leftover['name'])} ({size(leftover['bytes'])})"
-        console.print(Text(f"{name}: {_LEFTOVER[leftover['state']]}", style="yellow"), soft_wrap=True)
+        console.print(Text(f"{name}: {_LEFTOVER[leftover['state']]}", style="yellow"))
 
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")

@@ -20,9 +20,10 @@ from lazyckpt.cli.output import count
 from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name
 from lazyckpt.containers.base import Record
 
-MAX_DEPTH = 64
+MAX_DEPTH = 32
 _MAX_TEXT = 60
 _MAX_ITEMS = 6
+_SMALL_ARRAY = "multiarray._reconstruct"  # how NumPy pickles an array with its bytes
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Tree:
             return Node(name, path, "value", depth, text="nested too deep to be shown")
         node = Node(name, path, "module", depth)
         if isinstance(value, Opaque):
-            node.text = value.global_name.rpartition(".")[2]
+            node.text = value.global_name.rpartition(".")[2].removeprefix("_rebuild_")
         self._open(node, value, container)
         return node
 
@@ -140,8 +141,12 @@ def _contents(value: Any) -> Mapping[Any, Any]:
     if isinstance(state, dict) and isinstance(state.get("_modules"), dict):  # a torch.nn.Module, saved whole
         parts = [state.get(part) for part in ("_parameters", "_buffers", "_modules")]
         return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if v is not None}
-    attributes = state if isinstance(state, dict) else {"state": state}
-    found = {**dict(enumerate((*value.args, *value.members))), **value.entries, **attributes}
+    if value.global_name.endswith(_SMALL_ARRAY):
+        return {}
+    # What an object has is shown whole; of what a function was given, only what has rows of its own.
+    given = {key: item for key, item in enumerate(value.args) if _is_nested(item)}
+    attributes = state if isinstance(state, dict) else {} if state is None else {"state": state}
+    found = {**given, **dict(enumerate(value.members, len(value.args))), **value.entries, **attributes}
     return found if any(map(_is_nested, found.values())) else {}
 
 
@@ -193,9 +198,12 @@ def short(value: Any, *, nested: bool = False) -> str:
         few = ["…"] if nested and value else [short(item, nested=True) for item in itertools.islice(value, _MAX_ITEMS)]
         if len(value) > _MAX_ITEMS:
             few.append(f"… {count(len(value), 'item')}")
-        return f"{left}{', '.join(few)}{right}"
+        comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+        return f"{left}{', '.join(few)}{comma}{right}"
     if isinstance(value, Mapping):
         return f"{{… {count(len(value), 'item')}}}" if value else "{}"
+    if isinstance(value, Opaque) and value.global_name.endswith(_SMALL_ARRAY) and isinstance(value.state, tuple):
+        return f"NumPy array {short(value.state[1]) if len(value.state) > 1 else '?'}"
     if isinstance(value, Opaque):
         inside = ", ".join(short(item, nested=True) for item in value.args[:_MAX_ITEMS]) if not nested else "…"
         return f"{value.global_name.rpartition('.')[2]}({inside})"

@@ -38,7 +38,7 @@ def verify(
 
     Exit code: 0 all is whole, 1 something is damaged (it is named), 2 something could not be read.
     """
-    findings = [_verify_and_print(target) for path in paths for target in _targets(path)]
+    findings = [_verify_and_print(target, named=target == path) for path in paths for target in _targets(path)]
     if len(findings) > 1:
         whole, damaged, unreadable = (findings.count(code) for code in (0, 1, 2))
         stdout().print(f"{whole} ok, {damaged} damaged, {unreadable} unreadable")
@@ -81,16 +81,20 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
     yield from (checkpoint.path for checkpoint in checkpoints)
 
 
-def _verify_and_print(target: Path | LoadError) -> int:
+def _verify_and_print(target: Path | LoadError, *, named: bool) -> int:
+    """Returns the exit code. ``named``: the user asked for just this, it was not found in a run's folder."""
     begin = time.perf_counter()
     try:
         if isinstance(target, LoadError):
             raise target
         report = _verify_checkpoint(target) if target.is_dir() else _verify_file(target, None)
     except CorruptFileError as error:
-        stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(error)}"), soft_wrap=True)
+        stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(error)}"))
         return 1
     except LoadError as error:
+        if isinstance(target, Path) and not named and not target.exists():
+            stdout().print(f"gone  {plain(target)}  removed meanwhile: the run goes on, and keeps only some")
+            return 0
         print_error(str(error))
         return 2
     seconds = time.perf_counter() - begin
@@ -105,7 +109,7 @@ def _verify_and_print(target: Path | LoadError) -> int:
         )
     for line in report.damage:
         text.append(f"\n    {plain(line)}")
-    stdout().print(text, soft_wrap=True)
+    stdout().print(text)
     return 1 if report.damage else 0
 
 

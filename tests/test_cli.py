@@ -1,0 +1,499 @@
+"""The commands, as a person and as a script see them: what they print, where, and how they exit."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import random
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+import lazyckpt
+from lazyckpt import _engine
+from lazyckpt.cli import app, verify
+from lazyckpt.cli.output import size
+from lazyckpt.cli.skeleton import read_skeleton
+from lazyckpt.cli.tree import MAX_DEPTH, Tree
+from lazyckpt.config import auto_ring_bytes
+from lazyckpt.containers.torch_zip_reader import read_directory
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def run_json(*arguments: str | Path) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def fails(code: int, *arguments: str | Path) -> str:
+    """The one line on stderr of a command that exits with ``code``."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def offset_of(path: Path, record: str) -> int:
+    return read_directory(path).records[record].offset
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.head = torch.nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Steps 10, 20, 30, then a rollback to 10 and step 15: the newest."""
+    root = tmp_path / "run"
+    model = Tied()
+    with lazyckpt.Checkpointer(root) as ckpt:
+        ckpt.track(model=model, extra={"note": "hello", "values": [1, 2, 3]})
+        for step in (10, 20, 30):
+            ckpt.save(step, blocking=True)
+        ckpt.restore(step=10)
+        ckpt.save(15, blocking=True)
+    return root
+
+
+# ls
+
+
+def test_ls_shows_the_last_saved_first_and_its_parent(folder: Path) -> None:
+    header, *lines = run("ls", folder).stdout.splitlines()
+    assert header.split() == ["STEP", "SEQUENCE", "PARENT", "AGE", "SIZE", "STATE"]
+    assert [line.split()[:3] for line in lines] == [
+        ["15", "4", "1"],
+        ["30", "3", "2"],
+        ["20", "2", "1"],
+        ["10", "1", "-"],
+    ]
+    assert ["newest" in line for line in lines] == [True, False, False, False]
+    rows = run_json("ls", folder)["checkpoints"]
+    assert [row["step"] for row in rows] == [15, 30, 20, 10]
+    assert rows[0]["newest"] and not rows[1]["newest"]
+    assert rows[0]["bytes"] == (folder / "step-00000015/state.pt").stat().st_size
+
+
+def test_ls_says_why_a_checkpoint_is_broken(folder: Path) -> None:
+    os.truncate(folder / "step-00000020/state.pt", 100)
+    (folder / "step-00000030/manifest.json").write_text("{")
+    (folder / "step-00000010/manifest.json").unlink()
+    lines = {line.split()[0]: line for line in run("ls", folder).stdout.splitlines()[1:]}
+    assert "broken: state.pt has 100 bytes" in lines["20"]
+    assert "broken: not a manifest" in lines["30"]
+    assert "broken: no checkpoint: there is no manifest.json" in lines["10"]
+    assert "ok, newest" in lines["15"]
+    rows = {row["step"]: row for row in run_json("ls", folder)["checkpoints"]}
+    assert not rows[20]["ok"] and rows[20]["reason"].startswith("state.pt has 100 bytes") and rows[20]["bytes"] > 100
+
+
+def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / f".tmp-step-00000040-{name}").mkdir()
+    (folder / ".tmp-step-00000040-a/state.pt").write_bytes(bytes(2048))
+    (folder / ".tmp-lone.pt-1").write_bytes(b"x")
+    lock = os.open(folder / ".tmp-step-00000040-b", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        shown = run("ls", folder).stdout
+        found = {entry["name"]: entry for entry in run_json("ls", folder)["leftovers"]}
+    finally:
+        os.close(lock)
+    assert found[".tmp-step-00000040-a"]["state"] == "abandoned" and found[".tmp-step-00000040-a"]["bytes"] == 2048
+    assert found[".tmp-step-00000040-b"]["state"] == "in use"
+    assert found[".tmp-lone.pt-1"]["state"] == "unknown"
+    assert ".tmp-step-00000040-a (2.00 KiB): left by a run that died" in shown
+    assert ".tmp-step-00000040-b (0 B): being written now" in shown
+
+
+def test_ls_of_what_is_no_run(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run("ls", tmp_path / "empty").stdout.startswith("no checkpoints in")
+    assert "No such file" in fails(2, "ls", tmp_path / "missing")
+    assert "a checkpoint itself" in fails(2, "ls", folder / "step-00000010")
+
+
+# inspect
+
+
+def test_inspect_shows_modules_with_their_sums_and_counts_tied_tensors_once(folder: Path) -> None:
+    """The numbers are those of the model itself."""
+    entries = {entry["name"]: entry for entry in run_json("inspect", folder)["entries"]}
+    embed, linear = 50 * 8 * 4, (8 * 8 + 8) * 4
+    assert entries["model"]["bytes"] == embed + 2 * linear and entries["model"]["tensors"] == 6
+    assert entries["model.blocks"]["bytes"] == 2 * linear
+    assert (
+        entries["model.blocks.1.weight"]["shape"] == [8, 8] and entries["model.blocks.1.weight"]["dtype"] == "float32"
+    )
+    assert entries["model.embed.weight"]["bytes"] == embed
+    head = entries["model.head.weight"]
+    assert head["tied_to"] == "model.embed.weight" and head["bytes"] == 0
+    assert head["record"] == entries["model.embed.weight"]["record"]
+    assert entries["extra.note"]["value"] == "'hello'" and entries["extra.values"]["value"] == "[1, 2, 3]"
+
+    shown = run("inspect", folder).stdout
+    assert shown.startswith(str(folder / "step-00000015/state.pt")) and "step 15, sequence 4" in shown
+    (line,) = [line for line in shown.splitlines() if "head.weight" in line]
+    assert line.split()[-3:] == ["tied", "to", "model.embed.weight"] and "50 x 8" in line
+    (line,) = [line for line in shown.splitlines() if "─ blocks" in line]
+    assert line.startswith("   576 B  ") and "4 tensors" in line
+
+
+def test_inspect_to_a_depth_keeps_the_sums(folder: Path) -> None:
+    deep, flat = run_json("inspect", folder), run_json("inspect", folder, "--depth", "1")
+    assert {entry["name"] for entry in flat["entries"]} == {"model", "extra", "rng"}
+    sums = {entry["name"]: entry["bytes"] for entry in deep["entries"]}
+    assert all(sums[entry["name"]] == entry["bytes"] for entry in flat["entries"])
+    assert run_json("inspect", folder, "--depth", "0")["entries"] == []
+
+
+def test_inspect_reads_no_tensor(folder: Path) -> None:
+    file = folder / "step-00000015/state.pt"
+    before = run("inspect", file, "--json").stdout
+    flip(file, offset_of(file, "data/0"))
+    assert run("verify", file).exit_code == 1
+    assert run("inspect", file, "--json").stdout == before
+
+
+def test_inspect_runs_no_code_of_the_file(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    path = tmp_path / "evil.pt"
+    torch.save({"a": torch.zeros(3), "evil": Evil()}, path)
+    assert "mkdir(" in run("inspect", path).stdout
+    assert not (tmp_path / "ran").exists()
+    torch.load(path, weights_only=False)
+    assert (tmp_path / "ran").exists()  # so it is a working trap
+
+
+def test_inspect_of_a_whole_module_needs_none_of_its_classes(tmp_path: Path) -> None:
+    torch.save(Tied(), tmp_path / "model.pt")
+    names = {e["name"] for e in run_json("inspect", tmp_path / "model.pt")["entries"] if e["kind"] == "tensor"}
+    assert names == set(Tied().state_dict())
+
+
+def test_inspect_of_every_kind_of_tensor_and_value(tmp_path: Path) -> None:
+    base = torch.zeros(100)
+    obj = {
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "half": torch.zeros(2, dtype=torch.bfloat16),
+        "unsigned": torch.zeros(2, dtype=torch.uint16),
+        "parameter": torch.nn.Parameter(torch.zeros(2, 2)),
+        "view": base[:10],
+        "other_view": base[10:20],
+        "sparse": torch.eye(4).to_sparse(),
+        "storage": torch.zeros(4).untyped_storage(),
+        "meta": torch.zeros(5, device="meta"),
+        "array": numpy.arange(3),
+        "long": "y" * 5000,
+        "number": 10**5000,
+        "bytes": b"x" * 5000,
+        "list": list(range(5000)),
+        "nothing": {},
+        7: None,
+    }
+    torch.save(obj, tmp_path / "odd.pt")
+    entries = {entry["name"]: entry for entry in run_json("inspect", tmp_path / "odd.pt")["entries"]}
+    assert entries["scalar"]["shape"] == [] and entries["scalar"]["dtype"] == "int64"
+    assert entries["empty"]["shape"] == [0, 3] and entries["empty"]["bytes"] == 0
+    assert entries["half"]["dtype"] == "bfloat16" and entries["unsigned"]["dtype"] == "uint16"
+    assert entries["parameter"]["shape"] == [2, 2]
+    assert entries["view"]["bytes"] == 400 and entries["view"]["note"] == "a view: 40 bytes of 400"
+    assert entries["other_view"]["note"] == "shares memory with view" and entries["other_view"]["bytes"] == 0
+    assert entries["sparse"]["bytes"] == 2 * 4 * 8 + 4 * 4 and entries["sparse"]["tensors"] == 2
+    assert entries["storage"]["shape"] == [16]
+    assert entries["meta"]["shape"] == [5] and entries["meta"]["bytes"] == 0
+    assert entries["array"]["value"] == "NumPy array (3,)"
+    assert entries["7"]["value"] == "None" and entries["nothing"]["value"] == "{}"
+    assert max(len(entry.get("value", "")) for entry in entries.values()) < 100
+
+
+def test_inspect_of_a_large_numpy_array(tmp_path: Path) -> None:
+    lazyckpt.save({"a": numpy.zeros((100, 200))}, tmp_path / "a.pt")
+    (entry,) = run_json("inspect", tmp_path / "a.pt")["entries"]
+    assert (entry["shape"], entry["dtype"], entry["bytes"]) == ([100, 200], "f8", 160_000)
+    assert entry["note"] == "NumPy array"
+
+
+def test_inspect_of_safetensors(tmp_path: Path) -> None:
+    save_file({"h.0.a": torch.zeros(4, 2), "h.1.a": torch.zeros(3)}, tmp_path / "a.safetensors", {"who": "me"})
+    entries = {entry["name"]: entry for entry in run_json("inspect", tmp_path / "a.safetensors")["entries"]}
+    assert entries["h"]["bytes"] == 44 and entries["h.0.a"]["shape"] == [4, 2] and entries["h.0.a"]["crc32"] is None
+    assert "who: 'me'" in run("inspect", tmp_path / "a.safetensors").stdout
+
+
+def test_inspect_survives_hostile_shapes_of_objects(tmp_path: Path) -> None:
+    cycle: list[Any] = [torch.zeros(1)]
+    cycle.append(cycle)
+    bomb: list[Any] = [torch.zeros(1)]
+    for _ in range(60):
+        bomb = [bomb, bomb, bomb]  # 3^60 paths
+    deep: list[Any] = []
+    for _ in range(150):
+        deep = [deep, 1]
+    obj = {"cycle": cycle, "bomb": bomb, "deep": deep, ".".join("a" * 500): torch.zeros(1), "\x1b[31m\n[b]": 1}
+    torch.save(obj, tmp_path / "hostile.pt")
+    result = run("inspect", tmp_path / "hostile.pt")
+    assert result.exit_code == 0
+    assert "the same object as cycle" in result.stdout and "nested too deep" in result.stdout
+    assert "\x1b" not in result.stdout and "\\x1b[31m\\n[b]" in result.stdout
+    entries = run_json("inspect", tmp_path / "hostile.pt")["entries"]
+    assert len(entries) < 60 * 3 * 3
+    root = Tree("x", read_skeleton(tmp_path / "hostile.pt", read_directory(tmp_path / "hostile.pt"))).root
+    assert max(node.depth for node in root.walk()) == MAX_DEPTH
+
+
+def test_inspect_of_ten_thousand_tensors_shows_them_all(tmp_path: Path) -> None:
+    tensors = {f"layers.{i // 10}.{i % 10}.weight": torch.zeros(2) for i in range(10_000)}
+    lazyckpt.save(tensors, tmp_path / "many.pt")
+    shown = run("inspect", tmp_path / "many.pt").stdout
+    assert shown.count("float32") == 10_000 and all(line == line.rstrip() for line in shown.splitlines())
+
+
+def test_inspect_of_what_cannot_be_told(tmp_path: Path, folder: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert "torch before 1.6" in fails(2, "inspect", tmp_path / "old.pt")
+    (tmp_path / "text").write_text("hello world")
+    assert "neither a torch.save archive" in fails(2, "inspect", tmp_path / "text")
+    assert "No such file" in fails(2, "inspect", tmp_path / "missing")
+    assert "no checkpoint in this folder" in fails(2, "inspect", tmp_path)
+    file = folder / "step-00000015/state.pt"
+    flip(file, offset_of(file, "data.pkl") + 30)
+    assert "data.pkl: checksum does not match" in fails(2, "inspect", folder)
+
+
+def test_a_damaged_pickle_is_one_clear_error(folder: Path) -> None:
+    """Whatever is in it: the checksum is not what protects us, so it is made right again."""
+    source = (folder / "step-00000015/state.pt").read_bytes()
+    path = folder / "damaged.pt"
+    path.write_bytes(source)
+    record = read_directory(path).records["data.pkl"]
+    random.seed(7)
+    refused = 0
+    for _ in range(150):
+        data = bytearray(source)
+        for _ in range(3):
+            data[record.offset + random.randrange(record.nbytes)] = random.randrange(256)
+        crc = _engine.crc32(bytes(data[record.offset : record.offset + record.nbytes]))
+        path.write_bytes(bytes(data).replace(struct.pack("<I", record.crc32 or 0), struct.pack("<I", crc)))
+        result = run("inspect", path)
+        assert result.exit_code in (0, 2), (result.exception, result.output)
+        refused += result.exit_code == 2
+        assert len(result.stderr.splitlines()) == (result.exit_code == 2)
+    assert 0 < refused < 150
+
+
+# verify
+
+
+def test_verify_reads_whole_files_and_finds_them_whole(folder: Path, tmp_path: Path) -> None:
+    torch.save(Tied(), tmp_path / "plain.pt")
+    lazyckpt.save({"a": torch.randn(1000), "b": torch.zeros(0)}, tmp_path / "ours.safetensors")
+    result = run("verify", folder, tmp_path / "plain.pt", tmp_path / "ours.safetensors")
+    assert result.exit_code == 0
+    assert "6 ok, 0 damaged, 0 unreadable" in result.stdout
+    assert "no checksums" not in result.stdout
+    assert str((folder / "step-00000020").name) in result.stdout
+
+
+@pytest.mark.parametrize("read_bytes", [verify._READ_BYTES, 4096])
+def test_verify_names_the_damaged_record_and_its_tensor(
+    folder: Path, read_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the file is cut into reads; the checksums of the parts are put together."""
+    monkeypatch.setattr(verify, "_READ_BYTES", read_bytes)
+    assert run("verify", folder).exit_code == 0
+    file = folder / "step-00000020/state.pt"
+    entries = {entry["name"]: entry for entry in run_json("inspect", file)["entries"]}
+    flip(file, entries["model.blocks.1.bias"]["offset"])
+    record = entries["model.blocks.1.bias"]["record"]
+    result = run("verify", folder)
+    assert result.exit_code == 1
+    assert f"state.pt: record {record} (model.blocks.1.bias): checksum" in result.stdout
+    assert "state.pt: the whole file: checksum" in result.stdout and result.stdout.count("record ") == 1
+    assert "3 ok, 1 damaged, 0 unreadable" in result.stdout
+    assert run("verify", folder / "step-00000015").exit_code == 0
+    alone = run("verify", file)
+    assert alone.exit_code == 1 and f"record {record} (model.blocks.1.bias)" in alone.stdout
+
+
+def test_verify_finds_any_flipped_bit_of_a_checkpoint(folder: Path) -> None:
+    checkpoint = folder / "step-00000010"
+    file = checkpoint / "state.pt"
+    nbytes = file.stat().st_size
+    random.seed(3)
+    for offset in [0, 5, nbytes - 1, *(random.randrange(nbytes) for _ in range(60))]:
+        flip(file, offset)
+        result = run("verify", checkpoint)
+        assert result.exit_code == 1, (offset, result.output)
+        assert "the whole file: checksum" in result.stdout
+        flip(file, offset)
+    assert run("verify", checkpoint).exit_code == 0
+
+
+def test_verify_of_damage_outside_the_records(folder: Path) -> None:
+    file = folder / "step-00000010/state.pt"
+    directory = read_directory(file)
+    first = min(directory.records.values(), key=lambda record: record.offset)
+    flip(file, first.offset - 1)  # padding: no reader would notice
+    result = run("verify", folder / "step-00000010")
+    assert result.exit_code == 1 and "outside the records, or in the manifest" in result.stdout
+
+
+def test_verify_compares_lengths_with_the_manifest(folder: Path) -> None:
+    os.truncate(folder / "step-00000030/state.pt", 1000)
+    result = run("verify", folder)
+    assert result.exit_code == 1 and "state.pt has 1000 bytes" in result.stdout
+
+
+def test_verify_of_damaged_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    lazyckpt.save({"x": torch.randn(100), "y": torch.randn(100)}, path)
+    flip(path, path.stat().st_size - 1)
+    result = run("verify", path)
+    assert result.exit_code == 1 and "record y: checksum" in result.stdout and "record x" not in result.stdout
+
+
+def test_verify_says_when_there_are_no_checksums(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(10)}, tmp_path / "a.safetensors")
+    result = run("verify", tmp_path / "a.safetensors")
+    assert result.exit_code == 0 and "carries no checksums" in result.stdout
+
+
+def test_verify_tells_damage_from_what_cannot_be_read(folder: Path, tmp_path: Path) -> None:
+    assert "No such file" in fails(2, "verify", tmp_path / "missing")
+    assert "no checkpoint in this folder" in fails(2, "verify", tmp_path)
+    result = run("verify", tmp_path / "missing", folder)
+    assert result.exit_code == 2 and "4 ok, 0 damaged, 1 unreadable" in result.stdout
+    os.truncate(folder / "step-00000030/state.pt", 1000)
+    assert run("verify", tmp_path / "missing", folder).exit_code == 1
+    assert run("verify").exit_code == 2
+
+
+def test_verify_minds_no_checkpoint_that_a_running_job_removes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = list(verify._targets(folder))
+
+    def all_but_removed(path: Path) -> Iterator[Any]:
+        (folder / "step-00000010").rename(folder / ".trash-x")
+        return iter(targets)
+
+    monkeypatch.setattr(verify, "_targets", all_but_removed)
+    result = run("verify", folder)
+    assert result.exit_code == 0 and "gone  " in result.stdout
+
+
+# doctor
+
+
+def test_doctor_tells_what_there_is(tmp_path: Path) -> None:
+    result = run("doctor", tmp_path)
+    assert result.exit_code == 0 and not result.stderr
+    facts = _engine.probe(str(tmp_path))
+    lines = {line[2:13].strip(): line[13:].strip() for line in result.stdout.splitlines()}
+    assert lines["io_uring"] == facts["io_uring"]
+    assert lines["O_DIRECT"].startswith(facts["o_direct"])
+    assert lines["lazyckpt"].startswith(lazyckpt.__version__) and lines["torch"].startswith(torch.__version__)
+    assert os.uname().release in lines["kernel"] and " on /" in lines["file system"]
+    assert not list(tmp_path.iterdir())
+    ring = auto_ring_bytes(lazyckpt.Config.chunk_bytes)
+    shown = result.stdout.split("A quarter of the available memory, ")[1].split(", is the most")[0]
+    assert abs(float(shown.split()[0]) / float(size(ring).split()[0]) - 1) < 0.2  # memory moves
+
+
+def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poor = {"io_uring": "no: Operation not permitted", "o_direct": "no: Invalid argument", "crc32": "zlib"}
+    monkeypatch.setattr(_engine, "probe", lambda directory: {**poor, "cuda_driver": "yes", "memlock_bytes": "65536"})
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    shown = run("doctor", tmp_path / "not" / "yet").stdout
+    assert "pool of threads, since io_uring is refused (Operation not permitted)" in shown
+    assert "through the page cache" in shown or "Write to memory" in shown
+    assert "may not write to the folder" in shown
+    assert f"{tmp_path} (the nearest folder of" in shown
+    assert "64.0 KiB" in shown
+
+
+def test_doctor_warns_of_memory_file_systems() -> None:
+    assert "gone after a restart" in run("doctor", "/dev/shm").stdout
+    assert "gone after a restart" not in run("doctor", "/proc").stdout
+
+
+# the program
+
+
+def test_version_and_usage() -> None:
+    assert run("--version").stdout.startswith(f"lazyckpt {lazyckpt.__version__} (torch {torch.__version__}")
+    for wrong in (["nonsense"], ["inspect"], ["inspect", "x", "--depth", "-1"]):
+        assert run(*wrong).exit_code == 2
+
+
+def test_sizes() -> None:
+    sizes = [0, 1023, 1024, 10 * 1024 - 1, 1024**2 - 1, 38.6 * 2**20, 1.5 * 2**40]
+    shown = ["0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.00 MiB", "38.6 MiB", "1.50 TiB"]
+    assert [size(int(n)) for n in sizes] == shown
+
+
+def test_importing_lazyckpt_imports_no_command_line() -> None:
+    code = "import lazyckpt, sys; print([m for m in ('typer', 'rich', 'lazyckpt.cli') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    """Run as ``python -m lazyckpt``; more output than a pipe holds."""
+    lazyckpt.save({f"layers.{i}.weight.with.a.long.name": torch.zeros(1) for i in range(5000)}, tmp_path / "many.pt")
+    command = [sys.executable, "-m", "lazyckpt", "inspect", str(tmp_path / "many.pt")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(str(tmp_path / "many.pt"))
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
+
+
+def test_a_narrow_terminal_cuts_lines_and_a_pipe_does_not(tmp_path: Path) -> None:
+    lazyckpt.save({"x" * 100: torch.zeros(1)}, tmp_path / "a.pt")
+    command = [sys.executable, "-m", "lazyckpt", "inspect", "a.pt"]
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")} | {"TERM": "xterm"}
+    assert subprocess.run(command, stdin=slave, stdout=slave, cwd=tmp_path, env=environment).returncode == 0
+    os.close(slave)
+    shown = re.sub(r"\x1b\[[0-9;]*m|\r", "", os.read(master, 10_000).decode())
+    os.close(master)
+    assert max(map(len, shown.splitlines())) <= 60 and "x…" in shown
+    piped = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
+    assert "x" * 100 + "  float32" in piped

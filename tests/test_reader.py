@@ -1,0 +1,223 @@
+"""Ranges of a file, in any order and shape, land in memory byte for byte, or the error says why not."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lazyckpt import _engine
+
+BLOCK = 4096
+UNIT = 4 << 20  # what the reader reads at once
+BACKENDS = ("io_uring", "posix")
+GUARD = 64  # bytes around each target that must stay as they are
+
+
+def evict(path: Path) -> None:
+    """Drops the file from the page cache, so that it is read with O_DIRECT."""
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with mmap.mmap(fd, 0) as view:
+        pages = (ctypes.c_ubyte * -(-len(view) // mmap.PAGESIZE))()
+        start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(view)))
+        assert ctypes.CDLL(None).mincore(start, ctypes.c_size_t(len(view)), pages) == 0
+    os.close(fd)
+    if all(pages):
+        pytest.skip(f"{path.parent} keeps all files in memory")
+
+
+def warm(path: Path) -> None:
+    path.read_bytes()
+
+
+def read(path: Path, ranges: list[tuple[int, int]], **knobs: object) -> tuple[list[np.ndarray], list[int]]:
+    targets = [np.full(size + 2 * GUARD, 0xA5, np.uint8) for _, size in ranges]
+    crcs = _engine.read_file(
+        str(path),
+        array("Q", [offset for offset, _ in ranges]),
+        array("Q", [size for _, size in ranges]),
+        array("Q", [t.ctypes.data + GUARD for t in targets]),
+        **knobs,  # type: ignore[arg-type]
+    )
+    for target in targets:
+        assert (target[:GUARD] == 0xA5).all() and (target[-GUARD:] == 0xA5).all(), "written beyond a range"
+    return [t[GUARD:-GUARD] for t in targets], crcs
+
+
+def check(path: Path, data: bytes, ranges: list[tuple[int, int]], **knobs: object) -> None:
+    parts, crcs = read(path, ranges, **knobs)
+    for (offset, size), part, crc in zip(ranges, parts, crcs, strict=True):
+        assert part.tobytes() == data[offset : offset + size]
+        assert crc == _engine.crc32(data[offset : offset + size])
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A file of two and a half units and a bit."""
+    data = np.random.default_rng(1).bytes(2 * UNIT + UNIT // 2 + 1234)
+    path = tmp_path_factory.mktemp("reader") / "big"
+    path.write_bytes(data)
+    return path, data
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_shapes(big: tuple[Path, bytes], backend: str, cold: bool, direct: bool, threads: int) -> None:
+    path, data = big
+    size = len(data)
+    for ranges in (
+        [(0, size)],
+        [(1, size - 1)],
+        [(size - 1, 1), (0, 1), (UNIT - 1, 2), (UNIT, 1), (size, 0), (0, 0)],  # the edges, out of order
+        [(i * 1000, 1000) for i in range(500)],  # adjacent
+        [(i * 100_003, 77) for i in range(80)],  # far apart
+        [(0, UNIT + 5), (UNIT - 5, 10), (100, 50), (100, 50), (0, size)],  # overlapping
+        [(size - 10, 10), (3, UNIT), (2 * UNIT - 1, UNIT // 2)],
+        [],
+    ):
+        (evict if cold else warm)(path)
+        check(path, data, ranges, backend=backend, direct=direct, threads=threads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_ranges(backend: str, big: tuple[Path, bytes], data: st.DataObject) -> None:
+    path, content = big
+    edges = st.sampled_from([0, 1, BLOCK - 1, BLOCK, 65_536, UNIT - 1, UNIT, UNIT + 1, len(content) - 1, len(content)])
+    point = st.one_of(edges, st.integers(0, len(content)))
+    pairs = data.draw(st.lists(st.tuples(point, point), max_size=8))
+    if data.draw(st.booleans()):
+        evict(path)
+    else:  # partly in memory: some units are read one way, some the other
+        fd = os.open(path, os.O_RDONLY)
+        os.pread(fd, data.draw(st.integers(0, UNIT)), data.draw(point))
+        os.close(fd)
+    check(
+        path,
+        content,
+        [(min(p), max(p) - min(p)) for p in pairs],
+        backend=backend,
+        threads=data.draw(st.integers(0, 3)),
+        io_depth=data.draw(st.integers(0, 5)),
+    )
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_checksum_only(big: tuple[Path, bytes], cold: bool) -> None:
+    path, data = big
+    (evict if cold else warm)(path)
+    ranges = [(5, UNIT + 100), (0, 0), (len(data) - 7, 7)]
+    crcs = _engine.read_file(
+        str(path), array("Q", [o for o, _ in ranges]), array("Q", [s for _, s in ranges]), array("Q", [0, 0, 0])
+    )
+    assert crcs == [_engine.crc32(data[o : o + s]) for o, s in ranges]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("offset", "size"), [(0, 101), (100, 1), (101, 0), (1 << 63, 1), (1, (1 << 64) - 1)])
+def test_beyond_the_end(tmp_path: Path, direct: bool, offset: int, size: int) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(bytes(100))
+    target = np.full(200, 0xA5, np.uint8)
+    with pytest.raises(OSError, match="short read") as caught:
+        _engine.read_file(
+            str(path),
+            array("Q", [0, offset]),
+            array("Q", [10, size]),
+            array("Q", [0, target.ctypes.data]),
+            direct=direct,
+        )
+    assert caught.value.filename == str(path)
+    assert (target == 0xA5).all(), "everything is checked before the first byte lands"
+
+
+@pytest.mark.parametrize("name", ["missing", "folder"])
+def test_not_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError) as caught:
+        read(tmp_path / name, [(0, 10)])
+    assert caught.value.errno in (errno.ENOENT, errno.EISDIR)
+    assert caught.value.filename == str(tmp_path / name)
+
+
+def test_malformed_arguments(big: tuple[Path, bytes]) -> None:
+    path = str(big[0])
+    with pytest.raises(ValueError, match="length"):
+        _engine.read_file(path, array("Q", [0]), array("Q"), array("Q"))
+    evict(big[0])
+    for knobs in ({"fault": "nonsense"}, {"backend": "aio"}):  # the first was taken for a success, without reading
+        with pytest.raises(OSError) as caught:
+            _engine.read_file(path, array("Q", [0]), array("Q", [10]), array("Q", [0]), **knobs)  # type: ignore[arg-type]
+        assert caught.value.errno == errno.EINVAL
+
+
+# failures of the disk
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("nth", range(1, 5))
+@pytest.mark.parametrize("effect", ["EIO", "ENOMEM"])
+def test_every_failing_read_is_told(big: tuple[Path, bytes], backend: str, nth: int, effect: str) -> None:
+    path, data = big
+    before = len(os.listdir("/proc/self/fd"))
+    evict(path)
+    knobs: dict[str, object] = {"backend": backend, "threads": 1, "fault": f"read:{nth}:{effect}"}
+    if nth > 3:  # there are three units
+        check(path, data, [(0, len(data))], **knobs)
+    else:
+        with pytest.raises(OSError, match="read") as caught:
+            read(path, [(0, len(data))], **knobs)
+        assert caught.value.errno == getattr(errno, effect)
+        assert caught.value.filename == str(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fault", ["short", "EINTR", "EAGAIN", "EINVAL", "stall"])
+def test_passing_troubles_are_overcome(big: tuple[Path, bytes], backend: str, fault: str) -> None:
+    """EINVAL: a file system that opens with O_DIRECT and then will not read so."""
+    path, data = big
+    for nth in (1, 2, 3):
+        evict(path)
+        faults = f"read:{nth}:{fault},read:{nth + 1}:short"
+        check(path, data, [(0, len(data))], backend=backend, threads=1, fault=faults)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("left", [0, BLOCK, BLOCK + 100, 3 * BLOCK + 512, UNIT + 1])
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, direct: bool, left: int) -> None:
+    """Regression: with O_DIRECT and an end off the block boundaries, the last bytes were read again forever."""
+    path = tmp_path / "shrinking"
+    path.write_bytes(bytes(3 * UNIT))
+    evict(path)
+
+    def shrink() -> None:
+        time.sleep(0.02)
+        os.truncate(path, left)
+
+    thread = threading.Thread(target=shrink)
+    thread.start()
+    fault = "read:1:stall" if direct else ""
+    try:
+        # Read buffered it may win the race; what it may not do is wait, or return other bytes.
+        parts, _ = read(path, [(0, 3 * UNIT)], backend=backend, direct=direct, threads=1, fault=fault)
+        assert not direct and not parts[0].any()
+    except OSError as error:
+        assert "short read" in str(error)
+    thread.join()
