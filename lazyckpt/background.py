@@ -43,8 +43,13 @@ class SaveHandle(Future[Path]):
 
         Whether the checkpoint succeeds, ``result()`` tells.
         """
-        job = self._snapshot.job if self._snapshot is not None else None
-        return job is None or job.wait_released(timeout)
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.job is None:
+            return True  # failed before anything was to be copied
+        released = snapshot.job.wait_released(timeout)
+        if released:
+            snapshot.verify()  # now, since the caller is free to change everything
+        return released
 
     def result(self, timeout: float | None = None) -> Path:
         try:

@@ -12,6 +12,7 @@ post-hook), or to the same optimizer's next pre-hook. A snapshot taken inside an
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,9 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 class Pending(Protocol):
     """A snapshot that is not copied yet."""
-
-    def concerns(self, owner: object) -> bool:
-        """Whether a step of ``owner`` has to wait."""
 
     def wait(self, owner: object) -> None:
         """Returns when ``owner`` may change what it owns."""
@@ -70,6 +68,12 @@ class Gate:
         with self._lock:
             self._pending = tuple(p for p in self._pending if p is not pending)
 
+    def forget(self) -> None:
+        """In a forked child: nothing is copied there, so nothing waits."""
+        self._lock = threading.Lock()
+        self._pending = ()
+        self._open = set()
+
     def inside_step(self) -> bool:
         return bool(self._open)
 
@@ -103,8 +107,7 @@ class Gate:
 
     def _wait(self, owner: Any) -> None:
         for pending in self._pending:
-            if pending.concerns(owner):
-                pending.wait(owner)
+            pending.wait(owner)
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,6 +142,7 @@ class Gate:
 
 
 gate = Gate()
+os.register_at_fork(after_in_child=gate.forget)
 
 
 def _wait_before_load(*_: Any) -> None:
@@ -146,9 +150,14 @@ def _wait_before_load(*_: Any) -> None:
 
 
 def watch_module(module: torch.nn.Module) -> Callable[[], None]:
-    """Makes ``module.load_state_dict`` wait for pending copies; the result undoes it."""
-    remove: Callable[[], None] = module.register_load_state_dict_pre_hook(_wait_before_load).remove
-    return remove
+    """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies; the result undoes it."""
+    handles = [part.register_load_state_dict_pre_hook(_wait_before_load) for part in module.modules()]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def wait_captured() -> None:

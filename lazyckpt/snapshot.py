@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -51,13 +52,14 @@ class Ownership:
     """Which optimizer owns which storage, at one instant."""
 
     def __init__(self, gate: Gate, steps_before: dict[int, int]) -> None:
-        self.bits: dict[int, int] = {}  # id of owner -> its bit
+        # The bit of each owner, and the parameters it had. Weakly held: an optimizer may die while its storages wait.
+        self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
         self.storages: dict[int, _Owned] = {}
         inside_step = gate.inside_step()
         for number, (owner, steps) in enumerate(list(gate.steps.items())):
             bit = 1 << min(number, _SHARED_BIT)
-            self.bits[id(owner)] = bit
+            self.owners[owner] = bit, _parameters_of(owner)
             self.steps[id(owner)] = steps
             self._add(owner, bit, not inside_step and steps != steps_before.get(id(owner), 0))
 
@@ -136,7 +138,7 @@ class Snapshot:
         self.metrics = CheckpointMetrics()
         self.durable: Future[Any] | None = None  # set if steps wait for it (before_step)
         self.name_of: Callable[[TensorView], str] = lambda view: f"data/{view.key}"
-        self._bits = ownership.bits
+        self._owners = ownership.owners
         self._audit = audit
         self._frozen = frozen
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
@@ -201,11 +203,10 @@ class Snapshot:
 
     # gate.Pending
 
-    def concerns(self, owner: object) -> bool:
-        return self.durable is not None or id(owner) in self._bits
-
     def wait(self, owner: object) -> None:
-        self._wait(self._bits.get(id(owner), 0))
+        bit, parameters = self._owners.get(owner, (0, None))
+        # One that is new, or was given other parameters since, may own any of the storages by now.
+        self._wait(bit if parameters == _parameters_of(owner) else ALL_OWNERS)
 
     def wait_all(self) -> None:
         self._wait(ALL_OWNERS)
@@ -294,6 +295,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _parameters_of(owner: Any) -> list[int]:
+    """Which tensors an owner is for, by identity; they are alive as long as it is."""
+    if isinstance(owner, Guarded):
+        return [id(owner.obj)]
+    return [id(parameter) for group in owner.param_groups for parameter in group["params"]]
 
 
 def _storages_of(owner: Any) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:

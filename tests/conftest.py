@@ -1,0 +1,220 @@
+"""What several rooms' tests share: an exact comparison of object graphs, and a small training run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import commit
+from lazyckpt.gate import gate
+
+# Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
+torch.set_num_threads(1)
+
+Graph = Callable[[Any], Any]
+
+
+@pytest.fixture
+def graph() -> Graph:
+    """A function that tells everything ``torch.save`` keeps of an object: two objects are saved alike exactly if
+    their graphs are equal. Bits, not values: -0.0, NaN payloads, strides, and who is the same object as whom."""
+    return describe_graph
+
+
+def describe_graph(obj: Any) -> Any:
+    objects: dict[int, int] = {}
+    storages: dict[int, int] = {}
+    alive: list[Any] = []  # an id must not come back
+
+    def storage_of(storage: torch.UntypedStorage) -> Any:
+        if storage._cdata in storages:
+            return "storage", storages[storage._cdata]
+        alive.append(storage)
+        storages[storage._cdata] = len(storages)
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage) if storage.device.type == "cpu" else None
+        data = flat.numpy().tobytes() if flat is not None and storage.nbytes() else b""
+        return "storage", storages[storage._cdata], storage.nbytes(), str(storage.device), data
+
+    def tensor_of(t: torch.Tensor) -> Any:
+        head: tuple[Any, ...] = (type(t).__name__, t.dtype, t.requires_grad, t.layout, attributes(t))
+        if hasattr(t, "_local_tensor"):
+            return *head, tensor_of(t._local_tensor), str(t.placements)
+        if t.is_nested:
+            return *head, [tensor_of(part) for part in t.unbind()]
+        head = (*head, tuple(t.shape))
+        if t.layout is torch.sparse_coo:
+            return *head, t.is_coalesced(), tensor_of(t._indices()), tensor_of(t._values())
+        if t.layout is not torch.strided:
+            return *head, tensor_of(t.crow_indices()), tensor_of(t.col_indices()), tensor_of(t.values())
+        if t.is_quantized:
+            affine = t.qscheme() is torch.per_tensor_affine
+            scale = t.q_scale() if affine else t.q_per_channel_scales().tolist()
+            return *head, str(t.qscheme()), scale, t.stride(), t.int_repr().flatten().tolist()
+        plain = t.detach().as_subclass(torch.Tensor)
+        view = (plain.storage_offset(), plain.stride(), plain.is_conj(), plain.is_neg(), str(plain.device))
+        return *head, view, storage_of(plain.untyped_storage())
+
+    def attributes(o: Any) -> Any:
+        return [(k, walk(v)) for k, v in getattr(o, "__dict__", {}).items()]
+
+    def walk(o: Any) -> Any:
+        if isinstance(o, float):
+            return "float", struct.pack("<d", o)
+        if o is None or isinstance(o, bool | int | str | bytes | complex | torch.dtype | torch.Size):
+            return type(o).__name__, o
+        if id(o) in objects:
+            return "seen", objects[id(o)]
+        alive.append(o)
+        number = objects[id(o)] = len(objects)
+        if isinstance(o, torch.Tensor):
+            return "tensor", number, tensor_of(o)
+        if isinstance(o, torch.UntypedStorage):
+            return "untyped", number, storage_of(o)
+        if isinstance(o, torch.storage.TypedStorage):
+            return "typed", number, o.dtype, storage_of(o._untyped_storage)
+        if type(o).__module__ == "numpy":
+            if getattr(o, "dtype", None) is not None and o.dtype.hasobject:
+                return "array", number, o.shape, [walk(x) for x in o.ravel().tolist()]
+            order = (o.flags.c_contiguous, o.flags.f_contiguous) if o.ndim else ()
+            return "array", number, type(o).__name__, o.shape, str(o.dtype), order, o.tobytes()
+        if isinstance(o, dict):
+            items = [(walk(k), walk(v)) for k, v in o.items()]
+            return type(o).__name__, number, items, attributes(o)
+        if isinstance(o, list | tuple):
+            return type(o).__name__, number, [walk(x) for x in o]
+        if isinstance(o, set | frozenset):
+            return type(o).__name__, number, sorted(map(repr, o))
+        if hasattr(o, "__dict__"):
+            return type(o).__name__, number, attributes(o)
+        return type(o).__name__, number, repr(o)
+
+    return walk(obj)
+
+
+@pytest.fixture
+def by_torch() -> Callable[[Any], Any]:
+    """What ``torch.load`` gives for what ``torch.save`` wrote."""
+
+    def round_trip(obj: Any) -> Any:
+        buffer = io.BytesIO()
+        torch.save(obj, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)
+
+    return round_trip
+
+
+class Disk:
+    """Holds checkpoints back before their file is made: what does not fit into the ring stays uncopied."""
+
+    def __init__(self) -> None:
+        self._free = threading.Event()
+        self._free.set()
+
+    def hold(self) -> None:
+        self._free.clear()
+
+    def release(self, after_s: float = 0.0) -> None:
+        if after_s:
+            threading.Timer(after_s, self._free.set).start()
+        else:
+            self._free.set()
+
+    def wait(self) -> None:
+        assert self._free.wait(60), "a test forgot to release the disk"
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """See :class:`Disk`."""
+    disk = Disk()
+    make = commit.Staging.__init__
+
+    def held(self: commit.Staging, target: Path) -> None:
+        disk.wait()
+        make(self, target)
+
+    monkeypatch.setattr(commit.Staging, "__init__", held)
+    yield disk
+    disk.release()
+
+
+@dataclass
+class Run:
+    """A model whose state is 18 times the ring, small enough to be saved a thousand times."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    ckpt: lazyckpt.Checkpointer
+
+    def batch(self) -> torch.Tensor:
+        return torch.ones(1, next(self.model.parameters()).shape[1])
+
+    def backward(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        loss: torch.Tensor = self.model(self.batch()).square().sum()
+        loss.backward()
+        return loss
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """Copies of what is tracked."""
+        tracked = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        buffer = io.BytesIO()
+        torch.save(tracked, buffer)
+        buffer.seek(0)
+        copied: dict[str, Any] = torch.load(buffer)
+        return copied
+
+
+MakeRun = Callable[..., Run]
+TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, disk: Disk) -> Iterator[MakeRun]:
+    """A function that makes a :class:`Run` which has taken one step; 2 MiB of state, a ring of 128 KiB."""
+    runs: list[Run] = []
+
+    def make(optimizer: Any = None, model: torch.nn.Module | None = None, warm: bool = True, **knobs: Any) -> Run:
+        model = model or torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+        optimizer = optimizer or (lambda p: torch.optim.AdamW(p, lr=0.1))
+        folder = knobs.pop("directory", tmp_path / f"run-{len(runs)}")
+        run = Run(model, optimizer(model.parameters()), lazyckpt.Checkpointer(folder, **{**TINY_RING, **knobs}))
+        run.ckpt.track(model=run.model, optimizer=run.optimizer)
+        runs.append(run)
+        if warm:
+            run.step()
+        return run
+
+    yield make
+    disk.release()
+    for run in runs:
+        with contextlib.suppress(lazyckpt.SaveError):
+            run.ckpt.close()
+    assert gate._pending == ()
+
+
+def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
+    """Chunks with lazy bytes that are not copied yet."""
+    job = handle._snapshot.job
+    assert job is not None
+    return job.pending_chunks((1 << 64) - 1)
+
+
+@pytest.fixture
+def pending() -> Callable[[lazyckpt.SaveHandle], int]:
+    return pending_chunks

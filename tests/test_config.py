@@ -1,0 +1,92 @@
+"""Every knob: what makes no sense is refused when it is given, with its name and what was expected."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lazyckpt
+from lazyckpt import config
+from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
+
+ABSURD: list[dict[str, Any]] = [
+    {"max_in_flight": 0},
+    {"max_in_flight": -1},
+    {"max_in_flight": 1.5},
+    {"max_in_flight": True},
+    {"max_in_flight": None},
+    {"io_depth": 0},
+    {"io_depth": 1 << 40},
+    {"copy_threads": -1},
+    {"copy_threads": 0},
+    {"copy_threads": 1 << 40},
+    {"chunk_bytes": 0},
+    {"chunk_bytes": 4095},
+    {"chunk_bytes": 4097},
+    {"chunk_bytes": 1 << 40},
+    {"chunk_bytes": "16 MiB"},
+    {"host_buffer_bytes": 0},
+    {"host_buffer_bytes": -1},
+    {"host_buffer_bytes": 16 << 20},  # one chunk
+    {"host_buffer_bytes": 1 << 60},
+    {"host_buffer_bytes": 1 << 70},
+    {"host_buffer_bytes": 1e9},
+    {"host_buffer_bytes": "much"},
+    {"keep_last": 0},
+    {"keep_last": -3},
+    {"keep_every": 0},
+    {"keep_every": 2.0},
+    {"durability": "sometimes"},
+    {"on_error": None},
+    {"io_backend": "aio"},
+    {"unheard_of": 1},
+]
+
+
+@pytest.mark.parametrize("knobs", ABSURD, ids=str)
+def test_an_absurd_knob_is_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.ConfigError, match=next(iter(knobs))):
+        lazyckpt.Checkpointer(tmp_path / "run", **knobs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_defaults_and_their_limits_are_accepted() -> None:
+    Config()
+    Config(chunk_bytes=4096, host_buffer_bytes=8192, max_in_flight=1, io_depth=1, copy_threads=1, keep_last=1)
+
+
+def test_every_knob_has_a_unit_or_is_a_count_or_a_choice() -> None:
+    for field in dataclasses.fields(Config):
+        assert field.name.endswith(("_bytes", "_depth", "_threads", "_in_flight")) or field.name in {
+            "durability",
+            "on_error",
+            "keep_last",
+            "keep_every",
+            "audit",
+            "io_backend",
+            "direct_io",
+        }
+
+
+def test_auto_is_a_quarter_of_what_is_available_to_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "available_memory_bytes", lambda: 8 << 30)
+    assert auto_ring_bytes(16 << 20) == 2 << 30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert auto_ring_bytes(16 << 20) == 512 << 20
+    monkeypatch.setattr(config, "available_memory_bytes", lambda: 0)
+    assert auto_ring_bytes(16 << 20) == 32 << 20, "two chunks at least, or nothing could be saved"
+
+
+def test_available_memory_heeds_the_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Path.read_text
+
+    def read_text(self: Path, *args: Any, **kwargs: Any) -> str:
+        files = {"/sys/fs/cgroup/memory.max": "1000000", "/sys/fs/cgroup/memory.current": "400000"}
+        return files.get(str(self)) or plain(self, *args, **kwargs)
+
+    assert available_memory_bytes() > 1 << 20
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available_memory_bytes() == 600000

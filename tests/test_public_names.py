@@ -1,0 +1,64 @@
+"""The public surface: what is exported is what is meant to be, and every error says what kind it is."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import lazyckpt
+from lazyckpt import errors
+
+
+def test_exported_names_exist_and_are_sorted() -> None:
+    assert lazyckpt.__all__ == sorted(lazyckpt.__all__, key=lambda name: (name.islower(), name))
+    assert all(hasattr(lazyckpt, name) for name in lazyckpt.__all__)
+
+
+def test_every_error_is_exported() -> None:
+    own = {n for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, errors.LazyCkptError)}
+    assert own <= set(lazyckpt.__all__)
+
+
+def test_nothing_private_leaks_through_a_public_name() -> None:
+    for name in lazyckpt.__all__:
+        assert not name.startswith("_")
+        assert getattr(lazyckpt, name).__module__.startswith("lazyckpt")
+        assert getattr(lazyckpt, name).__doc__
+
+
+@pytest.mark.parametrize("child", ["NoSpaceError", "SerializationError", "TornSnapshotError"])
+def test_save_errors_are_save_errors(child: str) -> None:
+    error = getattr(lazyckpt, child)("why", path="a/b", step=7)
+    assert isinstance(error, lazyckpt.SaveError)
+    assert "step 7" in str(error) and "a/b" in str(error) and "why" in str(error)
+
+
+def test_config_error_is_a_value_error() -> None:
+    assert issubclass(lazyckpt.ConfigError, ValueError)
+
+
+def test_import_needs_no_gpu_no_numpy_random_and_installs_no_hook() -> None:
+    script = (
+        "import torch\n"
+        "from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks\n"
+        "before = len(hooks)\n"
+        "import lazyckpt\n"
+        "assert len(hooks) == before\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_errors_of_a_handle_survive_pickling() -> None:
+    """A launcher that runs training in a subprocess sends exceptions through a pipe."""
+    for error in (
+        lazyckpt.SaveError("why", path="a", step=1),
+        lazyckpt.CorruptFileError("why", path="a"),
+        lazyckpt.RestoreError("why"),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == str(error)
