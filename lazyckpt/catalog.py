@@ -92,13 +92,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
             _whole(data["step"]),
             _whole(data["sequence"]),
             None if data["parent"] is None else _whole(data["parent"]),
-            datetime.fromisoformat(data["created"]),
+            _as_utc(datetime.fromisoformat(data["created"])),
             tuple(FileEntry(str(f["name"]), _whole(f["bytes"]), int(f["crc32"], 16)) for f in data["files"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
     if [entry.name for entry in checkpoint.files].count(STATE) != 1:
         raise CorruptFileError(f"does not name {STATE}, or names it twice", path=file)
+    if (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
+        raise CorruptFileError(f"the folder was renamed: its manifest says step {checkpoint.step}", path=path)
     for entry in checkpoint.files:
         if entry.name in ("", ".", "..", commit.MANIFEST) or "/" in entry.name or "\0" in entry.name:
             raise CorruptFileError(f"names a file {entry.name!r} outside its folder", path=file)
@@ -114,6 +116,10 @@ def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a whole number")
     return value
+
+
+def _as_utc(time: datetime) -> datetime:
+    return time if time.tzinfo is not None else time.replace(tzinfo=timezone.utc)
 
 
 class Catalog:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,21 +98,36 @@ def _memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory this process may still take: what the machine has free, within the limits of its cgroup."""
+    """Memory this process may still take: what the machine has free, within the limits of its cgroups."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            available = min(available, int(Path(limit).read_text()) - int(Path(usage).read_text()))
-        except (OSError, ValueError):
-            continue  # no such cgroup, or "max"
-    return max(available, 0)
+    return max(min([available, *_cgroup_headroom_bytes()]), 0)
+
+
+def _cgroup_headroom_bytes() -> Iterator[int]:
+    """What each cgroup above this process leaves; the page cache counts as free, since it makes room."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+                yield int((folder / limit).read_text()) - int((folder / usage).read_text()) + cache
+            except (OSError, ValueError):
+                pass  # no such limit here, or "max"
+            if folder == root:
+                break
 
 
 def auto_ring_bytes(chunk_bytes: int) -> int:
     """The most that ``host_buffer_bytes="auto"`` takes: a quarter of the memory available to this rank."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
-    return max(available_memory_bytes() // 4 // max(ranks, 1), 2 * chunk_bytes) // chunk_bytes * chunk_bytes
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = available_memory_bytes() // 4 // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
+    return max(share, 2 * chunk_bytes) // chunk_bytes * chunk_bytes

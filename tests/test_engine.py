@@ -450,7 +450,7 @@ def test_a_dropped_job_releases_everything(backend: str, stage: str, tmp_path: P
     if stage in ("sealed", "writing"):
         job.seal()
     if stage == "writing":
-        wait_for(lambda: any(event[6] > 0 for event in job.timeline()))
+        wait_for(lambda: any(event[6] > 0 for event in job.timeline()))  # noqa: F821
     del job
     gc.collect()
     program.sources.clear()  # nobody reads them any more
@@ -509,7 +509,7 @@ def test_a_job_that_fails_twice_is_let_go(backend: str, tmp_path: Path) -> None:
     program.append(job)
     job.open(0, str(tmp_path / "file"), 100)
     job.seal()
-    wait_for(lambda: job.stats()["written_s"] > 0)
+    wait_for(lambda: job.stats()["written_s"] > 0)  # noqa: F821
     job.fail(errno.ECANCELED, "no longer wanted")
     assert job.wait_settled(10)
     wait_for(lambda: descriptors() == before)
