@@ -1,4 +1,7 @@
 // From the training state into the staging ring.
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
 #include <bit>
 #include <cerrno>
@@ -262,6 +265,9 @@ void Engine::Release(Chunk* chunk) {
 }
 
 void Engine::CopyLoop() {
+  // A batch thread that wakes up does not preempt the training thread that woke it, in the middle of save().
+  const sched_param priority{};
+  pthread_setschedparam(pthread_self(), SCHED_BATCH, &priority);
   std::unique_lock lock(mutex_);
   while (!stop_) {
     if (Chunk* chunk = TakeChunk())
