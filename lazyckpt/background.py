@@ -73,8 +73,8 @@ class Flight:
     job: _engine.Job
     nbytes: int
     sequence: int
-    parent: int | None
     begin: float  # time.perf_counter() when save() was called
+    handed_over: float  # and when the engine was given the checkpoint
     previous: SaveHandle | None  # is published before this one
 
 
@@ -88,6 +88,7 @@ class Background:
         self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
         self._failed: list[SaveHandle] = []
+        self.parent: int | None = None  # the sequence last committed or restored
 
     @property
     def newest(self) -> SaveHandle | None:
@@ -149,12 +150,12 @@ class Background:
                 raise TornSnapshotError(snapshot.torn, **where)  # type: ignore[arg-type]
             job.raise_error()
             files = [(STATE, *job.files()[0])]
-            staging.describe(
-                catalog.manifest(step=handle.step, sequence=flight.sequence, parent=flight.parent, files=files)
-            )
             if flight.previous is not None:
                 concurrent.futures.wait([flight.previous])
+            numbers = {"step": handle.step, "sequence": flight.sequence, "parent": self.parent}
+            staging.describe(catalog.manifest(**numbers, files=files))  # type: ignore[arg-type]
             replaced = staging.publish()
+            self.parent = flight.sequence
         except SaveError as cause:
             error = cause
         except OSError as cause:
@@ -169,9 +170,10 @@ class Background:
             _let_go(snapshot)
             if staging is not None:
                 staging.discard()
-        _fill_in(handle.metrics, job, flight.begin)
+        _fill_in(handle.metrics, job, flight)
         self.finish(handle, error)
         gate.discard(snapshot)
+        snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
         if replaced is not None:
             commit.remove(replaced)
         if error is None:
@@ -191,19 +193,19 @@ def _let_go(snapshot: Snapshot) -> None:
     snapshot.release()
 
 
-def _fill_in(metrics: CheckpointMetrics, job: _engine.Job, begin: float) -> None:
+def _fill_in(metrics: CheckpointMetrics, job: _engine.Job, flight: Flight) -> None:
     """What the engine measured, on the clock of save()."""
     stats = job.stats()
-    metrics.durable_s = time.perf_counter() - begin
-    started = metrics.in_flight_wait_s + metrics.plan_s  # the engine's clock began about here
+    metrics.durable_s = time.perf_counter() - flight.begin
+    handed_over = flight.handed_over - flight.begin
     metrics.bytes = int(stats["bytes"])
     metrics.eager_bytes = int(stats["eager_bytes"])
     metrics.chunks = int(stats["chunks"])
     metrics.copy_s = stats["copy_s"]
     metrics.ring_wait_s = stats["ring_wait_s"]
-    metrics.captured_s = started + stats["captured_s"]
-    metrics.written_s = started + stats["written_s"]
-    metrics.synced_s = started + stats["synced_s"]
+    metrics.captured_s = handed_over + stats["captured_s"]
+    metrics.written_s = handed_over + stats["written_s"]
+    metrics.synced_s = handed_over + stats["synced_s"]
     metrics.write_s = stats["written_s"] - stats["first_write_s"]
     metrics.commit_s = metrics.durable_s - metrics.written_s
     metrics.timeline = [ChunkEvent(*event) for event in job.timeline()]

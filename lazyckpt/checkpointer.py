@@ -75,7 +75,6 @@ class Checkpointer:
         self._catalog = Catalog(self.directory)
         known = self._catalog.scan()
         self._sequence = max((c.sequence for c in known), default=0)
-        self._parent: int | None = known[0].sequence if known else None
         self._provider = CompositeProvider()
         self._unwatch: list[Callable[[], None]] = []
         self._fresh_keys = map(str, itertools.count())
@@ -83,6 +82,7 @@ class Checkpointer:
         self._frozen = FrozenParameters()
         self._steps_before: dict[int, int] = {}
         self._background = Background(self._catalog, self.config)
+        self._background.parent = known[0].sequence if known else None
         self._pid = os.getpid()
         self._closed = False
         config = self.config
@@ -150,6 +150,7 @@ class Checkpointer:
         if step is not None and path is not None:
             raise ConfigError("restore: give a step or a path, not both")
         self._background.drain()
+        gate.wait_all()  # other Checkpointers may be copying what is about to be overwritten
         read = {"io_backend": self.config.io_backend, "direct": self.config.direct_io}
         checkpoint: Checkpoint | None
         if step is None and path is None:
@@ -160,7 +161,7 @@ class Checkpointer:
         if checkpoint is None:
             return None
         own = checkpoint.path.parent.resolve() == self.directory.resolve()
-        self._parent = checkpoint.sequence if own else None
+        self._background.parent = checkpoint.sequence if own else None
         return checkpoint.step
 
     # save
@@ -209,11 +210,12 @@ class Checkpointer:
         nbytes = layout.head_end + tail.nbytes
         self._check_space(nbytes, handle)
         snapshot.metrics = handle.metrics
-        handle.metrics.tensors = len(snapshot.views)
+        handle.metrics.storages = len(snapshot.views)
         if self.config.durability == "before_step":
             snapshot.durable = handle
         if self.config.host_buffer_bytes == "auto":
             self._engine.reserve(min(nbytes + 2 * self.config.chunk_bytes, self._max_ring_bytes))
+        handed_over = time.perf_counter()
         job = self._engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, 1)
         for extent in [*layout.head, tail]:
             job.append(0, extent.offset, extent.rows, extent.blob)
@@ -222,9 +224,8 @@ class Checkpointer:
         handle._snapshot = snapshot
         gate.add(snapshot)
         self._sequence += 1
-        parent, self._parent = self._parent, self._sequence
         previous = self._background.newest
-        self._background.launch(Flight(handle, snapshot, job, nbytes, self._sequence, parent, begin, previous))
+        self._background.launch(Flight(handle, snapshot, job, nbytes, self._sequence, begin, handed_over, previous))
         handle.metrics.plan_s = time.perf_counter() - started
         job.wait_eager()
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s

@@ -64,6 +64,10 @@ class Config:
             self._at_least("keep_last", 1)
         if self.keep_every is not None:
             self._at_least("keep_every", 1)
+            if self.keep_last is None:
+                raise ConfigError(
+                    "keep_every adds to keep_last, and without that everything is kept: give keep_last, too"
+                )
         for name, allowed in (
             ("durability", ("async", "before_step")),
             ("on_error", ("raise", "warn")),

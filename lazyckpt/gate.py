@@ -45,8 +45,7 @@ class Gate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: tuple[Pending, ...] = ()
-        self._open: set[int] = set()
-        self._guarded: list[Guarded] = []  # Guarded is only weakly referenced below
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # the owners of steps under way
         self._installed = False
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -72,7 +71,7 @@ class Gate:
         """In a forked child: nothing is copied there, so nothing waits."""
         self._lock = threading.Lock()
         self._pending = ()
-        self._open = set()
+        self._open = weakref.WeakSet()
 
     def inside_step(self) -> bool:
         return bool(self._open)
@@ -86,18 +85,16 @@ class Gate:
         """See :func:`lazyckpt.guard`."""
         owner = Guarded(obj)
         inner = getattr(obj, method)
-        with self._lock:
-            self._guarded.append(owner)
 
         @functools.wraps(inner)
         def gated(*args: Any, **kwargs: Any) -> Any:
             self._wait(owner)
             self._count(owner)
-            self._open.add(id(owner))
+            self._open.add(owner)
             try:
                 return inner(*args, **kwargs)
             finally:
-                self._open.discard(id(owner))
+                self._open.discard(owner)
 
         setattr(obj, method, gated)
 
@@ -114,9 +111,9 @@ class Gate:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer not in self.steps:
             optimizer.register_load_state_dict_pre_hook(_wait_before_load)
-        if id(optimizer) not in self._open:  # a subclass that calls super().step() comes by twice
+        if optimizer not in self._open:  # a subclass that calls super().step() comes by twice
             self._count(optimizer)
-        self._open.add(id(optimizer))
+        self._open.add(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
         # Others may not (SAM), and wait up front.
@@ -128,7 +125,7 @@ class Gate:
             try:
                 loss = closure()
             except BaseException:
-                self._open.discard(id(optimizer))
+                self._open.discard(optimizer)
                 raise
             self._wait(optimizer)
             return loss
@@ -138,7 +135,7 @@ class Gate:
         return args, {**kwargs, "closure": gated_closure}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._open.discard(id(optimizer))
+        self._open.discard(optimizer)
 
 
 gate = Gate()

@@ -20,7 +20,8 @@ class ChunkEvent(NamedTuple):
 
 @dataclass
 class CheckpointMetrics:
-    """The breakdown of one checkpoint. Final when its handle is done; docs/metrics.md says how to read it.
+    """The breakdown of one checkpoint. Final when its handle is done and the optimizer has stepped since;
+    docs/metrics.md says how to read it.
 
     What the training thread waited for:
 
@@ -40,13 +41,13 @@ class CheckpointMetrics:
 
     How busy it was: ``copy_s`` is time spent copying, all threads added; ``ring_wait_s`` the time in which there was
     something to copy but no room in the ring; ``write_s`` from the first write to the last; ``commit_s`` from
-    fdatasync to durable.
+    the last write to durable.
     """
 
     step: int | None = None
     bytes: int = 0
     eager_bytes: int = 0
-    tensors: int = 0
+    storages: int = 0
     chunks: int = 0
 
     in_flight_wait_s: float = 0.0

@@ -134,7 +134,7 @@ class Snapshot:
         audit: bool,
     ) -> None:
         self.torn: str | None = None  # what changed, if something did
-        self.job: _engine.Job | None = None
+        self.job: _engine.Job | None = None  # while it is under way
         self.metrics = CheckpointMetrics()
         self.durable: Future[Any] | None = None  # set if steps wait for it (before_step)
         self.name_of: Callable[[TensorView], str] = lambda view: f"data/{view.key}"
@@ -212,10 +212,10 @@ class Snapshot:
         self._wait(ALL_OWNERS)
 
     def _wait(self, owners: int) -> None:
-        assert self.job is not None
         begin = time.perf_counter()
-        self.job.wait_captured(owners)
-        self.verify(owners)
+        if (job := self.job) is not None:
+            job.wait_captured(owners)
+            self.verify(owners)
         if self.durable is not None:
             wait([self.durable])
         self.metrics.gate_blocked_s += time.perf_counter() - begin

@@ -211,8 +211,7 @@ def make_run(tmp_path: Path, disk: Disk) -> Iterator[MakeRun]:
 def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
     """Chunks with lazy bytes that are not copied yet."""
     job = handle._snapshot.job
-    assert job is not None
-    return job.pending_chunks((1 << 64) - 1)
+    return 0 if job is None else job.pending_chunks((1 << 64) - 1)
 
 
 @pytest.fixture

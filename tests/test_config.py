@@ -30,7 +30,7 @@ ABSURD: list[dict[str, Any]] = [
     {"chunk_bytes": "16 MiB"},
     {"host_buffer_bytes": 0},
     {"host_buffer_bytes": -1},
-    {"host_buffer_bytes": 16 << 20},  # one chunk
+    {"host_buffer_bytes": 8 << 20},  # one chunk
     {"host_buffer_bytes": 1 << 60},
     {"host_buffer_bytes": 1 << 70},
     {"host_buffer_bytes": 1e9},
@@ -80,12 +80,31 @@ def test_auto_is_a_quarter_of_what_is_available_to_this_rank(monkeypatch: pytest
     assert auto_ring_bytes(16 << 20) == 32 << 20, "two chunks at least, or nothing could be saved"
 
 
-def test_available_memory_heeds_the_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [
+        (
+            "0::/job/step",
+            {"job/memory.max": "1000000", "job/memory.current": "700000", "job/memory.stat": "inactive_file 300000"},
+        ),
+        (
+            "4:memory:/job",
+            {
+                "memory/job/memory.limit_in_bytes": "1000000",
+                "memory/job/memory.usage_in_bytes": "500000",
+                "memory/job/memory.stat": "cache 7\ntotal_inactive_file 100000",
+            },
+        ),
+    ],
+)
+def test_available_memory_heeds_the_cgroups_above_this_process(
+    cgroup: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = Path.read_text
+    fakes = {"/proc/self/cgroup": cgroup, **{f"/sys/fs/cgroup/{name}": text for name, text in files.items()}}
 
     def read_text(self: Path, *args: Any, **kwargs: Any) -> str:
-        files = {"/sys/fs/cgroup/memory.max": "1000000", "/sys/fs/cgroup/memory.current": "400000"}
-        return files.get(str(self)) or plain(self, *args, **kwargs)
+        return fakes.get(str(self)) or plain(self, *args, **kwargs)
 
     assert available_memory_bytes() > 1 << 20
     monkeypatch.setattr(Path, "read_text", read_text)

@@ -59,5 +59,5 @@ class UnpicklableError(Exception):
     """Which part of the state could not be pickled; the Checkpointer makes a SerializationError of it."""
 
     def __init__(self, name: str, cause: Exception) -> None:
-        super().__init__(f"{name!r} cannot be pickled: {cause}")
+        super().__init__(f"the state of {name!r} cannot be pickled: {type(cause).__name__}: {cause}")
         self.name = name

@@ -1,0 +1,659 @@
+"""The face: what save() promises, what it says when it cannot keep it, and what a run looks like from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import commit
+from lazyckpt.gate import gate
+
+HELD_S = 0.05
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in 20 s"
+        time.sleep(0.005)
+
+
+# a checkpoint
+
+
+def test_a_checkpoint_is_a_folder_that_torch_reads(make_run: Any, graph: Any) -> None:
+    run = make_run()
+    before = run.state()
+    path = run.ckpt.save(12).result()
+    assert path == run.ckpt.directory / "step-00000012"
+    assert names(path) == ["manifest.json", "state.pt"]
+    for mmap in (False, True):
+        state = torch.load(path / "state.pt", mmap=mmap)
+        assert list(state) == ["model", "optimizer", "rng"]
+        assert graph(state["model"]) == graph(before["model"])
+        assert graph(state["optimizer"]) == graph(before["optimizer"])
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["step"] == 12 and manifest["sequence"] == 1 and manifest["parent"] is None
+    assert manifest["files"][0]["bytes"] == (path / "state.pt").stat().st_size
+
+
+def test_save_returns_before_the_checkpoint_is_durable(make_run: Any, disk: Any) -> None:
+    run = make_run()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    assert not handle.done()
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.01)
+    assert not any(n.startswith("step-") for n in names(run.ckpt.directory))
+    disk.release()
+    assert handle.result(timeout=30).is_dir() and handle.wait_captured()
+
+
+def test_a_blocking_save_is_durable_when_it_returns(make_run: Any) -> None:
+    run = make_run()
+    handle = run.ckpt.save(1, blocking=True)
+    assert handle.done() and handle.path.is_dir()
+
+
+def test_a_checkpoint_cannot_be_cancelled(make_run: Any, disk: Any) -> None:
+    """A cancelled future would never be done, and close() waits for it."""
+    run = make_run()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    if handle.cancel():
+        run.ckpt._background._in_flight.clear()
+        pytest.fail("cancelled")
+    disk.release()
+    assert handle.result(timeout=30).is_dir()
+
+
+def test_a_callback_of_a_handle_is_called(make_run: Any) -> None:
+    run = make_run()
+    seen: list[Any] = []
+    run.ckpt.save(1).add_done_callback(lambda h: seen.append(h.result()))
+    wait_until(lambda: seen)
+    assert seen == [run.ckpt.directory / "step-00000001"]
+
+
+def test_metrics_say_where_the_time_went(make_run: Any, disk: Any) -> None:
+    run = make_run()
+    disk.hold()
+    handle = run.ckpt.save(3)
+    disk.release(after_s=HELD_S)
+    run.step()
+    handle.result()
+    m = handle.metrics
+    assert m.step == 3 and m.bytes == (handle.path / "state.pt").stat().st_size
+    assert 0 < m.eager_bytes < m.bytes and m.chunks == len(m.timeline) > m.bytes / (64 << 10) - 1
+    assert m.tensors >= 4 * len(run.optimizer.state)
+    assert m.gate_blocked_s > HELD_S / 2 and m.blocked_s == m.save_blocked_s + m.gate_blocked_s
+    assert 0 < m.plan_s <= m.save_blocked_s
+    assert m.captured_s <= m.written_s <= m.synced_s <= m.durable_s
+    assert sum(e.nbytes for e in m.timeline) == m.bytes
+    assert m.ring_wait_s > 0, "the ring is a fraction of the state"
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, None, "1", 2**63 * 1.0])
+def test_a_step_that_is_none_is_refused(step: Any, make_run: Any) -> None:
+    run = make_run()
+    with pytest.raises(lazyckpt.ConfigError, match="step="):
+        run.ckpt.save(step)
+    with pytest.raises(lazyckpt.ConfigError):
+        run.ckpt.restore(step=step, path=run.ckpt.directory if step is None else None)
+
+
+def test_large_steps_sort_and_restore(make_run: Any) -> None:
+    run = make_run()
+    for step in (0, 99_999_999, 100_000_000, 10**12):
+        run.ckpt.save(step).result()
+        assert run.ckpt.restore() == step
+    assert run.ckpt.restore(step=0) == 0
+
+
+# order and limits
+
+
+def test_several_in_flight_commit_in_order(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is the slowest to be described, and is published first all the same."""
+    run = make_run(max_in_flight=4)
+    published: list[str] = []
+    describe, publish = commit.Staging.describe, commit.Staging.publish
+
+    def slow_describe(self: commit.Staging, manifest: dict[str, Any]) -> None:
+        time.sleep(0.15 / manifest["sequence"])
+        describe(self, manifest)
+
+    def noted_publish(self: commit.Staging) -> Path | None:
+        published.append(self.target.name)
+        return publish(self)
+
+    monkeypatch.setattr(commit.Staging, "describe", slow_describe)
+    monkeypatch.setattr(commit.Staging, "publish", noted_publish)
+    handles = []
+    for step in (30, 10, 20, 40):
+        handles.append(run.ckpt.save(step))
+        run.step()
+    handles[-1].result(timeout=30)
+    assert published == [f"step-000000{step}" for step in (30, 10, 20, 40)]
+
+
+def test_a_failed_one_does_not_hold_up_the_next(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(max_in_flight=3, on_error="warn")
+    describe = commit.Staging.describe
+
+    def failing(self: commit.Staging, manifest: dict[str, Any]) -> None:
+        if manifest["step"] == 1:
+            raise OSError(5, "Input/output error")
+        describe(self, manifest)
+
+    monkeypatch.setattr(commit.Staging, "describe", failing)
+    with pytest.warns(UserWarning, match="step 1.*Input/output error"):
+        first, second = run.ckpt.save(1), run.ckpt.save(2)
+        assert second.result(timeout=30).name == "step-00000002"
+        error = first.exception(timeout=30)
+    assert isinstance(error, lazyckpt.SaveError) and isinstance(error.__cause__, OSError)
+    assert names(run.ckpt.directory) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_max_in_flight_waits_and_says_how_long(limit: int, make_run: Any, disk: Any) -> None:
+    run = make_run(max_in_flight=limit, host_buffer_bytes=32 << 20)
+    disk.hold()
+    for step in range(limit):
+        assert run.ckpt.save(step).metrics.in_flight_wait_s < HELD_S / 2
+    disk.release(after_s=HELD_S)
+    handle = run.ckpt.save(9)
+    assert handle.metrics.in_flight_wait_s > HELD_S / 2
+    assert handle.metrics.save_blocked_s >= handle.metrics.in_flight_wait_s
+    handle.result()
+
+
+def test_before_step_makes_the_step_wait_for_the_disk(
+    make_run: Any, disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(durability="before_step", host_buffer_bytes=32 << 20)
+    publish = commit.Staging.publish
+
+    def slow(self: commit.Staging) -> Path | None:
+        time.sleep(HELD_S)
+        return publish(self)
+
+    monkeypatch.setattr(commit.Staging, "publish", slow)
+    for step in range(3):
+        handle = run.ckpt.save(step)
+        run.backward()
+        assert handle.wait_captured() and not handle.done()
+        run.optimizer.step()
+        assert handle.path.is_dir(), "the step returned, so the checkpoint is durable"
+        assert handle.result(timeout=1)
+        assert handle.metrics.gate_blocked_s > HELD_S / 2
+
+
+def test_before_step_with_a_closure(make_run: Any) -> None:
+    run = make_run(durability="before_step")
+    handle = run.ckpt.save(1)
+    run.optimizer.step(run.backward)
+    assert handle.path.is_dir()
+
+
+def test_before_step_goes_on_when_the_checkpoint_fails(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(durability="before_step")
+    monkeypatch.setattr(commit.Staging, "publish", lambda self: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    handle = run.ckpt.save(1)
+    run.step()
+    assert handle.done()
+    with pytest.raises(lazyckpt.SaveError, match="Input/output"):
+        run.ckpt.save(2)
+
+
+# saving again, keeping, removing
+
+
+def test_saving_a_step_again_replaces_it_atomically(make_run: Any, graph: Any) -> None:
+    """A reader that opens the state again and again always finds a whole one, the old or the new."""
+    run = make_run(host_buffer_bytes=32 << 20)
+    run.ckpt.save(5).result()
+    stop, errors, reads = threading.Event(), [], []
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                folder = os.open(run.ckpt.directory / "step-00000005", os.O_RDONLY)
+                manifest = json.loads(Path(f"/proc/self/fd/{folder}/manifest.json").read_text())
+                size = os.stat(f"/proc/self/fd/{folder}/state.pt").st_size
+                os.close(folder)
+                assert manifest["files"][0]["bytes"] == size
+                reads.append(manifest["sequence"])
+            except FileNotFoundError as error:
+                # The folder it held open was replaced and removed; the name itself is never missing.
+                if "manifest" not in str(error) and "state" not in str(error):
+                    errors.append(error)
+            except BaseException as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(20):
+        run.step()
+        run.ckpt.save(5).result()
+    stop.set()
+    thread.join()
+    assert not errors and max(reads) > 5
+    run.ckpt.close()
+    assert names(run.ckpt.directory) == ["step-00000005"]
+    assert graph(torch.load(run.ckpt.directory / "step-00000005/state.pt")["model"]) == graph(run.state()["model"])
+
+
+def test_saving_a_step_again_while_it_is_in_flight(make_run: Any) -> None:
+    run = make_run(max_in_flight=3)
+    handles = [run.ckpt.save(5) for _ in range(4)]
+    run.step()
+    last = run.ckpt.save(5)
+    assert {h.result() for h in [*handles, last]} == {run.ckpt.directory / "step-00000005"}
+    run.ckpt.close()
+    assert names(run.ckpt.directory) == ["step-00000005"]
+    manifest = json.loads((last.path / "manifest.json").read_text())
+    assert manifest["sequence"] == 5
+
+
+def test_keep_last_and_keep_every(make_run: Any) -> None:
+    run = make_run(keep_last=2, keep_every=10)
+    for step in range(1, 27):
+        run.ckpt.save(step)
+        run.step()
+    run.ckpt.close()
+    assert names(run.ckpt.directory) == [f"step-000000{s}" for s in (10, 20, 25, 26)]
+
+
+def test_retention_counts_along_the_chain_after_a_rollback(make_run: Any) -> None:
+    run = make_run()
+    for step in (100, 200, 300):
+        run.ckpt.save(step).result()
+    run.ckpt.close()
+    again = make_run(directory=run.ckpt.directory, keep_last=2)
+    assert again.ckpt.restore(step=100) == 100
+    again.ckpt.save(120).result()
+    again.ckpt.close()
+    assert names(run.ckpt.directory) == ["step-00000100", "step-00000120"], "the abandoned branch is gone"
+
+
+def test_nothing_is_removed_before_the_new_one_is_durable(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(keep_last=1)
+    run.ckpt.save(1).result()
+    wait_until(lambda: names(run.ckpt.directory) == ["step-00000001"])
+    monkeypatch.setattr(commit.Staging, "publish", lambda self: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(lazyckpt.NoSpaceError, match="keep_last"):
+        run.ckpt.save(2).result(timeout=30)
+    assert names(run.ckpt.directory) == ["step-00000001"]
+
+
+def test_what_cannot_be_removed_is_a_warning(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint that was to be kept is kept; nobody is told that it failed."""
+    run = make_run(keep_last=1)
+    run.ckpt.save(1).result()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(commit, "remove", refuse)
+    with pytest.warns(UserWarning, match="not permitted"):
+        run.ckpt.save(2).result()
+        run.ckpt.close()
+
+
+ROLLBACK = """
+import sys, torch, lazyckpt
+folder, action = sys.argv[1:3]
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+with lazyckpt.Checkpointer(folder) as ckpt:
+    ckpt.track(model=model, optimizer=optimizer)
+    step = ckpt.restore(step=int(sys.argv[4])) if len(sys.argv) > 4 else ckpt.restore()
+    print(step)
+    if action == "train":
+        for step in range((step or 0) + 1, int(sys.argv[3]) + 1):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            if step % 20 == 0:
+                with torch.no_grad():
+                    model.bias.fill_(step)
+                ckpt.save(step).result()
+    print(int(model.bias[0]))
+"""
+
+
+def python(*arguments: Any) -> list[str]:
+    command = [sys.executable, "-c", ROLLBACK, *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_rollback_the_newest_is_the_last_saved_not_the_highest(tmp_path: Path) -> None:
+    """Save to step 200, restore 100, train to 120, die: a new process continues from 120."""
+    python(tmp_path, "train", 200)
+    assert len(names(tmp_path)) == 10
+    assert python(tmp_path, "train", 120, 100) == ["100", "120"]
+    assert python(tmp_path, "look") == ["120", "120"]
+    assert "step-00000200" in names(tmp_path), "without keep_last nothing is removed"
+    assert python(tmp_path, "look", 0, 200) == ["200", "200"]
+    assert python(tmp_path, "look") == ["120", "120"], "looking does not change what is newest"
+
+
+# when something goes wrong
+
+
+def test_an_error_in_the_background_is_raised_once_at_the_next_call(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.Staging, "describe", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        handle = run.ckpt.save(7)
+        wait_until(handle.done)
+    with pytest.raises(lazyckpt.SaveError, match=r"step 7.*step-00000007.*Input/output error"):
+        run.ckpt.save(8)
+    assert run.ckpt.save(8).result().name == "step-00000008"
+    assert names(run.ckpt.directory) == ["step-00000008"]
+
+
+def test_an_error_that_was_seen_at_the_handle_is_not_raised_again(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.Staging, "describe", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(lazyckpt.SaveError):
+            run.ckpt.save(7).result()
+    run.ckpt.save(8).result()
+    run.ckpt.close()
+
+
+def test_every_failure_is_told_even_if_there_are_several(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(max_in_flight=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.Staging, "describe", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        handles = [run.ckpt.save(step) for step in (1, 2)]
+        wait_until(lambda: all(h.done() for h in handles))
+    for step in (1, 2):
+        with pytest.raises(lazyckpt.SaveError, match=f"step {step}"):
+            run.ckpt.save(3)
+    run.ckpt.save(3).result()
+
+
+def test_close_and_with_raise_the_error_unless_another_is_under_way(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit.Staging, "describe", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    first, second = make_run(), make_run()
+    with pytest.raises(lazyckpt.SaveError, match="Input/output error"), first.ckpt:
+        first.ckpt.save(1)
+    with pytest.warns(UserWarning, match="Input/output error"), pytest.raises(KeyError, match="mine"), second.ckpt:
+        second.ckpt.save(1)
+        raise KeyError("mine")
+
+
+def test_warn_resolves_the_handle_even_if_warnings_are_errors(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(on_error="warn")
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(commit.Staging, "describe", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        handle = run.ckpt.save(1)
+        assert isinstance(handle.exception(timeout=10), lazyckpt.SaveError)
+    run.ckpt.save(2).result()
+
+
+def test_an_interrupted_save_is_not_published_and_nothing_hangs(make_run: Any, disk: Any) -> None:
+    """Ctrl-C while eager bytes are copied: training may go on with them half read."""
+    import signal
+
+    run = make_run()
+    table = {"t": torch.zeros(1 << 18)}
+    run.ckpt.track(table=table)
+    disk.hold()
+
+    class Interrupt(Exception): ...
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(Interrupt):
+            run.ckpt.save(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    table["t"].fill_(1)
+    disk.release()
+    with pytest.raises(lazyckpt.SaveError, match="step 1"):
+        run.ckpt.close()
+    assert names(run.ckpt.directory) == []
+
+
+def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    for folder in (file, file / "below"):
+        with pytest.raises(lazyckpt.SaveError, match="file"):
+            lazyckpt.Checkpointer(folder)
+    with pytest.raises(lazyckpt.SaveError, match="/proc"):
+        lazyckpt.Checkpointer("/proc/lazyckpt")
+    with pytest.raises(lazyckpt.SaveError):
+        lazyckpt.Checkpointer("/sys")  # exists; not even root may make a folder there
+    with pytest.raises(lazyckpt.SaveError):
+        lazyckpt.Checkpointer(tmp_path / ("x" * 300))
+    assert file.read_text() == "in the way"
+
+
+def test_a_folder_that_vanishes_while_training(make_run: Any) -> None:
+    import shutil
+
+    run = make_run()
+    run.ckpt.save(1).result()
+    shutil.rmtree(run.ckpt.directory)
+    with pytest.raises(lazyckpt.SaveError, match=r"step 2.*No such file"):
+        run.ckpt.save(2).result(timeout=30)
+    run.step()
+    run.ckpt.directory.mkdir()
+    run.ckpt.save(3).result()
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_replaced(make_run: Any) -> None:
+    run = make_run()
+    (run.ckpt.directory / "step-00000001").write_text("in the way")
+    assert run.ckpt.save(1).result().is_dir()
+    run.ckpt.close()
+    assert names(run.ckpt.directory) == ["step-00000001"]
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_replaced_not_followed(make_run: Any, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.mkdir()
+    (target / "state.pt").write_text("precious")
+    run = make_run()
+    (run.ckpt.directory / "step-00000001").symlink_to(target)
+    assert not run.ckpt.save(1).result().is_symlink()
+    run.ckpt.close()
+    assert (target / "state.pt").read_text() == "precious"
+    assert names(run.ckpt.directory) == ["step-00000001"]
+
+
+def test_lack_of_space_is_found_before_training_is_blocked(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    run.ckpt.save(1).result()
+    real = os.statvfs(run.ckpt.directory)
+
+    class Full:
+        f_bavail, f_frsize = 10, real.f_frsize
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: Full)
+        with pytest.raises(lazyckpt.NoSpaceError, match=r"step 2.*needs \d+ bytes.*keep_last"):
+            run.ckpt.save(2)
+    assert gate._pending == ()
+    assert run.ckpt.save(3).result().name == "step-00000003"
+    assert names(run.ckpt.directory) == ["step-00000001", "step-00000003"]
+
+
+def test_the_ring_must_not_be_refused_in_a_raw_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lazyckpt import config
+
+    monkeypatch.setattr(config, "_memory_bytes", lambda: 1 << 62)
+    with pytest.raises(lazyckpt.LazyCkptError, match="memory"):
+        lazyckpt.Checkpointer(tmp_path, host_buffer_bytes=1 << 60)
+
+
+def test_names_and_objects_that_cannot_be_tracked(make_run: Any) -> None:
+    run = make_run()
+    with pytest.raises(lazyckpt.ConfigError, match="'model' is taken"):
+        run.ckpt.track(model=run.model)
+    with pytest.raises(lazyckpt.ConfigError, match=r"'rng' is taken.*reserved"):
+        run.ckpt.track(rng={})
+    with pytest.raises(lazyckpt.ConfigError, match=r"track\(x=…\).*generator.*StateProvider"):
+        run.ckpt.track(x=(i for i in range(3)))
+    with pytest.raises(lazyckpt.ConfigError, match=r"track\(x=…\): a int"):
+        run.ckpt.track(x=3)
+    run.ckpt.save(1).result()
+    assert list(torch.load(run.ckpt.directory / "step-00000001/state.pt")) == ["model", "optimizer", "rng"]
+
+
+def test_use_after_close(make_run: Any) -> None:
+    run = make_run()
+    handle = run.ckpt.save(1)
+    run.ckpt.close()
+    run.ckpt.close()
+    assert handle.done() and handle.wait_captured()
+    for use in (
+        lambda: run.ckpt.save(2),
+        lambda: run.ckpt.restore(),
+        lambda: run.ckpt.track(x={}),
+        lambda: run.ckpt.track_loader([1]),
+    ):
+        with pytest.raises(lazyckpt.ClosedError, match="closed"):
+            use()
+    run.step()
+
+
+def test_use_in_a_forked_child(make_run: Any) -> None:
+    run = make_run()
+    run.ckpt.save(1)
+    child = os.fork()
+    if child == 0:
+        try:
+            for use in (lambda: run.ckpt.save(2), lambda: run.ckpt.restore(), lambda: run.ckpt.track(x={})):
+                with pytest.raises(lazyckpt.ClosedError, match="parent"):
+                    use()
+            run.ckpt.close()  # harmless
+            with lazyckpt.Checkpointer(run.ckpt.directory / "child") as own:
+                own.track(model=run.model)
+                own.save(3).result(timeout=10)
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(3)
+    assert os.waitpid(child, 0)[1] == 0
+    run.step()
+    assert run.ckpt.save(2).result().is_dir()
+    assert (run.ckpt.directory / "child/step-00000003").is_dir()
+
+
+def test_a_process_that_ends_without_close_finishes_its_checkpoints(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, lazyckpt\n"
+        "ckpt = lazyckpt.Checkpointer(sys.argv[1], chunk_bytes=65536, host_buffer_bytes=131072)\n"
+        "model = torch.nn.Linear(512, 512); optimizer = torch.optim.AdamW(model.parameters())\n"
+        "ckpt.track(model=model, optimizer=optimizer)\n"
+        "model(torch.ones(1, 512)).sum().backward(); optimizer.step()\n"
+        "ckpt.save(1)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
+    assert names(tmp_path) == ["step-00000001"]
+    torch.load(tmp_path / "step-00000001/state.pt")
+
+
+def test_forks_during_a_save_are_quick_and_harm_nothing(make_run: Any, graph: Any) -> None:
+    """Every start of a DataLoader forks."""
+    run = make_run(host_buffer_bytes=64 << 20)
+    run.ckpt.save(0).result()
+    times = []
+    for step in range(5):
+        before = run.state()
+        handle = run.ckpt.save(step)
+        for _ in range(4):
+            begin = time.perf_counter()
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            times.append(time.perf_counter() - begin)
+            os.waitpid(child, 0)
+        run.step()
+        assert graph(torch.load(handle.result() / "state.pt")["model"]) == graph(before["model"])
+    assert sorted(times)[len(times) // 2] < 0.05, times
+
+
+def test_two_checkpointers_of_one_model(make_run: Any, tmp_path: Path, graph: Any) -> None:
+    run = make_run()
+    with lazyckpt.Checkpointer(tmp_path / "best", chunk_bytes=64 << 10, host_buffer_bytes=128 << 10) as best:
+        best.track(model=run.model, optimizer=run.optimizer)
+        for step in range(10):
+            before = run.state()
+            handles = [run.ckpt.save(step), best.save(step)]
+            run.step()
+            for handle in handles:
+                assert graph(torch.load(handle.result() / "state.pt")["model"]) == graph(before["model"])
+
+
+def test_restoring_by_one_checkpointer_waits_for_the_copies_of_another(
+    make_run: Any, tmp_path: Path, graph: Any, disk: Any
+) -> None:
+    """Restore writes straight into live parameters, past every hook and every version."""
+    run = make_run()
+    run.ckpt.save(1).result()
+    with lazyckpt.Checkpointer(tmp_path / "best", chunk_bytes=64 << 10, host_buffer_bytes=128 << 10) as best:
+        best.track(model=run.model, optimizer=run.optimizer)
+        run.step()
+        before = run.state()
+        disk.hold()
+        handle = best.save(2)
+        disk.release(after_s=HELD_S)
+        assert run.ckpt.restore() == 1
+        assert graph(torch.load(handle.result() / "state.pt")["model"]) == graph(before["model"])
+
+
+def test_nothing_leaks_over_many_saves(make_run: Any) -> None:
+    run = make_run(keep_last=1)
+    for step in range(20):
+        run.ckpt.save(step).result()
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for step in range(60):
+        run.ckpt.save(step).result()
+        run.step()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+    assert threading.active_count() == threads
+    assert gate._pending == ()
+
+
+def test_the_posix_backend_and_buffered_writes_save_the_same(make_run: Any, graph: Any) -> None:
+    for knobs in ({"io_backend": "posix"}, {"direct_io": False}, {"io_backend": "posix", "direct_io": False}):
+        run = make_run(**knobs)
+        before = run.state()
+        handle = run.ckpt.save(1)
+        run.step()
+        assert graph(torch.load(handle.result() / "state.pt")["model"]) == graph(before["model"])
+        assert run.ckpt.restore() == 1
+        assert graph(run.state()["model"]) == graph(before["model"])

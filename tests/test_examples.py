@@ -1,0 +1,78 @@
+"""The examples run as their docstrings say, and what they claim is so."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS, EVERY = 7, 2
+
+
+def test_custom_provider(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, str(EXAMPLES / "custom_provider.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "bytes copied before save() returned" in done.stdout
+    assert "the next 64 samples are the same" in done.stdout
+    (checkpoint,) = folder.iterdir()
+    replay = torch.load(checkpoint / "state.pt")["replay"]
+    # 1000 places, 1199 pairs: the first 199 places were written twice. -1 is what was written after save().
+    assert replay["added"] == 1199
+    assert replay["worth"].tolist() == [*range(1001, 1200), *range(200, 1001)]
+    assert bool((replay["seen"] != -1).any(dim=1).all())
+
+
+@pytest.fixture
+def tiny_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/train_gpt.py as a module, its model and its run made small."""
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    small = {"STEPS": STEPS, "EVERY": EVERY, "LAYERS": 1, "WIDTH": 32, "HEADS": 2, "BATCH": 2, "CONTEXT": 16}
+    for name, value in small.items():
+        assert hasattr(module, name)
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+class _Stopped(Exception):
+    pass
+
+
+def test_training_stopped_between_two_checkpoints_resumes_bit_for_bit(tiny_gpt: ModuleType, tmp_path: Path) -> None:
+    def losses(folder: str, stop_after: int = STEPS) -> dict[int, float]:
+        found = {}
+
+        def log(**entry: Any) -> None:
+            if "step" in entry:
+                found[entry["step"]] = entry["loss"]
+                if entry["step"] == stop_after < STEPS:
+                    raise _Stopped
+
+        with contextlib.suppress(_Stopped):
+            tiny_gpt.train(tmp_path / folder, log)
+        return found
+
+    with torch.random.fork_rng():
+        whole = losses("whole")
+        stopped = losses("stopped", stop_after=5)
+        resumed = losses("stopped")
+    assert sorted(whole) == list(range(1, STEPS + 1))
+    assert sorted(stopped) == [1, 2, 3, 4, 5]
+    assert sorted(resumed) == [5, 6, 7]  # from the checkpoint of step 4
+    assert {**stopped, **resumed} == whole and stopped[5] == resumed[5]
+    last = lazyckpt.load(tmp_path / "stopped" / "step-00000006")
+    assert set(last) == {"model", "optimizer", "scheduler", "loader", "rng"}

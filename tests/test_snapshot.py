@@ -1,0 +1,349 @@
+"""What is copied lazily, and what happens to a checkpoint whose state changed before it was copied."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import numpy.random  # noqa: F401  # its state is saved once it is imported, by whomever
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt.snapshot import LAZY_MIN_BYTES
+
+FUSED = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731
+PLAIN = lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)  # noqa: E731
+
+
+def saved(handle: lazyckpt.SaveHandle) -> Any:
+    return torch.load(handle.result(timeout=30) / "state.pt")
+
+
+def eager_bytes(run: Any, step: int) -> int:
+    """Of a save after an optimizer step, without what the RNG takes."""
+    run.step()
+    handle = run.ckpt.save(step, blocking=True)
+    return int(handle.metrics.eager_bytes)
+
+
+@pytest.fixture
+def rng_bytes(tmp_path: Any) -> int:
+    with lazyckpt.Checkpointer(tmp_path / "rng", chunk_bytes=64 << 10, host_buffer_bytes=1 << 20) as ckpt:
+        return int(ckpt.save(1, blocking=True).metrics.eager_bytes)
+
+
+# lazy is earned
+
+
+def test_only_what_an_optimizer_owns_and_stepped_on_is_lazy(make_run: Any, rng_bytes: int) -> None:
+    run = make_run(PLAIN)
+    small = sum(t.nbytes for t in run.model.parameters() if t.nbytes <= LAZY_MIN_BYTES)
+    assert eager_bytes(run, 1) - rng_bytes == 2 * small  # with the momentum
+    constant = torch.zeros(50_000)
+    run.ckpt.track(constant=constant)
+    assert eager_bytes(run, 2) - rng_bytes == 2 * small + constant.nbytes
+
+
+def test_a_storage_of_exactly_4_kib_is_eager_and_one_more_element_is_lazy(make_run: Any, rng_bytes: int) -> None:
+    for numel, expected in ((LAZY_MIN_BYTES // 4, LAZY_MIN_BYTES), (LAZY_MIN_BYTES // 4 + 1, 0)):
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(numel))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        run.optimizer.step()
+        assert run.ckpt.save(1, blocking=True).metrics.eager_bytes - rng_bytes == expected
+        del optimizer
+
+
+def test_a_part_of_a_storage_is_eager_unless_the_parts_make_the_whole(make_run: Any, rng_bytes: int) -> None:
+    """A flat buffer behind the parameters is nobody's if only some of it is the optimizer's."""
+    flat = torch.zeros(10_000)
+    for cuts, lazy in (((0, 4000), False), ((0, 4000, 10_000), True)):
+        model = torch.nn.ParameterList(
+            [torch.nn.Parameter(flat[a:b]) for a, b in itertools.pairwise(cuts)],
+        )
+        run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        run.optimizer.step()
+        eager = run.ckpt.save(1, blocking=True).metrics.eager_bytes - rng_bytes
+        assert eager == (0 if lazy else flat.nbytes)
+
+
+def test_a_transposed_parameter_owns_its_storage(make_run: Any, rng_bytes: int) -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(50, 60).t())])
+    run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
+    model[0].grad = torch.ones(60, 50)
+    run.optimizer.step()
+    assert run.ckpt.save(1, blocking=True).metrics.eager_bytes == rng_bytes
+
+
+def test_an_expanded_tensor_in_optimizer_state_does_not_own_its_storage(make_run: Any) -> None:
+    run = make_run(PLAIN)
+    parameter = next(run.model.parameters())
+    wide = torch.zeros(256, 512)
+    run.optimizer.state[parameter]["view"] = wide[:, :256]
+    run.step()
+    handle = run.ckpt.save(1)
+    wide += 1  # nobody's business but the user's; not through the optimizer
+    assert torch.equal(saved(handle)["optimizer"]["state"][0]["view"], torch.zeros(256, 256))
+
+
+def test_the_state_of_lbfgs_is_lazy_also_inside_lists(make_run: Any) -> None:
+    run = make_run(lambda p: torch.optim.LBFGS(p, lr=1e-4, max_iter=4, history_size=3), warm=False)
+    for _ in range(3):
+        run.optimizer.step(run.backward)
+    handle = run.ckpt.save(1, blocking=True)
+    assert len(saved(handle)["optimizer"]["state"][0]["old_dirs"]) >= 1
+    assert handle.metrics.eager_bytes < handle.metrics.bytes / 10
+
+
+def test_inference_tensors_are_eager(make_run: Any) -> None:
+    run = make_run(PLAIN)
+    with torch.inference_mode():
+        table = torch.zeros(20_000)
+    run.ckpt.track(table={"t": table})
+    run.step()
+    handle = run.ckpt.save(1)
+    with torch.inference_mode():
+        table += 1
+    assert torch.equal(saved(handle)["table"]["t"], torch.zeros(20_000))
+
+
+def test_sparse_and_other_storageless_parameters_do_not_disturb(make_run: Any) -> None:
+    model = torch.nn.EmbeddingBag(3000, 8, sparse=True, mode="sum")
+    run = make_run(lambda p: torch.optim.SparseAdam(p, lr=0.1), model, warm=False)
+    for step in range(3):
+        model(torch.tensor([[1, 2 + step]])).sum().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        before = model.weight.detach().clone()
+        assert torch.equal(saved(run.ckpt.save(step))["model"]["weight"], before)
+
+
+# torn snapshots
+
+
+def write_in_place(run: Any) -> None:
+    with torch.no_grad():
+        run.model[1].weight.add_(1)
+
+
+def write_optimizer_state(run: Any) -> None:
+    run.optimizer.state[run.model[1].weight]["exp_avg"].zero_()
+
+
+def init_anew(run: Any) -> None:
+    torch.nn.init.zeros_(run.model[1].weight)
+
+
+@pytest.mark.parametrize("write", [write_in_place, write_optimizer_state, init_anew])
+def test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor(
+    write: Any, make_run: Any, disk: Any
+) -> None:
+    run = make_run(FUSED)
+    good = run.ckpt.save(1).result()
+    run.step()
+    disk.hold()
+    handle = run.ckpt.save(2)
+    write(run)
+    disk.release()
+    name = r"optimizer\.state\.2\.exp_avg" if write is write_optimizer_state else r"model\.1\.weight"
+    with pytest.raises(lazyckpt.TornSnapshotError, match=rf"step 2.*{name}"):
+        handle.result(timeout=30)
+    assert sorted(p.name for p in good.parent.iterdir()) == ["step-00000001"], "nothing is left, nothing is touched"
+    run.step()
+    run.ckpt.save(3).result()
+
+
+def test_audit_finds_a_write_that_moves_no_version(make_run: Any, disk: Any) -> None:
+    run = make_run(FUSED, audit=True)
+    disk.hold()
+    handle = run.ckpt.save(1)
+    run.model[1].weight.data.add_(1)
+    disk.release()
+    run.step()
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.1\.weight.*audit"):
+        handle.result(timeout=30)
+
+
+def test_audit_finds_a_write_after_the_copy_and_before_the_step(make_run: Any, disk: Any) -> None:
+    run = make_run(FUSED, audit=True, host_buffer_bytes=16 << 20)
+    disk.hold()
+    handle = run.ckpt.save(1)
+    assert handle._snapshot.job.wait_captured((1 << 64) - 1)
+    run.model[1].weight.data.add_(1)
+    run.step()
+    disk.release()
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.1\.weight.*audit"):
+        handle.result(timeout=30)
+
+
+def test_audit_passes_a_clean_run(make_run: Any) -> None:
+    run = make_run(FUSED, audit=True)
+    for step in range(5):
+        before = run.model[1].weight.detach().clone()
+        handle = run.ckpt.save(step)
+        run.step()
+        assert torch.equal(saved(handle)["model"]["1.weight"], before)
+
+
+def test_without_audit_such_a_write_is_not_found(make_run: Any, disk: Any) -> None:
+    """What the version check cannot see: the reason for audit mode."""
+    run = make_run(FUSED)
+    disk.hold()
+    handle = run.ckpt.save(1)
+    run.model[1].weight.data.add_(1)
+    disk.release()
+    handle.result(timeout=30)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.half(),
+        lambda m: m.to(torch.float64),
+        lambda m: [p.__setattr__("data", torch.zeros_like(p)) for p in m.parameters()],
+    ],
+    ids=["half", "to", "data="],
+)
+def test_parameters_that_are_given_other_memory_leave_the_snapshot_whole(
+    convert: Any, make_run: Any, disk: Any, graph: Any
+) -> None:
+    """The old storages are held until they are copied."""
+    run = make_run(FUSED)
+    before = run.state()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    convert(run.model)
+    garbage = [torch.full((256, 256), -1.0) for _ in range(20)]
+    disk.release()
+    assert graph(saved(handle)["model"]) == graph(before["model"])
+    del garbage
+
+
+def test_deleting_model_and_optimizer_leaves_the_snapshot_whole(tmp_path: Any, disk: Any) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+    optimizer = FUSED(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    ckpt = lazyckpt.Checkpointer(tmp_path, chunk_bytes=64 << 10, host_buffer_bytes=128 << 10)
+    ckpt.track(state=dict(model.state_dict()))
+    disk.hold()
+    handle = ckpt.save(1)
+    ckpt._provider.parts["state"].load_state({})
+    del model, optimizer
+    garbage = [torch.full((256, 256), -1.0) for _ in range(20)]
+    disk.release()
+    state = saved(handle)["state"]
+    assert all(torch.equal(state[k], v) for k, v in before.items())
+    ckpt.close()
+    del garbage
+
+
+def test_a_captured_snapshot_holds_no_tensor(make_run: Any) -> None:
+    run = make_run(FUSED)
+    table = torch.zeros(30_000)
+    run.ckpt.track(x={"t": table})
+    handle = run.ckpt.save(1)
+    handle.result()
+    run.ckpt._provider.parts["x"].load_state({})
+    gone = weakref.ref(table.untyped_storage())
+    del table
+    gc.collect()
+    assert gone() is None
+    assert handle._snapshot.views == []
+
+
+# frozen parameters
+
+
+@pytest.fixture
+def lora(make_run: Any) -> Any:
+    """A frozen base and a trained adapter."""
+    base = torch.nn.Linear(256, 256)
+    model = torch.nn.Sequential(base.requires_grad_(False), torch.nn.Linear(256, 256))
+    return make_run(lambda p: torch.optim.AdamW([q for q in p if q.requires_grad], lr=0.1, fused=True), model)
+
+
+def test_a_frozen_parameter_becomes_lazy_after_two_equal_captures(lora: Any) -> None:
+    base = lora.model[0].weight.nbytes
+    sizes = [eager_bytes(lora, step) for step in range(4)]
+    assert sizes[0] == sizes[1] and sizes[2] == sizes[3] == sizes[0] - base
+    before = lora.model[0].weight.clone()
+    assert torch.equal(saved(lora.ckpt.save(9))["model"]["0.weight"], before)
+
+
+def test_a_frozen_parameter_that_moves_its_version_is_eager_again(lora: Any) -> None:
+    base = lora.model[0].weight.nbytes
+    sizes = [eager_bytes(lora, step) for step in range(3)]
+    with torch.no_grad():
+        lora.model[0].weight.mul_(2)
+    changed = lora.model[0].weight.clone()
+    assert eager_bytes(lora, 3) == sizes[2] + base
+    assert torch.equal(saved(lora.ckpt.save(4))["model"]["0.weight"], changed)
+
+
+def test_a_silent_change_of_a_lazy_frozen_parameter_fails_and_makes_it_eager_for_good(lora: Any) -> None:
+    base = lora.model[0].weight.nbytes
+    sizes = [eager_bytes(lora, step) for step in range(3)]
+    lora.model[0].weight.data.mul_(2)
+    lora.step()
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.0\.weight.*frozen"):
+        lora.ckpt.save(3).result(timeout=30)
+    assert [eager_bytes(lora, step) - sizes[2] for step in range(4, 9)] == [base] * 5
+    assert torch.equal(saved(lora.ckpt.save(9))["model"]["0.weight"], lora.model[0].weight)
+
+
+def test_a_frozen_parameter_written_to_while_it_waits_fails_the_checkpoint(lora: Any, disk: Any) -> None:
+    for step in range(3):
+        eager_bytes(lora, step)
+    lora.step()
+    disk.hold()
+    handle = lora.ckpt.save(3)
+    with torch.no_grad():
+        lora.model[0].weight.mul_(2)
+    disk.release()
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.0\.weight"):
+        handle.result(timeout=30)
+
+
+def test_a_thawed_parameter_is_saved_as_it_is(lora: Any, disk: Any) -> None:
+    """Gradual unfreezing right after a save: the optimizer's first step on it waits, too."""
+    for step in range(3):
+        eager_bytes(lora, step)
+    lora.step()
+    before = lora.model[0].weight.detach().clone()
+    disk.hold()
+    handle = lora.ckpt.save(3)
+    lora.model[0].requires_grad_(True)
+    lora.optimizer.add_param_group({"params": list(lora.model[0].parameters())})
+    lora.backward()
+    disk.release(after_s=0.05)
+    lora.optimizer.step()
+    assert torch.equal(saved(handle)["model"]["0.weight"], before)
+    for step in range(4, 8):
+        lora.step()
+        before = lora.model[0].weight.detach().clone()
+        handle = lora.ckpt.save(step)
+        lora.step()
+        assert torch.equal(saved(handle)["model"]["0.weight"], before)
+
+
+def test_after_a_restore_frozen_parameters_earn_their_laziness_anew(lora: Any, tmp_path: Any) -> None:
+    """Restore writes to them; that is not somebody's forbidden write."""
+    other = tmp_path / "other"
+    with lazyckpt.Checkpointer(other) as ckpt:
+        ckpt.track(model=lora.model, optimizer=lora.optimizer)
+        path = ckpt.save(1).result()
+    lora.model[0].weight.data.mul_(3)
+    for step in range(3):
+        eager_bytes(lora, step)
+    lora.ckpt.restore(path=path)
+    handle = lora.ckpt.save(7)
+    assert torch.equal(saved(handle)["model"]["0.weight"], lora.model[0].weight)
