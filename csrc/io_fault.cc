@@ -1,8 +1,10 @@
 // Test build only: an IoBackend that fails on purpose. See MakeFaultBackend for the grammar of its spec.
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <thread>
 
@@ -13,6 +15,8 @@ namespace {
 
 constexpr int kShort = -1;
 constexpr int kStall = -2;
+constexpr size_t kBlock = 4096;
+constexpr int64_t kOff = 100;
 constexpr auto kStallTime = std::chrono::milliseconds(50);
 
 const std::map<std::string, int> kEffects = {
@@ -47,7 +51,10 @@ class FaultBackend final : public IoBackend {
       return Status::Ok();
     }
     IoRequest passed = request;
-    if (effect == kShort) passed.size = request.size > 4096 ? request.size / 2 / 4096 * 4096 : request.size;
+    if (effect == kShort && request.size > kBlock) {
+      passed.size = std::max(request.size / 2 / kBlock, size_t{1}) * kBlock;
+      shortened_.insert(request.tag);
+    }
     return inner_->Submit(passed);
   }
 
@@ -57,7 +64,11 @@ class FaultBackend final : public IoBackend {
       results->insert(results->end(), failed_.begin(), failed_.end());
       failed_.clear();
     }
-    if (results->empty()) inner_->Wait(results);
+    if (!results->empty()) return;
+    inner_->Wait(results);
+    // Off the block boundary, as a disk with small sectors may stop.
+    for (IoResult& r : *results)
+      if (shortened_.erase(r.tag) > 0 && r.result > kOff) r.result -= kOff;
   }
 
   void Wake() override { inner_->Wake(); }
@@ -94,6 +105,7 @@ class FaultBackend final : public IoBackend {
   using Plan = std::map<std::string, std::map<int, int>>;  // operation -> its number -> effect
   Plan plan_, stalls_;
   std::map<std::string, int> count_;
+  std::set<void*> shortened_;  // of the thread that submits and waits
   std::vector<IoResult> failed_;
 };
 

@@ -37,8 +37,8 @@ class UringBackend final : public IoBackend {
   const char* name() const override { return "io_uring"; }
 
   Status Submit(const IoRequest& request) override {
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-    if (sqe == nullptr) return Status(EBUSY, "io_uring submission queue", "");
+    io_uring_sqe* sqe = nullptr;
+    if (Status s = NextEntry(&sqe); !s.ok()) return s;
     const auto length = static_cast<unsigned>(std::min(request.size, kMaxRequestBytes));
     const int buffer = BufferIndex(request.data, length);
     switch (request.op) {
@@ -67,10 +67,9 @@ class UringBackend final : public IoBackend {
 
   void Wait(std::vector<IoResult>* results) override {
     io_uring_cqe* cqe = nullptr;
-    int r;
-    while ((r = io_uring_wait_cqe(&ring_, &cqe)) == -EINTR) {
-    }
-    if (r < 0) usleep(1000);  // nothing to be done about it; the caller asks again
+    int r = 0;
+    if (!ArmWake().ok() || ((r = io_uring_wait_cqe(&ring_, &cqe)) < 0 && r != -EINTR))
+      usleep(1000);  // nobody could wake us: look for results now and then
     unsigned head;
     unsigned seen = 0;
     bool woken = false;
@@ -84,9 +83,9 @@ class UringBackend final : public IoBackend {
     }
     io_uring_cq_advance(&ring_, seen);
     if (!woken) return;
+    wake_ = Poll::kNone;
     uint64_t count;
     (void)!read(wake_fd_, &count, sizeof count);
-    (void)ArmWake();
   }
 
   void Wake() override {
@@ -108,11 +107,25 @@ class UringBackend final : public IoBackend {
  private:
   // A poll, not a read: the kernel must not write into this object after its end.
   Status ArmWake() {
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-    if (sqe == nullptr) return Status(EBUSY, "io_uring submission queue", "");
-    io_uring_prep_poll_add(sqe, wake_fd_, POLLIN);
-    io_uring_sqe_set_data(sqe, this);
-    return Flush();
+    if (wake_ == Poll::kArmed) return Status::Ok();
+    if (wake_ == Poll::kNone) {
+      io_uring_sqe* sqe = nullptr;
+      if (Status s = NextEntry(&sqe); !s.ok()) return s;
+      io_uring_prep_poll_add(sqe, wake_fd_, POLLIN);
+      io_uring_sqe_set_data(sqe, this);
+      wake_ = Poll::kQueued;
+    }
+    Status status = Flush();
+    if (status.ok()) wake_ = Poll::kArmed;
+    return status;
+  }
+
+  // The queue is full only of what the kernel did not take.
+  Status NextEntry(io_uring_sqe** sqe) {
+    if ((*sqe = io_uring_get_sqe(&ring_)) != nullptr) return Status::Ok();
+    if (Status s = Flush(); !s.ok()) return s;
+    *sqe = io_uring_get_sqe(&ring_);
+    return *sqe != nullptr ? Status::Ok() : Status(EBUSY, "io_uring submission queue", "");
   }
 
   Status Flush() {
@@ -132,6 +145,7 @@ class UringBackend final : public IoBackend {
   io_uring ring_{};
   bool ring_ready_ = false;
   int wake_fd_ = -1;
+  enum class Poll { kNone, kQueued, kArmed } wake_ = Poll::kNone;
   std::vector<std::span<std::byte>> buffers_;
 };
 

@@ -88,14 +88,21 @@ class Checkpointer:
         config = self.config
         auto = config.host_buffer_bytes == "auto"
         self._max_ring_bytes = auto_ring_bytes(config.chunk_bytes) if auto else int(config.host_buffer_bytes)
-        self._engine = _engine.Engine(
-            ring_bytes=self._max_ring_bytes,
-            chunk_bytes=config.chunk_bytes,
-            io_depth=config.io_depth,
-            copy_threads=config.copy_threads,
-            backend=config.io_backend,
-            direct=config.direct_io,
-        )
+        try:
+            self._engine = _engine.Engine(
+                ring_bytes=self._max_ring_bytes,
+                chunk_bytes=config.chunk_bytes,
+                io_depth=config.io_depth,
+                copy_threads=config.copy_threads,
+                backend=config.io_backend,
+                direct=config.direct_io,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the engine does not start with host_buffer_bytes={self._max_ring_bytes}, "
+                f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "
+                f'{error.strerror}; use a smaller buffer or fewer threads, or io_backend="auto" to do without io_uring'
+            ) from error
         if config.io_backend == "auto" and self._engine.fallback:
             _warn_once(f"io_uring is not used ({self._engine.fallback}); a thread pool writes instead")
         if not auto:

@@ -61,6 +61,7 @@ class Staging:
 
     def __init__(self, target: Path) -> None:
         self.target = target
+        self._published = False
         while True:
             self.path = temporary_name(target)
             os.mkdir(self.path)
@@ -68,12 +69,15 @@ class Staging:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
                 continue  # swept between the two calls, by a process that took it for a leftover
+            except OSError:
+                shutil.rmtree(self.path, ignore_errors=True)
+                raise
             _locks.add(self._lock)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                    self._unlock()
+                    self.discard()
                     raise
             if os.path.isdir(self.path):
                 return
@@ -96,7 +100,12 @@ class Staging:
             replaced = self._exchange()
         else:
             os.rename(self.path, self.target)
-        sync_path(self.target.parent)
+        self._published = True
+        try:
+            sync_path(self.target.parent)
+        except OSError as error:
+            what = f"{error.strerror} at the fsync of its folder; it may or may not survive a power cut"
+            raise OSError(error.errno, what, str(self.target.parent)) from error
         self._unlock()
         return replaced
 
@@ -110,12 +119,18 @@ class Staging:
         # A file system without RENAME_EXCHANGE. For an instant neither has the name; older checkpoints stand in.
         old = self.target.with_name(f"{TRASH}{self.target.name}-{uuid.uuid4().hex}")
         os.rename(self.target, old)
-        os.rename(self.path, self.target)
+        try:
+            os.rename(self.path, self.target)
+        except OSError:
+            os.rename(old, self.target)
+            raise
         return old
 
     def discard(self) -> None:
-        """Removes what was staged; after an error."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Removes what was staged; after an error. After a failed publication nothing is: what it replaced may yet
+        get its name back. The next sweep() tidies up."""
+        if not self._published:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -108,7 +108,6 @@ def check(job: _engine.Job, program: Program, paths: list[Path]) -> None:
 
 
 def descriptors() -> int:
-    gc.collect()  # engines of tests before this one
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -398,6 +397,7 @@ def test_a_file_is_created_once_and_never_overwritten(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             job.raise_error()
     assert existing.read_bytes() == b"precious"
+    gc.collect()  # engines of tests before this one
     before = descriptors()
     job = simple([10]).begin(engine)
     job.open(0, str(tmp_path / "a"), 100)
@@ -440,6 +440,7 @@ def test_a_job_without_files_is_durable_at_once() -> None:
 @pytest.mark.parametrize("stage", ["begun", "appended", "sealed", "opened", "writing"])
 def test_a_dropped_job_releases_everything(backend: str, stage: str, tmp_path: Path) -> None:
     engine = make_engine(backend=backend, fault="write:2:stall,write:3:stall")
+    gc.collect()  # engines of tests before this one
     before = descriptors()
     program = simple([20 * BLOCK, 300], [1, 0])
     job = program.begin(engine)
@@ -450,7 +451,8 @@ def test_a_dropped_job_releases_everything(backend: str, stage: str, tmp_path: P
     if stage in ("sealed", "writing"):
         job.seal()
     if stage == "writing":
-        wait_for(lambda: any(event[6] > 0 for event in job.timeline()))  # noqa: F821
+        while not any(event[6] > 0 for event in job.timeline()):
+            time.sleep(0.001)
     del job
     gc.collect()
     program.sources.clear()  # nobody reads them any more
@@ -503,13 +505,15 @@ def test_a_job_that_fails_twice_is_let_go(backend: str, tmp_path: Path) -> None:
     """Regression: failed while its truncate was under way, which then failed too, it kept its descriptor, and the
     engine could not be closed."""
     engine = make_engine(backend=backend, fault="truncate:1:stall,truncate:1:EIO")
+    gc.collect()  # engines of tests before this one
     before = descriptors()
     program = simple([100])
     job = program.begin(engine)
     program.append(job)
     job.open(0, str(tmp_path / "file"), 100)
     job.seal()
-    wait_for(lambda: job.stats()["written_s"] > 0)  # noqa: F821
+    while not job.stats()["written_s"] > 0:
+        time.sleep(0.001)
     job.fail(errno.ECANCELED, "no longer wanted")
     assert job.wait_settled(10)
     wait_for(lambda: descriptors() == before)
@@ -520,6 +524,7 @@ def test_a_job_that_fails_twice_is_let_go(backend: str, tmp_path: Path) -> None:
 def test_a_thousand_jobs_leave_nothing_behind(backend: str, shm: Path) -> None:
     engine = make_engine(backend=backend, ring_bytes=64 * BLOCK)
     program = simple([100, 5000])
+    gc.collect()  # engines of tests before this one
     before = descriptors()
     for number in range(1000):
         job = program.begin(engine)

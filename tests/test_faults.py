@@ -1,0 +1,591 @@
+"""The disk and the system fail at every point of a save: never a false success, and nothing is lost or left behind."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import _engine, catalog, commit
+from lazyckpt.checkpointer import Checkpointer, SaveHandle
+from lazyckpt.containers.base import SOURCE
+from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
+
+pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
+
+KIB = 1 << 10
+BACKENDS = ("io_uring", "posix")
+Engine = _engine.Engine
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Run:
+    """A tiny training run, whose engine can be told to fail."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str = "", **knobs: Any) -> None:
+        gc.collect()  # runs of tests before this one hold descriptors
+        self.folder = folder
+        self.model = torch.nn.Linear(128, 128)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        monkeypatch.setattr(_engine, "Engine", functools.partial(Engine, fault=fault))
+        knobs = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 128 * KIB, **knobs}
+        self.checkpointer = Checkpointer(folder, **knobs)
+        self.checkpointer.track(model=self.model, optimizer=self.optimizer)
+        self.states: dict[int, torch.Tensor] = {}
+
+    def step(self, number: int) -> SaveHandle:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 128)).sum().backward()
+        self.optimizer.step()
+        self.states[number] = self.model.weight.detach().clone()
+        return self.checkpointer.save(number)
+
+    def check(self, *steps: int) -> None:
+        """Exactly these checkpoints are committed, each whole; the last of them is the newest."""
+        scan = catalog.Catalog(self.folder)
+        found = scan.scan()
+        assert not scan.broken
+        assert sorted(c.step for c in found) == sorted(set(steps))
+        for checkpoint in found:
+            for state in (lazyckpt.load(checkpoint.path), torch.load(checkpoint.path / "state.pt")):
+                assert torch.equal(state["model"]["weight"], self.states[checkpoint.step])
+        assert not steps or found[0].step == steps[-1]
+
+    def check_nothing_left(self, fds: int) -> None:
+        assert [p.name for p in self.folder.iterdir() if not p.name.startswith("step-")] == []
+        assert self.checkpointer._engine.ring_used_bytes == 0
+        end = time.monotonic() + 5
+        while descriptors() != fds:
+            assert time.monotonic() < end, "descriptors were left open"
+            time.sleep(0.001)
+
+
+def check_error(error: SaveError, step: int, path: Path, cause: int) -> None:
+    assert error.step == step and error.path == path
+    assert isinstance(error, NoSpaceError) == (cause in (errno.ENOSPC, errno.EDQUOT))
+    assert isinstance(error.__cause__, OSError) and error.__cause__.errno == cause
+    assert f"step {step}" in str(error) and str(path) in str(error) and os.strerror(cause) in str(error)
+
+
+CHUNKS = 5  # of a checkpoint of Run; asserted below
+
+
+def failures() -> Iterator[tuple[str, str]]:
+    for effect in ("EIO", "ENOSPC"):
+        for n in range(CHUNKS + 1, 2 * CHUNKS + 1):
+            yield f"write:{n}:{effect}", effect
+        for operation in ("create", "allocate", "truncate", "sync"):
+            yield f"{operation}:2:{effect}", effect
+    yield "sync:2:EINTR", "EINTR"  # a sync is never tried again
+    yield "create:2:EACCES", "EACCES"
+    yield f"write:{CHUNKS + 1}:short,write:{CHUNKS + 2}:ENOSPC", "ENOSPC"  # how a disk fills up
+    yield f"write:{CHUNKS + 2}:stall,write:{CHUNKS + 1}:EIO", "EIO"  # fails while another write is under way
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("fault", "effect"), list(failures()))
+def test_every_operation_of_a_save_fails(
+    fault: str, effect: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, fault, io_backend=backend)
+    first = run.step(1)
+    first.result(30)
+    assert first.metrics.chunks == CHUNKS
+    fds = descriptors()
+    handle = run.step(2)
+    with pytest.raises(SaveError) as caught:
+        handle.result(30)
+    check_error(caught.value, 2, tmp_path / "step-00000002", getattr(errno, effect))
+    run.check(1)
+    run.check_nothing_left(fds)
+    run.step(3).result(30)
+    run.check(1, 3)
+    run.check_nothing_left(fds)
+    run.checkpointer.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("direct", [True, False])
+def test_passing_troubles_are_overcome(
+    backend: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = ",".join(
+        f"write:{n}:{effect}"
+        for n in range(1, 60)
+        for effect in [("short", "EINTR", "EAGAIN", "stall", "short", "short", "nothing")[n % 7]]
+        if effect != "nothing"
+    )
+    run = Run(tmp_path, monkeypatch, faults, io_backend=backend, direct_io=direct)
+    for step in (1, 2, 3):
+        run.step(step).result(30)
+    run.check(1, 2, 3)
+    run.checkpointer.close()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_training_hears_of_a_failure(on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, "sync:1:EIO", on_error=on_error)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        handle = run.step(1)
+        while not handle.done():
+            time.sleep(0.001)
+        if on_error == "raise":
+            with pytest.raises(SaveError, match="fdatasync"):
+                run.step(2)
+        run.step(3).result(30)
+        run.checkpointer.close()
+    assert [w.category for w in heard if "step 1" in str(w.message)] == [UserWarning] * (on_error == "warn")
+    run.check(3)
+
+
+def test_several_in_flight_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three at once share the ring; the second fails, the others are whole and in order."""
+    fault = f"write:1:stall,write:{CHUNKS + 2}:EIO,write:{CHUNKS + 3}:stall"
+    run = Run(tmp_path, monkeypatch, fault, max_in_flight=3, on_error="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handles = [run.step(step) for step in (1, 2, 3)]
+        failed = [h.step for h in handles if h.exception(30) is not None]
+    assert len(failed) == 1
+    run.check(*(h.step for h in handles if h.step not in failed))
+    run.checkpointer.close()
+
+
+# the file system's names: commit.py
+
+
+class FailingOs:
+    """The module ``os`` whose n-th call of any of these functions fails."""
+
+    FUNCTIONS = ("mkdir", "open", "rename", "fsync", "replace")
+
+    def __init__(self, nth: int) -> None:
+        self.nth = nth
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(os, name)
+        if name not in self.FUNCTIONS:
+            return function
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            if len(self.calls) == self.nth:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return function(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("way", ["new", "replace", "replace without exchange"])
+def test_every_call_of_the_commit_fails(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each n: the handle fails, what was committed stays whole, and the next save works."""
+    real_exchange = _engine.rename_exchange
+    for nth in range(1, 20):
+        folder = tmp_path / str(nth)
+        run = Run(folder, monkeypatch)
+        run.step(1).result(30)
+        run.step(2).result(30)
+        fds = descriptors()
+        old = run.states[2]
+        failing = FailingOs(nth)
+        if way == "replace without exchange":
+            monkeypatch.setattr(_engine, "rename_exchange", _no_exchange)
+        step = 3 if way == "new" else 2
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "os", failing)
+            handle = run.step(step)
+            error = handle.exception(30)
+            run.checkpointer._drain()
+        if len(failing.calls) < nth:
+            assert error is None
+            assert set(failing.calls) >= {"mkdir", "open", "fsync"}
+            return
+        _check_after_failed_commit(run, failing.calls, step, error, old)
+        assert descriptors() <= fds
+        run.step(4).result(30)
+        run.checkpointer.close()
+        monkeypatch.setattr(_engine, "rename_exchange", real_exchange)
+        again = Checkpointer(folder)  # which sweeps
+        assert not [p for p in folder.iterdir() if not p.name.startswith("step-")]
+        again.close()
+    raise AssertionError("there is no end of calls")
+
+
+def _no_exchange(a: str, b: str) -> None:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def _check_after_failed_commit(
+    run: Run, calls: list[str], step: int, error: BaseException | None, old: torch.Tensor
+) -> None:
+    scan = catalog.Catalog(run.folder)
+    found = {c.step: c for c in scan.scan()}
+    assert not scan.broken
+    assert 1 in found
+    if error is None:
+        # The checkpoint was durable before: what failed was taking away what it replaced.
+        assert step in found
+        return
+    check_error(error, step, run.folder / catalog.folder_name(step), errno.EIO)
+    for checkpoint in found.values():
+        weight = torch.load(checkpoint.path / "state.pt")["model"]["weight"]
+        candidates = [run.states[checkpoint.step], *([old] if checkpoint.step == step == 2 else [])]
+        assert any(torch.equal(weight, state) for state in candidates)
+    published = "may or may not" in str(error)
+    if published:
+        assert step in found
+    else:
+        assert not [p for p in run.folder.iterdir() if p.name.startswith(".tmp-")]
+        assert step == 3 or torch.equal(torch.load(found[2].path / "state.pt")["model"]["weight"], old)
+
+
+def test_a_replaced_checkpoint_outlives_a_failed_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: after the exchange of names and a failed fsync of the folder, the older one was removed, although
+    a power cut might have given it its name back."""
+    run = Run(tmp_path, monkeypatch)
+    run.step(1).result(30)
+    real = commit.sync_path
+
+    def fail_for_parent(path: Any) -> None:
+        if Path(path) == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    monkeypatch.setattr(commit, "sync_path", fail_for_parent)
+    with pytest.raises(SaveError, match="may or may not"):
+        run.step(1).result(30)
+    kept = [p for p in tmp_path.iterdir() if p.name.startswith(".tmp-")]
+    assert len(kept) == 1 and (kept[0] / "manifest.json").exists() and (kept[0] / "state.pt").exists()
+    monkeypatch.undo()
+    run.checkpointer.close()
+
+
+def test_a_lone_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.pt"
+    lazyckpt.save({"x": torch.zeros(1000)}, target)
+    for nth in range(1, 10):
+        failing = FailingOs(nth)
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "os", failing)
+            if nth == 1:
+                with pytest.raises(SaveError) as caught:
+                    lazyckpt.save({"x": torch.ones(1000)}, target)
+                assert caught.value.path == target
+                assert torch.equal(lazyckpt.load(target)["x"], torch.zeros(1000))
+            elif nth <= 3:
+                with pytest.raises(SaveError):
+                    lazyckpt.save({"x": torch.ones(1000)}, target)
+                assert torch.equal(lazyckpt.load(target)["x"], torch.ones(1000))  # published, durability unknown
+            else:
+                lazyckpt.save({"x": torch.ones(1000)}, target)
+                break
+        assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+    assert failing.calls == ["replace", "open", "fsync"]
+
+
+# a full disk
+
+
+def _mount(folder: Path, *arguments: str) -> Callable[[], None]:
+    folder.mkdir()
+    mounted = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount: {mounted.stderr.strip()}")
+    return lambda: subprocess.run(["umount", "--lazy", str(folder)], check=True)  # type: ignore[return-value]
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting takes root")
+    folder = tmp_path / "disk"
+    if request.param == "tmpfs":
+        unmount = _mount(folder, "-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    else:
+        if shutil.which("mkfs.ext4") is None:
+            pytest.skip("no mkfs.ext4")
+        image = tmp_path / "image"
+        image.touch()
+        os.truncate(image, 4 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", image], check=True, capture_output=True)
+        unmount = _mount(folder, "-o", "loop", str(image))
+    yield folder
+    unmount()
+
+
+@pytest.mark.parametrize("found_by", ["save", "fallocate"])
+def test_disk_full(small_disk: Path, found_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(small_disk / "run", monkeypatch)
+    fds = descriptors()
+    steps = []
+    if found_by == "fallocate":  # somebody else took the space in the meantime
+        monkeypatch.setattr(Checkpointer, "_lack_of_space", lambda *_: None)
+    with pytest.raises(NoSpaceError, match="free some space") as caught:
+        for step in range(1, 100):
+            run.step(step).result(30)
+            steps.append(step)
+    assert len(steps) >= 5
+    failed = steps[-1] + 1
+    assert caught.value.step == failed and caught.value.path.name == f"step-{failed:08d}"
+    run.check(*steps)
+    run.check_nothing_left(fds)
+    shutil.rmtree(run.folder / "step-00000001")
+    run.step(failed + 1).result(30)
+    run.check(*steps[1:], failed + 1)
+    run.checkpointer.close()
+
+
+def test_disk_full_while_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fallocate (no space is asked for) the writes themselves find out."""
+    (small_disk / "other").write_bytes(bytes(2 << 20))
+    source = np.random.default_rng(0).integers(0, 256, 6 << 20, np.uint8)
+    for backend in BACKENDS:
+        engine = Engine(ring_bytes=256 * KIB, chunk_bytes=64 * KIB, io_depth=4, copy_threads=1, backend=backend)
+        job = engine.begin(array("Q", [source.ctypes.data]), array("Q", [source.nbytes]), array("Q", [0]), 1)
+        job.open(0, str(small_disk / "big"), 0)
+        job.append(0, 0, array("q", [SOURCE, source.nbytes, 0]), b"")
+        job.seal()
+        assert job.wait_settled(30)
+        with pytest.raises(OSError, match="write") as caught:
+            job.raise_error()
+        assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(small_disk / "big")
+        assert engine.ring_used_bytes == 0
+        (small_disk / "big").unlink()
+
+
+# a system that refuses
+
+
+SECCOMP = '''
+import ctypes, errno, platform
+def forbid(syscall_number, error):
+    """From now on, in all threads of this process, the system call fails."""
+    instruction = lambda code, jt, jf, k: code.to_bytes(2, "little") + bytes([jt, jf]) + k.to_bytes(4, "little")
+    program = (instruction(0x20, 0, 0, 0) + instruction(0x15, 0, 1, syscall_number)
+               + instruction(0x06, 0, 0, 0x00050000 | error) + instruction(0x06, 0, 0, 0x7FFF0000))
+    class Filter(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("program", ctypes.c_char_p)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = {"x86_64": 317, "aarch64": 277}[platform.machine()]
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.syscall(number, 1, 1, ctypes.byref(Filter(4, program))) == 0, ctypes.get_errno()
+SETUP, ENTER, REGISTER = 425, 426, 427
+'''
+
+
+def run_script(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SAVE_AND_LOAD = """
+import tempfile, warnings, torch, lazyckpt
+def save_and_load(folder, **knobs):
+    model = torch.nn.Linear(500, 500)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with lazyckpt.Checkpointer(folder, chunk_bytes=1 << 18, host_buffer_bytes=1 << 19, **knobs) as checkpointer:
+        checkpointer.track(model=model, optimizer=optimizer)
+        for step in (1, 2):
+            model(torch.randn(2, 500)).sum().backward()
+            optimizer.step()
+            path = checkpointer.save(step).result(60)
+        used = checkpointer._engine.backend
+        expected = model.weight.detach().clone()
+        model.weight.data.zero_()
+        assert checkpointer.restore() == 2
+        assert torch.equal(model.weight, expected)
+        assert torch.equal(torch.load(path / "state.pt")["model"]["weight"], expected)
+    return used
+"""
+
+
+def test_io_uring_forbidden(tmp_path: Path) -> None:
+    """As container runtimes do: it falls back, says so once, and forced it is a clear error."""
+    run_script(
+        SECCOMP
+        + SAVE_AND_LOAD
+        + f"""
+forbid(SETUP, errno.EPERM)
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    assert save_and_load({str(tmp_path / "a")!r}) == "posix"
+    assert save_and_load({str(tmp_path / "b")!r}) == "posix"
+    lazyckpt.save({{"x": torch.ones(3)}}, {str(tmp_path / "c.pt")!r})
+told = [str(w.message) for w in heard if "io_uring" in str(w.message)]
+assert len(told) == 1 and "Operation not permitted" in told[0], told
+try:
+    lazyckpt.Checkpointer({str(tmp_path / "d")!r}, io_backend="io_uring")
+except lazyckpt.ConfigError as error:
+    assert "io_uring" in str(error) and "Operation not permitted" in str(error), error
+else:
+    raise AssertionError("io_uring is forbidden")
+"""
+    )
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOMEM])
+def test_io_uring_forbidden_after_the_start(error: int, tmp_path: Path) -> None:
+    """Regression: what could not be submitted stayed in the queue, with a pointer to memory given back."""
+    run_script(
+        SECCOMP
+        + f"""
+import gc
+from array import array
+from lazyckpt import _engine
+data = bytes(range(256)) * 4096
+pointer = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+engine = _engine.Engine(ring_bytes=1 << 20, chunk_bytes=1 << 16, io_depth=4, copy_threads=1, backend="io_uring")
+def save(name):
+    job = engine.begin(array("Q", [pointer]), array("Q", [len(data)]), array("Q", [1]), 1)
+    job.append(0, 0, array("q", [1, len(data), 0]), b"")
+    job.seal()
+    job.open(0, {str(tmp_path)!r} + "/" + name, len(data))
+    assert job.wait_settled(30)
+    return job
+save("a").raise_error()
+forbid(ENTER, {error})
+for n in range(8):
+    try:
+        save(f"b{{n}}").raise_error()
+    except OSError as failure:
+        assert failure.errno == {error} and failure.filename.endswith(f"/b{{n}}"), failure
+    else:
+        raise AssertionError("nothing can be submitted")
+assert engine.ring_used_bytes == 0
+del engine
+gc.collect()
+"""
+    )
+
+
+def test_buffers_cannot_be_registered(tmp_path: Path) -> None:
+    run_script(
+        SECCOMP
+        + SAVE_AND_LOAD
+        + f"""
+forbid(REGISTER, errno.ENOMEM)
+assert save_and_load({str(tmp_path / "a")!r}, io_backend="io_uring") == "io_uring"
+"""
+    )
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that an unprivileged user may write to."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+# All imports first: this Python may lie in a folder that user nobody cannot read.
+BECOME_NOBODY = """
+import os
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+assert os.geteuid() != 0
+"""
+
+
+def test_unprivileged(public: Path) -> None:
+    """With the usual 8 MiB of memlock, with none, and in a folder that is not ours."""
+    locked = public / "locked"
+    locked.mkdir()
+    locked.chmod(0o555)
+    run_script(
+        SAVE_AND_LOAD
+        + f"""
+import resource
+with tempfile.TemporaryDirectory() as warm_up:
+    save_and_load(warm_up)
+folder = {str(public)!r}
+"""
+        + BECOME_NOBODY
+        + """
+save_and_load(folder + "/a", io_backend="posix")
+save_and_load(folder + "/b")
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+save_and_load(folder + "/c")
+for path in (folder + "/locked", folder + "/locked/new"):
+    try:
+        lazyckpt.Checkpointer(path)
+    except lazyckpt.SaveError as error:
+        assert path in str(error) and "Permission denied" in str(error), error
+    else:
+        raise AssertionError("that folder is not ours")
+"""
+    )
+
+
+def test_no_more_threads(public: Path) -> None:
+    """Regression: a pool of I/O threads that could not be started ended the process."""
+    run_script(
+        """
+import errno, os, resource
+from array import array
+from lazyckpt import _engine
+"""
+        + BECOME_NOBODY
+        + f"""
+data = b"x" * 100_000
+source = array("B", data)
+pointer = source.buffer_info()[0]
+def save(name, **knobs):
+    engine = _engine.Engine(ring_bytes=1 << 18, chunk_bytes=1 << 16, copy_threads=1, backend="posix", **knobs)
+    job = engine.begin(array("Q", [pointer]), array("Q", [len(data)]), array("Q", [1]), 1)
+    job.append(0, 0, array("q", [1, len(data), 0]), b"")
+    job.seal()
+    job.open(0, {str(public)!r} + name, len(data))
+    assert job.wait_settled(30)
+    job.raise_error()
+    with open({str(public)!r} + name, "rb") as file:
+        assert file.read() == data
+save("/a", io_depth=4)
+outcomes = set()
+for left in range(12):
+    running = sum(len(os.listdir(f"/proc/{{p}}/task")) for p in os.listdir("/proc")
+                  if p.isdigit() and os.path.exists(f"/proc/{{p}}") and os.stat(f"/proc/{{p}}").st_uid == os.getuid())
+    resource.setrlimit(resource.RLIMIT_NPROC, (running + left, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    try:
+        save(f"/b{{left}}", io_depth=8)
+        outcomes.add("saved")
+    except OSError as error:
+        assert error.errno == errno.EAGAIN and "thread" in str(error), error
+        outcomes.add("refused")
+assert outcomes == {{"saved", "refused"}}, outcomes
+"""
+    )
+
+
+def test_a_ring_larger_than_the_address_space(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="host_buffer_bytes"):
+        Checkpointer(tmp_path, host_buffer_bytes=1 << 60)
