@@ -6,6 +6,7 @@ commit.py has the steps of the durability protocol; here they are taken, in orde
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import os
 import threading
@@ -32,6 +33,7 @@ class SaveHandle(Future[Path]):
 
     def __init__(self, step: int, path: Path) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()  # on its way from the start: cancel() is too late
         self.step = step
         self.path = path
         self.metrics = CheckpointMetrics(step)
@@ -106,15 +108,17 @@ class Background:
         if self._config.on_error == "raise":
             with self._lock:
                 self._failed.append(handle)
-        else:
-            warnings.warn(str(error), stacklevel=2)
         handle.set_exception(error)
+        if self._config.on_error == "warn":
+            _warn(str(error))
 
     def raise_failed(self) -> None:
-        """Raises the first failure that nobody has seen yet."""
-        with self._lock:
-            failed, self._failed = self._failed, []
-        for handle in failed:
+        """Raises the first failure that nobody has seen yet; the next call the next one."""
+        while True:
+            with self._lock:
+                if not self._failed:
+                    return
+                handle = self._failed.pop(0)
             if not handle._reported and (error := handle.exception()) is not None:
                 raise error
 
@@ -174,10 +178,13 @@ class Background:
         self.finish(handle, error)
         gate.discard(snapshot)
         snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
-        if replaced is not None:
-            commit.remove(replaced)
-        if error is None:
-            self._retain()
+        try:
+            if replaced is not None:
+                commit.remove(replaced)
+            if error is None:
+                self._retain()
+        except OSError as cause:  # the new checkpoint stands all the same
+            _warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
 
     def _retain(self) -> None:
         if self._config.keep_last is None:
@@ -185,6 +192,11 @@ class Background:
         known = self._catalog.scan()
         for checkpoint in catalog.superfluous(known, self._config.keep_last, self._config.keep_every):
             commit.remove(checkpoint.path)
+
+
+def _warn(message: str) -> None:
+    with contextlib.suppress(Warning):  # a filter may make an error of it, which nobody could handle here
+        warnings.warn(message, stacklevel=2)
 
 
 def _let_go(snapshot: Snapshot) -> None:

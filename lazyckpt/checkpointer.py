@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -195,6 +196,8 @@ class Checkpointer:
             self._launch(handle, begin)
         except SaveError as error:
             self._background.finish(handle, error)
+        except OSError as error:  # the engine refused
+            self._background.finish(handle, save_error(error, path=handle.path, step=handle.step))
         if blocking:
             concurrent.futures.wait([handle])
         handle.metrics.save_blocked_s = time.perf_counter() - begin
@@ -234,7 +237,11 @@ class Checkpointer:
         previous = self._background.newest
         self._background.launch(Flight(handle, snapshot, job, nbytes, self._sequence, begin, handed_over, previous))
         handle.metrics.plan_s = time.perf_counter() - started
-        job.wait_eager()
+        try:
+            job.wait_eager()
+        except BaseException:  # Ctrl-C: training may go on and change what is only half copied
+            job.fail(errno.ECANCELED, "save() was interrupted")
+            raise
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
     def _snapshot(self, table: StorageTable) -> Snapshot:

@@ -3,8 +3,8 @@
     1. stage      a temporary folder beside the target, locked; files are created in it with O_EXCL
     2. write      the engine writes them and checks every completion
     3. sync       the engine calls fdatasync on each file, after all its writes
-    4. describe   the manifest (lengths, checksums), written last; fsync it, then the temporary folder
-    5. agree      all checkpoints before this one are published, so that they appear in order
+    4. agree      all checkpoints before this one are published or have failed: they appear in order
+    5. describe   the manifest (lengths, checksums, parent), written last; fsync it, then the temporary folder
     6. publish    rename to the final name; fsync the parent. Only now is the checkpoint committed
     7. clean      what was replaced or is no longer kept is renamed to .trash-… and removed
 
@@ -84,7 +84,7 @@ class Staging:
             self._unlock()
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        """Step 4."""
+        """Step 5."""
         fd = os.open(self.path / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(manifest, file, indent=2)
@@ -152,10 +152,15 @@ def remove(path: Path) -> None:
         os.rename(path, trash)
     except FileNotFoundError:
         return
-    if trash.is_symlink():
-        trash.unlink()
-    else:
+    _unlink(trash)
+
+
+def _unlink(trash: Path) -> None:
+    """Whatever stood in the place of a checkpoint: a folder, a file, a link."""
+    if trash.is_dir() and not trash.is_symlink():
         shutil.rmtree(trash, ignore_errors=True)
+    else:
+        trash.unlink(missing_ok=True)
 
 
 def sweep(root: Path) -> list[Path]:
@@ -163,10 +168,8 @@ def sweep(root: Path) -> list[Path]:
     swept = []
     for entry in list(os.scandir(root)):
         path = Path(entry.path)
-        if not entry.is_dir(follow_symlinks=False):
-            continue
         if entry.name.startswith(TRASH):
-            shutil.rmtree(path, ignore_errors=True)
+            _unlink(path)
             swept.append(path)
         elif entry.name.startswith(TEMPORARY) and _remove_abandoned(path):
             swept.append(path)

@@ -100,7 +100,6 @@ def test_metrics_say_where_the_time_went(make_run: Any, disk: Any) -> None:
     m = handle.metrics
     assert m.step == 3 and m.bytes == (handle.path / "state.pt").stat().st_size
     assert 0 < m.eager_bytes < m.bytes and m.chunks == len(m.timeline) > m.bytes / (64 << 10) - 1
-    assert m.tensors >= 4 * len(run.optimizer.state)
     assert m.gate_blocked_s > HELD_S / 2 and m.blocked_s == m.save_blocked_s + m.gate_blocked_s
     assert 0 < m.plan_s <= m.save_blocked_s
     assert m.captured_s <= m.written_s <= m.synced_s <= m.durable_s
@@ -113,8 +112,11 @@ def test_a_step_that_is_none_is_refused(step: Any, make_run: Any) -> None:
     run = make_run()
     with pytest.raises(lazyckpt.ConfigError, match="step="):
         run.ckpt.save(step)
-    with pytest.raises(lazyckpt.ConfigError):
-        run.ckpt.restore(step=step, path=run.ckpt.directory if step is None else None)
+    if step is not None:
+        with pytest.raises(lazyckpt.ConfigError, match="step="):
+            run.ckpt.restore(step=step)
+    with pytest.raises(lazyckpt.ConfigError, match="not both"):
+        run.ckpt.restore(step=1, path=run.ckpt.directory)
 
 
 def test_large_steps_sort_and_restore(make_run: Any) -> None:
@@ -349,8 +351,6 @@ def test_rollback_the_newest_is_the_last_saved_not_the_highest(tmp_path: Path) -
     assert python(tmp_path, "train", 120, 100) == ["100", "120"]
     assert python(tmp_path, "look") == ["120", "120"]
     assert "step-00000200" in names(tmp_path), "without keep_last nothing is removed"
-    assert python(tmp_path, "look", 0, 200) == ["200", "200"]
-    assert python(tmp_path, "look") == ["120", "120"], "looking does not change what is newest"
 
 
 # when something goes wrong

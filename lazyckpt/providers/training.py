@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.base import Landing, Provider
@@ -64,7 +65,7 @@ class ModuleProvider(StateProvider):
             t.untyped_storage()._cdata
             for tensors in (self.module.parameters(), self.module.buffers())
             for t in tensors
-            if type(t.data) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"
+            if not is_lazy(t) and type(t.data) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"
         }
         return [
             Landing(saved[name], tensor)
@@ -238,7 +239,10 @@ def compare(saved: Any, live: Mapping[str, Any]) -> None:
     problems += [
         f"{name}: {describe(saved[name])} in the checkpoint, {describe(value)} in the model"
         for name, value in live.items()
-        if name in saved and isinstance(value, torch.Tensor) and describe(saved[name]) != describe(value)
+        if name in saved
+        and isinstance(value, torch.Tensor)
+        and not is_lazy(value)  # takes its shape from what is loaded
+        and describe(saved[name]) != describe(value)
     ]
     if problems:
         raise RestoreError("\n".join(problems))

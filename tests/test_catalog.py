@@ -1,0 +1,213 @@
+"""What is committed, what is newest, what may go, and manifests that are not what they claim to be."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lazyckpt
+from lazyckpt import catalog
+from lazyckpt.catalog import Catalog, Checkpoint, chain, read_checkpoint, superfluous
+from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+
+NOW = datetime.now(timezone.utc)
+
+
+def checkpoint(step: int, sequence: int, parent: int | None) -> Checkpoint:
+    return Checkpoint(Path(f"step-{step:08d}"), step, sequence, parent, NOW, ())
+
+
+def steps(found: list[Checkpoint]) -> list[int]:
+    return [c.step for c in found]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of step 12."""
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(x={"t": torch.arange(3000)})
+        return ckpt.save(12).result()
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({**manifest, **changes}))
+
+
+# manifests
+
+
+def test_a_manifest_tells_what_is_there(folder: Path) -> None:
+    found = read_checkpoint(folder)
+    assert (found.step, found.sequence, found.parent) == (12, 1, None)
+    assert [f.name for f in found.files] == ["state.pt"]
+    assert found.nbytes == (folder / "state.pt").stat().st_size
+    assert found.created.tzinfo is not None
+    import zlib
+
+    assert zlib.crc32((folder / "state.pt").read_bytes()) == found.files[0].crc32
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["format"] == 1 and manifest["lazyckpt"] == lazyckpt.__version__ and manifest["world_size"] == 1
+    assert manifest["files"][0]["writers"] == [0]
+
+
+STATE = {"name": "state.pt", "bytes": 1, "crc32": "00000000"}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "step infinite": {"step": math.inf},
+    "step nan": {"step": math.nan},
+    "step a string": {"step": "12"},
+    "step a fraction": {"step": 12.5},
+    "step negative": {"step": -1},
+    "step true": {"step": True},
+    "sequence huge float": {"sequence": 1e308},
+    "sequence null": {"sequence": None},
+    "parent a list": {"parent": [1]},
+    "created nonsense": {"created": "yesterday"},
+    "created a number": {"created": 5},
+    "files a number": {"files": 5},
+    "files a dict": {"files": {"a": 1}},
+    "files of strings": {"files": ["state.pt"]},
+    "no state.pt": {"files": []},
+    "another file only": {"files": [{**STATE, "name": "other"}]},
+    "state.pt twice": {"files": [STATE, STATE]},
+    "bytes infinite": {"files": [{**STATE, "bytes": math.inf}]},
+    "bytes negative": {"files": [{**STATE, "bytes": -1}]},
+    "crc not hex": {"files": [{**STATE, "crc32": "zz"}]},
+    "crc a number": {"files": [{**STATE, "crc32": 5}]},
+    "wrong length": {"files": [STATE]},
+    "outside": {"files": [STATE, {**STATE, "name": "../manifest.json"}]},
+    "absolute": {"files": [STATE, {**STATE, "name": "/etc/passwd"}]},
+    "dot": {"files": [STATE, {**STATE, "name": "."}]},
+    "empty name": {"files": [STATE, {**STATE, "name": ""}]},
+    "nul": {"files": [STATE, {**STATE, "name": "a\0b"}]},
+    "missing file": {"files": [STATE, {**STATE, "name": "more.pt"}]},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_manifest_is_refused_and_does_not_hide_the_others(case: str, folder: Path) -> None:
+    shutil.copytree(folder, folder.with_name("step-00000013"))
+    changes = json.loads(json.dumps(HOSTILE[case]))
+    size = (folder / "state.pt").stat().st_size
+    for entry in changes.get("files", []) if isinstance(changes.get("files"), list) else []:
+        if case != "wrong length" and isinstance(entry, dict) and entry["name"] == "state.pt" and entry["bytes"] == 1:
+            entry["bytes"] = size
+    edit(folder, **changes)
+    with pytest.raises(CorruptFileError, match="step-00000012"):
+        read_checkpoint(folder)
+    found = Catalog(folder.parent)
+    assert len(found.scan()) == 1 and len(found.broken) == 1
+    with lazyckpt.Checkpointer(folder.parent) as ckpt, pytest.warns(UserWarning, match="step-00000012"):
+        ckpt.track(x={})
+        ckpt.restore()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "5", "{}", '{"format": 1}', "[" * 100_000, "\xff", "9" * 5000])
+def test_what_is_no_manifest_is_refused(text: str, folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptFileError, match=r"manifest\.json"):
+        read_checkpoint(folder)
+
+
+def test_a_manifest_of_the_future_is_unsupported(folder: Path) -> None:
+    edit(folder, format=2)
+    with pytest.raises(UnsupportedFormatError, match="manifest format 2; this version reads 1"):
+        read_checkpoint(folder)
+
+
+def test_a_manifest_that_is_no_file_does_not_hang(folder: Path) -> None:
+    file = folder / "manifest.json"
+    file.unlink()
+    with pytest.raises(LoadError, match=r"there is no manifest\.json"):
+        read_checkpoint(folder)
+    os.mkfifo(file)
+    with pytest.raises(LoadError, match="not a regular file"):
+        read_checkpoint(folder)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(LoadError):
+        read_checkpoint(folder)
+
+
+def test_a_huge_manifest_is_not_read(folder: Path) -> None:
+    with open(folder / "manifest.json", "r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptFileError, match="too large"):
+        read_checkpoint(folder)
+
+
+def test_a_state_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "state.pt").rename(tmp_path / "elsewhere")
+    (folder / "state.pt").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptFileError, match=r"state\.pt is missing"):
+        read_checkpoint(folder)
+    with pytest.raises(CorruptFileError):
+        lazyckpt.load(folder)
+
+
+def test_scan_ignores_what_is_no_checkpoint(folder: Path) -> None:
+    root = folder.parent
+    for name in ("step-1", "step-0000000x", ".tmp-step-00000003-abc", ".trash-step-00000004-abc", "logs"):
+        (root / name).mkdir()
+    (root / "step-00000099").write_text("a file")
+    (root / "step-00000098").symlink_to(folder)
+    found = Catalog(root)
+    assert steps(found.scan()) == [12] and found.broken == []
+
+
+# the chain, and what may go
+
+
+def test_newest_is_the_highest_sequence() -> None:
+    rolled_back = [checkpoint(100, 1, None), checkpoint(200, 2, 1), checkpoint(120, 3, 1)]
+    assert steps(chain(rolled_back)) == [120, 100]
+    assert steps(superfluous(rolled_back, 2, None)) == [200]
+    assert steps(superfluous(rolled_back, 1, None)) == [100, 200]
+    assert superfluous(rolled_back, None, None) == [] == superfluous(rolled_back, None, 1)
+
+
+def test_a_parent_that_is_gone_is_stood_in_for_by_its_elder() -> None:
+    found = [checkpoint(10, 1, None), checkpoint(30, 3, 2), checkpoint(40, 4, 3)]
+    assert steps(chain(found)) == [40, 30, 10]
+    assert steps(superfluous(found, 2, None)) == [10]
+    assert steps(superfluous(found, 2, 10)) == []
+
+
+@pytest.mark.parametrize("parent", [4, 5, 10**30])
+def test_a_chain_that_bites_its_tail_ends(parent: int) -> None:
+    found = [checkpoint(1, 4, parent), checkpoint(2, 5, parent)]
+    assert len(chain(found)) <= 2
+    assert chain([]) == []
+
+
+@given(
+    parents=st.lists(st.integers(-1, 12), max_size=12),
+    keep_last=st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 5),
+)
+def test_retention_never_lets_the_newest_go(parents: list[int], keep_last: int, keep_every: int | None) -> None:
+    found = [checkpoint(s * 7 % 11, s + 1, None if p < 0 else p) for s, p in enumerate(parents)]
+    gone = superfluous(found, keep_last, keep_every)
+    kept = [c for c in found if c not in gone]
+    lineage = chain(found)
+    assert lineage[:keep_last] == [c for c in lineage[:keep_last] if c in kept]
+    assert all(c in lineage for c in kept)
+    if keep_every is None:
+        assert len(kept) == min(keep_last, len(lineage))
+    else:
+        assert all(c in kept for c in lineage if c.step % keep_every == 0)
+
+
+def test_names() -> None:
+    assert catalog.folder_name(12) == "step-00000012" and catalog.folder_name(10**9) == "step-1000000000"

@@ -1,0 +1,260 @@
+"""The durability protocol: what is published is whole, what is left over goes, what is alive stays."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import _engine, commit
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def staged(target: Path, text: str) -> commit.Staging:
+    staging = commit.Staging(target)
+    (staging.path / "state.pt").write_text(text)
+    staging.describe({"format": 1})
+    return staging
+
+
+def test_publish_a_new_name_and_replace_an_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "step-00000001"
+    assert staged(target, "one").publish() is None
+    replaced = staged(target, "two").publish()
+    assert replaced is not None and (replaced / "state.pt").read_text() == "one"
+    assert (target / "state.pt").read_text() == "two"
+    commit.remove(replaced)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems lack it."""
+
+    def refuse(a: str, b: str) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(_engine, "rename_exchange", refuse)
+    target = tmp_path / "step-00000001"
+    staged(target, "one").publish()
+    replaced = staged(target, "two").publish()
+    assert (target / "state.pt").read_text() == "two"
+    assert replaced is not None
+    commit.remove(replaced)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_the_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is synced before the folder, the folder before the rename, the parent after it."""
+    log: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(fd: int) -> None:
+        log.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))[:13])
+        fsync(fd)
+
+    def note_rename(a: Any, b: Any, **kw: Any) -> None:
+        log.append("rename")
+        rename(a, b, **kw)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    staged(tmp_path / "step-00000001", "x").publish()
+    assert log == ["sync manifest.json"[:18], "sync .tmp-step-000", "rename", f"sync {tmp_path.name[:13]}"]
+
+
+def test_a_failed_sync_of_the_parent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = staged(tmp_path / "step-00000001", "x")
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        staging.publish()
+
+
+def test_discard_leaves_nothing(tmp_path: Path) -> None:
+    staged(tmp_path / "step-00000001", "x").discard()
+    assert names(tmp_path) == []
+
+
+def test_remove_whatever_it_is(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    for name in ("folder", "file", "link", "missing"):
+        commit.remove(tmp_path / name)
+    assert names(tmp_path) == ["kept"]
+
+
+def test_files_have_the_users_permissions(tmp_path: Path) -> None:
+    previous = os.umask(0o027)
+    try:
+        with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+            path = ckpt.save(1).result()
+        lazyckpt.save([1], tmp_path / "a.pt")
+    finally:
+        os.umask(previous)
+    mode = lambda p: stat.S_IMODE(p.stat().st_mode)  # noqa: E731
+    assert mode(path) == 0o750
+    assert {mode(p) for p in path.iterdir()} == {0o640} == {mode(tmp_path / "a.pt")}
+
+
+# leftovers
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from lazyckpt import commit
+staging = commit.Staging(Path(sys.argv[1]) / "step-00000007")
+(staging.path / "state.pt").write_text("half")
+print(staging.path.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Any:
+    """Another process that is about to write a checkpoint, and the name of its folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip()
+    process.kill()
+    process.wait()
+
+
+def test_sweep_spares_the_living_and_takes_the_dead(tmp_path: Path, holder: Any) -> None:
+    process, name = holder
+    own = commit.Staging(tmp_path / "step-00000008")
+    (tmp_path / ".trash-step-00000001-abc").mkdir()
+    (tmp_path / ".trash-step-00000002-abc").write_text("a file that stood in the way")
+    (tmp_path / ".tmp-step-00000003-abc").mkdir()
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / ".tmp-note").write_text("the user's")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (tmp_path / ".tmp-link").symlink_to(precious)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1).result()
+    kept = ["precious", "step-00000001", "step-00000004", ".tmp-link", ".tmp-note", name, own.path.name]
+    assert names(tmp_path) == sorted(kept)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert [p.name for p in commit.sweep(tmp_path)] == [name]
+    assert own.path.is_dir()
+    own.discard()
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
+    """A data loader's worker that outlives the run must not make its leftovers immortal."""
+    script = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from lazyckpt import commit\n"
+        "commit.Staging(Path(sys.argv[1]) / 'step-00000007')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.close(1); os.close(2); time.sleep(60); os._exit(0)\n"
+        "print(child, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True)
+    try:
+        assert len(names(tmp_path)) == 1
+        assert len(commit.sweep(tmp_path)) == 1 and names(tmp_path) == []
+    finally:
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a process that makes its folder and the moment it locks it, a sweep may take it for a leftover. It
+    must find that out then, not when its checkpoint has disappeared."""
+    leftover = tmp_path / ".tmp-step-00000001-abc"
+    leftover.mkdir()
+    locked = []
+    rmtree = shutil.rmtree
+
+    def watched(path: Any, **kwargs: Any) -> None:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked.append(False)
+        except OSError:
+            locked.append(True)
+        finally:
+            os.close(fd)
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    commit.sweep(tmp_path)
+    assert locked == [True] and names(tmp_path) == []
+
+
+def test_a_folder_swept_before_it_was_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir, swept = os.mkdir, []
+
+    def swept_once(path: Any, *args: Any) -> None:
+        mkdir(path, *args)
+        if not swept:
+            swept.append(commit.sweep(tmp_path))
+
+    monkeypatch.setattr(os, "mkdir", swept_once)
+    staging = commit.Staging(tmp_path / "step-00000001")
+    assert len(swept[0]) == 1 and staging.path.is_dir()
+    staging.discard()
+
+
+def test_a_sweep_and_many_saves_at_once(tmp_path: Path) -> None:
+    """Starting another Checkpointer in the same folder, again and again, harms no save."""
+    script = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from lazyckpt import commit\n"
+        "print('ready', flush=True)\n"
+        "end = time.monotonic() + 3\n"
+        "while time.monotonic() < end: commit.sweep(Path(sys.argv[1]))\n"
+    )
+    sweeper = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
+    assert sweeper.stdout is not None
+    sweeper.stdout.readline()
+    count = 0
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={"t": torch.zeros(5000)})
+        while sweeper.poll() is None:
+            ckpt.save(count % 3).result()
+            count += 1
+    assert count > 20
+    assert names(tmp_path) == [f"step-0000000{i}" for i in range(3)]
+
+
+def test_a_killed_process_leaves_the_previous_checkpoint_and_a_leftover(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, torch, lazyckpt\n"
+        "from lazyckpt import commit\n"
+        "ckpt = lazyckpt.Checkpointer(sys.argv[1])\n"
+        "ckpt.track(x={'t': torch.zeros(5000)})\n"
+        "ckpt.save(1).result()\n"
+        "commit.Staging.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ckpt.save(2).result()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)])
+    assert done.returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) == 2 and names(tmp_path)[0].startswith(".tmp-step-00000002-")
+    begin = time.monotonic()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={"t": torch.zeros(5000)})
+        assert ckpt.restore() == 1
+    assert names(tmp_path) == ["step-00000001"] and time.monotonic() - begin < 10
