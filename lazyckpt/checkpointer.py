@@ -168,6 +168,7 @@ class Checkpointer:
             checkpoint = restore_one(folder, self._provider, **read)  # type: ignore[arg-type]
         if checkpoint is None:
             return None
+        self._frozen = FrozenParameters()  # what was seen of them before is no longer so
         own = checkpoint.path.parent.resolve() == self.directory.resolve()
         self._background.parent = checkpoint.sequence if own else None
         return checkpoint.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -18,7 +19,7 @@ from lazyckpt.catalog import STATE, read_checkpoint
 from lazyckpt.config import MIB
 from lazyckpt.containers import safetensors, sniff, torch_zip
 from lazyckpt.containers.base import Extent
-from lazyckpt.errors import ConfigError, LoadError, SaveError, SerializationError, save_error
+from lazyckpt.errors import LoadError, SaveError, SerializationError, save_error
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.objects import dump, pickle_of
 
@@ -67,7 +68,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise save_error(error, path=target) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before is what matters
+            temporary.unlink()
 
 
 @cache
@@ -114,7 +116,7 @@ def _plan_safetensors(obj: Any, path: Path) -> tuple[list[torch.UntypedStorage],
             tuple(t.dtype for t in tensors.values()),
             tuple(tuple(t.shape) for t in tensors.values()),
         )
-    except ConfigError as error:
+    except ValueError as error:
         raise SerializationError(str(error), path=path) from error
     return [t.untyped_storage() for t in tensors.values()], [layout.data, layout.header]
 

@@ -97,7 +97,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_manifest_is_refused_and_does_not_hide_the_others(case: str, folder: Path) -> None:
-    shutil.copytree(folder, folder.with_name("step-00000013"))
+    with lazyckpt.Checkpointer(folder.parent) as ckpt:
+        ckpt.track(x={})
+        ckpt.save(13).result()
     changes = json.loads(json.dumps(HOSTILE[case]))
     size = (folder / "state.pt").stat().st_size
     for entry in changes.get("files", []) if isinstance(changes.get("files"), list) else []:
@@ -118,6 +120,12 @@ def test_what_is_no_manifest_is_refused(text: str, folder: Path) -> None:
     (folder / "manifest.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CorruptFileError, match=r"manifest\.json"):
         read_checkpoint(folder)
+
+
+def test_a_copy_under_another_name_is_not_another_checkpoint(folder: Path) -> None:
+    shutil.copytree(folder, folder.with_name("step-00000013"))
+    found = Catalog(folder.parent)
+    assert steps(found.scan()) == [12] and "step-00000013" in str(found.broken[0])
 
 
 def test_a_manifest_of_the_future_is_unsupported(folder: Path) -> None:

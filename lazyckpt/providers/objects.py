@@ -78,8 +78,8 @@ def _array_tensor(array: Any) -> torch.Tensor | None:
     """The memory of a big contiguous NumPy array as uint8[n], or None if it is to be pickled."""
     if array.nbytes < MIN_ARRAY_BYTES or array.dtype.hasobject or type(array) is not sys.modules["numpy"].ndarray:
         return None
-    if not (array.flags.c_contiguous or array.flags.f_contiguous) or not array.dtype.isnative:
-        return None  # of another byte order: NumPy's own pickle turns it
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the array may be read-only: nothing writes to it here
         return torch.from_numpy(array.ravel(order="K").view("uint8"))
@@ -259,6 +259,10 @@ class StateProvider(Provider):
     optimizer owns them (see gate.py), otherwise they are copied before ``save()`` returns.
     """
 
+    values_are_apart = False
+    """Whether the state is a dict by strings whose values share no object: then each value is pickled, and its
+    pickle kept, by itself, so that one that changes does not cost the others theirs."""
+
     def __init__(self) -> None:
         self._skeletons: dict[str | None, Skeleton] = {}
 
@@ -275,8 +279,7 @@ class StateProvider(Provider):
         state = self.state()
         skeletons = self.__dict__.setdefault("_skeletons", {})  # also where __init__ was not called
         seen = len(table.views)
-        if type(state) is dict and state and all(type(k) is str for k in state):
-            # One skeleton for each value: a learning rate that moves must not cost the moments their skeleton.
+        if self.values_are_apart and type(state) is dict and state:
             parts = {k: skeletons.setdefault(k, Skeleton()).opcodes(v, table) for k, v in state.items()}
             opcodes = dict_opcodes(parts)
         else:

@@ -110,6 +110,8 @@ _PLAIN_LOADERS = (
 class OptimizerProvider(StateProvider):
     """An optimizer: state that it has already is read in place, state that it lacks is allocated by the reader."""
 
+    values_are_apart = True  # a learning rate that moves must not cost the moments their pickle
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.optimizer = optimizer
