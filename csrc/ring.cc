@@ -82,8 +82,9 @@ void Ring::Free(std::byte* region) {
 void Ring::Prefault(size_t from, size_t to) const {
   // One huge page at a time: the address space is locked meanwhile, and a fork or an mmap of training would wait.
   constexpr size_t kStep = kHugePageBytes;
-  for (size_t at = from; at < std::min(to, capacity_); at += kStep) {
-    const size_t n = std::min(kStep, std::min(to, capacity_) - at);
+  to = std::min(to, mapped_);
+  for (size_t at = from; at < to; at += kStep) {
+    const size_t n = std::min(kStep, to - at);
 #ifdef MADV_POPULATE_WRITE
     if (madvise(base_ + at, n, MADV_POPULATE_WRITE) != 0) return;  // Linux < 5.14: the copies fault pages in
 #else

@@ -107,6 +107,15 @@ def check(job: _engine.Job, program: Program, paths: list[Path]) -> None:
     assert job.source_crcs() == [_engine.crc32(s) for s in program.sources]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """The modules of other tests hold many objects, none of them garbage."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 

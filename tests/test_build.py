@@ -1,0 +1,94 @@
+"""A wheel as users get it: built without fault injection, installed elsewhere, imported from another folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+SAVE_AND_LOAD = """
+import pathlib, sys, torch
+import lazyckpt
+from lazyckpt import _engine
+assert pathlib.Path(lazyckpt.__file__).is_relative_to(sys.prefix), lazyckpt.__file__
+assert pathlib.Path(_engine.__file__).is_relative_to(sys.prefix), _engine.__file__
+import lazyckpt.integrations
+assert _engine.FAULTS is False
+try:
+    _engine.Engine(ring_bytes=8192, chunk_bytes=4096, io_depth=1, copy_threads=1, fault="write:1:EIO")
+except OSError as error:
+    assert "fault" in str(error)
+else:
+    raise AssertionError("a release build injects faults")
+lazyckpt.save({"x": torch.arange(100_000)}, "a.pt")
+assert torch.equal(lazyckpt.load("a.pt")["x"], torch.arange(100_000))
+assert torch.equal(torch.load("a.pt")["x"], torch.arange(100_000))
+model = torch.nn.Linear(300, 300)
+with lazyckpt.Checkpointer("run") as checkpointer:
+    checkpointer.track(model=model)
+    checkpointer.save(1)
+with lazyckpt.Checkpointer("run") as checkpointer:
+    checkpointer.track(model=model)
+    assert checkpointer.restore() == 1
+print("works", _engine.probe(".")["io_uring"])
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "--wheel-dir", folder),
+        f"--config-settings=build-dir={folder / 'build'}",
+        ROOT,
+    )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LAZYCKPT", "SKBUILD", "CMAKE"))}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(n.startswith("lazyckpt/_engine.") and n.endswith(".so") for n in names)
+    for needed in ("__init__.py", "py.typed", "_engine.pyi", "integrations/__init__.py", "cli/__init__.py"):
+        if (ROOT / "lazyckpt" / needed).exists() or (ROOT / needed).exists():
+            assert f"lazyckpt/{needed}" in names
+    assert all(n.startswith(("lazyckpt/", "lazyckpt-")) for n in names)
+    assert not [n for n in names if n.endswith((".cc", ".h")) or "test" in n]
+
+
+def test_wheel_needs_only_the_c_and_cpp_libraries(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".so"))
+        library = archive.extract(name, tmp_path)
+    needed = {line.split()[0] for line in run("ldd", library).splitlines()}
+    allowed = ("linux-vdso", "libstdc++", "libgcc_s", "libc.", "libm.", "libpthread", "libdl", "/lib")
+    assert not [n for n in needed if not n.startswith(allowed)]
+
+
+def test_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    """In an empty environment that borrows nothing but torch and its like from this one."""
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False, symlinks=True)
+    python = environment / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    # Path entries come after the environment's own packages, and the hooks of editable installs do not run there.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert run(python, "-c", SAVE_AND_LOAD, cwd=elsewhere).startswith("works")
