@@ -225,7 +225,7 @@ def test_every_call_of_the_commit_fails(way: str, tmp_path: Path, monkeypatch: p
             patch.setattr(commit, "os", failing)
             handle = run.step(step)
             error = handle.exception(30)
-            run.checkpointer._drain()
+            run.checkpointer._background.drain()
         if len(failing.calls) < nth:
             assert error is None
             staged, manifest, folder = ["mkdir", "open"], ["open", "fsync"], ["open", "fsync"]
@@ -353,7 +353,7 @@ def test_disk_full(small_disk: Path, found_by: str, monkeypatch: pytest.MonkeyPa
     fds = descriptors()
     steps = []
     if found_by == "fallocate":  # somebody else took the space in the meantime
-        monkeypatch.setattr(Checkpointer, "_lack_of_space", lambda *_: None)
+        monkeypatch.setattr(Checkpointer, "_check_space", lambda *_: None)
     with pytest.raises(NoSpaceError, match="free some space") as caught:
         for step in range(1, 100):
             run.step(step).result(30)

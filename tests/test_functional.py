@@ -164,16 +164,10 @@ def test_a_checkpoint_folder(tmp_path: Path, state: Any) -> None:
         lazyckpt.load(tmp_path)
 
 
-def locate_all(storage: Any, location: str) -> Any:
-    assert storage.nbytes() and location == "cpu"
-    return storage
-
-
 MAP_LOCATIONS: dict[str, Any] = {
     "none": None,
     "cpu": "cpu",
     "device": torch.device("cpu"),
-    "meta": "meta",
     "callable": lambda storage, location: storage,
     "callable that declines": lambda storage, location: None,
     "callable that looks": lambda storage, location: storage if storage.nbytes() >= 0 and location == "cpu" else 1 / 0,
@@ -187,6 +181,16 @@ def test_map_location(name: str, tmp_path: Path, state: Any, graph: Any) -> None
     torch.save(state, tmp_path / "a.pt")
     location = MAP_LOCATIONS[name]
     assert graph(lazyckpt.load(tmp_path / "a.pt", location)) == graph(torch.load(tmp_path / "a.pt", location))
+
+
+def test_map_location_meta_keeps_what_is_tied(tmp_path: Path, state: Any) -> None:
+    """``torch.load`` gives each tensor a storage of its own there."""
+    torch.save(state, tmp_path / "a.pt")
+    ours, theirs = (load(tmp_path / "a.pt", map_location="meta") for load in (lazyckpt.load, torch.load))
+    for name in ("w", "tied", "view", "t", "big", "half", "zero", "scalar"):
+        a, b = ours[name], theirs[name]
+        assert (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
+    assert ours["t"].untyped_storage()._cdata == ours["w"].untyped_storage()._cdata
 
 
 def test_a_device_that_is_not_there(tmp_path: Path, state: Any) -> None:

@@ -1,0 +1,450 @@
+"""From a committed checkpoint back into live state: whole or not at all, in place, and the newest that is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lazyckpt
+from lazyckpt.errors import LoadError, RestoreError
+
+STEPS = (1, 2, 3)
+
+
+def make(seed: int = 0, width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, model[0].in_features)).square().sum().backward()  # type: ignore[index]
+        optimizer.step()
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = [t.clone() for s in optimizer.state.values() for t in s.values()]
+    return [t.clone() for t in model.state_dict().values()] + state
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[int, list[torch.Tensor]]:
+    """Checkpoints of the steps 1, 2 and 3 in tmp_path, and what they hold."""
+    model, optimizer = make()
+    states = {}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        for step in STEPS:
+            train(model, optimizer)
+            states[step] = bits(model, optimizer)
+            ckpt.save(step).result()
+    return states
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Any]:
+    """A model and an optimizer of another seed, trained a little, and a Checkpointer that tracks them."""
+    model, optimizer = make(seed=9)
+    train(model, optimizer, 5)
+    ckpt = lazyckpt.Checkpointer(tmp_path)
+    ckpt.track(model=model, optimizer=optimizer)
+    yield model, optimizer, ckpt
+    ckpt.close()
+
+
+def flip(file: Path, at: int) -> None:
+    with open(file, "r+b") as f:
+        f.seek(at)
+        byte = f.read(1)
+        f.seek(at)
+        f.write(bytes([byte[0] ^ 1]))
+
+
+# which one
+
+
+def test_the_newest_a_given_step_and_a_given_path(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    model, optimizer, ckpt = fresh
+    assert ckpt.restore() == 3 and same(bits(model, optimizer), saved[3])
+    assert ckpt.restore(step=1) == 1 and same(bits(model, optimizer), saved[1])
+    assert ckpt.restore(path=tmp_path / "step-00000002") == 2 and same(bits(model, optimizer), saved[2])
+    assert ckpt.restore(path=str(tmp_path / "step-00000003")) == 3 and same(bits(model, optimizer), saved[3])
+
+
+def test_an_empty_folder_is_none_and_nothing_else_is(tmp_path: Path, fresh: Any) -> None:
+    model, optimizer, ckpt = fresh
+    before = bits(model, optimizer)
+    assert ckpt.restore() is None and same(bits(model, optimizer), before)
+    for missing in ({"step": 5}, {"path": tmp_path / "nowhere"}, {"path": tmp_path}):
+        with pytest.raises(LoadError, match=r"manifest\.json"):
+            ckpt.restore(**missing)
+    assert same(bits(model, optimizer), before)
+
+
+def test_restore_waits_for_saves_in_flight(make_run: Any, disk: Any) -> None:
+    run = make_run()
+    before = run.state()["model"]["0.weight"]
+    disk.hold()
+    run.ckpt.save(7)
+    disk.release(after_s=0.05)
+    run.step()
+    assert run.ckpt.restore() == 7
+    assert torch.equal(run.model[0].weight, before)
+
+
+def test_a_checkpoint_of_another_folder_is_restored_and_is_nobodys_parent(saved: Any, tmp_path: Path) -> None:
+    model, optimizer = make(seed=3)
+    with lazyckpt.Checkpointer(tmp_path / "own") as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        assert ckpt.restore(path=tmp_path / "step-00000002") == 2
+        path = ckpt.save(3).result()
+    assert json.loads((path / "manifest.json").read_text())["parent"] is None
+
+
+def test_parents_follow_what_was_restored(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    _, _, ckpt = fresh
+    ckpt.restore(step=1)
+    manifest = json.loads((ckpt.save(9).result() / "manifest.json").read_text())
+    assert (manifest["sequence"], manifest["parent"]) == (4, 1)
+    manifest = json.loads((ckpt.save(10).result() / "manifest.json").read_text())
+    assert (manifest["sequence"], manifest["parent"]) == (5, 4)
+
+
+# damage
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "state.pt", (folder / "state.pt").stat().st_size // 2)
+
+
+def cut_and_lie(folder: Path) -> None:
+    """Truncated, and the manifest says so: only the zip directory tells."""
+    truncate(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][0]["bytes"] = (folder / "state.pt").stat().st_size
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "truncated": (truncate, r"step-00000003: state\.pt has \d+ bytes, the manifest says"),
+    "truncated with the manifest": (cut_and_lie, r"step-00000003.*truncated"),
+    "a bit of a tensor": (lambda f: flip(f / "state.pt", 10_000), r"step-00000003.*checksum does not match: data/"),
+    "a bit of the pickle": (
+        lambda f: flip(f / "state.pt", (f / "state.pt").read_bytes().index(b"_rebuild_tensor_v2")),
+        r"step-00000003.*data\.pkl",
+    ),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), r"step-00000003.*no manifest"),
+    "an empty manifest": (lambda f: os.truncate(f / "manifest.json", 0), r"manifest\.json.*empty"),
+    "no state": (lambda f: (f / "state.pt").unlink(), r"step-00000003: state\.pt is missing"),
+    "an empty state": (lambda f: os.truncate(f / "state.pt", 0), r"state\.pt has 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_newest_is_passed_over_with_a_warning_that_names_the_reason(
+    name: str, saved: Any, fresh: Any, tmp_path: Path
+) -> None:
+    model, optimizer, ckpt = fresh
+    damage, reason = DAMAGE[name]
+    damage(tmp_path / "step-00000003")
+    with pytest.warns(UserWarning, match=reason):
+        assert ckpt.restore() == 2
+    assert same(bits(model, optimizer), saved[2])
+    with pytest.raises((LoadError, RestoreError), match=r"step-00000003"):
+        ckpt.restore(step=3)
+
+
+def test_training_goes_on_from_the_one_before_and_is_the_newest_then(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    model, optimizer, ckpt = fresh
+    truncate(tmp_path / "step-00000003")
+    with pytest.warns(UserWarning):
+        ckpt.restore()
+    ckpt.save(3).result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ckpt.restore() == 3
+    assert same(bits(model, optimizer), saved[2])
+
+
+def test_if_none_is_whole_the_error_lists_every_reason(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    model, optimizer, ckpt = fresh
+    before = bits(model, optimizer)
+    for step in STEPS:
+        truncate(tmp_path / f"step-0000000{step}")
+    with pytest.warns(UserWarning), pytest.raises(RestoreError, match="not touched") as caught:
+        ckpt.restore()
+    assert all(f"step-0000000{step}" in str(caught.value) for step in STEPS)
+    assert same(bits(model, optimizer), before)
+
+
+def test_if_bytes_may_have_landed_the_error_says_so(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    _, _, ckpt = fresh
+    for step in STEPS:
+        flip(tmp_path / f"step-0000000{step}" / "state.pt", 10_000)
+    with pytest.warns(UserWarning), pytest.raises(RestoreError, match="undefined now"):
+        ckpt.restore()
+    with pytest.raises(RestoreError, match="undefined now"):
+        ckpt.restore(step=2)
+
+
+# a model that changed
+
+
+def test_a_changed_model_is_one_error_that_lists_all_and_touches_nothing(saved: Any, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 50, bias=False), nn.Linear(50, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [t.clone() for t in model.state_dict().values()]
+    rng = torch.get_rng_state()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer, scheduler={"epoch": 1})
+        with pytest.raises(RestoreError, match="does not fit the tracked state; nothing was restored") as caught:
+            ckpt.restore()
+    text = str(caught.value)
+    for line in (
+        "scheduler: not in the checkpoint",
+        "model: 3.weight: not in the checkpoint",
+        "model: 2.bias: in the checkpoint, but not in the model",
+        "model: 2.weight: (40, 40) float32 in the checkpoint, (50, 40) float32 in the model",
+        "optimizer: parameter group 0: 6 parameters in the checkpoint, 7 in the optimizer",
+    ):
+        assert line in text
+    assert same([*model.state_dict().values()], before) and optimizer.state == {}
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_what_is_no_longer_tracked_is_an_error_too(saved: Any, tmp_path: Path) -> None:
+    model, _ = make()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        with pytest.raises(RestoreError, match="optimizer: in the checkpoint, but not tracked"):
+            ckpt.restore()
+
+
+def test_a_misfit_does_not_fall_back_to_an_older_checkpoint(saved: Any, tmp_path: Path) -> None:
+    """That would hide the mistake, and lose training."""
+    model, optimizer = make()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt._provider.parts.pop("rng")
+        with warnings.catch_warnings(), pytest.raises(RestoreError, match="step-00000003"):
+            warnings.simplefilter("error")
+            ckpt.restore()
+
+
+# in place
+
+
+def test_live_tensors_keep_their_memory_and_their_graph(saved: Any, fresh: Any) -> None:
+    model, optimizer, ckpt = fresh
+    tensors = [*model.state_dict(keep_vars=True).values()]
+    tensors += [t for s in optimizer.state.values() for t in s.values()]
+    pointers, identities = [t.data_ptr() for t in tensors], [*map(id, model.parameters())]
+    ckpt.restore()
+    after = [*model.state_dict(keep_vars=True).values()]
+    after += [t for s in optimizer.state.values() for t in s.values()]
+    assert [t.data_ptr() for t in after] == pointers and [*map(id, model.parameters())] == identities
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+    train(model, optimizer)
+    ckpt.restore(step=2)
+    assert same(bits(model, optimizer), saved[2])
+
+
+def test_restoring_twice_gives_the_same(saved: Any, fresh: Any) -> None:
+    model, optimizer, ckpt = fresh
+    for _ in range(3):
+        ckpt.restore()
+        assert same(bits(model, optimizer), saved[3])
+        train(model, optimizer, 2)
+
+
+def test_an_optimizer_without_state_gets_it(saved: Any, tmp_path: Path) -> None:
+    model, optimizer = make(seed=4)
+    assert optimizer.state == {}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.restore()
+    assert same(bits(model, optimizer), saved[3])
+
+
+def test_restored_tensors_alias_nothing(saved: Any, tmp_path: Path) -> None:
+    """Neither each other nor memory that a later save or restore uses."""
+    model, optimizer = make(seed=4)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.restore()
+        live = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+        assert len({t.data_ptr() for t in live}) == len(live)
+        for i, tensor in enumerate(live):
+            tensor.fill_(i)
+        ckpt.save(9).result()
+        ckpt.restore(step=1)
+        ckpt.restore(step=9)
+        assert all(bool((t == i).all()) for i, t in enumerate(live))
+    assert all(bool((t == i).all()) for i, t in enumerate(live))
+
+
+def test_what_was_tied_when_saved_and_is_not_now(tmp_path: Path) -> None:
+    """Each gets its bytes, in memory of its own."""
+    t = torch.arange(2000.0)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={"a": t, "b": t})
+        ckpt.save(1).result()
+    live: Any = {"a": torch.zeros(2000), "b": torch.zeros(2000)}
+    a, b = live["a"], live["b"]
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x=live)
+        ckpt.restore()
+    assert torch.equal(live["a"], t) and torch.equal(live["b"], t)
+    del a, b
+
+
+def test_what_is_tied_now_and_was_not_when_saved(tmp_path: Path) -> None:
+    """Two saved tensors must not land on top of each other by chance of order: as load_state_dict, the last wins."""
+    source, target = (
+        nn.ModuleList([nn.Linear(50, 50), nn.Linear(50, 50)]),
+        nn.ModuleList([nn.Linear(50, 50), nn.Linear(50, 50)]),
+    )
+    target[1].weight = target[0].weight
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x=source)
+        ckpt.save(1).result()
+    for _ in range(5):
+        with lazyckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.track(x=target)
+            ckpt.restore()
+        assert torch.equal(target[0].weight, source[1].weight)
+
+
+def test_live_views_of_a_flat_buffer(tmp_path: Path) -> None:
+    flat = torch.zeros(6000)
+    source = {"a": torch.rand(3000), "b": torch.rand(3000)}
+    target = {"a": flat[:3000], "b": flat[3000:]}
+    for tracked in (source, target):
+        with lazyckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.track(x=tracked)
+            if tracked is source:
+                ckpt.save(1).result()
+            else:
+                ckpt.restore()
+    assert torch.equal(flat, torch.cat([source["a"], source["b"]]))
+
+
+def test_saved_views_of_a_flat_buffer(tmp_path: Path) -> None:
+    flat = torch.rand(6000)
+    source = {"a": flat[:3000], "b": flat[3000:]}
+    target = {"a": torch.zeros(3000), "b": torch.zeros(3000)}
+    for tracked in (source, target):
+        with lazyckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.track(x=tracked)
+            if tracked is source:
+                ckpt.save(1).result()
+            else:
+                ckpt.restore()
+    assert torch.equal(torch.cat([target["a"], target["b"]]), flat)
+
+
+MEMORY = """
+import sys, torch, lazyckpt
+from torch import nn
+folder, action, how = sys.argv[1:]
+torch.set_num_threads(1)
+model = nn.Sequential(*(nn.Linear(1800, 1800) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters())
+if action == "save" or how == "warm":
+    model(torch.ones(1, 1800)).sum().backward()
+    optimizer.step()
+with lazyckpt.Checkpointer(folder, host_buffer_bytes=32 << 20) as ckpt:
+    ckpt.track(model=model, optimizer=optimizer)
+    if action == "save":
+        ckpt.save(1).result()
+    rss = lambda key: int([l for l in open("/proc/self/status") if l.startswith(key)][0].split()[1]) >> 10
+    open("/proc/self/clear_refs", "w").write("5")
+    before = rss("VmRSS")
+    ckpt.restore()
+    print(rss("VmHWM") - before)
+"""
+
+
+def test_no_second_copy_of_the_model_in_memory(tmp_path: Path) -> None:
+    """148 MiB of state. Where it exists it is read in place; where it does not, it is allocated once."""
+
+    def growth(*arguments: str) -> int:
+        command = [sys.executable, "-c", MEMORY, str(tmp_path), *arguments]
+        return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+    state = 3 * 4 * 4 * 1800 * 1800 >> 20
+    assert growth("save", "warm") < 72, "what the reader itself needs"
+    assert growth("restore", "warm") < 72
+    assert growth("restore", "cold") < state * 2 / 3 + 72, "the moments, which were not there"
+
+
+# the whole of a run
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.Linear(64, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def run(folder: Path, until: int, *, save_at: int | None = None, seed: int = 0) -> tuple[list[float], nn.Module]:
+    """Dropout, batch norm, a scheduler, a shuffled loader and augmentation that draws from the global generator."""
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=200)
+    data = torch.randn(50, 17, generator=torch.Generator().manual_seed(1))
+    losses: list[float] = []
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler, losses=losses)
+        loader = ckpt.track_loader(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+        step = ckpt.restore() or 0
+        while True:
+            for batch in loader:
+                noisy = batch[:, :16] + 0.1 * torch.randn(len(batch), 16)
+                loss = (model(noisy) - batch[:, 16:]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                losses.append(loss.item())
+                step += 1
+                if step == save_at:
+                    ckpt.save(step)
+                if step == until:
+                    return losses, model
+
+
+@pytest.mark.parametrize("save_at", [7, 10, 14])  # an epoch has seven batches
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(save_at: int, tmp_path: Path) -> None:
+    expected, model = run(tmp_path / "whole", 40)
+    run(tmp_path / "parts", save_at + 2, save_at=save_at)
+    torch.manual_seed(99)
+    torch.rand(17)
+    losses, resumed = run(tmp_path / "parts", 40, seed=5)
+    assert losses == expected
+    assert all(torch.equal(v, resumed.state_dict()[k]) for k, v in model.state_dict().items())
