@@ -45,8 +45,8 @@ class Archive:
 
     With ``lands`` the storages are not filled until :meth:`fill` is called, unless they had to be (``filled``).
 
-    Raises CorruptFileError for what is damaged or hostile, UnsupportedFormatError for what only ``torch.load``
-    reads (another byte order), and LoadError for what ``weights_only`` forbids.
+    Raises CorruptFileError for what is damaged or hostile, UnsupportedFormatError for what ``weights_only`` forbids
+    and for what only ``torch.load`` reads (another byte order), and LoadError if unpickling fails otherwise.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Archive:
         except (LoadError, MemoryError):
             raise
         except Exception as error:
-            hint = ""
-            if (weights_only and "weights_only" in str(error)) or "allowed global" in str(error):
-                hint = (
-                    " (allow the type with torch.serialization.add_safe_globals, or load with weights_only=False, "
-                    "which runs code from the file: only if you trust its origin)"
+            if weights_only and ("weights_only" in str(error) or "allowed global" in str(error)):
+                what = (
+                    f"is not to be unpickled: {error} (allow the type with torch.serialization.add_safe_globals, or "
+                    "load with weights_only=False, which runs code from the file: only if you trust its origin)"
                 )
-            raise LoadError(f"cannot be unpickled: {error}{hint}", path=path) from error
+                raise UnsupportedFormatError(what, path=path) from error
+            raise LoadError(f"cannot be unpickled: {error}", path=path) from error
         finally:
             torch._utils._sparse_tensors_to_validate.clear()
 

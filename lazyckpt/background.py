@@ -89,6 +89,7 @@ class Background:
         self._pool = ThreadPoolExecutor(config.max_in_flight, thread_name_prefix="lazyckpt-commit")
         self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
+        self._tasks: list[Future[None]] = []  # of the handles in flight, and of those that still clean up
         self._failed: list[SaveHandle] = []
         self.parent: int | None = None  # the sequence last committed or restored
 
@@ -98,7 +99,8 @@ class Background:
 
     def launch(self, flight: Flight) -> None:
         self._in_flight.append(flight.handle)
-        self._pool.submit(self._persist, flight)
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(self._pool.submit(self._persist, flight))
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
@@ -130,7 +132,8 @@ class Background:
             self._in_flight = [h for h in self._in_flight if not h.done()]
 
     def drain(self) -> None:
-        concurrent.futures.wait(self._in_flight)
+        """Returns when nothing is in flight and what they replaced is gone."""
+        concurrent.futures.wait(self._tasks)
         self._in_flight = []
 
     def close(self) -> None:

@@ -197,12 +197,14 @@ class Checkpointer:
             self._launch(handle, begin)
         except SaveError as error:
             self._background.finish(handle, error)
+            blocking = True  # it has failed already: this call says so, not the next
         except OSError as error:  # the engine refused
             self._background.finish(handle, save_error(error, path=handle.path, step=handle.step))
+            blocking = True
         if blocking:
             concurrent.futures.wait([handle])
         handle.metrics.save_blocked_s = time.perf_counter() - begin
-        if handle.done():
+        if blocking:
             self._background.raise_failed()
         return handle
 

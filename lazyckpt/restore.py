@@ -10,14 +10,15 @@ import torch
 
 from lazyckpt.archive import Archive
 from lazyckpt.catalog import STATE, Catalog, Checkpoint, read_checkpoint
-from lazyckpt.errors import CorruptFileError, LoadError, RestoreError
+from lazyckpt.errors import CorruptFileError, LoadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
 
 
 def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, direct: bool) -> Checkpoint | None:
     """Restores the newest checkpoint that is whole; damaged ones are passed over with a warning.
 
-    Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not fit.
+    Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not fit, and
+    UnsupportedFormatError for one that holds types which the user has not allowed.
     """
     candidates = catalog.scan()
     reasons: list[LoadError] = list(catalog.broken)
@@ -32,6 +33,8 @@ def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, dir
             archive = _open(checkpoint.path, io_backend, direct)
             restore_archive(archive, provider, checkpoint.path)
             return checkpoint
+        except UnsupportedFormatError:
+            raise  # not damaged: to go back to an older one would lose training for want of a word with the user
         except LoadError as error:
             touched = touched or archive is not None
             reasons.append(error)
