@@ -86,7 +86,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "crc not hex": {"files": [{**STATE, "crc32": "zz"}]},
     "crc a number": {"files": [{**STATE, "crc32": 5}]},
     "wrong length": {"files": [STATE]},
-    "outside": {"files": [STATE, {**STATE, "name": "../manifest.json"}]},
+    "outside": {"files": [STATE, {**STATE, "name": "../other"}]},
     "absolute": {"files": [STATE, {**STATE, "name": "/etc/passwd"}]},
     "dot": {"files": [STATE, {**STATE, "name": "."}]},
     "empty name": {"files": [STATE, {**STATE, "name": ""}]},
@@ -100,6 +100,7 @@ def test_a_hostile_manifest_is_refused_and_does_not_hide_the_others(case: str, f
     with lazyckpt.Checkpointer(folder.parent) as ckpt:
         ckpt.track(x={})
         ckpt.save(13).result()
+    (folder.parent / "other").write_text("x")  # is there, and as long as it is said to be
     changes = json.loads(json.dumps(HOSTILE[case]))
     size = (folder / "state.pt").stat().st_size
     for entry in changes.get("files", []) if isinstance(changes.get("files"), list) else []:

@@ -400,6 +400,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a key": lambda tree: put("s2", tree.pop("s"))(tree),
     "dtype, same bytes": lambda tree: put("t", tree["t"].view(torch.int32))(tree),
     "shape": lambda tree: put("t", tree["t"].view(5, 2))(tree),
+    "shape, same strides": lambda tree: put("t", tree["t"][:1])(tree),
+    "who is tied to whom": lambda tree: put("tie2", tree["tie3"])(tree),
     "stride": lambda tree: put("sq", tree["sq"].t())(tree),
     "offset": lambda tree: put("t", tree["t"].view(-1)[1:])(tree),
     "requires_grad": lambda tree: tree["t"].requires_grad_(),
@@ -434,7 +436,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def changeable() -> dict[str, Any]:
-    tied_tensor = torch.randn(4)
+    tied_tensor, tie = torch.randn(4), torch.randn(4)
     shared: list[Any] = [torch.ones(1), 2]
     return {
         "t": torch.arange(10.0).view(2, 5),
@@ -443,6 +445,9 @@ def changeable() -> dict[str, Any]:
         "z": torch.randn(3, dtype=torch.complex64),
         "tied": tied_tensor,
         "tied2": tied_tensor,
+        "tie1": tie,
+        "tie2": tie.view(2, 2).view(4),
+        "tie3": torch.randn(4),
         "big": np.arange(BIG, dtype=np.uint8),
         "bytes": torch.arange(BIG, dtype=torch.int64).to(torch.uint8) + 1,
         "storage": torch.full((BIG,), 9, dtype=torch.uint8).untyped_storage(),
@@ -531,11 +536,12 @@ def test_one_memory_under_two_dtypes_is_refused_as_torch_save_refuses_it(tmp_pat
         lazyckpt.save([t, t.view(torch.int32)], tmp_path / "a.pt")
 
 
-def test_one_memory_under_two_dtypes_is_refused_also_across_cached_objects(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached_first", [True, False])
+def test_one_memory_under_two_dtypes_is_refused_also_across_cached_objects(cached_first: bool, tmp_path: Path) -> None:
     t = torch.arange(3000.0)
     a, b = {"x": t}, {"y": torch.zeros(4)}
     ckpt = lazyckpt.Checkpointer(tmp_path)
-    ckpt.track(a=a, b=b)
+    ckpt.track(**({"a": a, "b": b} if cached_first else {"b": b, "a": a}))
     for step in range(2):
         ckpt.save(step).result()
     b["y"] = t.view(torch.int32)

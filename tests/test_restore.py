@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lazyckpt
-from lazyckpt.errors import LoadError, RestoreError
+from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 
 STEPS = (1, 2, 3)
 
@@ -247,6 +247,24 @@ def test_a_misfit_does_not_fall_back_to_an_older_checkpoint(saved: Any, tmp_path
         with warnings.catch_warnings(), pytest.raises(RestoreError, match="step-00000003"):
             warnings.simplefilter("error")
             ckpt.restore()
+
+
+class Tag:
+    """A type that nobody has allowed."""
+
+
+def test_a_type_that_is_not_allowed_does_not_fall_back_either(tmp_path: Path) -> None:
+    history: list[Any] = [1]
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x=history)
+        ckpt.save(1).result()
+        history.append(Tag())
+        ckpt.save(2).result()
+        with pytest.raises(UnsupportedFormatError, match=r"step-00000002.*Tag.*add_safe_globals"):
+            ckpt.restore()
+        with torch.serialization.safe_globals([Tag]):
+            assert ckpt.restore() == 2
+    assert type(history[1]) is Tag
 
 
 # in place

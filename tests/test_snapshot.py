@@ -48,7 +48,8 @@ def test_only_what_an_optimizer_owns_and_stepped_on_is_lazy(make_run: Any, rng_b
 
 
 def test_a_storage_of_exactly_4_kib_is_eager_and_one_more_element_is_lazy(make_run: Any, rng_bytes: int) -> None:
-    for numel, expected in ((LAZY_MIN_BYTES // 4, LAZY_MIN_BYTES), (LAZY_MIN_BYTES // 4 + 1, 0)):
+    assert LAZY_MIN_BYTES == 4096
+    for numel, expected in ((1024, 4096), (1025, 0)):
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(numel))])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
@@ -85,12 +86,12 @@ def test_a_transposed_parameter_owns_its_storage(make_run: Any, rng_bytes: int) 
 def test_an_expanded_tensor_in_optimizer_state_does_not_own_its_storage(make_run: Any) -> None:
     run = make_run(PLAIN)
     parameter = next(run.model.parameters())
-    wide = torch.zeros(256, 512)
-    run.optimizer.state[parameter]["view"] = wide[:, :256]
+    flat = torch.zeros(2 * 65_536)
+    run.optimizer.state[parameter]["view"] = flat[:65_536].expand(2, -1)  # as many elements, but half of them twice
     run.step()
     handle = run.ckpt.save(1)
-    wide += 1  # nobody's business but the user's; not through the optimizer
-    assert torch.equal(saved(handle)["optimizer"]["state"][0]["view"], torch.zeros(256, 256))
+    flat += 1  # nobody's business but the user's; not through the optimizer
+    assert torch.equal(saved(handle)["optimizer"]["state"][0]["view"], torch.zeros(2, 65_536))
 
 
 def test_the_state_of_lbfgs_is_lazy_also_inside_lists(make_run: Any) -> None:
@@ -106,12 +107,16 @@ def test_inference_tensors_are_eager(make_run: Any) -> None:
     run = make_run(PLAIN)
     with torch.inference_mode():
         table = torch.zeros(20_000)
+        owned = torch.zeros(256, 256)
     run.ckpt.track(table={"t": table})
+    run.optimizer.state[run.model[0].weight]["owned"] = owned
     run.step()
     handle = run.ckpt.save(1)
     with torch.inference_mode():
         table += 1
+        owned += 1
     assert torch.equal(saved(handle)["table"]["t"], torch.zeros(20_000))
+    assert torch.equal(saved(handle)["optimizer"]["state"][0]["owned"], torch.zeros(256, 256))
 
 
 def test_sparse_and_other_storageless_parameters_do_not_disturb(make_run: Any) -> None:
@@ -179,6 +184,19 @@ def test_audit_finds_a_write_after_the_copy_and_before_the_step(make_run: Any, d
     run.model[1].weight.data.add_(1)
     run.step()
     disk.release()
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.1\.weight.*audit"):
+        handle.result(timeout=30)
+
+
+def test_audit_finds_a_write_that_was_undone_before_the_step(make_run: Any, disk: Any) -> None:
+    run = make_run(FUSED, audit=True)
+    disk.hold()
+    handle = run.ckpt.save(1)
+    run.model[1].weight.data.neg_()
+    job = handle._snapshot.job
+    disk.release()
+    assert job.wait_captured((1 << 64) - 1)
+    run.model[1].weight.data.neg_()
     with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.1\.weight.*audit"):
         handle.result(timeout=30)
 

@@ -181,7 +181,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 
         loss.backward()
         return loss
 
-    return float(optimizer.step(closure))
+    return float(optimizer.step(closure).detach())
 
 
 OPTIMIZERS = {
@@ -368,7 +368,6 @@ def test_a_provider_of_ones_own(tmp_path: Path) -> None:
     assert torch.equal(target.memory, source.memory) and target.position == 17
 
 
-@pytest.mark.filterwarnings("ignore:checkpoint passed over")
 def test_custom_classes_need_the_users_consent(tmp_path: Path) -> None:
     """restore() is weights_only: what the user's own state brings in must be allowed by the user."""
 
