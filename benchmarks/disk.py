@@ -1,6 +1,6 @@
 """How much of the disk is used: durable write of host tensors, and restore from a cold cache.
 
-All arms of a table take turns in every round, in rotating order; every file written is new, and what came
+All arms of a table take turns in every round, in shuffled order; every file written is new, and what came
 before is synced. The raw disk is the floor library's own loop: the same chunks, depth and O_DIRECT, no copy.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.floor import CHUNK_BYTES, IO_DEPTH, Floor
-from benchmarks.paired import ratios, spread
+from benchmarks.paired import ratios, rounds, spread
 from benchmarks.report import Table
 
 TENSORS = 300
@@ -134,7 +134,7 @@ def _in_place_reader(state: dict[str, torch.Tensor], directory: Path) -> Timed:
 def _contest(
     title: str,
     arms: dict[str, Timed],
-    rounds: int,
+    pairs: int,
     nbytes: int,
     directory: Path,
     progress: Callable[[str], None],
@@ -145,13 +145,11 @@ def _contest(
     rates: dict[str, list[float]] = {name: [] for name in arms}
     failures: dict[str, str] = {}
     path = directory / "file"
-    names = list(arms)
-    for number in range(rounds + 1):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+    for number, names in enumerate(rounds(list(arms), pairs + 1)):
+        for name in names:
             if name in failures:
                 continue
-            progress(f"round {number + 1}/{rounds + 1}: {name}")
+            progress(f"round {number + 1}/{pairs + 1}: {name}")
             if keep:
                 _drop_caches()
             else:

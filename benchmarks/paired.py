@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+
+def rounds(arms: Sequence[str], number: int) -> Iterator[list[str]]:
+    """The order of the arms in each round: shuffled, so that none always comes behind the same other; the same in
+    every run."""
+    shuffler = random.Random(0)
+    for _ in range(number):
+        yield shuffler.sample(arms, len(arms))
 
 
 def ratios(values: Sequence[float], over: Sequence[float]) -> list[float]:

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "checksum.h"
@@ -263,32 +264,67 @@ class JobHandle {
   std::shared_ptr<Job> job_;
 };
 
-py::list ReadFile(const std::string& path, const py::buffer& offsets, const py::buffer& sizes,
-                  const py::buffer& pointers, unsigned threads, unsigned io_depth, const std::string& backend,
-                  bool direct, const std::string& fault) {
-  const auto o = ToVector<uint64_t>(offsets, "offsets");
-  const auto s = ToVector<uint64_t>(sizes, "sizes");
-  const auto p = ToVector<uint64_t>(pointers, "pointers");
-  if (o.size() != s.size() || o.size() != p.size())
-    throw py::value_error("offsets, sizes and pointers differ in length");
-  std::vector<ReadRange> ranges;
-  for (size_t i = 0; i < o.size(); ++i) ranges.push_back({o[i], s[i], reinterpret_cast<std::byte*>(p[i])});
-  ReadOptions options;
-  options.threads = threads;
-  if (io_depth > 0) options.io_depth = io_depth;
-  options.backend = backend;
-  options.direct = direct;
-  options.fault = fault;
-  Status status;
-  {
-    py::gil_scoped_release release;
-    status = ReadRanges(path, options, &ranges);
+class ReaderHandle {
+ public:
+  ReaderHandle(std::shared_ptr<EngineHandle> engine, const std::string& path, const py::buffer& offsets,
+               const py::buffer& sizes, unsigned threads, unsigned io_depth)
+      : engine_(std::move(engine)) {
+    const auto o = ToVector<uint64_t>(offsets, "offsets");
+    const auto s = ToVector<uint64_t>(sizes, "sizes");
+    if (o.size() != s.size()) throw py::value_error("offsets and sizes differ in length");
+    std::vector<ReadRange> ranges;
+    for (size_t i = 0; i < o.size(); ++i) ranges.push_back({o[i], s[i]});
+    Engine& e = engine_->get();
+    ReadOptions options;
+    options.threads = threads;
+    if (io_depth > 0) options.io_depth = io_depth;
+    options.backend = e.options().backend;
+    options.direct = e.options().direct;
+    options.fault = e.options().fault;
+    options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
+    Status status;
+    {
+      py::gil_scoped_release release;
+      reader_ = Reader::Start(path, options, std::move(ranges), &status);
+    }
+    if (!status.ok()) Close();
+    Raise(status);
   }
-  Raise(status);
-  py::list crcs;
-  for (const ReadRange& r : ranges) crcs.append(r.crc);
-  return crcs;
-}
+  ~ReaderHandle() { Close(); }
+
+  py::list ReadInto(const py::buffer& pointers) {
+    const auto p = ToVector<uint64_t>(pointers, "pointers");
+    engine_->get();
+    if (reader_ == nullptr) throw std::runtime_error("a Reader reads once");
+    if (p.size() != reader_->ranges().size()) throw py::value_error("pointers and offsets differ in length");
+    std::vector<std::byte*> to;
+    for (const uint64_t pointer : p) to.push_back(reinterpret_cast<std::byte*>(pointer));
+    Status status;
+    {
+      py::gil_scoped_release release;
+      status = reader_->ReadInto(to);
+    }
+    py::list crcs;
+    for (const ReadRange& r : reader_->ranges()) crcs.append(r.crc);
+    Close();
+    Raise(status);
+    return crcs;
+  }
+
+ private:
+  void Close() {
+    if (!engine_->alive()) return (void)reader_.release();  // its threads did not survive the fork
+    {
+      py::gil_scoped_release release;
+      reader_.reset();
+    }
+    engine_->get().GiveBack(std::exchange(staging_, {}));
+  }
+
+  const std::shared_ptr<EngineHandle> engine_;
+  std::span<std::byte> staging_;
+  std::unique_ptr<Reader> reader_;
+};
 
 // Swaps two names in one step; os.rename cannot.
 void RenameExchange(const std::string& a, const std::string& b) {
@@ -379,8 +415,12 @@ PYBIND11_MODULE(_engine, m) {
       .def("free", &RingHandle::Free)
       .def_property_readonly("used", &RingHandle::used);
 
-  m.def("read_file", &ReadFile, "path"_a, "offsets"_a, "sizes"_a, "pointers"_a, py::kw_only(), "threads"_a = 0,
-        "io_depth"_a = 0, "backend"_a = "auto", "direct"_a = true, "fault"_a = "");
+  py::class_<ReaderHandle>(m, "Reader")
+      .def(py::init<std::shared_ptr<EngineHandle>, const std::string&, const py::buffer&, const py::buffer&, unsigned,
+                    unsigned>(),
+           "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
+      .def("read_into", &ReaderHandle::ReadInto, "pointers"_a);
+
   m.def(
       "crc32",
       [](const py::buffer& data, uint32_t value) {

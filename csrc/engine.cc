@@ -72,6 +72,22 @@ bool Engine::Reserve(size_t bytes) {
   return grown;
 }
 
+std::span<std::byte> Engine::Borrow(size_t bytes) {
+  std::lock_guard lock(mutex_);
+  const size_t size = std::min(bytes, ring_.capacity());
+  std::byte* region = ring_.Allocate(size);
+  return region == nullptr ? std::span<std::byte>() : std::span(region, size);
+}
+
+void Engine::GiveBack(std::span<std::byte> region) {
+  if (region.empty()) return;
+  {
+    std::lock_guard lock(mutex_);
+    ring_.Free(region.data());
+  }
+  changed_.notify_all();
+}
+
 std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files) {
   auto job = std::make_shared<Job>();
   job->sources = std::move(sources);

@@ -43,6 +43,10 @@ class Engine {
   // Raises the ring's capacity, if it is empty; the pages are faulted in in the background.
   bool Reserve(size_t bytes);
 
+  // A part of the ring for other use, as much as `bytes`, until it is given back; empty if there is none to spare.
+  std::span<std::byte> Borrow(size_t bytes);
+  void GiveBack(std::span<std::byte> region);
+
   std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files);
 
   // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before).

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -38,50 +39,84 @@ struct Unit {
 
 class Descriptor {
  public:
-  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor() = default;
   ~Descriptor() {
     if (fd_ >= 0) close(fd_);
   }
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
+  void Open(const std::string& path, int flags) { fd_ = open(path.c_str(), flags | O_CLOEXEC); }
   int get() const { return fd_; }
 
  private:
-  int fd_;
+  int fd_ = -1;
 };
 
-class Read {
- public:
-  Read(const std::string& path, const ReadOptions& options, std::vector<ReadRange>* ranges)
-      : path_(path), options_(options), ranges_(*ranges) {}
+}  // namespace
 
-  Status Run() {
-    buffered_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-    const Descriptor close_buffered(buffered_);
-    if (buffered_ < 0) return Status(errno, "open", path_);
+class Reader::Work {
+ public:
+  Work(const std::string& path, const ReadOptions& options, std::vector<ReadRange> ranges)
+      : path_(path), options_(options), ranges_(std::move(ranges)) {}
+
+  ~Work() {
+    {
+      std::lock_guard lock(mutex_);
+      failed_ = true;
+    }
+    places_known_.notify_all();
+    for (auto& t : workers_) t.join();
+    if (map_ != nullptr) munmap(map_, file_size_);
+  }
+
+  Status Start() {
+    buffered_.Open(path_, O_RDONLY);
+    if (buffered_.get() < 0) return Status(errno, "open", path_);
     struct stat info{};
-    if (fstat(buffered_, &info) != 0) return Status(errno, "fstat", path_);
+    if (fstat(buffered_.get(), &info) != 0) return Status(errno, "fstat", path_);
     file_size_ = static_cast<uint64_t>(info.st_size);
     for (const ReadRange& r : ranges_)
       if (r.offset > file_size_ || r.size > file_size_ - r.offset) return Status(EIO, "short read", path_);
-    direct_ = options_.direct ? open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT) : -1;
-    const Descriptor close_direct(direct_);
+    if (options_.direct) direct_.Open(path_, O_RDONLY | O_DIRECT);
     MapFile();
     LayOut();
 
     unsigned threads = options_.threads;
     if (threads == 0) threads = std::clamp(std::thread::hardware_concurrency(), 1u, 4u);
-    threads = static_cast<unsigned>(std::min<size_t>(threads, std::max<size_t>(units_.size(), 1)));
-    depth_ = std::max(1u, options_.io_depth / threads);
-    std::vector<std::thread> workers;
+    staging_ = options_.staging;
+    if (staging_.size() < kReadBytes && !units_.empty()) {
+      if (Status mapped = own_staging_.Map(8 * kReadBytes); !mapped.ok()) return mapped;
+      staging_ = {own_staging_.base(), 8 * kReadBytes};
+    }
+    const size_t depth = std::min({size_t{options_.io_depth}, staging_.size() / kReadBytes, units_.size()});
+    threads = static_cast<unsigned>(std::min<size_t>(threads, depth));
+    if (threads > 0) depth_ = depth / threads;
     try {
-      for (unsigned i = 1; i < threads; ++i) workers.emplace_back([this] { Work(); });
+      for (unsigned i = 0; i < threads; ++i) workers_.emplace_back([this] { Run(); });
     } catch (const std::system_error&) {
       // Fewer threads than hoped for are enough.
     }
-    Work();
-    for (auto& t : workers) t.join();
-    if (map_ != nullptr) munmap(map_, file_size_);
+    return Status::Ok();
+  }
+
+  Status ReadInto(const std::vector<std::byte*>& to) {
+    for (size_t i = 0; i < ranges_.size(); ++i) {
+      ReadRange& r = ranges_[i];
+      r.to = to[i];
+      // New memory comes in small pages unless somebody asks; only whole huge pages inside the range are touched.
+      constexpr size_t kHuge = 2 << 20;
+      const auto begin = AlignUp(reinterpret_cast<uintptr_t>(r.to), kHuge);
+      const auto end = (reinterpret_cast<uintptr_t>(r.to) + r.size) / kHuge * kHuge;
+      if (r.to != nullptr && end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+    }
+    {
+      std::lock_guard lock(mutex_);
+      have_places_ = true;
+    }
+    places_known_.notify_all();
+    if (workers_.empty()) Run();
+    for (auto& t : workers_) t.join();
+    workers_.clear();
     if (!error_.ok()) return error_;
     for (const Part& p : parts_) {
       ReadRange& r = ranges_[p.range];
@@ -89,6 +124,8 @@ class Read {
     }
     return Status::Ok();
   }
+
+  const std::vector<ReadRange>& ranges() const { return ranges_; }
 
  private:
   struct Flight {
@@ -100,13 +137,13 @@ class Read {
 
   // Only to ask which pages are in memory; never dereferenced.
   void MapFile() {
-    if (file_size_ == 0 || direct_ < 0) return;
-    void* map = mmap(nullptr, file_size_, PROT_READ, MAP_SHARED, buffered_, 0);
+    if (file_size_ == 0 || direct_.get() < 0) return;
+    void* map = mmap(nullptr, file_size_, PROT_READ, MAP_SHARED, buffered_.get(), 0);
     if (map != MAP_FAILED) map_ = static_cast<std::byte*>(map);
   }
 
   bool Resident(const Unit& unit) const {
-    if (direct_ < 0) return true;
+    if (direct_.get() < 0) return true;
     if (map_ == nullptr) return false;
     const uint64_t end = std::min(unit.end, file_size_);
     std::vector<unsigned char> pages((end - unit.begin + kBlockBytes - 1) / kBlockBytes);
@@ -120,20 +157,15 @@ class Read {
     std::sort(order.begin(), order.end(), [this](size_t a, size_t b) { return ranges_[a].offset < ranges_[b].offset; });
     for (const size_t i : order) {
       const ReadRange& r = ranges_[i];
-      // New memory comes in small pages unless somebody asks; only whole huge pages inside the range are touched.
-      constexpr size_t kHuge = 2 << 20;
-      const auto from = AlignUp(reinterpret_cast<uintptr_t>(r.to), kHuge);
-      const auto to = (reinterpret_cast<uintptr_t>(r.to) + r.size) / kHuge * kHuge;
-      if (r.to != nullptr && to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
       for (uint64_t done = 0; done < r.size;) {
         const uint64_t at = r.offset + done;
-        if (units_.empty() || at >= units_.back().begin + options_.unit_bytes ||
-            at > units_.back().end + kMaxGapBytes || at < units_.back().begin) {
+        if (units_.empty() || at >= units_.back().begin + kReadBytes || at > units_.back().end + kMaxGapBytes ||
+            at < units_.back().begin) {
           const uint64_t begin = at / kBlockBytes * kBlockBytes;
           units_.push_back({begin, begin, parts_.size(), parts_.size()});
         }
         Unit& unit = units_.back();
-        const uint64_t n = std::min(r.size - done, unit.begin + options_.unit_bytes - at);
+        const uint64_t n = std::min(r.size - done, unit.begin + kReadBytes - at);
         parts_.push_back({i, at, done, n});
         unit.end = std::max(unit.end, static_cast<uint64_t>(AlignUp(at + n, kBlockBytes)));
         unit.last_part = parts_.size();
@@ -143,20 +175,31 @@ class Read {
   }
 
   void Fail(Status error) {
-    std::lock_guard lock(mutex_);
-    if (error_.ok()) error_ = std::move(error);
-    failed_ = true;
+    {
+      std::lock_guard lock(mutex_);
+      if (error_.ok()) error_ = std::move(error);
+      failed_ = true;
+    }
+    places_known_.notify_all();
+  }
+
+  // False if there will be no places, because the read failed or was given up.
+  bool AwaitPlaces() {
+    std::unique_lock lock(mutex_);
+    places_known_.wait(lock, [this] { return have_places_ || failed_; });
+    return !failed_;
   }
 
   // Pieces small enough for the cache, so that the checksum does not fetch them from memory again.
   void ReadBuffered(const Unit& unit, std::byte* scratch) {
+    if (!AwaitPlaces()) return;
     for (size_t i = unit.first_part; i < unit.last_part; ++i) {
       Part& p = parts_[i];
       for (size_t done = 0; done < p.size;) {
         const size_t want = std::min(p.size - done, kFusedBlockBytes);
         std::byte* base = ranges_[p.range].to;
         std::byte* to = base == nullptr ? scratch : base + p.in_range + done;
-        const ssize_t n = pread(buffered_, to, want, static_cast<off_t>(p.at + done));
+        const ssize_t n = pread(buffered_.get(), to, want, static_cast<off_t>(p.at + done));
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return Fail(Status(n < 0 ? errno : EIO, n < 0 ? "read" : "short read", path_));
         p.crc = Crc32(p.crc, to, static_cast<size_t>(n));
@@ -166,6 +209,7 @@ class Read {
   }
 
   void Deliver(const Flight& flight) {
+    if (!AwaitPlaces()) return;
     for (size_t i = flight.unit->first_part; i < flight.unit->last_part; ++i) {
       Part& p = parts_[i];
       const std::byte* from = flight.buffer + (p.at - flight.unit->begin);
@@ -174,17 +218,14 @@ class Read {
     }
   }
 
-  void Work() {
-    // Huge pages: a read into scattered small ones is cut into many requests, at a third of the speed.
-    const size_t buffer_bytes = options_.unit_bytes + kBlockBytes;
-    Ring staging;
-    if (Status mapped = staging.Map(depth_ * buffer_bytes); !mapped.ok()) return Fail(std::move(mapped));
+  void Run() {
+    std::byte* const staging = staging_.data() + next_worker_++ * depth_ * kReadBytes;
     Status status;
     std::unique_ptr<IoBackend> io;
     std::vector<Flight> flights(depth_);
     std::vector<Flight*> idle;
-    for (unsigned i = 0; i < depth_; ++i) {
-      flights[i].buffer = staging.base() + i * buffer_bytes;
+    for (size_t i = 0; i < depth_; ++i) {
+      flights[i].buffer = staging + i * kReadBytes;
       idle.push_back(&flights[i]);
     }
     std::vector<IoResult> results;
@@ -198,7 +239,7 @@ class Read {
           continue;
         }
         if (io == nullptr) {
-          io = MakeBackend(options_.backend, depth_, &status);
+          io = MakeBackend(options_.backend, static_cast<unsigned>(depth_), &status);
           if (io == nullptr) return Fail(status);
           if (!options_.fault.empty()) {
 #ifdef LAZYCKPT_FAULTS
@@ -217,40 +258,45 @@ class Read {
         if (!Submit(io.get(), flight)) idle.push_back(flight);
       }
       if (idle.size() == depth_) return;
-      results.clear();
-      io->Wait(&results);
-      for (const IoResult& r : results) {
-        auto* flight = static_cast<Flight*>(r.tag);
-        const Unit& unit = *flight->unit;
-        const uint64_t needed = std::min(unit.end, file_size_) - unit.begin;
-        if (r.result == -EINVAL) {  // a file system that takes O_DIRECT and then will not read so
-          ReadBuffered(unit, flight->buffer);
-          idle.push_back(flight);
-          continue;
-        }
-        if (r.result < 0 && r.result != -EINTR && r.result != -EAGAIN)
-          Fail(Status(static_cast<int>(-r.result), "read", path_));
-        const size_t before = flight->done;
-        if (r.result > 0) flight->done += static_cast<size_t>(r.result);
-        if (!failed_ && flight->done < needed) {
-          flight->done -= flight->done % kBlockBytes;
-          // The file ends earlier than it did when the read began, or the disk moves nothing.
-          if (r.result == 0 || (flight->done == before && ++flight->retries > kMaxRetries))
-            Fail(Status(EIO, "short read", path_));
-          else if (Submit(io.get(), flight))
-            continue;
-        }
-        if (!failed_) Deliver(*flight);
-        idle.push_back(flight);
+      // One at a time: its buffer is reading again before the next one is delivered.
+      if (results.empty()) {
+        io->Wait(&results);
+        continue;
       }
+      const IoResult result = results.back();
+      results.pop_back();
+      auto* flight = static_cast<Flight*>(result.tag);
+      if (Complete(io.get(), flight, result.result)) idle.push_back(flight);
     }
+  }
+
+  // False if the flight goes on: a short read, or one that was interrupted.
+  bool Complete(IoBackend* io, Flight* flight, int64_t result) {
+    const Unit& unit = *flight->unit;
+    if (result == -EINVAL) {  // a file system that takes O_DIRECT and then will not read so
+      ReadBuffered(unit, flight->buffer);
+      return true;
+    }
+    if (result < 0 && result != -EINTR && result != -EAGAIN) Fail(Status(static_cast<int>(-result), "read", path_));
+    const size_t before = flight->done;
+    if (result > 0) flight->done += static_cast<size_t>(result);
+    if (!failed_ && flight->done < std::min(unit.end, file_size_) - unit.begin) {
+      flight->done -= flight->done % kBlockBytes;
+      // The file ends earlier than it did when the read began, or the disk moves nothing.
+      if (result == 0 || (flight->done == before && ++flight->retries > kMaxRetries))
+        Fail(Status(EIO, "short read", path_));
+      else if (Submit(io, flight))
+        return false;
+    }
+    Deliver(*flight);
+    return true;
   }
 
   bool Submit(IoBackend* io, Flight* flight) {
     const Unit& unit = *flight->unit;
     const size_t size = unit.end - unit.begin - flight->done;
     Status status = io->Submit(
-        {IoRequest::Op::kRead, direct_, flight->buffer + flight->done, size, unit.begin + flight->done, flight});
+        {IoRequest::Op::kRead, direct_.get(), flight->buffer + flight->done, size, unit.begin + flight->done, flight});
     if (!status.ok()) Fail(status);
     return status.ok();
   }
@@ -258,26 +304,42 @@ class Read {
   static constexpr unsigned kMaxRetries = 1000;       // of requests for one unit that moved nothing
   static constexpr uint64_t kMaxGapBytes = 64 << 10;  // reading over a gap is cheaper than another request
 
-  const std::string& path_;
-  const ReadOptions& options_;
-  std::vector<ReadRange>& ranges_;
-  int buffered_ = -1;
-  int direct_ = -1;
+  const std::string path_;
+  const ReadOptions options_;
+  std::vector<ReadRange> ranges_;
+  Descriptor buffered_, direct_;
   uint64_t file_size_ = 0;
   std::byte* map_ = nullptr;
-  unsigned depth_ = 1;
+  // In huge pages: a read into scattered small ones is cut into many requests, at a third of the speed.
+  Ring own_staging_;
+  std::span<std::byte> staging_;
+  size_t depth_ = 0;  // reads in flight, for each thread
+  std::atomic<unsigned> next_worker_ = 0;
   std::vector<Part> parts_;  // in file order, and so in the order of each range
   std::vector<Unit> units_;
+  std::vector<std::thread> workers_;
   std::atomic<size_t> next_unit_ = 0;
-  std::atomic<bool> failed_ = false;
   std::mutex mutex_;
+  std::atomic<bool> failed_ = false;
+  bool have_places_ = false;
+  std::condition_variable places_known_;
   Status error_;
 };
 
-}  // namespace
+Reader::Reader(std::unique_ptr<Work> work) : work_(std::move(work)) {}
 
-Status ReadRanges(const std::string& path, const ReadOptions& options, std::vector<ReadRange>* ranges) {
-  return Read(path, options, ranges).Run();
+Reader::~Reader() = default;
+
+std::unique_ptr<Reader> Reader::Start(const std::string& path, const ReadOptions& options,
+                                      std::vector<ReadRange> ranges, Status* status) {
+  auto work = std::make_unique<Work>(path, options, std::move(ranges));
+  *status = work->Start();
+  if (!status->ok()) return nullptr;
+  return std::unique_ptr<Reader>(new Reader(std::move(work)));
 }
+
+Status Reader::ReadInto(const std::vector<std::byte*>& to) { return work_->ReadInto(to); }
+
+const std::vector<ReadRange>& Reader::ranges() const { return work_->ranges(); }
 
 }  // namespace lazyckpt

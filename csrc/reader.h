@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -10,25 +12,44 @@
 
 namespace lazyckpt {
 
+constexpr size_t kReadBytes = 2 << 20;  // what is read at once
+
 struct ReadRange {
   uint64_t offset;
   uint64_t size;
-  std::byte* to;     // nullptr: the bytes are checksummed and dropped
-  uint32_t crc = 0;  // out
+  std::byte* to = nullptr;  // nullptr: the bytes are checksummed and dropped
+  uint32_t crc = 0;         // out
 };
 
 struct ReadOptions {
-  unsigned threads = 0;   // 0: as many as there are cores, at most 4
-  unsigned io_depth = 8;  // reads in flight, all threads together
-  size_t unit_bytes = 4 << 20;
+  unsigned threads = 0;    // 0: as many as there are cores, at most 4
+  unsigned io_depth = 32;  // reads in flight, all threads together
   std::string backend = "auto";
   bool direct = true;
-  std::string fault;  // test build only
+  std::string fault;             // test build only
+  std::span<std::byte> staging;  // page-aligned memory to read into; without, 16 MiB are mapped
 };
 
-// Fills every range, or says why not; a file shorter than a range is EIO "short read". Ranges may stand in any
-// order and must not overlap in memory. Pages that the page cache holds are read from it, the others past it
-// (O_DIRECT), through a few staging buffers per thread: no second copy of the data in memory.
-Status ReadRanges(const std::string& path, const ReadOptions& options, std::vector<ReadRange>* ranges);
+// Ranges of one file. Reading begins at once, into a few staging buffers; where the bytes go may be said later, so
+// that the disk works while the caller finds out. Ranges may stand in any order. Pages that the page cache holds are
+// read from it, the others past it (O_DIRECT): no second copy of the data in memory.
+class Reader {
+ public:
+  // A file shorter than a range is EIO "short read".
+  static std::unique_ptr<Reader> Start(const std::string& path, const ReadOptions& options,
+                                       std::vector<ReadRange> ranges, Status* status);
+  ~Reader();  // gives up what is not read yet
+  Reader(const Reader&) = delete;
+  Reader& operator=(const Reader&) = delete;
+
+  // Fills every range, or says why not. `to`: one place for each range, without overlap. To be called once.
+  Status ReadInto(const std::vector<std::byte*>& to);
+  const std::vector<ReadRange>& ranges() const;  // with their checksums, after ReadInto
+
+ private:
+  class Work;
+  explicit Reader(std::unique_ptr<Work> work);
+  std::unique_ptr<Work> work_;
+};
 
 }  // namespace lazyckpt

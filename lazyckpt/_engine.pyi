@@ -88,19 +88,15 @@ class Ring:
     @property
     def used(self) -> int: ...
 
-def read_file(
-    path: str,
-    offsets: Buffer,
-    sizes: Buffer,
-    pointers: Buffer,
-    *,
-    threads: int = 0,
-    io_depth: int = 0,
-    backend: str = "auto",
-    direct: bool = True,
-    fault: str = "",
-) -> list[int]:
-    """Reads ranges (arrays of uint64) into memory; pointer 0 only checksums. Returns the CRC-32 of each."""
+class Reader:
+    """Ranges of one file (two arrays of uint64). The disk begins at once, into at most `io_depth` staging buffers,
+    in the engine's ring if that has room; nothing lands before read_into(). Dropping it gives up."""
+
+    def __init__(
+        self, engine: Engine, path: str, offsets: Buffer, sizes: Buffer, *, threads: int = 0, io_depth: int = 0
+    ) -> None: ...
+    def read_into(self, pointers: Buffer) -> list[int]:
+        """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. Once."""
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_at(pointer: int, size: int) -> int: ...

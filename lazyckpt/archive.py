@@ -1,10 +1,11 @@
 """A ``torch.save`` archive on the way back.
 
-Two orders of things. For ``load`` everything is read and checked in one parallel read, then unpickled: whatever is
-unpickled finds its bytes. For ``restore`` it is the other way round: unpickling gives every tensor a storage that is
-allocated but not touched, so that it costs addresses, not memory; whoever restores then says which storages have a
-better place to land (live parameters), and one read fills everything. That is only for pickles which name nothing
-but plain tensors: a nested tensor, for one, looks at bytes to be rebuilt.
+The directory at the end of the file says where every storage is: the parallel read of all of them begins at once,
+into a few staging buffers. Two orders of what follows. For ``load`` the read ends and is checked, then is unpickled:
+whatever is unpickled finds its bytes. For ``restore`` it is the other way round: unpickling gives every tensor a
+storage that is allocated but not touched, so that it costs addresses, not memory; whoever restores then says which
+storages have a better place to land (live parameters), and the read fills everything. That is only for pickles which
+name nothing but plain tensors: a nested tensor, for one, looks at bytes to be rebuilt.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pickle
 import sys
 import zlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +57,14 @@ class Archive:
         map_location: MapLocation,
         weights_only: bool,
         *,
+        engine: _engine.Engine,
         lands: bool = False,
-        io_backend: str = "auto",
-        direct: bool = True,
     ) -> None:
         self.path = path
         self.slots: dict[str, Slot] = {}
-        self.filled = False
-        self._how = {"io_backend": io_backend, "direct": direct}
         self._records = read_directory(path).records
+        self._data = {name.removeprefix("data/"): r for name, r in self._records.items() if name.startswith("data/")}
+        self._reading: Reading | None = Reading(path, list(self._data.values()), engine)
         self._restore_location = torch.serialization._get_restore_location(map_location)
         if "byteorder" in self._records and self._read_small("byteorder") != sys.byteorder.encode():
             raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=path)
@@ -106,18 +107,22 @@ class Archive:
         ``elsewhere`` maps keys to pointers of live memory to read into instead. Raises CorruptFileError that
         names the damaged records; what was read by then stays where it landed.
         """
-        if self.filled:
+        reading, self._reading = self._reading, None
+        if reading is None:
             return
-        self.filled = True
-        keys = [key for key, slot in self.slots.items() if slot.record.nbytes]
-        records = [self.slots[key].record for key in keys]
-        pointers = [elsewhere.get(key, self.slots[key].memory.data_ptr()) for key in keys]
-        check_crcs(self.path, records, read_records(self.path, records, pointers, **self._how))  # type: ignore[arg-type]
+        places = {key: slot.memory.data_ptr() for key, slot in self.slots.items()} | elsewhere
+        reading.read_into([places.get(key, 0) for key in self._data])
+
+    @property
+    def filled(self) -> bool:
+        return self._reading is None
+
+    def close(self) -> None:
+        """Gives up what is not read yet."""
+        self._reading = None
 
     def _read_all(self) -> None:
-        records = {n.removeprefix("data/"): r for n, r in self._records.items() if n.startswith("data/")}
-        self.slots = {key: Slot(record, torch.UntypedStorage(record.nbytes)) for key, record in records.items()}
-        self.filled = False
+        self.slots = {key: Slot(record, torch.UntypedStorage(record.nbytes)) for key, record in self._data.items()}
         self.fill({})
 
     def _unpickle(self, stream: io.BytesIO, map_location: MapLocation, weights_only: bool) -> Any:
@@ -151,7 +156,7 @@ class Archive:
         _, storage_type, key, location, numel = saved_id
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
         key = _text(key)
-        record = self._records.get(f"data/{key}")
+        record = self._data.get(key)
         nbytes = numel * torch._utils._element_size(dtype)
         if record is None or record.nbytes != nbytes:
             found = "missing" if record is None else f"{record.nbytes} bytes"
@@ -218,31 +223,30 @@ def _text(value: Any) -> str:
     return value.decode("ascii") if isinstance(value, bytes) else str(value)
 
 
-def read_records(
-    path: str | os.PathLike[str],
-    records: list[Record],
-    pointers: list[int],
-    *,
-    io_backend: str = "auto",
-    direct: bool = True,
-) -> list[int]:
-    """Reads records into memory (pointer 0: nowhere) and returns the CRC-32 of each. Raises LoadError."""
-    try:
-        return _engine.read_file(
-            os.fspath(path),
-            array("Q", [r.offset for r in records]),
-            array("Q", [r.nbytes for r in records]),
-            array("Q", pointers),
-            backend=io_backend,
-            direct=direct,
-        )
-    except OSError as error:
-        raise LoadError(f"cannot be read: {error.strerror}", path=path) from error
+class Reading:
+    """A read of records under way: the disk has begun, nothing has landed. Raises LoadError."""
 
+    def __init__(self, path: str | os.PathLike[str], records: list[Record], engine: _engine.Engine) -> None:
+        self._path = path
+        self._records = records
+        offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
+        with self._load_error():
+            self._reader = _engine.Reader(engine, os.fspath(path), offsets, sizes)
 
-def check_crcs(path: str | os.PathLike[str], records: list[Record], crcs: list[int]) -> None:
-    """Raises CorruptFileError that names the records whose bytes are not what was written."""
-    bad = [r.name for r, crc in zip(records, crcs, strict=True) if r.crc32 is not None and r.crc32 != crc]
-    if bad:
-        names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        raise CorruptFileError(f"checksum does not match: {names}", path=path)
+    def read_into(self, pointers: list[int]) -> list[int]:
+        """Reads each record to its place (0: nowhere) and returns the CRC-32 of each. Raises CorruptFileError that
+        names the records whose bytes are not what was written."""
+        with self._load_error():
+            crcs = self._reader.read_into(array("Q", pointers))
+        bad = [r.name for r, crc in zip(self._records, crcs, strict=True) if r.crc32 is not None and r.crc32 != crc]
+        if bad:
+            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            raise CorruptFileError(f"checksum does not match: {names}", path=self._path)
+        return crcs
+
+    @contextlib.contextmanager
+    def _load_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LoadError(f"cannot be read: {error.strerror}", path=self._path) from error

@@ -20,7 +20,7 @@ import torch
 from lazyckpt import _engine, catalog, commit
 from lazyckpt.background import Background, Flight, SaveHandle
 from lazyckpt.catalog import Catalog, Checkpoint
-from lazyckpt.config import Config, auto_ring_bytes
+from lazyckpt.config import MIB, Config, auto_ring_bytes
 from lazyckpt.containers import torch_zip
 from lazyckpt.errors import (
     ClosedError,
@@ -42,6 +42,7 @@ from lazyckpt.restore import restore_newest, restore_one
 from lazyckpt.snapshot import FrozenParameters, Ownership, Snapshot
 
 RNG = "rng"
+_READ_AHEAD_BYTES = 64 * MIB
 
 
 class Checkpointer:
@@ -106,8 +107,9 @@ class Checkpointer:
             ) from error
         if config.io_backend == "auto" and self._engine.fallback:
             _warn_once(f"io_uring is not used ({self._engine.fallback}); a thread pool writes instead")
-        if not auto:
-            self._engine.reserve(self._max_ring_bytes)
+        # "auto" grows with the first save; until then it holds what restore() reads ahead of the unpickler.
+        ahead = min(known[0].nbytes, _READ_AHEAD_BYTES, self._max_ring_bytes) if known else 0
+        self._engine.reserve(ahead if auto else self._max_ring_bytes)
         self._track(RNG, RngProvider())
         gate.install()
 
@@ -159,13 +161,12 @@ class Checkpointer:
             raise ConfigError("restore: give a step or a path, not both")
         self._background.drain()
         gate.wait_all()  # other Checkpointers may be copying what is about to be overwritten
-        read = {"io_backend": self.config.io_backend, "direct": self.config.direct_io}
         checkpoint: Checkpoint | None
         if step is None and path is None:
-            checkpoint = restore_newest(self._catalog, self._provider, **read)  # type: ignore[arg-type]
+            checkpoint = restore_newest(self._catalog, self._provider, self._engine)
         else:
             folder = self.directory / catalog.folder_name(_checked_step(step)) if step is not None else Path(path or "")
-            checkpoint = restore_one(folder, self._provider, **read)  # type: ignore[arg-type]
+            checkpoint = restore_one(folder, self._provider, self._engine)
         if checkpoint is None:
             return None
         self._frozen = FrozenParameters()  # what was seen of them before is no longer so

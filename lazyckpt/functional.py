@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lazyckpt import _engine, commit
-from lazyckpt.archive import Archive, MapLocation, check_crcs, read_records
+from lazyckpt.archive import Archive, MapLocation, Reading
 from lazyckpt.catalog import STATE, read_checkpoint
 from lazyckpt.config import MIB
 from lazyckpt.containers import safetensors, sniff, torch_zip
@@ -24,7 +24,7 @@ from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.objects import dump, pickle_of
 
 ARCHIVE_NAME = "archive"  # the folder inside the zip, as torch.save names it for a buffer
-_CHUNK_BYTES = 4 * MIB  # small ones, so that 64 MiB hold enough of them to keep eight writes in flight
+_CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
 _RING_BYTES = 16 * _CHUNK_BYTES
 
 
@@ -32,7 +32,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """Save ``obj`` as ``torch.save`` would, durably: when this returns, the file survives a power cut.
 
     The file appears under its name only when it is whole; one that exists is replaced atomically. A name that ends
-    in ``.safetensors`` gives that format; ``obj`` is then a dict of tensors. Peak memory is 64 MiB above ``obj``.
+    in ``.safetensors`` gives that format; ``obj`` is then a dict of tensors. Peak memory is 32 MiB above ``obj``.
 
     Raises SaveError, or one of its kinds: NoSpaceError, SerializationError.
     """
@@ -46,7 +46,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     storages = [s if s.device.type == "cpu" else s.cpu() for s in storages]
     temporary = commit.temporary_name(target)
     try:
-        job = _engine_of(os.getpid()).begin(
+        job = process_engine().begin(
             array("Q", [s.data_ptr() for s in storages]),
             array("Q", [s.nbytes() for s in storages]),
             array("Q", bytes(8 * len(storages))),
@@ -72,10 +72,16 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             temporary.unlink()
 
 
+def process_engine() -> _engine.Engine:
+    """One small engine for each process; a forked child makes its own."""
+    return _engine_of(os.getpid())
+
+
 @cache
 def _engine_of(pid: int) -> _engine.Engine:
-    """One small engine for each process; a forked child makes its own."""
-    return _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=_CHUNK_BYTES, io_depth=8, copy_threads=1)
+    engine = _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=_CHUNK_BYTES, io_depth=8, copy_threads=1)
+    engine.reserve(_RING_BYTES)
+    return engine
 
 
 def _plan_torch_zip(obj: Any, path: Path) -> tuple[list[torch.UntypedStorage], list[Extent]]:
@@ -143,7 +149,7 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
             return torch.load(path, map_location, weights_only=weights_only)
         except Exception as error:
             raise LoadError(f"torch.load: {error}", path=path) from error
-    return Archive(path, map_location, weights_only).tree
+    return Archive(path, map_location, weights_only, engine=process_engine()).tree
 
 
 def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.Tensor]:
@@ -152,8 +158,7 @@ def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.
         raise LoadError("a safetensors file takes a device as map_location", path=path)
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in header.tensors.items()}
     records = [info.record for info in header.tensors.values()]
-    crcs = read_records(path, records, [t.data_ptr() for t in tensors.values()])
-    check_crcs(path, records, crcs)
+    Reading(path, records, process_engine()).read_into([t.data_ptr() for t in tensors.values()])
     if map_location is None:
         return tensors
     return {name: tensor.to(map_location) for name, tensor in tensors.items()}

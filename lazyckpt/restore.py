@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from lazyckpt import _engine
 from lazyckpt.archive import Archive
 from lazyckpt.catalog import STATE, Catalog, Checkpoint, read_checkpoint
 from lazyckpt.errors import CorruptFileError, LoadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
 
 
-def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, direct: bool) -> Checkpoint | None:
+def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:
     """Restores the newest checkpoint that is whole; damaged ones are passed over with a warning.
 
     Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not fit, and
@@ -30,7 +31,7 @@ def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, dir
     for checkpoint in candidates:
         archive = None
         try:
-            archive = _open(checkpoint.path, io_backend, direct)
+            archive = _open(checkpoint.path, engine)
             restore_archive(archive, provider, checkpoint.path)
             return checkpoint
         except UnsupportedFormatError:
@@ -44,10 +45,10 @@ def restore_newest(catalog: Catalog, provider: Provider, *, io_backend: str, dir
     raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")
 
 
-def restore_one(path: Path, provider: Provider, *, io_backend: str, direct: bool) -> Checkpoint:
+def restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError."""
     checkpoint = read_checkpoint(path)
-    archive = _open(path, io_backend, direct)
+    archive = _open(path, engine)
     try:
         restore_archive(archive, provider, path)
     except CorruptFileError as error:
@@ -55,8 +56,8 @@ def restore_one(path: Path, provider: Provider, *, io_backend: str, direct: bool
     return checkpoint
 
 
-def _open(path: Path, io_backend: str, direct: bool) -> Archive:
-    return Archive(path / STATE, "cpu", weights_only=True, lands=True, io_backend=io_backend, direct=direct)
+def _open(path: Path, engine: _engine.Engine) -> Archive:
+    return Archive(path / STATE, "cpu", weights_only=True, engine=engine, lands=True)
 
 
 def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
@@ -64,6 +65,7 @@ def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
     try:
         landings = provider.landings(archive.tree)
     except RestoreError as error:
+        archive.close()
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
     elsewhere, landed = _choose(archive, landings)

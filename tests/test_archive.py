@@ -15,6 +15,7 @@ import torch
 import lazyckpt
 from lazyckpt.archive import Archive
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.functional import process_engine
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def plain(tmp_path: Path) -> Path:
 
 
 def landing(path: Path) -> Archive:
-    return Archive(path, "cpu", weights_only=True, lands=True)
+    return Archive(path, "cpu", weights_only=True, lands=True, engine=process_engine())
 
 
 def test_what_lands_is_unpickled_first_and_filled_after(plain: Path) -> None:
@@ -179,7 +180,7 @@ LIES: dict[str, Any] = {
 def test_a_pickle_that_lies_about_its_storages(lie: str, lands: bool, tmp_path: Path) -> None:
     path = forge(tmp_path / "a.pt", {"x": LIES[lie]}, **DATA)
     with pytest.raises(LoadError, match=r"a\.pt"):
-        Archive(path, "cpu", weights_only=True, lands=lands)
+        Archive(path, "cpu", weights_only=True, lands=lands, engine=process_engine())
 
 
 def test_the_forger_can_also_tell_the_truth(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_a_pickle_that_is_cut_off_or_junk(tmp_path: Path) -> None:
             archive.writestr("archive/data/0", b"\0\0\x80?" * 4)
         for lands in (False, True):
             with pytest.raises(LoadError):
-                Archive(tmp_path / "a.pt", "cpu", weights_only=True, lands=lands)
+                Archive(tmp_path / "a.pt", "cpu", weights_only=True, lands=lands, engine=process_engine())
         with pytest.raises(LoadError):
             lazyckpt.load(tmp_path / "a.pt", weights_only=False)
 

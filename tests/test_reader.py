@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from lazyckpt import _engine
 
 BLOCK = 4096
-UNIT = 4 << 20  # what the reader reads at once
+UNIT = 2 << 20  # what the reader reads at once
+UNITS = 6  # of the big file
 BACKENDS = ("io_uring", "posix")
 GUARD = 64  # bytes around each target that must stay as they are
 
@@ -42,9 +43,28 @@ def warm(path: Path) -> None:
     path.read_bytes()
 
 
+def read_file(
+    path: str,
+    offsets: array[int],
+    sizes: array[int],
+    pointers: array[int],
+    *,
+    threads: int = 0,
+    io_depth: int = 0,
+    **knobs: object,
+) -> list[int]:
+    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0, **knobs)  # type: ignore[arg-type]
+    engine.reserve(4 * UNIT)
+    try:
+        return _engine.Reader(engine, path, offsets, sizes, threads=threads, io_depth=io_depth).read_into(pointers)
+    finally:
+        assert engine.ring_used_bytes == 0
+        del engine  # not kept alive, with its threads and descriptors, by the traceback of a failure
+
+
 def read(path: Path, ranges: list[tuple[int, int]], **knobs: object) -> tuple[list[np.ndarray], list[int]]:
     targets = [np.full(size + 2 * GUARD, 0xA5, np.uint8) for _, size in ranges]
-    crcs = _engine.read_file(
+    crcs = read_file(
         str(path),
         array("Q", [offset for offset, _ in ranges]),
         array("Q", [size for _, size in ranges]),
@@ -66,7 +86,7 @@ def check(path: Path, data: bytes, ranges: list[tuple[int, int]], **knobs: objec
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     """A file of two and a half units and a bit."""
-    data = np.random.default_rng(1).bytes(2 * UNIT + UNIT // 2 + 1234)
+    data = np.random.default_rng(1).bytes((UNITS - 1) * UNIT + 1234)
     path = tmp_path_factory.mktemp("reader") / "big"
     path.write_bytes(data)
     return path, data
@@ -122,7 +142,7 @@ def test_checksum_only(big: tuple[Path, bytes], cold: bool) -> None:
     path, data = big
     (evict if cold else warm)(path)
     ranges = [(5, UNIT + 100), (0, 0), (len(data) - 7, 7)]
-    crcs = _engine.read_file(
+    crcs = read_file(
         str(path), array("Q", [o for o, _ in ranges]), array("Q", [s for _, s in ranges]), array("Q", [0, 0, 0])
     )
     assert crcs == [_engine.crc32(data[o : o + s]) for o, s in ranges]
@@ -135,7 +155,7 @@ def test_beyond_the_end(tmp_path: Path, direct: bool, offset: int, size: int) ->
     path.write_bytes(bytes(100))
     target = np.full(200, 0xA5, np.uint8)
     with pytest.raises(OSError, match="short read") as caught:
-        _engine.read_file(
+        read_file(
             str(path),
             array("Q", [0, offset]),
             array("Q", [10, size]),
@@ -158,11 +178,11 @@ def test_not_a_file(tmp_path: Path, name: str) -> None:
 def test_malformed_arguments(big: tuple[Path, bytes]) -> None:
     path = str(big[0])
     with pytest.raises(ValueError, match="length"):
-        _engine.read_file(path, array("Q", [0]), array("Q"), array("Q"))
+        read_file(path, array("Q", [0]), array("Q"), array("Q"))
     evict(big[0])
     for knobs in ({"fault": "nonsense"}, {"backend": "aio"}):  # the first was taken for a success, without reading
         with pytest.raises(OSError) as caught:
-            _engine.read_file(path, array("Q", [0]), array("Q", [10]), array("Q", [0]), **knobs)  # type: ignore[arg-type]
+            read_file(path, array("Q", [0]), array("Q", [10]), array("Q", [0]), **knobs)  # type: ignore[arg-type]
         assert caught.value.errno == errno.EINVAL
 
 
@@ -170,14 +190,14 @@ def test_malformed_arguments(big: tuple[Path, bytes]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("nth", range(1, 5))
+@pytest.mark.parametrize("nth", range(1, UNITS + 2))
 @pytest.mark.parametrize("effect", ["EIO", "ENOMEM"])
 def test_every_failing_read_is_told(big: tuple[Path, bytes], backend: str, nth: int, effect: str) -> None:
     path, data = big
     before = len(os.listdir("/proc/self/fd"))
     evict(path)
     knobs: dict[str, object] = {"backend": backend, "threads": 1, "fault": f"read:{nth}:{effect}"}
-    if nth > 3:  # there are three units
+    if nth > UNITS:
         check(path, data, [(0, len(data))], **knobs)
     else:
         with pytest.raises(OSError, match="read") as caught:
@@ -221,3 +241,49 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, dire
     except OSError as error:
         assert "short read" in str(error)
     thread.join()
+
+
+# reading ahead
+
+
+def begin(engine: _engine.Engine, path: Path, size: int) -> _engine.Reader:
+    return _engine.Reader(engine, str(path), array("Q", [0]), array("Q", [size]))
+
+
+def test_nothing_lands_before_it_is_said_where(big: tuple[Path, bytes]) -> None:
+    path, data = big
+    evict(path)
+    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
+    engine.reserve(4 * UNIT)
+    reader = begin(engine, path, len(data))
+    assert engine.ring_used_bytes == 4 * UNIT
+    target = np.full(len(data), 0xA5, np.uint8)
+    time.sleep(0.05)
+    assert (target == 0xA5).all()
+    assert reader.read_into(array("Q", [target.ctypes.data])) == [_engine.crc32(data)]
+    assert target.tobytes() == data
+    assert engine.ring_used_bytes == 0
+    with pytest.raises(RuntimeError, match="once"):
+        reader.read_into(array("Q", [target.ctypes.data]))
+
+
+def test_given_up(big: tuple[Path, bytes]) -> None:
+    path, data = big
+    evict(path)
+    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        begin(engine, path, len(data))
+    assert engine.ring_used_bytes == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_room_in_the_ring(big: tuple[Path, bytes]) -> None:
+    path, data = big
+    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
+    engine.reserve(4 * UNIT)
+    first, second = begin(engine, path, len(data)), begin(engine, path, len(data))
+    for reader in (second, first):
+        target = np.zeros(len(data), np.uint8)
+        assert reader.read_into(array("Q", [target.ctypes.data])) == [_engine.crc32(data)]
+        assert target.tobytes() == data

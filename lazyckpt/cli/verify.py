@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from lazyckpt import _engine, commit
-from lazyckpt.archive import read_records
+from lazyckpt.archive import Reading
 from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
 from lazyckpt.cli.output import count, plain, print_error, size, stderr, stdout
 from lazyckpt.cli.skeleton import read_skeleton
@@ -22,6 +22,7 @@ from lazyckpt.containers import safetensors, sniff
 from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.functional import process_engine
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
 
@@ -170,7 +171,7 @@ def _checksums(file: Path, records: list[Record], nbytes: int, advance: Advance)
     whole = 0
     found = [0] * len(records)
     for batch in _batches(_pieces(records, nbytes)):
-        crcs = read_records(file, [piece for _, piece in batch], [0] * len(batch))
+        crcs = Reading(file, [piece for _, piece in batch], process_engine()).read_into([0] * len(batch))
         for (owner, piece), crc in zip(batch, crcs, strict=True):
             whole = _engine.crc32_combine(whole, crc, piece.nbytes)
             if owner is not None:
