@@ -43,8 +43,13 @@ void Engine::WriteLoop() {
   }
 }
 
+// Not while a checkpoint is being laid out: faulting pages in would hold up whoever allocates memory.
 void Engine::PrepareRing() {
-  const size_t capacity = Locked([this] { return ring_.capacity(); });
+  size_t capacity = 0;
+  Locked([&] {
+    if (std::all_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->sealed; }))
+      capacity = ring_.capacity();
+  });
   if (capacity <= prepared_bytes_) return;
   ring_.Prefault(prepared_bytes_, capacity);
   if (options_.register_buffers) {

@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -262,7 +263,7 @@ class Checkpointer:
 
     def _layout_of(self, snapshot: Snapshot) -> torch_zip.Layout:
         """Cached: it depends on keys and sizes only."""
-        facts = tuple(v.key for v in snapshot.views), tuple(snapshot.sizes)
+        facts = tuple(map(attrgetter("key"), snapshot.views)), tuple(snapshot.sizes)
         if self._layout is None or self._layout[0] != facts:
             self._layout = facts, torch_zip.Layout(ARCHIVE_NAME, *facts)
         return self._layout[1]

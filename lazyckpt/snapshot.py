@@ -15,8 +15,8 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import and_, attrgetter, eq, gt
 from typing import Any
 
 import torch
@@ -29,23 +29,31 @@ from lazyckpt.providers.base import TensorView
 LAZY_MIN_BYTES = 4096
 ALL_OWNERS = (1 << 64) - 1
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
+_HUGE = 1 << 62  # more bytes than a storage has
 _FROZEN = 1 << 63  # owned by nobody: no step waits for it
 
 
-@dataclass(slots=True)
-class _Owned:
-    """What optimizers say of one storage."""
+# What optimizers say of one storage: the bits of those that own it, whether they are gated and it is on the host,
+# their tensors, and whether a contiguous one fills it. A plain tuple: there are tens of thousands.
+_Claim = tuple[int, bool, tuple[torch.Tensor, ...], bool]
 
-    owners: int
-    eligible: bool
-    tensors: list[torch.Tensor]
-    whole: bool  # one of the tensors fills the storage
 
-    def is_lazy(self, nbytes: int) -> bool:
-        if self.eligible and not self.whole:  # views of a flat buffer, which together may fill it
-            parts = {t.data_ptr(): t.nbytes for t in self.tensors}
-            self.whole = sum(parts.values()) == nbytes and all(map(_is_dense, self.tensors))
-        return self.eligible and self.whole
+def _join(a: _Claim, b: _Claim) -> _Claim:
+    return a[0] | b[0], a[1] and b[1], (*a[2], *b[2]), a[3] or b[3]
+
+
+def _lazy_owners(claim: _Claim | None, nbytes: int) -> int:
+    """The owners that a storage waits for; 0: it is eager."""
+    if claim is None or nbytes <= LAZY_MIN_BYTES:
+        return 0
+    owners, eligible, tensors, whole = claim
+    return owners if eligible and (whole or _fill(tensors, nbytes)) else 0
+
+
+def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
+    """Whether they fill a storage together: views of a flat buffer, or one in another order of dimensions."""
+    parts = {t.data_ptr(): t.nbytes for t in tensors}
+    return sum(parts.values()) == nbytes and all(map(_is_dense, tensors))
 
 
 class Ownership:
@@ -55,7 +63,7 @@ class Ownership:
         # The bit of each owner, and the parameters it had. Weakly held: an optimizer may die while its storages wait.
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
-        self.storages: dict[int, _Owned] = {}
+        self.claims: dict[int, _Claim] = {}
         inside_step = gate.inside_step()
         for number, (owner, steps) in enumerate(list(gate.steps.items())):
             bit = 1 << min(number, _SHARED_BIT)
@@ -66,30 +74,20 @@ class Ownership:
     def _add(self, owner: Any, bit: int, gated: bool) -> None:
         tensors, storages = _storages_of(owner)
         # Asked of all tensors at once, without a bytecode per tensor.
-        columns = zip(
-            tensors,
-            map(attrgetter("_cdata"), storages),
-            map(torch.UntypedStorage.nbytes, storages),
-            map(attrgetter("nbytes"), tensors),
-            map(torch.Tensor.is_contiguous, tensors),
-            map(attrgetter("is_cpu"), tensors),
-            map(torch.Tensor.is_inference, tensors),
-            strict=True,
-        )
-        known = self.storages
-        for tensor, identity, storage_bytes, nbytes, contiguous, on_host, inference in columns:
-            if storage_bytes <= LAZY_MIN_BYTES:
-                continue
-            eligible = gated and on_host and not inference
-            whole = nbytes == storage_bytes and (contiguous or _is_dense(tensor))
-            if identity not in known:
-                known[identity] = _Owned(bit, eligible, [tensor], whole)
-                continue
-            owned = known[identity]
-            owned.owners |= bit
-            owned.eligible = owned.eligible and eligible
-            owned.tensors.append(tensor)
-            owned.whole = owned.whole or whole
+        identities = list(map(attrgetter("_cdata"), storages))
+        fills = map(eq, map(attrgetter("nbytes"), tensors), map(torch.UntypedStorage.nbytes, storages))
+        whole = map(and_, fills, map(torch.Tensor.is_contiguous, tensors))
+        on_host = map(attrgetter("is_cpu"), tensors)
+        eligible = map(gt, on_host, map(torch.Tensor.is_inference, tensors)) if gated else repeat(False)
+        new: list[_Claim] = list(zip(repeat(bit), eligible, zip(tensors, strict=True), whole, strict=False))
+        by_identity = dict(zip(identities, new, strict=True))
+        claims = self.claims
+        if len(by_identity) == len(new) and claims.keys().isdisjoint(by_identity):
+            claims.update(by_identity)
+            return
+        for identity, claim in zip(identities, new, strict=True):
+            before = claims.get(identity)
+            claims[identity] = claim if before is None else _join(before, claim)
 
 
 class FrozenParameters:
@@ -145,32 +143,29 @@ class Snapshot:
         self._lock = threading.Lock()
         self._verified = 0  # owners whose storages have been looked at after their copy
         self._staged: list[torch.UntypedStorage] = []
-        storages = [view.storage for view in views]
+        _, storages, sizes, _ = zip(*views, strict=True) if views else ((), (), (), ())
         identities = list(map(attrgetter("_cdata"), storages))
-        sizes = [view.nbytes for view in views]
-        owned = list(map(ownership.storages.get, identities))
-        owners = [o.owners if o is not None and o.is_lazy(n) else 0 for o, n in zip(owned, sizes, strict=True)]
-        watched = [o.tensors if o is not None else () for o in owned]
+        claims = list(map(ownership.claims.get, identities))
+        owners = list(map(_lazy_owners, claims, sizes))
         frozen_at = self._classify_frozen(views, identities, owners, frozen_parameters)
-        for at, tensor in frozen_at.items():
-            watched[at] = [tensor]
         # Eager ones first, since save() waits for them; then the big ones, since they keep the disk busy longest.
-        rank = [(bits != 0, -nbytes) for bits, nbytes in zip(owners, sizes, strict=True)]
-        order = sorted(range(len(views)), key=rank.__getitem__)
+        rank = [nbytes - (_HUGE if bits else 0) for bits, nbytes in zip(owners, sizes, strict=True)]
+        order = sorted(range(len(views)), key=rank.__getitem__, reverse=True)
         self.views = [views[at] for at in order]
         self.owners = array("Q", [owners[at] for at in order])
         self.sizes = array("Q", [sizes[at] for at in order])
         self.pointers = array("Q", self._host_pointers([storages[at] for at in order]))
         # What must not change until it is copied: the versions of the tensors that view a lazy storage.
-        self._tensors: list[torch.Tensor] = []
-        self._source_of: list[int] = []
-        for source, at in enumerate(order):
-            if owners[at]:
-                self._tensors += watched[at]
-                self._source_of += [source] * len(watched[at])
+        eager = owners.count(0)
+        for at, tensor in frozen_at.items():
+            claims[at] = (owners[at], True, (tensor,), True)
+        watched = [claim[2] for at in order[eager:] if (claim := claims[at]) is not None]
+        self._tensors: list[torch.Tensor] = list(chain.from_iterable(watched))
+        self._source_of: list[int] = [s for s, tensors in enumerate(watched, eager) for _ in tensors]
+        self._versions = list(map(_version, self._tensors))
+        for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
                 self._frozen_views.append((source, views[at], frozen_at[at]._version, owners[at] != 0))
-        self._versions = list(map(_version, self._tensors))
         self._crcs = self._checksums() if audit else {}
 
     def _classify_frozen(
@@ -194,7 +189,9 @@ class Snapshot:
 
     def _host_pointers(self, storages: list[torch.UntypedStorage]) -> list[int]:
         # Until the engine copies from devices itself: a copy by torch, ordered after the current stream.
-        on_host = [s if s.device.type == "cpu" else s.cpu() for s in storages]
+        on_host = storages
+        if any(device.type != "cpu" for device in set(map(attrgetter("device"), storages))):
+            on_host = [s if s.device.type == "cpu" else s.cpu() for s in storages]
         self._staged = on_host
         return list(map(torch.UntypedStorage.data_ptr, on_host))
 

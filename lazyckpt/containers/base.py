@@ -50,7 +50,7 @@ class ExtentBuilder:
     """Collects the rows of one extent; literals that touch become one row."""
 
     def __init__(self) -> None:
-        self._rows = array("q")
+        self._rows: list[int] = []
         self._blob = bytearray()
         self._pending = 0  # where in the blob the literal begins that has no row yet
 
@@ -68,16 +68,20 @@ class ExtentBuilder:
 
     def build(self, offset: int) -> Extent:
         self._flush()
-        return Extent(offset, self._rows, bytes(self._blob))
+        return Extent(offset, array("q", self._rows), bytes(self._blob))
 
     def _row(self, kind: int, nbytes: int, arg: int) -> None:
-        self._flush()
-        self._rows.extend((kind, nbytes, arg))
+        begin, end = self._pending, len(self._blob)
+        if end > begin:
+            self._rows += (LITERAL, end - begin, begin, kind, nbytes, arg)
+            self._pending = end
+        else:
+            self._rows += (kind, nbytes, arg)
 
     def _flush(self) -> None:
         end = len(self._blob)
         if end > self._pending:
-            self._rows.extend((LITERAL, end - self._pending, self._pending))
+            self._rows += (LITERAL, end - self._pending, self._pending)
             self._pending = end
 
 

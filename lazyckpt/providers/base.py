@@ -14,17 +14,15 @@ itself only to write the opcodes yourself.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(slots=True, eq=False)
-class TensorView:
+class TensorView(NamedTuple):
     """One storage, to be written once however many tensors view it. Holding it keeps its memory alive."""
 
     key: str  # the record is named data/<key>
@@ -59,29 +57,36 @@ class StorageTable:
         """
         view = self._by_storage.get(storage._cdata)
         if view is None:
-            keys = itertools.chain(reusable_keys, self.fresh_keys)
-            return self._insert(storage, next(key for key in keys if key not in self._keys), dtype)
+            while (key := next(reusable_keys, None) or next(self.fresh_keys)) in self._keys:
+                pass
+            view = self._by_storage[storage._cdata] = TensorView(key, storage, storage.nbytes(), dtype)
+            self._keys.add(key)
+            self.views.append(view)
+            return view
         if view.dtype != dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
         return view
 
-    def add_all(self, storages: list[torch.UntypedStorage], keys: list[str], dtypes: list[torch.dtype]) -> bool:
-        """Adds storages under keys they had before; False, and nothing is added, if any of that cannot be."""
-        known = [self._by_storage.get(storage._cdata) for storage in storages]
-        for view, key, dtype in zip(known, keys, dtypes, strict=True):
-            if (key in self._keys) if view is None else (view.key != key or view.dtype != dtype):
+    def add_all(self, storages: dict[int, torch.UntypedStorage], keys: list[str], dtypes: list[torch.dtype]) -> bool:
+        """Adds storages, given by ``_cdata``, under keys they had before; False, and nothing is added, if any of that
+        cannot be."""
+        identities: Iterable[int] = storages.keys()
+        new = map(TensorView, keys, storages.values(), map(torch.UntypedStorage.nbytes, storages.values()), dtypes)
+        if self._by_storage.keys().isdisjoint(identities):
+            if not self._keys.isdisjoint(keys):
                 return False
-        for view, storage, key, dtype in zip(known, storages, keys, dtypes, strict=True):
-            if view is None:
-                self._insert(storage, key, dtype)
+            views = list(new)
+        else:
+            known = [self._by_storage.get(identity) for identity in identities]
+            for view, key, dtype in zip(known, keys, dtypes, strict=True):
+                if (key in self._keys) if view is None else (view.key != key or view.dtype != dtype):
+                    return False
+            views = [view for view, before in zip(new, known, strict=True) if before is None]
+            identities = [view.storage._cdata for view in views]
+        self._keys.update(keys)
+        self._by_storage.update(zip(identities, views, strict=True))
+        self.views += views
         return True
-
-    def _insert(self, storage: torch.UntypedStorage, key: str, dtype: torch.dtype) -> TensorView:
-        view = TensorView(key, storage, storage.nbytes(), dtype)
-        self._keys.add(key)
-        self._by_storage[storage._cdata] = view
-        self.views.append(view)
-        return view
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ _STORAGE_TYPES: dict[torch.dtype, Any] = {
     if not name.startswith("Q")
 }
 _UNTYPED_DTYPES = frozenset(torch.storage._new_dtypes())
+_PLAIN_DTYPES = _UNTYPED_DTYPES | _STORAGE_TYPES.keys()
 
 
 class _PersistentStorage:
@@ -63,7 +64,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether torch would write ``_rebuild_tensor_v2`` or ``_v3`` without any metadata for it."""
     dtype = tensor.dtype
     return (
-        (dtype in _STORAGE_TYPES or dtype in _UNTYPED_DTYPES)
+        dtype in _PLAIN_DTYPES
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.__dict__
@@ -148,12 +149,12 @@ def _placeholder() -> None:
 
 _PLACEHOLDER = (_placeholder, ())
 
-# What the opcodes of a plain tensor say besides its storage; each is asked of all tensors at once, without a
-# bytecode per tensor.
+# What the opcodes of a plain tensor say besides its storage and its dtype; each is asked of all tensors at once,
+# without a bytecode per tensor.
 _GEOMETRY: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.storage_offset,
     torch.Tensor.stride,
-    *map(attrgetter, ("shape", "dtype", "requires_grad")),
+    *map(attrgetter, ("shape", "requires_grad")),
 )
 
 
@@ -168,20 +169,37 @@ class _Signature(pickle.Pickler):
         self.dump(obj)
         storages = list(map(torch.Tensor.untyped_storage, self._tensors))
         identities = list(map(attrgetter("_cdata"), storages))
-        position = {identity: i for i, identity in enumerate(dict.fromkeys(identities))}
-        self.storages = list(dict(zip(identities, storages, strict=True)).values())
+        self.storages = dict(zip(identities, storages, strict=True))  # by identity, each once
+        shared = []
+        if len(self.storages) < len(identities):
+            position = {identity: i for i, identity in enumerate(self.storages)}
+            shared = [position[identity] for identity in identities]
+        self._dtypes = list(map(attrgetter("dtype"), self._tensors))
+        self._devices = list(map(attrgetter("device"), self.storages.values()))
         self.facts = [
             out.getvalue(),
-            [position[identity] for identity in identities],
-            [s.nbytes() for s in self.storages],
-            [s.device for s in self.storages],
+            shared,
+            list(map(torch.UntypedStorage.nbytes, self.storages.values())),
+            self._devices,
+            self._dtypes,
             *([list(map(fact, self._tensors)) for fact in _GEOMETRY]),
             self._others,
         ]
 
     @property
     def is_plain(self) -> bool:
-        return all(map(_is_plain, self._tensors))
+        """All of them are; :func:`_is_plain` asked of all at once. Those without a storage did not come this far."""
+        tensors = self._tensors
+        dtypes = set(self._dtypes)
+        return (
+            dtypes <= _PLAIN_DTYPES
+            and {device.type for device in set(self._devices)} <= {"cpu", "cuda"}
+            and not any(map(attrgetter("__dict__"), tensors))
+            and not any(map(attrgetter("_backward_hooks"), tensors))
+            and not any(map(attrgetter("is_nested"), tensors))
+            and not any(map(torch.Tensor.is_neg, tensors))
+            and not (any(dtype.is_complex for dtype in dtypes) and any(map(torch.Tensor.is_conj, tensors)))
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor:
