@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -122,13 +123,17 @@ class JobHandle {
     e.WaitReleased(*job_, Clock::time_point::max());
   }
 
-  void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob) {
+  // The rows of a file count its sources from 0; first_source is where they begin among those of the checkpoint.
+  void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob, int64_t first_source) {
     const auto flat = ToVector<int64_t>(rows, "rows");
     if (flat.size() % 3 != 0) throw py::value_error("rows: expected triples");
     std::vector<Row> parsed;
     parsed.reserve(flat.size() / 3);
-    for (size_t i = 0; i < flat.size(); i += 3)
-      parsed.push_back({static_cast<RowKind>(flat[i]), flat[i + 1], flat[i + 2]});
+    for (size_t i = 0; i < flat.size(); i += 3) {
+      const auto kind = static_cast<RowKind>(flat[i]);
+      if (flat[i + 2] > std::numeric_limits<int64_t>::max() - first_source) throw py::value_error("rows: overflow");
+      parsed.push_back({kind, flat[i + 1], kind == RowKind::kLiteral ? flat[i + 2] : flat[i + 2] + first_source});
+    }
     Status status;
     std::string literals = blob;
     {
@@ -394,7 +399,7 @@ PYBIND11_MODULE(_engine, m) {
           "fallback", [](EngineHandle& e) { return e.get().fallback().ok() ? "" : e.get().fallback().message(); });
 
   py::class_<JobHandle>(m, "Job")
-      .def("append", &JobHandle::Append)
+      .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
       .def("seal", &JobHandle::Seal)
       .def("open", &JobHandle::Open)
       .def("wait_eager", &JobHandle::WaitEager)

@@ -114,6 +114,8 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
           chunk->eager |= eager;
           chunk->has_lazy |= lazy;
         }
+        if (row.kind == RowKind::kCrc32Le || row.kind == RowKind::kCrc32Hex)
+          chunk->needs_lazy |= !job.sources[arg].in_front;
         chunk->pieces.push_back(piece);
         chunk->size += n;
         offset += n;
@@ -156,7 +158,13 @@ void Engine::QueueOpenChunk(Job& job) {
   ++job.capture_left;
   if (chunk->eager) ++job.eager_left;
   for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) ++job.owner_left[std::countr_zero(bits)];
-  queue_.push_back(chunk);
+  const bool in_front = chunk->eager && !chunk->needs_lazy;
+  for (const Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource && !in_front) job.sources[p.source].in_front = false;
+  // save() waits for the eager ones of all files, and not for what stands before them.
+  const auto goes_first = [](const Chunk* c) { return c->eager && !c->needs_lazy; };
+  const auto at = in_front ? std::find_if_not(queue_.begin(), queue_.end(), goes_first) : queue_.end();
+  queue_.insert(at, chunk);
 }
 
 // The next chunk to copy, with its region of the ring; nullptr if there is none or no room.

@@ -47,6 +47,7 @@ struct Source {
   std::vector<Part> parts;  // its runs in consecutive chunks
   size_t parts_left = 0;    // not yet copied
   uint32_t crc = 0;         // valid once no part is left
+  bool in_front = true;     // of the queue: eager, and in no chunk that needs_lazy
   struct Slot {
     Chunk* chunk;
     size_t piece;
@@ -70,7 +71,8 @@ struct Piece {
 //   building -> queued -> copying -> blocked -> ready -> writing -> done
 //
 // blocked: some checksum in it belongs to a source that another thread is still copying; sources stand before
-// their checksums in the order of the queue, so the wait always ends.
+// their checksums in the order of the queue, so the wait always ends. (Eager chunks go to the front of the queue, in
+// their order, unless they hold the checksum of a source that does not.)
 struct Chunk : IoTag {
   enum class State { kBuilding, kQueued, kCopying, kBlocked, kReady, kWriting, kDone };
 
@@ -83,6 +85,7 @@ struct Chunk : IoTag {
   uint64_t owners = 0;
   bool eager = false;
   bool has_lazy = false;
+  bool needs_lazy = false;  // it has the checksum of a source that is not at the front of the queue
 
   State state = State::kBuilding;
   std::byte* memory = nullptr;  // its region of the ring, from copying to done

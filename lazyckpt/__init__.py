@@ -20,6 +20,7 @@ from lazyckpt.functional import load, save
 from lazyckpt.gate import guard, wait_captured
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.providers.objects import StateProvider
+from lazyckpt.saver import Saver, StagedFolder
 
 __version__ = "0.1.0"
 
@@ -37,7 +38,9 @@ __all__ = [
     "RestoreError",
     "SaveError",
     "SaveHandle",
+    "Saver",
     "SerializationError",
+    "StagedFolder",
     "StateProvider",
     "TornSnapshotError",
     "UnsupportedFormatError",

@@ -42,9 +42,9 @@ class Engine:
 class Job:
     """One checkpoint. Dropping it abandons it. Sources must stay alive until wait_released()."""
 
-    def append(self, file: int, offset: int, rows: Buffer, blob: bytes) -> None:
-        """Lays out and begins to copy one extent (containers/base.py). OSError(EINVAL), and the job fails, if the
-        program does not fit its sources or its blob."""
+    def append(self, file: int, offset: int, rows: Buffer, blob: bytes, first_source: int = 0) -> None:
+        """Lays out and begins to copy one extent (containers/base.py), whose source 0 is `first_source` of the job.
+        OSError(EINVAL), and the job fails, if the program does not fit its sources or its blob."""
 
     def seal(self) -> None:
         """Nothing more will be appended. OSError(EINVAL), and the job fails, if a file has a hole or an overlap, or

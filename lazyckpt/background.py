@@ -12,16 +12,18 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lazyckpt import _engine, catalog, commit
-from lazyckpt.catalog import STATE, Catalog
+from lazyckpt import _engine, commit
 from lazyckpt.config import Config
 from lazyckpt.errors import SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+from lazyckpt.plan import FilePlan
 from lazyckpt.snapshot import Snapshot
 
 
@@ -31,7 +33,7 @@ class SaveHandle(Future[Path]):
     ``result(timeout=None)`` returns the path or raises the SaveError; ``metrics`` is final when it is done.
     """
 
-    def __init__(self, step: int, path: Path) -> None:
+    def __init__(self, step: int | None, path: Path) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # on its way from the start: cancel() is too late
         self.step = step
@@ -66,41 +68,79 @@ class SaveHandle(Future[Path]):
         return error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is to be saved, and what makes it a committed checkpoint (commit.py)."""
+
+    files: dict[str, FilePlan]  # by name, under the final path; a lone file has that path's name
+    stage: Callable[[], commit.Staging]
+    # On a background thread, in the order of the saves: what the manifest says of the files (name, bytes, CRC-32), and
+    # what follows when they are published; and, once the handle is done, what clears away those no longer kept.
+    manifest: Callable[[list[tuple[str, int, int]]], dict[str, Any] | None] = lambda files: None
+    published: Callable[[], None] = lambda: None
+    retain: Callable[[], None] = lambda: None
+
+
 @dataclass(frozen=True)
 class Flight:
     """All that the background needs to know of a checkpoint."""
 
     handle: SaveHandle
+    target: Target
     snapshot: Snapshot
     job: _engine.Job
-    nbytes: int
-    sequence: int
+    nbytes: list[int]  # of each file
     begin: float  # time.perf_counter() when save() was called
     handed_over: float  # and when the engine was given the checkpoint
     previous: SaveHandle | None  # is published before this one
 
 
 class Background:
-    """The checkpoints in flight of one Checkpointer."""
+    """The checkpoints in flight of one Saver."""
 
-    def __init__(self, found: Catalog, config: Config) -> None:
-        self._catalog = found
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._pool = ThreadPoolExecutor(config.max_in_flight, thread_name_prefix="lazyckpt-commit")
+        # One thread more than checkpoints in flight: for what is to be removed behind them.
+        self._pool = ThreadPoolExecutor(config.max_in_flight + 1, thread_name_prefix="lazyckpt-commit")
         self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
         self._tasks: list[Future[None]] = []  # of the handles in flight, and of those that still clean up
         self._failed: list[SaveHandle] = []
-        self.parent: int | None = None  # the sequence last committed or restored
+        self._last: SaveHandle | None = None  # launched
 
     @property
     def newest(self) -> SaveHandle | None:
         return self._in_flight[-1] if self._in_flight else None
 
+    @property
+    def pending(self) -> list[SaveHandle]:
+        """Launched and not durable yet, in the order of the saves."""
+        return [handle for handle in self._in_flight if not handle.done()]
+
     def launch(self, flight: Flight) -> None:
         self._in_flight.append(flight.handle)
+        self._last = flight.handle
+        self._submit(self._persist, flight)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file or folder once every save launched so far is durable; keeps it if the last one fails."""
+        self._submit(self._remove_behind, path, [*self.pending, *([self._last] if self._last else [])])
+
+    def _submit(self, task: Callable[..., None], *args: Any) -> None:
         self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(self._pool.submit(self._persist, flight))
+        self._tasks.append(self._pool.submit(task, *args))
+
+    def _remove_behind(self, path: Path, handles: list[SaveHandle]) -> None:
+        concurrent.futures.wait(handles)
+        # Not handle.exception(): nobody has been told of a failure by this.
+        failed = [h for h in handles if Future.exception(h) is not None and h.path != path]
+        if failed:
+            _warn(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
+            return
+        try:
+            commit.remove(path)
+        except OSError as cause:
+            _warn(f"{path} could not be removed: {cause}")
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
@@ -141,13 +181,16 @@ class Background:
         self._pool.shutdown()
 
     def _persist(self, flight: Flight) -> None:
-        handle, job, snapshot = flight.handle, flight.job, flight.snapshot
+        handle, target, job, snapshot = flight.handle, flight.target, flight.job, flight.snapshot
         where = {"path": handle.path, "step": handle.step}
         error: SaveError | None = None
         staging = replaced = None
         try:
-            staging = commit.Staging(handle.path)
-            job.open(0, os.fspath(staging.path / STATE), flight.nbytes)
+            staging = target.stage()
+            for number, (name, nbytes) in enumerate(zip(target.files, flight.nbytes, strict=True)):
+                file = staging.path / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                job.open(number, os.fspath(file), nbytes)
             job.wait_released()
             snapshot.verify()
             snapshot.verify_frozen()
@@ -156,13 +199,12 @@ class Background:
             if snapshot.torn is not None:
                 raise TornSnapshotError(snapshot.torn, **where)  # type: ignore[arg-type]
             job.raise_error()
-            files = [(STATE, *job.files()[0])]
+            files = [(name, *facts) for name, facts in zip(target.files, job.files(), strict=True)]
             if flight.previous is not None:
                 concurrent.futures.wait([flight.previous])
-            numbers = {"step": handle.step, "sequence": flight.sequence, "parent": self.parent}
-            staging.describe(catalog.manifest(**numbers, files=files))  # type: ignore[arg-type]
+            staging.describe(target.manifest(files), target.files)
             replaced = staging.publish()
-            self.parent = flight.sequence
+            target.published()
         except SaveError as cause:
             error = cause
         except OSError as cause:
@@ -185,16 +227,9 @@ class Background:
             if replaced is not None:
                 commit.remove(replaced)
             if error is None:
-                self._retain()
+                target.retain()
         except OSError as cause:  # the new checkpoint stands all the same
             _warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
-
-    def _retain(self) -> None:
-        if self._config.keep_last is None:
-            return
-        known = self._catalog.scan()
-        for checkpoint in catalog.superfluous(known, self._config.keep_last, self._config.keep_every):
-            commit.remove(checkpoint.path)
 
 
 def _warn(message: str) -> None:

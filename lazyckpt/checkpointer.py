@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import errno
-import gc
-import itertools
 import os
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
-
-from lazyckpt import _engine, catalog, commit
-from lazyckpt.background import Background, Flight, SaveHandle
-from lazyckpt.catalog import Catalog, Checkpoint
-from lazyckpt.config import MIB, Config, auto_ring_bytes
-from lazyckpt.containers import torch_zip
-from lazyckpt.errors import (
-    ClosedError,
-    ConfigError,
-    NoSpaceError,
-    SaveError,
-    SerializationError,
-    save_error,
-)
-from lazyckpt.functional import ARCHIVE_NAME
-from lazyckpt.gate import gate, watch_module
-from lazyckpt.providers.base import Bytes, StorageTable, TensorView
-from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
+from lazyckpt import catalog, commit
+from lazyckpt.background import SaveHandle, Target
+from lazyckpt.catalog import STATE, Catalog, Checkpoint
+from lazyckpt.config import MIB
+from lazyckpt.errors import ClosedError, ConfigError, save_error
+from lazyckpt.gate import gate
+from lazyckpt.plan import ZipPlan
+from lazyckpt.providers.base import TensorView
+from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.naming import name_of_storage
-from lazyckpt.providers.objects import pickle_of
 from lazyckpt.providers.training import ModuleProvider, RngProvider, provider_for
 from lazyckpt.restore import restore_newest, restore_one
-from lazyckpt.snapshot import FrozenParameters, Ownership, Snapshot
+from lazyckpt.saver import Saver
 
 RNG = "rng"
 _READ_AHEAD_BYTES = 64 * MIB
@@ -64,55 +45,26 @@ class Checkpointer:
     """
 
     def __init__(self, directory: str | os.PathLike[str], **knobs: Any) -> None:
-        try:
-            self.config = Config(**knobs)
-        except TypeError as error:
-            raise ConfigError(str(error).replace("Config.__init__()", "Checkpointer")) from None
+        self._saver = Saver(**knobs)
+        self.config = self._saver.config
         self.directory = Path(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             commit.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:
+            self._saver.close()
             raise save_error(error, path=self.directory) from error
         self._catalog = Catalog(self.directory)
         known = self._catalog.scan()
         self._sequence = max((c.sequence for c in known), default=0)
+        self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
         self._provider = CompositeProvider()
-        self._unwatch: list[Callable[[], None]] = []
-        self._fresh_keys = map(str, itertools.count())
-        self._layout: tuple[tuple[Any, ...], torch_zip.Layout] | None = None
-        self._frozen = FrozenParameters()
-        self._steps_before: dict[int, int] = {}
-        self._background = Background(self._catalog, self.config)
-        self._background.parent = known[0].sequence if known else None
+        self._plan = ZipPlan(self._provider)
         self._pid = os.getpid()
-        self._closed = False
-        config = self.config
-        auto = config.host_buffer_bytes == "auto"
-        self._max_ring_bytes = auto_ring_bytes(config.chunk_bytes) if auto else int(config.host_buffer_bytes)
-        try:
-            self._engine = _engine.Engine(
-                ring_bytes=self._max_ring_bytes,
-                chunk_bytes=config.chunk_bytes,
-                io_depth=config.io_depth,
-                copy_threads=config.copy_threads,
-                backend=config.io_backend,
-                direct=config.direct_io,
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"the engine does not start with host_buffer_bytes={self._max_ring_bytes}, "
-                f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "
-                f'{error.strerror}; use a smaller buffer or fewer threads, or io_backend="auto" to do without io_uring'
-            ) from error
-        if config.io_backend == "auto" and self._engine.fallback:
-            _warn_once(f"io_uring is not used ({self._engine.fallback}); a thread pool writes instead")
-        # "auto" grows with the first save; until then it holds what restore() reads ahead of the unpickler.
-        ahead = min(known[0].nbytes, _READ_AHEAD_BYTES, self._max_ring_bytes) if known else 0
-        self._engine.reserve(ahead if auto else self._max_ring_bytes)
+        if known:  # what restore() reads ahead of the unpickler; the first save lets the ring grow to what it needs
+            self._saver.reserve(min(known[0].nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
-        gate.install()
 
     # what is saved
 
@@ -144,7 +96,7 @@ class Checkpointer:
             parts[RNG] = parts.pop(RNG)
         self._provider.parts = parts
         if isinstance(provider, ModuleProvider):
-            self._unwatch.append(watch_module(provider.module))
+            self._saver.watch(provider.module)
 
     # restore
 
@@ -160,19 +112,19 @@ class Checkpointer:
         self._check_usable()
         if step is not None and path is not None:
             raise ConfigError("restore: give a step or a path, not both")
-        self._background.drain()
+        self._saver.drain()
         gate.wait_all()  # other Checkpointers may be copying what is about to be overwritten
         checkpoint: Checkpoint | None
         if step is None and path is None:
-            checkpoint = restore_newest(self._catalog, self._provider, self._engine)
+            checkpoint = restore_newest(self._catalog, self._provider, self._saver.engine)
         else:
             folder = self.directory / catalog.folder_name(_checked_step(step)) if step is not None else Path(path or "")
-            checkpoint = restore_one(folder, self._provider, self._engine)
+            checkpoint = restore_one(folder, self._provider, self._saver.engine)
         if checkpoint is None:
             return None
-        self._frozen = FrozenParameters()  # what was seen of them before is no longer so
+        self._saver.forget_frozen()
         own = checkpoint.path.parent.resolve() == self.directory.resolve()
-        self._background.parent = checkpoint.sequence if own else None
+        self._parent = checkpoint.sequence if own else None
         return checkpoint.step
 
     # save
@@ -187,98 +139,27 @@ class Checkpointer:
         Raises the SaveError of an earlier checkpoint that failed in the background (``on_error="raise"``), or its
         own, if it fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
-        begin = time.perf_counter()
         self._check_usable()
-        self._background.raise_failed()
         handle = SaveHandle(_checked_step(step), self.directory / catalog.folder_name(step))
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ConfigError("save() inside a CUDA graph capture; save before or after it")
-        self._background.wait_for_room()
-        handle.metrics.in_flight_wait_s = time.perf_counter() - begin
-        try:
-            self._launch(handle, begin)
-        except SaveError as error:
-            self._background.finish(handle, error)
-            blocking = True  # it has failed already: this call says so, not the next
-        except OSError as error:  # the engine refused
-            self._background.finish(handle, save_error(error, path=handle.path, step=handle.step))
-            blocking = True
-        if blocking:
-            concurrent.futures.wait([handle])
-        handle.metrics.save_blocked_s = time.perf_counter() - begin
-        if blocking:
-            self._background.raise_failed()
-        return handle
+        self._sequence = sequence = self._sequence + 1  # a failed save leaves a gap
+        target = Target(
+            files={STATE: self._plan},
+            stage=lambda: commit.Staging(handle.path),
+            manifest=lambda files: catalog.manifest(step=step, sequence=sequence, parent=self._parent, files=files),
+            published=partial(setattr, self, "_parent", sequence),
+            retain=self._retain,
+        )
+        return self._saver.submit(handle, target, blocking=blocking, name_of=self._name_of)
 
-    def _launch(self, handle: SaveHandle, begin: float) -> None:
-        """From the state to the engine: when this returns, every eager byte is copied and every lazy one guarded."""
-        started = time.perf_counter()
-        with _no_garbage_collection():
-            table = StorageTable(self._fresh_keys)
-            try:
-                opcodes = b"".join(s.data for s in self._provider.segments(table) if isinstance(s, Bytes))
-            except UnpicklableError as error:
-                raise SerializationError(str(error), path=handle.path, step=handle.step) from error.__cause__
-            snapshot = self._snapshot(table)
-            layout = self._layout_of(snapshot)
-        tail = layout.finish(torch_zip.small_records(pickle_of(opcodes)))
-        nbytes = layout.head_end + tail.nbytes
-        self._check_space(nbytes, handle)
-        snapshot.metrics = handle.metrics
-        handle.metrics.storages = len(snapshot.views)
-        if self.config.durability == "before_step":
-            snapshot.durable = handle
-        if self.config.host_buffer_bytes == "auto":
-            self._engine.reserve(min(nbytes + 2 * self.config.chunk_bytes, self._max_ring_bytes))
-        handed_over = time.perf_counter()
-        job = self._engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, 1)
-        for extent in [*layout.head, tail]:
-            job.append(0, extent.offset, extent.rows, extent.blob)
-        job.seal()
-        snapshot.job = job
-        handle._snapshot = snapshot
-        gate.add(snapshot)
-        self._sequence += 1
-        previous = self._background.newest
-        self._background.launch(Flight(handle, snapshot, job, nbytes, self._sequence, begin, handed_over, previous))
-        handle.metrics.plan_s = time.perf_counter() - started
-        try:
-            job.wait_eager()
-        except BaseException:  # Ctrl-C: training may go on and change what is only half copied
-            job.fail(errno.ECANCELED, "save() was interrupted")
-            raise
-        handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
+    def _name_of(self, view: TensorView) -> str | None:
+        return name_of_storage(self._provider, view.storage)
 
-    def _snapshot(self, table: StorageTable) -> Snapshot:
-        ownership = Ownership(gate, self._steps_before)
-        self._steps_before = ownership.steps
-        modules = [p.module for p in self._provider.parts.values() if isinstance(p, ModuleProvider)]
-        frozen = [p for m in modules for p in m.parameters() if not p.requires_grad and p.layout is torch.strided]
-        snapshot = Snapshot(table.views, ownership, self._frozen, frozen, audit=self.config.audit)
-        snapshot.name_of = self._name_of
-        return snapshot
-
-    def _name_of(self, view: TensorView) -> str:
-        return name_of_storage(self._provider, view.storage) or f"data/{view.key}"
-
-    def _layout_of(self, snapshot: Snapshot) -> torch_zip.Layout:
-        """Cached: it depends on keys and sizes only."""
-        facts = tuple(map(attrgetter("key"), snapshot.views)), tuple(snapshot.sizes)
-        if self._layout is None or self._layout[0] != facts:
-            self._layout = facts, torch_zip.Layout(ARCHIVE_NAME, *facts)
-        return self._layout[1]
-
-    def _check_space(self, nbytes: int, handle: SaveHandle) -> None:
-        """Found now, before anything is copied; fallocate finds what others take in the meantime."""
-        where = {"path": handle.path, "step": handle.step}
-        try:
-            disk = os.statvfs(self.directory)
-        except OSError as error:
-            raise save_error(error, **where) from error  # type: ignore[arg-type]
-        free = disk.f_bavail * disk.f_frsize
-        if free < nbytes:
-            what = f"needs {nbytes} bytes, {free} are free; free some space, or keep fewer checkpoints (keep_last)"
-            raise NoSpaceError(what, **where)  # type: ignore[arg-type]
+    def _retain(self) -> None:
+        if self.config.keep_last is None:
+            return
+        known = self._catalog.scan()
+        for checkpoint in catalog.superfluous(known, self.config.keep_last, self.config.keep_every):
+            commit.remove(checkpoint.path)
 
     # the end
 
@@ -287,19 +168,12 @@ class Checkpointer:
             raise ClosedError(
                 f"the Checkpointer of {self.directory} belongs to the parent of this process; make one here"
             )
-        if self._closed:
+        if self._saver.closed:
             raise ClosedError(f"the Checkpointer of {self.directory} is closed")
 
     def close(self) -> None:
         """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        self._background.close()
-        for undo in self._unwatch:
-            undo()
-        del self._engine
-        self._background.raise_failed()
+        self._saver.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -307,38 +181,10 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        try:
-            self.close()
-        except SaveError as failure:
-            if error is None:
-                raise
-            warnings.warn(str(failure), stacklevel=2)  # the exception that ended training matters more
-        return False
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Tens of thousands of small objects come to life in a save, none of them in a cycle: looking for garbage
-    among them would take longer than to make them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        return self._saver.__exit__(kind, error, trace)
 
 
 def _checked_step(step: Any) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(f"step={step!r}: expected a whole number, at least 0")
     return step
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=3)

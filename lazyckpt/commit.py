@@ -14,12 +14,14 @@ After a failed sync nothing is retried: the staged folder is discarded, and the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +59,16 @@ def temporary_name(target: Path) -> Path:
 
 
 class Staging:
-    """A checkpoint folder before it has its final name. Locked by this process for as long as it exists."""
+    """A checkpoint folder before it has its final name. Locked by this process for as long as it exists.
 
-    def __init__(self, target: Path) -> None:
+    It is made beside ``target``, or in the folder ``inside``, which must be on the same file system.
+    """
+
+    def __init__(self, target: Path, inside: Path | None = None) -> None:
         self.target = target
         self._published = False
         while True:
-            self.path = temporary_name(target)
+            self.path = temporary_name(target if inside is None else inside / target.name)
             os.mkdir(self.path)
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -83,15 +88,28 @@ class Staging:
                 return
             self._unlock()
 
-    def describe(self, manifest: dict[str, Any]) -> None:
-        """Step 5."""
-        fd = os.open(self.path / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
+        """Step 5. ``written`` are the files that the engine has synced; what others put into the folder is synced
+        here, too."""
+        synced = {self.path / name for name in written}
+        if manifest is not None:
+            synced.add(self._write_manifest(manifest))
+        for folder, _, names in os.walk(self.path, topdown=False):
+            for name in names:
+                file = Path(folder, name)
+                if file not in synced and not file.is_symlink():
+                    sync_path(file)
+            sync_path(folder)
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> Path:
+        path = self.path / MANIFEST
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(manifest, file, indent=2)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        sync_path(self.path)
+        return path
 
     def publish(self) -> Path | None:
         """Step 6. Returns the folder that this one replaced, under another name by now, or None."""
@@ -103,6 +121,8 @@ class Staging:
         self._published = True
         try:
             sync_path(self.target.parent)
+            if self.path.parent != self.target.parent:
+                sync_path(self.path.parent)
         except OSError as error:
             what = f"{error.strerror} at the fsync of its folder; it may or may not survive a power cut"
             raise OSError(error.errno, what, str(self.target.parent)) from error
@@ -137,6 +157,21 @@ class Staging:
         if self._lock in _locks:
             _locks.discard(self._lock)
             os.close(self._lock)
+
+
+class FileStaging(Staging):
+    """A lone file, in a folder of its own, before it has its final name."""
+
+    def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
+        """A lone file needs no description."""
+
+    def publish(self) -> Path | None:
+        publish_file(self.path / self.target.name, self.target)
+        self._published = True
+        with contextlib.suppress(OSError):  # the file stands all the same; the next sweep() tidies up
+            self.path.rmdir()
+        self._unlock()
+        return None
 
 
 def publish_file(temporary: Path, target: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 from array import array
 from functools import cache
@@ -17,13 +16,10 @@ from lazyckpt import _engine, commit
 from lazyckpt.archive import Archive, MapLocation, Reading
 from lazyckpt.catalog import STATE, read_checkpoint
 from lazyckpt.config import MIB
-from lazyckpt.containers import safetensors, sniff, torch_zip
-from lazyckpt.containers.base import Extent
+from lazyckpt.containers import safetensors, sniff
 from lazyckpt.errors import LoadError, SaveError, SerializationError, save_error
-from lazyckpt.providers.base import StorageTable
-from lazyckpt.providers.objects import dump, pickle_of
+from lazyckpt.plan import plan_for, unsavable
 
-ARCHIVE_NAME = "archive"  # the folder inside the zip, as torch.save names it for a buffer
 _CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
 _RING_BYTES = 16 * _CHUNK_BYTES
 
@@ -39,11 +35,13 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     if not target.name:
         raise SaveError("is not the name of a file", path=path)
-    if target.suffix == ".safetensors":
-        storages, extents = _plan_safetensors(obj, target)
-    else:
-        storages, extents = _plan_torch_zip(obj, target)
-    storages = [s if s.device.type == "cpu" else s.cpu() for s in storages]
+    plan = plan_for(target.name, obj)
+    try:
+        views = plan.gather()
+        extents, nbytes = plan.lay_out(views)
+    except Exception as error:
+        raise SerializationError(unsavable(error), path=target) from error
+    storages = [v.storage if v.storage.device.type == "cpu" else v.storage.cpu() for v in views]
     temporary = commit.temporary_name(target)
     try:
         job = process_engine().begin(
@@ -53,7 +51,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             1,
         )
         try:
-            job.open(0, os.fspath(temporary), max((e.offset + e.nbytes for e in extents), default=0))
+            job.open(0, os.fspath(temporary), nbytes)
             for extent in extents:
                 job.append(0, extent.offset, extent.rows, extent.blob)
             job.seal()
@@ -82,49 +80,6 @@ def _engine_of(pid: int) -> _engine.Engine:
     engine = _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=_CHUNK_BYTES, io_depth=8, copy_threads=1)
     engine.reserve(_RING_BYTES)
     return engine
-
-
-def _plan_torch_zip(obj: Any, path: Path) -> tuple[list[torch.UntypedStorage], list[Extent]]:
-    table = StorageTable(map(str, itertools.count()))
-    try:
-        opcodes, _ = dump(obj, table, iter(()))
-    except Exception as error:
-        raise SerializationError(f"cannot be pickled: {error}", path=path) from error
-    layout = torch_zip.Layout(ARCHIVE_NAME, tuple(v.key for v in table.views), tuple(v.nbytes for v in table.views))
-    tail = layout.finish(torch_zip.small_records(pickle_of(opcodes)))
-    return [v.storage for v in table.views], [*layout.head, tail]
-
-
-def _plan_safetensors(obj: Any, path: Path) -> tuple[list[torch.UntypedStorage], list[Extent]]:
-    if not isinstance(obj, dict) or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in obj.items()):
-        raise SerializationError("a .safetensors file takes a dict of names to tensors", path=path)
-    seen: dict[int, str] = {}
-    tensors = {}
-    # Sorted as the format's own library does, so that every tensor is aligned to its dtype.
-    for name, tensor in sorted(obj.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-        if tensor.layout is not torch.strided:
-            raise SerializationError(f"{name!r} is not a dense tensor", path=path)
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer and pointer in seen:
-            raise SerializationError(
-                f"{seen[pointer]!r} and {name!r} share memory, which safetensors cannot express; clone one of them, "
-                "or use a name that does not end in .safetensors",
-                path=path,
-            )
-        seen[pointer] = name
-        # A view of a larger storage is written as what it shows.
-        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        whole = dense.untyped_storage().nbytes() == dense.numel() * dense.element_size()
-        tensors[name] = dense if whole else dense.clone()
-    try:
-        layout = safetensors.Layout(
-            tuple(tensors),
-            tuple(t.dtype for t in tensors.values()),
-            tuple(tuple(t.shape) for t in tensors.values()),
-        )
-    except ValueError as error:
-        raise SerializationError(str(error), path=path) from error
-    return [t.untyped_storage() for t in tensors.values()], [layout.data, layout.header]
 
 
 def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool = True) -> Any:

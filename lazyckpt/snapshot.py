@@ -13,9 +13,9 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from operator import and_, attrgetter, eq, gt
 from typing import Any
 
@@ -124,18 +124,20 @@ class Snapshot:
 
     def __init__(
         self,
-        views: list[TensorView],
+        files: list[list[TensorView]],
         ownership: Ownership,
         frozen: FrozenParameters,
         frozen_parameters: Iterable[torch.Tensor],
         *,
+        any_order: list[bool],
         audit: bool,
     ) -> None:
+        """``files``: the storages of each file, which may be laid out in another order where ``any_order``."""
         self.torn: str | None = None  # what changed, if something did
         self.job: _engine.Job | None = None  # while it is under way
         self.metrics = CheckpointMetrics()
         self.durable: Future[Any] | None = None  # set if steps wait for it (before_step)
-        self.name_of: Callable[[TensorView], str] = lambda view: f"data/{view.key}"
+        self.name_of = _key_of
         self._owners = ownership.owners
         self._audit = audit
         self._frozen = frozen
@@ -143,6 +145,7 @@ class Snapshot:
         self._lock = threading.Lock()
         self._verified = 0  # owners whose storages have been looked at after their copy
         self._staged: list[torch.UntypedStorage] = []
+        views = list(chain.from_iterable(files))
         _, storages, sizes, _ = zip(*views, strict=True) if views else ((), (), (), ())
         identities = list(map(attrgetter("_cdata"), storages))
         claims = list(map(ownership.claims.get, identities))
@@ -150,18 +153,23 @@ class Snapshot:
         frozen_at = self._classify_frozen(views, identities, owners, frozen_parameters)
         # Eager ones first, since save() waits for them; then the big ones, since they keep the disk busy longest.
         rank = [nbytes - (_HUGE if bits else 0) for bits, nbytes in zip(owners, sizes, strict=True)]
-        order = sorted(range(len(views)), key=rank.__getitem__, reverse=True)
+        order: list[int] = []
+        for file, movable in zip(files, any_order, strict=True):
+            here = range(len(order), len(order) + len(file))
+            order += sorted(here, key=rank.__getitem__, reverse=True) if movable else here
         self.views = [views[at] for at in order]
+        ends = list(accumulate(map(len, files)))
+        self.files = [self.views[end - len(file) : end] for file, end in zip(files, ends, strict=True)]
         self.owners = array("Q", [owners[at] for at in order])
         self.sizes = array("Q", [sizes[at] for at in order])
         self.pointers = array("Q", self._host_pointers([storages[at] for at in order]))
         # What must not change until it is copied: the versions of the tensors that view a lazy storage.
-        eager = owners.count(0)
         for at, tensor in frozen_at.items():
             claims[at] = (owners[at], True, (tensor,), True)
-        watched = [claim[2] for at in order[eager:] if (claim := claims[at]) is not None]
+        lazy = [source for source, bits in enumerate(self.owners) if bits]
+        watched = [claim[2] for source in lazy if (claim := claims[order[source]]) is not None]
         self._tensors: list[torch.Tensor] = list(chain.from_iterable(watched))
-        self._source_of: list[int] = [s for s, tensors in enumerate(watched, eager) for _ in tensors]
+        self._source_of: list[int] = [s for s, tensors in zip(lazy, watched, strict=True) for _ in tensors]
         self._versions = list(map(_version, self._tensors))
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
@@ -271,10 +279,16 @@ class Snapshot:
         """Lets go of every tensor."""
         with self._lock:
             self._verified = ALL_OWNERS
+            self.name_of = _key_of
             self.views = []
+            self.files = []
             self._staged = []
             self._tensors = []
             self._frozen_views = []
+
+
+def _key_of(view: TensorView) -> str:
+    return f"data/{view.key}"
 
 
 _version = attrgetter("_version")

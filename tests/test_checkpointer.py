@@ -76,7 +76,7 @@ def test_a_checkpoint_cannot_be_cancelled(make_run: Any, disk: Any) -> None:
     disk.hold()
     handle = run.ckpt.save(1)
     if handle.cancel():
-        run.ckpt._background._in_flight.clear()
+        run.ckpt._saver._background._in_flight.clear()
         pytest.fail("cancelled")
     disk.release()
     assert handle.result(timeout=30).is_dir()
@@ -136,9 +136,9 @@ def test_several_in_flight_commit_in_order(make_run: Any, monkeypatch: pytest.Mo
     published: list[str] = []
     describe, publish = commit.Staging.describe, commit.Staging.publish
 
-    def slow_describe(self: commit.Staging, manifest: dict[str, Any]) -> None:
+    def slow_describe(self: commit.Staging, manifest: dict[str, Any], written: Any) -> None:
         time.sleep(0.15 / manifest["sequence"])
-        describe(self, manifest)
+        describe(self, manifest, written)
 
     def noted_publish(self: commit.Staging) -> Path | None:
         published.append(self.target.name)
@@ -158,10 +158,10 @@ def test_a_failed_one_does_not_hold_up_the_next(make_run: Any, monkeypatch: pyte
     run = make_run(max_in_flight=3, on_error="warn")
     describe = commit.Staging.describe
 
-    def failing(self: commit.Staging, manifest: dict[str, Any]) -> None:
+    def failing(self: commit.Staging, manifest: dict[str, Any], written: Any) -> None:
         if manifest["step"] == 1:
             raise OSError(5, "Input/output error")
-        describe(self, manifest)
+        describe(self, manifest, written)
 
     monkeypatch.setattr(commit.Staging, "describe", failing)
     with pytest.warns(UserWarning, match="step 1.*Input/output error"):

@@ -27,7 +27,7 @@ def names(folder: Path) -> list[str]:
 def staged(target: Path, text: str) -> commit.Staging:
     staging = commit.Staging(target)
     (staging.path / "state.pt").write_text(text)
-    staging.describe({"format": 1})
+    staging.describe({"format": 1}, ["state.pt"])
     return staging
 
 

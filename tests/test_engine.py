@@ -302,6 +302,61 @@ def test_eager_bytes_do_not_wait_for_lazy_ones() -> None:
     assert job.stats()["eager_bytes"] == 100
 
 
+def test_eager_bytes_of_a_later_file_do_not_wait_for_lazy_ones_of_an_earlier(tmp_path: Path) -> None:
+    """The lazy file alone is ten times the ring, and nothing is written yet: its chunks could not all be copied."""
+    engine = make_engine(copy_threads=0)
+    program = Program([random_source(80 * BLOCK, 1), random_source(3000, 2)], [1, 0], files=2)
+    program.extents = [
+        (0, 0, [(SOURCE, 80 * BLOCK, 0), (CRC32_LE, 4, 0)], b""),
+        (1, 0, [(SOURCE, 3000, 1), (CRC32_LE, 4, 1)], b""),
+    ]
+    job = program.begin(engine)
+    program.append(job)
+    job.seal()
+    before = job.pending_chunks(1)
+    job.wait_eager()
+    assert job.pending_chunks(1) == before
+    paths = [tmp_path / "lazy", tmp_path / "eager"]
+    for index, path in enumerate(paths):
+        job.open(index, str(path), len(program.expected()[index]))
+    assert job.wait_settled(10)
+    check(job, program, paths)
+
+
+@pytest.mark.parametrize("copy_threads", [0, 2])
+def test_eager_chunks_in_front_never_wait_for_lazy_ones(copy_threads: int, tmp_path: Path) -> None:
+    """Eager and lazy sources and their checksums in any order, through a ring of two chunks: nothing is blocked by what
+    finds no room behind it."""
+    random = np.random.default_rng(0)
+    for trial in range(60):
+        engine = make_engine(ring_bytes=4 * BLOCK, copy_threads=copy_threads)
+        sizes = [int(n) for n in random.integers(1, 4 * BLOCK, 8)]
+        owners = [int(random.integers(0, 2)) for _ in sizes]
+        program = Program([random_source(n, i) for i, n in enumerate(sizes)], owners, files=2)
+        for file in range(2):
+            rows: Rows = []
+            for index in range(4 * file, 4 * file + 4):
+                rows += [(SOURCE, sizes[index], index)]
+                rows += [(CRC32_HEX, 8, int(random.integers(4 * file, index + 1)))]
+            program.extents.append((file, 0, rows, b""))
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        save(engine, program, folder)
+
+
+def test_the_sources_of_a_file_are_counted_from_its_first(tmp_path: Path) -> None:
+    sources = [random_source(500, i) for i in range(3)]
+    job = Program(sources, [0, 0, 0], files=2).begin(make_engine())
+    job.append(0, 0, array("q", [SOURCE, 500, 0, CRC32_LE, 4, 0]), b"")
+    job.append(1, 0, array("q", [SOURCE, 500, 1, SOURCE, 500, 0, LITERAL, 3, 0]), b"abc", 1)
+    job.seal()
+    job.open(0, str(tmp_path / "a"), 504)
+    job.open(1, str(tmp_path / "b"), 1003)
+    assert job.wait_settled(10)
+    assert (tmp_path / "a").read_bytes() == sources[0].tobytes() + _engine.crc32(sources[0]).to_bytes(4, "little")
+    assert (tmp_path / "b").read_bytes() == sources[2].tobytes() + sources[1].tobytes() + b"abc"
+
+
 @pytest.mark.parametrize(
     ("sizes", "files", "extents"),
     [

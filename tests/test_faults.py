@@ -81,7 +81,7 @@ class Run:
 
     def check_nothing_left(self, fds: int) -> None:
         assert [p.name for p in self.folder.iterdir() if not p.name.startswith("step-")] == []
-        assert self.checkpointer._engine.ring_used_bytes == 0
+        assert self.checkpointer._saver.engine.ring_used_bytes == 0
         end = time.monotonic() + 5
         while descriptors() != fds:
             assert time.monotonic() < end, "descriptors were left open"
@@ -225,7 +225,7 @@ def test_every_call_of_the_commit_fails(way: str, tmp_path: Path, monkeypatch: p
             patch.setattr(commit, "os", failing)
             handle = run.step(step)
             error = handle.exception(30)
-            run.checkpointer._background.drain()
+            run.checkpointer._saver._background.drain()
         if len(failing.calls) < nth:
             assert error is None
             staged, manifest, folder = ["mkdir", "open"], ["open", "fsync"], ["open", "fsync"]
@@ -429,7 +429,7 @@ def save_and_load(folder, **knobs):
             model(torch.randn(2, 500)).sum().backward()
             optimizer.step()
             path = checkpointer.save(step).result(60)
-        used = checkpointer._engine.backend
+        used = checkpointer._saver.engine.backend
         expected = model.weight.detach().clone()
         model.weight.data.zero_()
         assert checkpointer.restore() == 2

@@ -14,14 +14,19 @@ from lazyckpt.providers.objects import StateProvider
 def name_of_storage(provider: CompositeProvider, storage: torch.UntypedStorage) -> str | None:
     """Like ``model.layers.0.weight`` or ``optimizer.state.3.exp_avg``; None if no tensor of the state views it."""
     for name, part in provider.parts.items():
-        if not isinstance(part, StateProvider):
+        if isinstance(part, StateProvider) and (found := name_in(part.state(), name, storage)) is not None:
+            return found
+    return None
+
+
+def name_in(obj: Any, name: str, storage: torch.UntypedStorage) -> str | None:
+    """The path, beginning with ``name``, to a tensor in ``obj`` that views ``storage``; None if there is none."""
+    for path, tensor in _walk(obj, name):
+        try:
+            if tensor.untyped_storage()._cdata == storage._cdata:
+                return path.removeprefix(".")
+        except (NotImplementedError, RuntimeError):
             continue
-        for path, tensor in _walk(part.state(), name):
-            try:
-                if tensor.untyped_storage()._cdata == storage._cdata:
-                    return path
-            except (NotImplementedError, RuntimeError):
-                continue
     return None
 
 

@@ -1,0 +1,433 @@
+"""Saves anything lazily: from objects to the engine, and on to the background."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import gc
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from lazyckpt import _engine, commit
+from lazyckpt.background import Background, Flight, SaveHandle, Target
+from lazyckpt.config import Config, auto_ring_bytes
+from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
+from lazyckpt.gate import gate, watch_module
+from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
+from lazyckpt.providers.base import TensorView
+from lazyckpt.providers.naming import name_in
+from lazyckpt.snapshot import FrozenParameters, Ownership, Snapshot
+
+
+class Saver:
+    """Saves any objects, lazily and durably; each save is one file or one folder, which appears whole under its name.
+
+    ::
+
+        with lazyckpt.Saver() as saver:
+            ...
+            optimizer.step()
+            saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"runs/step{step}.pt")
+
+    What only the steps of an optimizer change is copied while the next forward and backward compute: its parameters and
+    its state, whatever object they are saved in. Everything else is frozen before :meth:`save` returns.
+    A :class:`lazyckpt.Checkpointer` adds a folder of checkpoints, their retention and their restoration.
+
+    Keyword arguments are the fields of :class:`lazyckpt.Config`. One thread at a time may call. Saves become durable in
+    the order in which they were called. Raises ConfigError for a knob that makes no sense.
+    """
+
+    def __init__(self, **knobs: Any) -> None:
+        try:
+            self.config = config = Config(**knobs)
+        except TypeError as error:
+            raise ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
+        self._archive = ObjectProvider(None)  # its skeletons serve all lone archives
+        self._archive_plan = ZipPlan(self._archive)
+        self._folder_plans: dict[str, tuple[ObjectProvider, ZipPlan]] = {}
+        self._modules: list[torch.nn.Module] = []
+        self._unwatch: list[Callable[[], None]] = []
+        self._swept: set[Path] = set()
+        self._frozen = FrozenParameters()
+        self._steps: dict[int, int] = {}  # of each optimizer, at the last save
+        self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
+        self._training_step: int | None = None  # of the last save
+        self._background = Background(config)
+        self._pid = os.getpid()
+        self._closed = False
+        auto = config.host_buffer_bytes == "auto"
+        self._max_ring_bytes = auto_ring_bytes(config.chunk_bytes) if auto else int(config.host_buffer_bytes)
+        try:
+            self.engine = _engine.Engine(
+                ring_bytes=self._max_ring_bytes,
+                chunk_bytes=config.chunk_bytes,
+                io_depth=config.io_depth,
+                copy_threads=config.copy_threads,
+                backend=config.io_backend,
+                direct=config.direct_io,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the engine does not start with host_buffer_bytes={self._max_ring_bytes}, "
+                f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "
+                f'{error.strerror}; use a smaller buffer or fewer threads, or io_backend="auto" to do without io_uring'
+            ) from error
+        if config.io_backend == "auto" and self.engine.fallback:
+            _warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
+        if not auto:
+            self.engine.reserve(self._max_ring_bytes)
+        gate.install()
+
+    # what users call
+
+    def save(
+        self, obj: Any, path: str | os.PathLike[str], *, step: int | None = None, blocking: bool = False
+    ) -> SaveHandle:
+        """Save ``obj`` as the file ``path``, as ``torch.save`` would; a name that ends in ``.safetensors`` gives that
+        format, and ``obj`` is then a dict of tensors.
+
+        Returns in milliseconds, unless ``max_in_flight`` saves are not durable yet: it waits then. ``blocking=True``
+        returns when the file is durable. ``step``, the training step, is for messages; several saves of one step stay
+        lazy by it, although no optimizer has stepped between them.
+
+        Raises the SaveError of an earlier save that failed in the background (``on_error="raise"``), or its own, if it
+        fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
+        """
+        target = Path(path)
+        if not target.name:
+            raise ConfigError(f"save: {str(path)!r} is not the name of a file")
+        plan: FilePlan
+        if target.name.endswith(".safetensors"):
+            plan = plan_for(target.name, obj)
+        else:
+            self._archive.obj, plan = obj, self._archive_plan
+        self._prepare(target.parent, target, step)
+        handle = SaveHandle(step, target)
+        try:
+            return self.submit(
+                handle,
+                Target(files={target.name: plan}, stage=lambda: commit.FileStaging(target)),
+                blocking=blocking,
+                name_of=lambda view: name_in(obj, "", view.storage),
+                training_step=step,
+            )
+        finally:
+            self._archive.obj = None
+
+    def stage(
+        self, path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | None = None, step: int | None = None
+    ) -> StagedFolder:
+        """Begin a folder that will appear as ``path`` when all that is put into it is durable.
+
+        Until then it has a temporary name beside ``path``, or in the folder ``inside``, which must be on the same file
+        system. Raises SaveError if it cannot be made.
+        """
+        self.check_usable()
+        target = Path(path)
+        beside = None if inside is None else Path(inside)
+        self._prepare(target.parent, target, step)
+        if beside is not None:
+            self._prepare(beside, target, step)
+        try:
+            staging = commit.Staging(target, beside)
+        except OSError as error:
+            raise save_error(error, path=target, step=step) from error
+        return StagedFolder(self, staging, step)
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Make ``module.load_state_dict`` wait for pending copies. Its frozen parameters may become lazy, too."""
+        if not any(module is known for known in self._modules):
+            self._modules.append(module)
+            self._unwatch.append(watch_module(module))
+
+    def pending(self) -> list[SaveHandle]:
+        """The saves that are not durable yet, oldest first."""
+        return self._background.pending
+
+    def wait(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Return when nothing is pending any more, or nothing that will have the name ``path`` or lie in it.
+
+        Raises the first SaveError that nobody has seen yet (``on_error="raise"``).
+        """
+        if path is None:
+            self._background.drain()
+        else:
+            wanted = Path(path)
+            concurrent.futures.wait([h for h in self.pending() if h.path == wanted or wanted in h.path.parents])
+        self._background.raise_failed()
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file or folder in the background, once everything saved before this call is durable.
+
+        If the last of that fails, ``path`` stays, with a warning: it may be the last good one.
+        """
+        self.check_usable()
+        self._background.remove(Path(path))
+
+    def close(self) -> None:
+        """Wait until everything is durable; stop the threads. Raises the SaveError of a save that failed."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._background.close()
+        for undo in self._unwatch:
+            undo()
+        del self.engine
+        self._background.raise_failed()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        try:
+            self.close()
+        except SaveError as failure:
+            if error is None:
+                raise
+            warnings.warn(str(failure), stacklevel=2)  # the exception that ended training matters more
+        return False
+
+    # for those who build on it: Checkpointer
+
+    def drain(self) -> None:
+        """Like :meth:`wait`, but failures keep for the next save."""
+        self._background.drain()
+
+    def submit(
+        self,
+        handle: SaveHandle,
+        target: Target,
+        *,
+        blocking: bool,
+        name_of: Callable[[TensorView], str | None],
+        training_step: int | None = None,
+    ) -> SaveHandle:
+        """From the plans of the files to the engine and the background; what :meth:`save` says holds."""
+        begin = time.perf_counter()
+        self.check_usable()
+        self._background.raise_failed()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ConfigError("save() inside a CUDA graph capture; save before or after it")
+        self._background.wait_for_room()
+        handle.metrics.in_flight_wait_s = time.perf_counter() - begin
+        try:
+            self._launch(handle, target, begin, name_of, training_step)
+        except SaveError as error:
+            self._background.finish(handle, error)
+            blocking = True  # it has failed already: this call says so, not the next
+        except OSError as error:  # the engine refused
+            self._background.finish(handle, save_error(error, path=handle.path, step=handle.step))
+            blocking = True
+        if blocking:
+            concurrent.futures.wait([handle])
+        handle.metrics.save_blocked_s = time.perf_counter() - begin
+        if blocking:
+            self._background.raise_failed()
+        return handle
+
+    def _launch(
+        self,
+        handle: SaveHandle,
+        target: Target,
+        begin: float,
+        name_of: Callable[[TensorView], str | None],
+        training_step: int | None,
+    ) -> None:
+        """When this returns, every eager byte is copied and every lazy one guarded."""
+        started = time.perf_counter()
+        plans = list(target.files.values())
+        with _no_garbage_collection():
+            with _serialization_errors(handle):
+                views = [plan.gather() for plan in plans]
+            snapshot = self._snapshot(views, [plan.any_order for plan in plans], training_step)
+            with _serialization_errors(handle):
+                programs = [plan.lay_out(file) for plan, file in zip(plans, snapshot.files, strict=True)]
+        snapshot.name_of = lambda view: name_of(view) or f"data/{view.key}"
+        sizes = [nbytes for _, nbytes in programs]
+        self._check_space(sum(sizes), handle)
+        snapshot.metrics = handle.metrics
+        handle.metrics.storages = len(snapshot.views)
+        if self.config.durability == "before_step":
+            snapshot.durable = handle
+        self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
+        handed_over = time.perf_counter()
+        job = self.engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, len(plans))
+        first_source = 0
+        for number, (extents, _) in enumerate(programs):
+            for extent in extents:
+                job.append(number, extent.offset, extent.rows, extent.blob, first_source)
+            first_source += len(snapshot.files[number])
+        job.seal()
+        snapshot.job = job
+        handle._snapshot = snapshot
+        gate.add(snapshot)
+        self._background.launch(
+            Flight(handle, target, snapshot, job, sizes, begin, handed_over, self._background.newest)
+        )
+        handle.metrics.plan_s = time.perf_counter() - started
+        try:
+            job.wait_eager()
+        except BaseException:  # Ctrl-C: training may go on and change what is only half copied
+            job.fail(errno.ECANCELED, "save() was interrupted")
+            raise
+        handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
+
+    def _snapshot(self, files: list[list[TensorView]], any_order: list[bool], training_step: int | None) -> Snapshot:
+        if training_step is None or training_step != self._training_step:
+            self._steps_before = self._steps
+        self._training_step = training_step
+        ownership = Ownership(gate, self._steps_before)
+        self._steps = ownership.steps
+        frozen = [p for m in self._modules for p in m.parameters() if not p.requires_grad and p.layout is torch.strided]
+        return Snapshot(files, ownership, self._frozen, frozen, any_order=any_order, audit=self.config.audit)
+
+    def reserve(self, nbytes: int) -> None:
+        """Let the staging ring grow to ``nbytes``, if it may."""
+        if self.config.host_buffer_bytes == "auto":
+            self.engine.reserve(min(nbytes, self._max_ring_bytes))
+
+    def forget_frozen(self) -> None:
+        """What was seen of frozen parameters holds no longer: somebody wrote to them."""
+        self._frozen = FrozenParameters()
+
+    def _check_space(self, nbytes: int, handle: SaveHandle) -> None:
+        """Found now, before anything is copied; fallocate finds what others take in the meantime."""
+        where = {"path": handle.path, "step": handle.step}
+        try:
+            disk = os.statvfs(handle.path.parent)
+        except OSError as error:
+            raise save_error(error, **where) from error  # type: ignore[arg-type]
+        free = disk.f_bavail * disk.f_frsize
+        if free < nbytes:
+            what = f"needs {nbytes} bytes, {free} are free; free some space, or keep fewer checkpoints (keep_last)"
+            raise NoSpaceError(what, **where)  # type: ignore[arg-type]
+
+    def _prepare(self, folder: Path, target: Path, step: int | None) -> None:
+        """Makes ``folder`` for ``target``, and clears away what dead runs left in it."""
+        if folder in self._swept:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            commit.sweep(folder)
+        except OSError as error:
+            raise save_error(error, path=target, step=step) from error
+        self._swept.add(folder)
+
+    def check_usable(self) -> None:
+        """Raises ClosedError after :meth:`close` and in a forked child."""
+        if os.getpid() != self._pid:
+            raise ClosedError(f"this {type(self).__name__} belongs to the parent of this process; make one here")
+        if self._closed:
+            raise ClosedError(f"this {type(self).__name__} is closed")
+
+
+class StagedFolder:
+    """A folder on its way; made by :meth:`Saver.stage`. As a context manager it discards what is not saved."""
+
+    def __init__(self, saver: Saver, staging: commit.Staging, step: int | None) -> None:
+        self._saver = saver
+        self._staging: commit.Staging | None = staging
+        self._step = step
+        self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
+        self.path = staging.path
+        """Where small files can be written with any library; they are made durable, too."""
+
+    def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
+        """A file of the folder, captured at :meth:`save`: ``name`` is relative to the folder. ``.safetensors`` takes a
+        dict of tensors and ``metadata``, any other name gives what ``torch.save`` writes.
+
+        Raises ConfigError for a name outside the folder, or one that was added before.
+        """
+        parts = Path(name).parts
+        if not parts or Path(name).is_absolute() or ".." in parts or name in self._files:
+            raise ConfigError(f"add: {name!r} is not a new name inside the folder")
+        self._files[name] = obj, metadata
+
+    def save(self, *, blocking: bool = False) -> SaveHandle:
+        """Snapshot what was added; the folder gets its name when all in it is durable. See :meth:`Saver.save`."""
+        staging, saver = self._staging, self._saver
+        if staging is None:
+            raise ConfigError("a staged folder is saved once")
+        self._staging = None
+        files: dict[str, FilePlan] = {}
+        for name, (obj, metadata) in self._files.items():
+            if name.endswith(".safetensors"):
+                files[name] = plan_for(name, obj, metadata)
+                continue
+            if name not in saver._folder_plans:
+                provider = ObjectProvider(None)
+                saver._folder_plans[name] = provider, ZipPlan(provider)
+            provider, files[name] = saver._folder_plans[name]
+            provider.obj = obj
+        objects = {name: obj for name, (obj, _) in self._files.items()}
+        handle = SaveHandle(self._step, staging.target)
+        try:
+            return saver.submit(
+                handle,
+                Target(files=files, stage=lambda: staging),
+                blocking=blocking,
+                name_of=lambda view: name_in(objects, "", view.storage),
+                training_step=self._step,
+            )
+        finally:
+            if handle._snapshot is None:  # it never reached the background
+                staging.discard()
+            for provider, _ in saver._folder_plans.values():
+                provider.obj = None
+
+    def discard(self) -> None:
+        """Remove what was staged, unless it was saved."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.discard()
+
+    def __enter__(self) -> StagedFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+@contextlib.contextmanager
+def _serialization_errors(handle: SaveHandle) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        what = unsavable(error)
+        raise SerializationError(what, path=handle.path, step=handle.step) from error.__cause__ or error
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tens of thousands of small objects come to life in a save, none of them in a cycle: looking for garbage
+    among them would take longer than to make them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=3)

@@ -1,0 +1,365 @@
+"""Objects saved lazily as files and as folders, under any name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import lazyckpt
+from lazyckpt import commit
+
+TINY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
+
+
+class Training:
+    """A model of 1.5 MiB and its optimizer, which has stepped once."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step()
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            p.grad = torch.ones_like(p)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "note": ["x", 1]}
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+@pytest.fixture
+def saver() -> Iterator[lazyckpt.Saver]:
+    with lazyckpt.Saver(**TINY) as saver:
+        yield saver
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is published before the event is set."""
+    event = threading.Event()
+    describe = commit.Staging.describe
+    describe_file = commit.FileStaging.describe
+
+    def wait(inner: Any) -> Any:
+        def waiting(*args: Any) -> None:
+            event.wait(30)
+            inner(*args)
+
+        return waiting
+
+    monkeypatch.setattr(commit.Staging, "describe", wait(describe))
+    monkeypatch.setattr(commit.FileStaging, "describe", wait(describe_file))
+    yield event
+    event.set()
+
+
+# one file
+
+
+def test_a_file_holds_what_it_was_when_saved(
+    saver: lazyckpt.Saver, training: Training, tmp_path: Path, graph: Any
+) -> None:
+    for number in range(3):
+        expected = graph(torch.load(_reference(training.state(), tmp_path)))
+        handle = saver.save(training.state(), tmp_path / "deep" / f"{number}.pt", step=number)
+        training.step()
+        path = handle.result(timeout=30)
+        assert path == tmp_path / "deep" / f"{number}.pt"
+        assert graph(torch.load(path)) == expected
+        assert graph(lazyckpt.load(path)) == expected
+    assert handle.metrics.eager_bytes < 8 * 1024  # biases, and Adam's steps
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["0.pt", "1.pt", "2.pt"]
+
+
+def _reference(obj: Any, folder: Path) -> Path:
+    torch.save(obj, folder / "reference.pt")
+    return folder / "reference.pt"
+
+
+def test_a_step_right_after_saving_does_not_change_what_is_saved(training: Training, tmp_path: Path) -> None:
+    """The ring holds a tenth of the state, so that most of it is not copied when the step begins."""
+    with lazyckpt.Saver(**TINY) as saver:
+        for number in range(20):
+            expected = [p.detach().clone() for p in training.model.parameters()]
+            handle = saver.save(training.model.state_dict(), tmp_path / "a.pt")
+            assert handle._snapshot is not None and handle._snapshot.job is not None
+            assert number == 0 or handle._snapshot.job.pending_chunks(lazyckpt.snapshot.ALL_OWNERS) > 0
+            training.step()
+            saved = torch.load(handle.result(timeout=30)).values()
+            assert all(torch.equal(a, b) for a, b in zip(saved, expected, strict=True))
+
+
+def test_several_saves_of_one_step_are_lazy(saver: lazyckpt.Saver, training: Training, tmp_path: Path) -> None:
+    """As of the best and of the last one. Without a step, or without its number, nothing says that hooks still fire."""
+    lazy = [saver.save(training.state(), tmp_path / f"{n}.pt", step=3, blocking=True) for n in range(3)]
+    assert all(handle.metrics.eager_bytes < 8 * 1024 for handle in lazy)
+    for step in (None, 4):
+        eager = saver.save(training.state(), tmp_path / "x.pt", step=step, blocking=True)
+        assert eager.metrics.eager_bytes > 1 << 20
+
+
+def test_a_safetensors_file(saver: lazyckpt.Saver, training: Training, tmp_path: Path) -> None:
+    expected = {k: v.clone() for k, v in training.model.state_dict().items()}
+    handle = saver.save(training.model.state_dict(), tmp_path / "model.safetensors")
+    training.step()
+    loaded = safetensors.torch.load_file(handle.result(timeout=30))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[k], expected[k]) for k in expected)
+    assert handle.metrics.eager_bytes < 4096
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(
+    saver: lazyckpt.Saver, training: Training, tmp_path: Path, held: threading.Event
+) -> None:
+    path = tmp_path / "a.pt"
+    torch.save("old", path)
+    handle = saver.save(training.state(), path)
+    assert handle.wait_captured(10)
+    time.sleep(0.05)
+    assert torch.load(path) == "old" and saver.pending() == [handle]
+    held.set()
+    saver.wait(path)
+    assert saver.pending() == [] and torch.load(path)["note"] == ["x", 1]
+
+
+# a folder
+
+
+def test_a_folder_appears_whole(
+    saver: lazyckpt.Saver, training: Training, tmp_path: Path, held: threading.Event, graph: Any
+) -> None:
+    target = tmp_path / "checkpoint-1"
+    expected = graph(torch.load(_reference(training.optimizer.state_dict(), tmp_path)))
+    weights = {k: v.clone() for k, v in training.model.state_dict().items()}
+    with saver.stage(target, step=1) as staged:
+        assert staged.path.parent == tmp_path and staged.path.name.startswith(".tmp-")
+        (staged.path / "trainer_state.json").write_text("{}")
+        (staged.path / "sub").mkdir()
+        (staged.path / "sub" / "notes.txt").write_text("notes")
+        staged.add("model.safetensors", training.model.state_dict(), {"format": "pt"})
+        staged.add("sub/optimizer.pt", training.optimizer.state_dict())
+        handle = staged.save()
+    training.step()
+    assert handle.wait_captured(10) and not target.exists()
+    held.set()
+    assert handle.result(timeout=30) == target
+    assert sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()) == [
+        "model.safetensors",
+        "sub/notes.txt",
+        "sub/optimizer.pt",
+        "trainer_state.json",
+    ]
+    assert graph(torch.load(target / "sub" / "optimizer.pt")) == expected
+    with safetensors.safe_open(target / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert all(torch.equal(file.get_tensor(k), v) for k, v in weights.items())
+    assert handle.metrics.eager_bytes < 8 * 1024
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_what_others_wrote_into_the_folder_is_synced_before_it_is_published(
+    saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    sync, rename = commit.sync_path, os.rename
+    monkeypatch.setattr(commit, "sync_path", lambda p: (calls.append(Path(p).name), sync(p))[1])
+    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append("rename"), rename(a, b))[1])
+    with saver.stage(tmp_path / "out" / "c", inside=tmp_path) as staged:
+        assert staged.path.parent == tmp_path
+        (staged.path / "a").mkdir()
+        (staged.path / "a" / "small.json").write_text("{}")
+        staged.add("tensors.pt", torch.ones(3))
+        staged.save(blocking=True)
+    assert calls == ["small.json", "a", staged.path.name, "rename", "out", tmp_path.name]
+
+
+def test_a_folder_that_is_not_saved_is_gone(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), saver.stage(tmp_path / "c") as staged:
+        (staged.path / "x").write_text("x")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "../a.pt", "/a.pt", "a/../../b.pt", "twice.pt"])
+def test_names_outside_the_folder_are_refused(saver: lazyckpt.Saver, tmp_path: Path, name: str) -> None:
+    with saver.stage(tmp_path / "c") as staged:
+        staged.add("twice.pt", 1)
+        with pytest.raises(lazyckpt.ConfigError, match="name"):
+            staged.add(name, 2)
+
+
+def test_a_folder_is_saved_once(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    with saver.stage(tmp_path / "c") as staged:
+        staged.add("a.pt", 1)
+        staged.save(blocking=True)
+        with pytest.raises(lazyckpt.ConfigError, match="once"):
+            staged.save()
+    assert torch.load(tmp_path / "c" / "a.pt") == 1
+
+
+# what goes wrong
+
+
+def test_what_cannot_be_pickled(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.SerializationError, match=r"step 7.*a\.pt.*lambda"):
+        saver.save(lambda: 0, tmp_path / "a.pt", step=7)
+    with pytest.raises(lazyckpt.SerializationError, match="share memory"):
+        t = torch.ones(9)
+        saver.save({"a": t, "b": t[1:]}, tmp_path / "a.safetensors")
+    with pytest.raises(lazyckpt.SerializationError, match="lambda"), saver.stage(tmp_path / "c") as staged:
+        staged.add("a.pt", torch.ones(3))
+        staged.add("b.pt", lambda: 0)
+        staged.save()
+    assert list(tmp_path.iterdir()) == []
+    saver.save(1, tmp_path / "a.pt", blocking=True)
+
+
+def test_a_parameter_written_to_behind_the_gate_is_named(training: Training, tmp_path: Path) -> None:
+    with lazyckpt.Saver(**TINY) as saver:
+        saver.save(training.state(), tmp_path / "a.pt").result(timeout=30)
+        training.step()
+        handle = saver.save(training.state(), tmp_path / "a.pt", step=5)
+        with torch.no_grad():
+            training.model[1].weight.add_(1)
+        with pytest.raises(lazyckpt.TornSnapshotError, match=r"step 5.*model\.1\.weight was written to"):
+            handle.result(timeout=30)
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call(training: Training, tmp_path: Path) -> None:
+    saver = lazyckpt.Saver(**TINY)
+    (tmp_path / "a.pt").mkdir()
+    (tmp_path / "a.pt" / "x").write_text("a folder cannot be replaced by a file")
+    for call in (lambda: saver.save(1, tmp_path / "b.pt"), saver.wait, saver.close):
+        saver._swept.clear()
+        saver._closed = False
+        saver.save(1, tmp_path / "a.pt")
+        saver.drain()
+        with pytest.raises(lazyckpt.SaveError, match=r"a\.pt"):
+            call()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_after_close_and_in_a_child(tmp_path: Path) -> None:
+    saver = lazyckpt.Saver(**TINY)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            saver.save(1, tmp_path / "child.pt")
+        except lazyckpt.ClosedError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    saver.close()
+    saver.close()
+    for call in (
+        lambda: saver.save(1, tmp_path / "a.pt"),
+        lambda: saver.stage(tmp_path / "c"),
+        lambda: saver.remove("x"),
+    ):
+        with pytest.raises(lazyckpt.ClosedError):
+            call()
+
+
+def test_knobs(tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.ConfigError, match=r"Saver.*nonsense"):
+        lazyckpt.Saver(nonsense=1)
+    with lazyckpt.Saver(**TINY) as saver, pytest.raises(lazyckpt.ConfigError, match="name of a file"):
+        saver.save(1, "")
+
+
+# removal
+
+
+def test_removed_only_when_what_came_after_is_durable(
+    saver: lazyckpt.Saver, training: Training, tmp_path: Path, held: threading.Event
+) -> None:
+    old = tmp_path / "old.pt"
+    torch.save(1, old)
+    handle = saver.save(training.state(), tmp_path / "new.pt")
+    saver.remove(old)
+    time.sleep(0.05)
+    assert old.exists() and not handle.done()
+    held.set()
+    saver.wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new.pt"]
+
+
+def test_kept_when_what_came_after_failed(training: Training, tmp_path: Path) -> None:
+    old = tmp_path / "old.pt"
+    torch.save(1, old)
+    (tmp_path / "new.pt").mkdir()
+    (tmp_path / "new.pt" / "x").touch()
+    for wait_first in (False, True):
+        with warnings.catch_warnings(record=True) as caught, lazyckpt.Saver(on_error="warn", **TINY) as saver:
+            warnings.simplefilter("always")
+            saver.save(training.state(), tmp_path / "new.pt")
+            if wait_first:
+                saver.drain()
+            saver.remove(old)
+            saver.drain()
+        assert any("old.pt is kept" in str(w.message) for w in caught)
+        assert torch.load(old) == 1
+
+
+def test_a_pending_file_is_removed_after_it_was_written(
+    saver: lazyckpt.Saver, training: Training, tmp_path: Path, held: threading.Event
+) -> None:
+    saver.save(training.state(), tmp_path / "a.pt")
+    saver.remove(tmp_path / "a.pt")
+    held.set()
+    saver.wait()
+    assert list(tmp_path.iterdir()) == []
+    saver.remove(tmp_path / "never-existed")
+    saver.wait()
+
+
+# leftovers
+
+
+def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path: Path) -> None:
+    script = f"""
+        import os, signal, torch, lazyckpt
+        from lazyckpt import commit
+        commit.FileStaging.describe = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        lazyckpt.Saver().save(torch.ones(100_000), {str(tmp_path / "a.pt")!r}, blocking=True)
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    assert [p.name[:5] for p in tmp_path.iterdir()] == [".tmp-"]
+    with lazyckpt.Saver(**TINY) as saver:
+        saver.save({"b": 1}, tmp_path / "b.pt", blocking=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["b.pt"]
+
+
+def test_modules_that_are_watched_wait_before_they_load(training: Training, tmp_path: Path) -> None:
+    with lazyckpt.Saver(**TINY) as saver:
+        saver.watch(training.model)
+        saver.watch(training.model)
+        zeros = {k: torch.zeros_like(v) for k, v in training.model.state_dict().items()}
+        expected = training.model[0].weight.detach().clone()
+        handle = saver.save(training.model.state_dict(), tmp_path / "a.pt")
+        training.model.load_state_dict(zeros)
+        assert torch.equal(torch.load(handle.result(timeout=30))["0.weight"], expected)
+    assert json.dumps(sorted(p.name for p in tmp_path.iterdir())) == '["a.pt"]'
