@@ -26,6 +26,7 @@ from lazyckpt import _engine, catalog, commit
 from lazyckpt.checkpointer import Checkpointer, SaveHandle
 from lazyckpt.containers.base import SOURCE
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
+from lazyckpt.functional import process_engine
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
 
@@ -52,12 +53,14 @@ class Run:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str = "", **knobs: Any) -> None:
         gc.collect()  # runs of tests before this one hold descriptors
+        process_engine()  # and so does the engine of load(), made at its first call
         self.folder = folder
         self.model = torch.nn.Linear(128, 128)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        monkeypatch.setattr(_engine, "Engine", functools.partial(Engine, fault=fault))
         knobs = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 128 * KIB, **knobs}
-        self.checkpointer = Checkpointer(folder, **knobs)
+        with monkeypatch.context() as patch:
+            patch.setattr(_engine, "Engine", functools.partial(Engine, fault=fault))
+            self.checkpointer = Checkpointer(folder, **knobs)
         self.checkpointer.track(model=self.model, optimizer=self.optimizer)
         self.states: dict[int, torch.Tensor] = {}
 
@@ -353,7 +356,7 @@ def test_disk_full(small_disk: Path, found_by: str, monkeypatch: pytest.MonkeyPa
     fds = descriptors()
     steps = []
     if found_by == "fallocate":  # somebody else took the space in the meantime
-        monkeypatch.setattr(Checkpointer, "_check_space", lambda *_: None)
+        monkeypatch.setattr(lazyckpt.Saver, "_check_space", lambda *_: None)
     with pytest.raises(NoSpaceError, match="free some space") as caught:
         for step in range(1, 100):
             run.step(step).result(30)
