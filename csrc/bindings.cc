@@ -95,7 +95,7 @@ bool Interruptible(std::optional<double> timeout_s, F wait) {
 class JobHandle {
  public:
   JobHandle(std::shared_ptr<EngineHandle> engine, const py::buffer& pointers, const py::buffer& sizes,
-            const py::buffer& owners, size_t files)
+            const py::buffer& owners, size_t files, bool eager_by_caller)
       : engine_(std::move(engine)) {
     const auto p = ToVector<uint64_t>(pointers, "pointers");
     const auto s = ToVector<uint64_t>(sizes, "sizes");
@@ -108,7 +108,7 @@ class JobHandle {
       sources[i].size = s[i];
       sources[i].owners = o[i];
     }
-    job_ = engine_->get().Begin(std::move(sources), files);
+    job_ = engine_->get().Begin(std::move(sources), files, eager_by_caller);
   }
   ~JobHandle() {
     if (!engine_->alive()) {
@@ -387,9 +387,13 @@ PYBIND11_MODULE(_engine, m) {
            py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
            "direct"_a = true, "register_buffers"_a = true, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
-      .def("begin", [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
-                       const py::buffer& owners,
-                       size_t files) { return std::make_unique<JobHandle>(e, pointers, sizes, owners, files); })
+      .def(
+          "begin",
+          [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
+             const py::buffer& owners, size_t files, bool eager_by_caller) {
+            return std::make_unique<JobHandle>(e, pointers, sizes, owners, files, eager_by_caller);
+          },
+          "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false)
       .def_property_readonly("ring_bytes",
                              [](EngineHandle& e) { return e.get().Locked([&] { return e.get().ring().capacity(); }); })
       .def_property_readonly("ring_used_bytes",

@@ -167,11 +167,13 @@ void Engine::QueueOpenChunk(Job& job) {
   queue_.insert(at, chunk);
 }
 
-// The next chunk to copy, with its region of the ring; nullptr if there is none or no room.
-Chunk* Engine::TakeChunk() {
+// The next chunk to copy, with its region of the ring; nullptr if there is none or no room. Helping: by a thread that
+// waits for copies.
+Chunk* Engine::TakeChunk(bool helping) {
   if (queue_.empty()) return nullptr;
   Chunk* chunk = queue_.front();
   Job& job = *chunk->job;
+  if (!helping && job.eager_by_caller && chunk->eager && job.eager_left == 1) return nullptr;
   chunk->memory = ring_.Allocate(chunk->size);
   const auto now = Clock::now();
   if (chunk->memory == nullptr) {
@@ -278,7 +280,7 @@ void Engine::CopyLoop() {
   pthread_setschedparam(pthread_self(), SCHED_BATCH, &priority);
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    if (Chunk* chunk = TakeChunk())
+    if (Chunk* chunk = TakeChunk(false))
       CopyChunk(chunk, lock);
     else
       changed_.wait(lock);
@@ -290,7 +292,7 @@ bool Engine::HelpUntil(const std::function<bool()>& done, Clock::time_point dead
   std::unique_lock lock(mutex_);
   while (!done()) {
     if (Clock::now() >= deadline) return false;
-    if (Chunk* chunk = TakeChunk())
+    if (Chunk* chunk = TakeChunk(true))
       CopyChunk(chunk, lock);
     else
       changed_.wait_until(lock, deadline);

@@ -88,8 +88,9 @@ void Engine::GiveBack(std::span<std::byte> region) {
   changed_.notify_all();
 }
 
-std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files) {
+std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller) {
   auto job = std::make_shared<Job>();
+  job->eager_by_caller = eager_by_caller;
   job->sources = std::move(sources);
   for (size_t i = 0; i < files; ++i) job->files.emplace_back().job = job.get();
   std::lock_guard lock(mutex_);

@@ -47,7 +47,9 @@ class Engine {
   std::span<std::byte> Borrow(size_t bytes);
   void GiveBack(std::span<std::byte> region);
 
-  std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files);
+  // eager_by_caller: the caller will call WaitEager at once. Copy threads then leave the last eager chunk to it: one of
+  // them may not get a core for milliseconds where training keeps all of them busy.
+  std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files, bool eager_by_caller = false);
 
   // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before).
   // Copying begins at once. EINVAL, and the checkpoint fails, if the program does not fit its blob or its sources.
@@ -87,7 +89,7 @@ class Engine {
   // capture.cc
   Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
   void CopyLoop();
-  Chunk* TakeChunk();
+  Chunk* TakeChunk(bool helping);
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   void OnCopied(Chunk* chunk);
   void Release(Chunk* chunk);

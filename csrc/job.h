@@ -114,7 +114,8 @@ struct Job : std::enable_shared_from_this<Job> {
   std::deque<std::string> blobs;
   Chunk* open = nullptr;  // the chunk that Append is filling
   bool sealed = false;
-  Status error;  // the first one
+  bool eager_by_caller = false;  // copy threads leave the last eager chunk to WaitEager
+  Status error;                  // the first one
 
   size_t eager_left = 0;                                     // chunks not yet captured that hold eager bytes
   size_t capture_left = 0;                                   // chunks not yet captured

@@ -26,8 +26,9 @@ class Engine:
     def reserve(self, bytes: int) -> bool:
         """Raises the ring's capacity, up to ring_bytes; False while the ring is in use."""
 
-    def begin(self, pointers: Buffer, sizes: Buffer, owners: Buffer, files: int) -> Job:
-        """A checkpoint of sources (three arrays of uint64). owners: bits of the gates that protect it; 0: eager."""
+    def begin(self, pointers: Buffer, sizes: Buffer, owners: Buffer, files: int, eager_by_caller: bool = False) -> Job:
+        """A checkpoint of sources (three arrays of uint64). owners: bits of the gates that protect it; 0: eager.
+        eager_by_caller: wait_eager() will be called at once; the last eager chunk is left to it."""
 
     @property
     def ring_bytes(self) -> int: ...

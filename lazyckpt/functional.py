@@ -48,7 +48,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             array("Q", [s.data_ptr() for s in storages]),
             array("Q", [s.nbytes() for s in storages]),
             array("Q", bytes(8 * len(storages))),
-            1,
+            files=1,
         )
         try:
             job.open(0, os.fspath(temporary), nbytes)

@@ -265,7 +265,7 @@ class Saver:
             snapshot.durable = handle
         self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
         handed_over = time.perf_counter()
-        job = self.engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, len(plans))
+        job = self.engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, len(plans), eager_by_caller=True)
         first_source = 0
         for number, (extents, _) in enumerate(programs):
             for extent in extents:
@@ -274,12 +274,11 @@ class Saver:
         job.seal()
         snapshot.job = job
         handle._snapshot = snapshot
-        gate.add(snapshot)
-        self._background.launch(
-            Flight(handle, target, snapshot, job, sizes, begin, handed_over, self._background.newest)
-        )
-        handle.metrics.plan_s = time.perf_counter() - started
         try:
+            gate.add(snapshot)
+            previous = self._background.newest
+            self._background.launch(Flight(handle, target, snapshot, job, sizes, begin, handed_over, previous))
+            handle.metrics.plan_s = time.perf_counter() - started
             job.wait_eager()
         except BaseException:  # Ctrl-C: training may go on and change what is only half copied
             job.fail(errno.ECANCELED, "save() was interrupted")

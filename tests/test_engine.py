@@ -323,6 +323,21 @@ def test_eager_bytes_of_a_later_file_do_not_wait_for_lazy_ones_of_an_earlier(tmp
     check(job, program, paths)
 
 
+def test_the_last_eager_chunk_is_left_to_who_waits_for_it(tmp_path: Path) -> None:
+    sources = [random_source(100, 0), random_source(20 * BLOCK, 1)]
+    job = make_engine(copy_threads=2).begin(
+        array("Q", [s.ctypes.data for s in sources]), array("Q", [100, 20 * BLOCK]), array("Q", [0, 1]), 1, True
+    )
+    job.append(0, 0, array("q", [SOURCE, 100, 0, SOURCE, 20 * BLOCK, 1]), b"")
+    job.seal()
+    job.open(0, str(tmp_path / "a"), 20 * BLOCK + 100)
+    time.sleep(0.05)
+    assert job.pending_chunks(1) > 0
+    job.wait_eager()
+    assert job.wait_settled(10)
+    assert (tmp_path / "a").read_bytes() == b"".join(s.tobytes() for s in sources)
+
+
 @pytest.mark.parametrize("copy_threads", [0, 2])
 def test_eager_chunks_in_front_never_wait_for_lazy_ones(copy_threads: int, tmp_path: Path) -> None:
     """Eager and lazy sources and their checksums in any order, through a ring of two chunks: nothing is blocked by what
