@@ -43,6 +43,9 @@ CASES = (
 )
 
 
+ACTIVATION_BYTES = 16 << 20
+
+
 def measure(*, saves: int, directory: Path, progress: Callable[[str], None]) -> list[Table]:
     """`saves` saves of every case after the first, and as many rounds of forks; each save is awaited."""
     table = Table("save() returns, ms", ["state", "first save", "later saves", "blocked at the gate"])
@@ -75,6 +78,9 @@ def _save_times(case: Case, saves: int, directory: Path) -> tuple[list[float], l
         checkpointer.track(model=model, optimizer=optimizer)
         optimizer.step()
         for step in range(1, saves + 2):
+            # Activations come and go in every step of a training, and teach malloc to keep what is freed: without, the
+            # Python objects of each save are paged in anew.
+            torch.empty(ACTIVATION_BYTES, dtype=torch.uint8)
             start = time.perf_counter()
             handle = checkpointer.save(step)
             returned = time.perf_counter()
