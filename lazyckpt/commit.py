@@ -112,10 +112,13 @@ class Staging:
         return path
 
     def publish(self) -> Path | None:
-        """Step 6. Returns the folder that this one replaced, under another name by now, or None."""
+        """Step 6. Returns the folder that this one replaced, under another name by now, or None. What others put into
+        that one, under names that are free in this, stays."""
         replaced = None
         if self.target.is_symlink() or os.path.lexists(self.target):
+            _carry_over(self.target, self.path)
             replaced = self._exchange()
+            _carry_over(replaced, self.target)  # what was put there in between
         else:
             os.rename(self.path, self.target)
         self._published = True
@@ -157,6 +160,28 @@ class Staging:
         if self._lock in _locks:
             _locks.discard(self._lock)
             os.close(self._lock)
+
+
+def _carry_over(old: Path, new: Path) -> None:
+    """Links what the folder ``old`` holds and ``new`` lacks into ``new``."""
+    if old.is_symlink() or not old.is_dir():
+        return
+    for folder, subfolders, names in os.walk(old):
+        into = new / Path(folder).relative_to(old)
+        if os.path.lexists(into) and not into.is_dir():
+            subfolders.clear()
+            continue
+        into.mkdir(exist_ok=True)
+        for name in (*names, *(name for name in subfolders if Path(folder, name).is_symlink())):
+            if os.path.lexists(into / name):
+                continue
+            try:
+                os.link(Path(folder, name), into / name, follow_symlinks=False)
+            except OSError:  # no hard links here
+                shutil.copy2(Path(folder, name), into / name, follow_symlinks=False)
+                if not os.path.islink(into / name):
+                    sync_path(into / name)
+        sync_path(into)
 
 
 class FileStaging(Staging):

@@ -41,6 +41,29 @@ def test_publish_a_new_name_and_replace_an_old_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_what_others_put_into_a_replaced_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training script writes its own files beside the state, before that state is published and after."""
+    target = tmp_path / "checkpoint"
+    (target / "adapter" / "deep").mkdir(parents=True)
+    (target / "state.pt").write_text("old")
+    (target / "adapter" / "deep" / "weights").write_text("theirs")
+    (target / "link").symlink_to("adapter")
+    exchange = commit.Staging._exchange
+
+    def late(self: commit.Staging) -> Path:
+        (target / "late").write_text("theirs, too")  # between the look at the folder and its replacement
+        return exchange(self)
+
+    monkeypatch.setattr(commit.Staging, "_exchange", late)
+    replaced = staged(target, "new").publish()
+    assert replaced is not None
+    commit.remove(replaced)
+    assert names(target) == ["adapter", "late", "link", "manifest.json", "state.pt"]
+    assert (target / "state.pt").read_text() == "new"
+    assert (target / "adapter" / "deep" / "weights").read_text() == "theirs"
+    assert (target / "link").readlink() == Path("adapter") and (target / "late").read_text() == "theirs, too"
+
+
 def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems lack it."""
 
