@@ -1,0 +1,323 @@
+"""Hugging Face Accelerate: ``save_state()`` returns in milliseconds, and its folder appears when it is durable.
+
+::
+
+    accelerator = Accelerator(...)
+    lazyckpt.integrations.accelerate.enable(accelerator)
+
+or, without a change to the script, ``accelerate launch -m lazyckpt.run train.py ...``.
+
+Accelerate's own ``save_state`` still decides what is saved, and runs the hooks; it is led to a temporary folder there.
+What it hands to ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered objects) is
+collected and saved lazily; what it writes itself (scaler, loader and random states, files of hooks) is small and
+written at once. The folder gets its name when all of that is durable; ``load_state`` needs nothing of lazyckpt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lazyckpt
+from lazyckpt import settings
+
+try:
+    import accelerate
+    from accelerate import Accelerator, checkpointing
+    from accelerate.commands.config import config_args
+    from accelerate.utils import DistributedType, clean_state_dict_for_safetensors
+
+    if int(accelerate.__version__.split(".")[0]) < 1:
+        raise ImportError(f"there is accelerate {accelerate.__version__}")
+except ImportError as error:
+    raise ImportError(
+        f"lazyckpt needs accelerate 1.0 or newer: pip install 'lazyckpt[accelerate]' ({error})"
+    ) from error
+
+_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
+_CHECKPOINT = re.compile(r"checkpoint_(\d+)")
+
+
+def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
+    """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
+
+    Keyword arguments are the fields of :class:`lazyckpt.Config` (but for retention: that is ``total_limit`` of
+    accelerate's ProjectConfiguration), and ``enabled``. They go before ``LAZYCKPT_*`` variables, and these before
+    ``lazyckpt.yaml`` beside accelerate's ``default_config.yaml``. Called again, it replaces what the earlier call set.
+
+    Returns None, and leaves ``save_state`` as it is, if ``enabled`` is false and, with a warning, where accelerate
+    writes sharded checkpoints by itself (FSDP, DeepSpeed, Megatron-LM, XLA) or one on each node.
+    Raises ConfigError for a setting that makes no sense.
+    """
+    knobs = settings.gather(default_settings_file(), config)
+    before = getattr(accelerator.save_state, "__self__", None)
+    if isinstance(before, StateSaver):
+        before.close()
+    if not knobs.pop("enabled", True):
+        return None
+    if reason := _unsupported(accelerator):
+        warnings.warn(f"lazyckpt leaves save_state to accelerate: {reason}", stacklevel=2)
+        return None
+    return StateSaver(accelerator, **knobs)
+
+
+def default_settings_file() -> Path:
+    """Beside accelerate's own; ``LAZYCKPT_CONFIG_FILE`` names another."""
+    return Path(config_args.cache_dir) / "lazyckpt.yaml"
+
+
+def _unsupported(accelerator: Accelerator) -> str | None:
+    kind = DistributedType(accelerator.distributed_type).value
+    if kind in _SHARDED:
+        return f"{kind} writes its checkpoints by itself"
+    if accelerator.project_configuration.save_on_each_node and _on_several_nodes(accelerator):
+        return "save_on_each_node is set"
+    return None
+
+
+def _on_several_nodes(accelerator: Accelerator) -> bool:
+    ranks = int(accelerator.num_processes)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks
+
+
+class StateSaver:
+    """What :func:`enable` returns; it stands behind ``save_state``, ``load_state``, ``end_training`` and
+    ``free_memory`` of one Accelerator.
+
+    The main process saves. The others take part in every ``save_state`` and ``load_state``, over a group of their own:
+    a failure on one rank is raised on all of them, and a rank that died on those that wait for it. Nothing is said
+    between ranks in the background.
+    """
+
+    def __init__(self, accelerator: Accelerator, **knobs: Any) -> None:
+        self.last_save: lazyckpt.SaveHandle | None = None
+        """Of the last ``save_state``: when it is durable, where the time went. None on other ranks than the main."""
+        self._accelerator = accelerator
+        self._knobs = knobs
+        # Gloo, since it needs no GPU; and a group of its own, so that it meets no collective of the training.
+        self._group = torch.distributed.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        self._saver = self._make_saver()
+        methods = ("save_state", "load_state", "end_training", "free_memory")
+        self._accelerates_own = {name: getattr(accelerator, name) for name in methods}
+        for name in methods:
+            setattr(accelerator, name, getattr(self, name))
+
+    def _make_saver(self) -> lazyckpt.Saver | None:
+        if not self._accelerator.is_main_process:
+            return None
+        saver = lazyckpt.Saver(**self._knobs)
+        # For a script that does not call end_training().
+        self._at_the_end = weakref.finalize(self._accelerator, _close_and_warn, saver)
+        return saver
+
+    def _close_saver(self) -> None:
+        if self._saver is not None:
+            self._at_the_end.detach()  # it would keep what the Saver knows of the model
+            self._saver.close()
+
+    # of the Accelerator
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Path:
+        """:meth:`accelerate.Accelerator.save_state`, but it returns when the state is captured or guarded, and the
+        folder appears when it is durable. Files that an existing folder of that name holds besides stay in it.
+
+        Raises the SaveError of an earlier one that failed in the background, too, on every rank.
+        """
+        target = self._target(output_dir)
+        with contextlib.ExitStack() as unless_saved:
+            staged = None
+            with self._on_all_ranks(target):
+                if self._saver is not None:
+                    staged = unless_saved.enter_context(self._stage(target, self._saver))
+                    self._saver.wait(staged.path)  # nothing is pending there: this raises what failed before
+            folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
+            with self._on_all_ranks(target):
+                if not folder.is_dir():
+                    raise lazyckpt.SaveError(f"{folder} of the main process is not seen here", path=target)
+                self._write(folder, staged, safe_serialization, kwargs)
+                if staged is None and _on_several_nodes(self._accelerator):
+                    _sync(folder)  # what this node has cached; the main process syncs what its own has
+            with self._on_all_ranks(target):
+                if staged is not None and self._saver is not None:
+                    self.last_save = staged.save()
+                    self._prune(target, self._saver)
+        return target
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """:meth:`accelerate.Accelerator.load_state`, after everything saved before is durable.
+
+        Raises the SaveError of what is not, and was not told before; called again it loads what there is.
+        """
+        with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
+            self.wait()
+        lazyckpt.wait_captured()  # other savers may still be copying what is about to be overwritten
+        self._accelerates_own["load_state"](*args, **kwargs)
+
+    def end_training(self) -> None:
+        """:meth:`accelerate.Accelerator.end_training`, after everything is durable. The main process raises the
+        SaveError of what is not."""
+        try:
+            self.wait()
+        finally:
+            self._accelerates_own["end_training"]()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """:meth:`accelerate.Accelerator.free_memory`, and the memory of lazyckpt, after everything is durable.
+
+        Raises the SaveError of what is not.
+        """
+        try:
+            self._close_saver()
+        finally:
+            self._saver = self._make_saver()
+            objects = self._accelerates_own["free_memory"](*objects)
+        return objects
+
+    # of a Saver
+
+    def pending(self) -> list[lazyckpt.SaveHandle]:
+        """The saves that are not durable yet, oldest first; none on other ranks than the main."""
+        return self._saver.pending() if self._saver is not None else []
+
+    def wait(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Return when nothing is pending, or nothing under ``path``; at once on other ranks than the main.
+
+        Raises the first SaveError that nobody has seen yet.
+        """
+        if self._saver is not None:
+            self._saver.wait(path)
+
+    def close(self) -> None:
+        """Wait until everything is durable, and give the Accelerator its own methods back. Raises like :meth:`wait`."""
+        for name, method in self._accelerates_own.items():
+            setattr(self._accelerator, name, method)
+        self._close_saver()
+
+    # the steps of save_state
+
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming:
+            return Path(project.project_dir) / "checkpoints" / f"checkpoint_{project.iteration}"
+        if output_dir is None:
+            raise lazyckpt.ConfigError("save_state: give an output_dir, or use automatic_checkpoint_naming")
+        return Path(output_dir)
+
+    def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming and target.exists():
+            raise ValueError(
+                f"{target} exists already; set accelerator.project_configuration.iteration to what comes after it"
+            )
+        for model in self._accelerator._models:
+            saver.watch(model)
+        return saver.stage(target, inside=self._staging_folder(target))
+
+    def _staging_folder(self, target: Path) -> Path | None:
+        """Where the folder lies until it has its name: in ``project_dir``, if that is not where the checkpoints are.
+
+        Who resumes takes the newest of what lies beside them: load_state() the highest number, and a name without one
+        is an IndexError there.
+        """
+        project_dir = self._accelerator.project_dir
+        if project_dir is None:
+            return None
+        inside, beside = Path(project_dir).resolve(), target.parent.resolve()
+        if inside not in beside.parents:
+            return None
+        beside.mkdir(parents=True, exist_ok=True)
+        return inside if inside.stat().st_dev == beside.stat().st_dev else None
+
+    def _write(
+        self, folder: Path, staged: lazyckpt.StagedFolder | None, safe_serialization: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """Lets accelerate save into ``folder``."""
+        accelerates_own = checkpointing.save
+
+        def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+            if not Path(f).is_relative_to(folder):
+                accelerates_own(obj, f, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
+            elif staged is not None:
+                name = str(Path(f).relative_to(folder))
+                if safe_serialization:
+                    staged.add(name, clean_state_dict_for_safetensors(obj), {"format": "pt"})
+                else:
+                    staged.add(name, obj)
+
+        project = self._accelerator.project_configuration
+        automatic = project.automatic_checkpoint_naming
+        project.automatic_checkpoint_naming = False  # or it would choose the folder
+        checkpointing.save = save
+        try:
+            self._accelerates_own["save_state"](str(folder), safe_serialization, **kwargs)
+        finally:
+            checkpointing.save = accelerates_own
+            project.automatic_checkpoint_naming = automatic
+
+    def _prune(self, target: Path, saver: lazyckpt.Saver) -> None:
+        """Removes the lowest numbers above ``total_limit``, once the new checkpoint is durable."""
+        project = self._accelerator.project_configuration
+        if not project.automatic_checkpoint_naming or project.total_limit is None:
+            return
+        folder = target.parent
+        names = {entry.name for entry in folder.iterdir()} | {h.path.name for h in saver.pending()}
+        old = sorted((int(m[1]), name) for name in names - {target.name} if (m := _CHECKPOINT.fullmatch(name)))
+        for _, name in old[: max(len(old) + 1 - max(project.total_limit, 1), 0)]:
+            saver.remove(folder / name)
+
+    # between the ranks
+
+    @contextlib.contextmanager
+    def _on_all_ranks(self, path: Path) -> Iterator[None]:
+        """Leaves when all ranks have come to the end of the block; raises on all, if it failed on one."""
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self._group is not None:
+            told: list[Any] = [None] * self._accelerator.num_processes
+            what = f"{type(failure).__name__}: {failure}" if failure is not None else None
+            torch.distributed.all_gather_object(told, what, group=self._group)
+        else:
+            told = []
+        if failure is not None:
+            raise failure
+        for rank, what in enumerate(told):
+            if what is not None:
+                raise lazyckpt.SaveError(f"rank {rank}: {what}", path=path)
+
+    def _from_main(self, value: str) -> str:
+        values = [value]
+        if self._group is not None:
+            torch.distributed.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+
+def _sync(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in (*names, ""):
+            with contextlib.suppress(FileNotFoundError):  # other ranks are at work here, too
+                fd = os.open(Path(parent, name), os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+
+def _close_and_warn(saver: lazyckpt.Saver) -> None:
+    """At the end of the Accelerator, or of the program: nobody is left to raise to."""
+    try:
+        saver.close()
+    except lazyckpt.SaveError as error:
+        warnings.warn(str(error), stacklevel=2)

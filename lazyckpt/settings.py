@@ -1,0 +1,110 @@
+"""Settings from outside the program, for a script that a launcher starts: a YAML file and ``LAZYCKPT_*`` variables.
+
+What code says goes before the environment, the environment before the file, the file before the defaults. Settings are
+the fields of config.py without retention, which belongs to the framework, and ``enabled``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lazyckpt.config import Config
+from lazyckpt.errors import ConfigError
+
+PREFIX = "LAZYCKPT_"
+FILE_VARIABLE = "LAZYCKPT_CONFIG_FILE"
+DEFAULTS: dict[str, Any] = {
+    "enabled": True,
+    **{f.name: f.default for f in dataclasses.fields(Config) if f.name not in ("keep_last", "keep_every")},
+}
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that differ from the defaults, from all sources, checked.
+
+    ``LAZYCKPT_CONFIG_FILE`` names another file than ``file``, which may be missing. Raises ConfigError, which says
+    where a wrong value comes from; ImportError if there is a file and no PyYAML to read it.
+    """
+    if elsewhere := os.environ.get(FILE_VARIABLE):
+        file = Path(elsewhere)
+        if not file.is_file():
+            raise ConfigError(f"{FILE_VARIABLE}={elsewhere}: there is no such file")
+    settings: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, origin in ((read_file(file), str(file)), (_read_environment(), None), (dict(code), "the code")):
+        settings.update(source)
+        origins.update({name: origin or PREFIX + name.upper() for name in source})
+    check(settings, origins)
+    return settings
+
+
+def check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Raises ConfigError unless these settings can be used together; ``origins`` says where each was found."""
+    for name, value in settings.items():
+        if name not in DEFAULTS:
+            raise ConfigError(f"{origins[name]}: {name!r} is not a setting; there are {', '.join(DEFAULTS)}")
+        if isinstance(DEFAULTS[name], bool) and not isinstance(value, bool):
+            raise ConfigError(f"{origins[name]}: {name}={value!r}: expected true or false")
+    try:
+        Config(**{name: value for name, value in settings.items() if name != "enabled"})
+    except ConfigError as error:
+        wrong = [origins[name] for name in settings if name in str(error)]
+        raise ConfigError(f"{error} (set in {', '.join(dict.fromkeys(wrong))})") from None
+
+
+def parse(name: str, text: str) -> Any:
+    """What a person or a shell wrote, as the type of that setting, if it can be; :func:`check` complains otherwise."""
+    text = text.strip()
+    if isinstance(DEFAULTS[name], bool):
+        return _WORDS.get(text.lower(), text)
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a settings file says, unchecked; nothing if there is none."""
+    if not path.exists():
+        return {}
+    yaml = _yaml()
+    try:
+        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if contents is None:
+        return {}
+    if not isinstance(contents, dict) or not all(isinstance(name, str) for name in contents):
+        raise ConfigError(f"{path}: expected one 'setting: value' per line")
+    return contents
+
+
+def write_file(path: Path, settings: Mapping[str, Any]) -> None:
+    """Makes the folder, too. Raises OSError."""
+    text = _yaml().safe_dump(dict(settings), sort_keys=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# {PREFIX}* environment variables and arguments in code go before this file.\n{text}")
+
+
+def _read_environment() -> dict[str, Any]:
+    variables = {PREFIX + name.upper(): name for name in DEFAULTS}
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in (*variables, FILE_VARIABLE):
+            # Others may use the prefix, too; a slip of the pen must not go unnoticed.
+            for meant in difflib.get_close_matches(variable, variables, n=1, cutoff=0.85):
+                raise ConfigError(f"{variable} is not a setting; did you mean {meant}?")
+    return {name: parse(name, os.environ[variable]) for variable, name in variables.items() if variable in os.environ}
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("a settings file needs PyYAML: pip install 'lazyckpt[accelerate]'") from error
+    return yaml

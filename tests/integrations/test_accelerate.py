@@ -1,0 +1,698 @@
+"""save_state and load_state under lazyckpt: what accelerate would have written, later, whole, or not at all."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+accelerate = pytest.importorskip("accelerate", "1.0")
+
+from accelerate import checkpointing  # noqa: E402
+from accelerate.commands.config import config_args  # noqa: E402
+from accelerate.state import AcceleratorState, DistributedType, GradientState  # noqa: E402
+from accelerate.utils import ProjectConfiguration  # noqa: E402
+
+import lazyckpt  # noqa: E402
+import lazyckpt.run  # noqa: E402
+from lazyckpt import commit  # noqa: E402
+from lazyckpt.integrations.accelerate import StateSaver, enable  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("plain_accelerate.py")
+TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
+
+
+class Net(nn.Module):
+    """Tied weights, buffers that change in forward, dropout; 2.6 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 256)
+        self.norm = nn.BatchNorm1d(256)
+        self.layers = nn.Sequential(nn.Linear(256, 1024), nn.Dropout(0.1), nn.Linear(1024, 256))
+        self.head = nn.Linear(256, 300, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.layers(self.norm(self.embed(tokens)))), tokens)
+
+
+class Average:
+    """An exponential moving average, updated behind every optimizer's back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        for name, p in model.named_parameters():
+            self.shadow[name].lerp_(p.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.shadow
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.shadow = state
+
+
+class Run:
+    """A training run under accelerate, with everything that save_state saves."""
+
+    def __init__(self, scaler: Any = None, fused: bool = True, **project: Any) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, project_config=ProjectConfiguration(**project))
+        self.accelerator.scaler = scaler
+        torch.manual_seed(3)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.average = Average(self.model)
+        self.accelerator.register_for_checkpointing(self.average)
+
+    def step(self, times: int = 1, factor: float = 1.0) -> None:
+        for _ in range(times):
+            loss = self.model(torch.randint(300, (8,))) * factor
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.average.update(self.model)
+
+    def plain_save_state(self, path: Path, **kwargs: Any) -> None:
+        """What accelerate does, blocking."""
+        accelerate.Accelerator.save_state(self.accelerator, str(path), **kwargs)
+
+
+def automatic(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"project_dir": str(folder), "automatic_checkpoint_naming": True, **more}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its state for the whole process; and this machine's settings are no part of a test."""
+    monkeypatch.setattr(config_args, "cache_dir", str(tmp_path / "no settings here"))
+    for name in list(os.environ):
+        if name.startswith("LAZYCKPT_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Appending to it fills the disk for saves that are published later."""
+    full: list[bool] = []
+    publish = commit.Staging.publish
+
+    def fail(self: commit.Staging) -> Path | None:
+        if full:
+            raise OSError(28, "No space left on device")
+        return publish(self)
+
+    monkeypatch.setattr(commit.Staging, "publish", fail)
+    return full
+
+
+def contents(folder: Path, graph: Any) -> dict[str, Any]:
+    """By file: everything that torch or safetensors finds in it."""
+    found: dict[str, Any] = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                metadata = {key: value for key, value in file.metadata().items() if key != "lazyckpt.crc32"}
+                found[name] = metadata, graph({key: file.get_tensor(key) for key in sorted(file.keys())})
+        elif path.is_file():
+            found[name] = graph(torch.load(path, weights_only=False))
+    return found
+
+
+def number(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("_")[1])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+# what is saved
+
+
+@pytest.mark.parametrize("safe_serialization", [True, False])
+def test_saved_is_what_accelerate_saves_at_that_step_bit_for_bit(
+    tmp_path: Path, graph: Any, safe_serialization: bool
+) -> None:
+    """Training goes on at once, through a ring that holds a twentieth of the state: lazy is what follows."""
+    run = Run(scaler=torch.amp.GradScaler("cpu"))
+    enable(run.accelerator, **TINY_RING)
+    for at in range(2):  # the second save uses what the first has cached
+        run.step(3)
+        run.plain_save_state(tmp_path / f"plain-{at}", safe_serialization=safe_serialization)
+        path = run.accelerator.save_state(tmp_path / f"lazy-{at}", safe_serialization=safe_serialization)
+        assert path == tmp_path / f"lazy-{at}"
+        run.step(3)
+    run.accelerator.end_training()
+    for at in range(2):
+        plain, lazy = contents(tmp_path / f"plain-{at}", graph), contents(tmp_path / f"lazy-{at}", graph)
+        model = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+        assert {model, "optimizer.bin", "scheduler.bin", "scaler.pt", "custom_checkpoint_0.pkl"} <= set(plain)
+        assert lazy.keys() == plain.keys()
+        for name in plain:
+            assert lazy[name] == plain[name], name
+
+
+def test_plain_accelerate_loads_what_was_saved(tmp_path: Path, graph: Any) -> None:
+    run = Run()
+    enable(run.accelerator)
+    run.step(2)
+    run.accelerator.save_state(tmp_path / "state")
+    run.accelerator.end_training()
+    expected = graph([run.model.state_dict(), run.optimizer.state_dict(), run.average.shadow])
+    other = Run()
+    other.step()
+    other.accelerator.load_state(str(tmp_path / "state"))
+    assert graph([other.model.state_dict(), other.optimizer.state_dict(), other.average.shadow]) == expected
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_the_scaler_skips_do_not_confuse_the_gate(tmp_path: Path, graph: Any, fused: bool) -> None:
+    """A fused optimizer is called all the same, and skips the step itself."""
+    run = Run(scaler=torch.amp.GradScaler("cpu"), fused=fused)
+    saver = enable(run.accelerator, **TINY_RING)
+    run.step(2)
+    for at in range(3):
+        run.plain_save_state(tmp_path / f"plain-{at}")
+        run.accelerator.save_state(tmp_path / f"lazy-{at}")
+        run.step(factor=float("inf"))
+        assert run.accelerator.optimizer_step_was_skipped is not fused
+        run.step()
+    saver.wait()
+    for at in range(3):
+        assert contents(tmp_path / f"lazy-{at}", graph) == contents(tmp_path / f"plain-{at}", graph)
+
+
+def test_copying_goes_on_after_save_state_has_returned(tmp_path: Path) -> None:
+    """The gate stands in front of the optimizer inside AcceleratedOptimizer: that one cannot be hooked itself."""
+    run = Run()
+    saver = enable(run.accelerator, **TINY_RING)
+    with pytest.raises(AttributeError):
+        run.optimizer.register_step_pre_hook(lambda *_: None)
+    run.step(2)
+    run.accelerator.save_state(tmp_path / "state")
+    handle = saver.last_save
+    assert not (tmp_path / "state").exists() and saver.pending() == [handle]
+    run.step()
+    assert handle.result(timeout=60) == tmp_path / "state"
+    metrics = handle.metrics
+    parameters = sum(p.nbytes for p in run.model.parameters())
+    # Lazy are the parameters and both moments; the average, which no optimizer owns, is not.
+    assert metrics.bytes > 4 * parameters and metrics.eager_bytes < 1.2 * parameters
+    assert metrics.save_blocked_s < metrics.captured_s < metrics.durable_s
+
+
+def test_a_loader_with_a_state_is_saved(tmp_path: Path, graph: Any) -> None:
+    class Loader:
+        use_stateful_dataloader, dataset = True, range(10)
+        position = 4
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    run = Run()
+    enable(run.accelerator)
+    loader = Loader()
+    run.accelerator._dataloaders.append(loader)
+    run.accelerator.save_state(tmp_path / "state")
+    loader.position = 9
+    run.accelerator.load_state(tmp_path / "state")
+    assert (tmp_path / "state" / "dl_state_dict.bin").exists() and loader.position == 4
+
+
+def test_hooks_see_the_folder_and_may_save_the_models_themselves(tmp_path: Path) -> None:
+    """As diffusers does: what is written to the folder becomes a part of it, and emptied weights are not saved."""
+    run = Run(**automatic(tmp_path))
+    enable(run.accelerator)
+    loaded: list[str] = []
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        os.makedirs(os.path.join(output_dir, "unet"))
+        torch.save(weights.pop(), os.path.join(output_dir, "unet", "weights.pt"))
+
+    def load(models: list[Any], input_dir: str) -> None:
+        models.pop().load_state_dict(torch.load(os.path.join(input_dir, "unet", "weights.pt")))
+        loaded.append(input_dir)
+
+    run.accelerator.register_save_state_pre_hook(save)
+    run.accelerator.register_load_state_pre_hook(load)
+    run.step()
+    before = run.model.layers[0].weight.detach().clone()
+    folder = run.accelerator.save_state()
+    run.step()
+    run.accelerator.load_state()
+    assert loaded == [str(folder)] and (folder / "unet" / "weights.pt").exists()
+    assert not (folder / "model.safetensors").exists()
+    assert torch.equal(run.model.layers[0].weight, before)
+
+
+def test_a_hook_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = Run(**automatic(tmp_path))
+    enable(run.accelerator)
+    accelerates_own = checkpointing.save
+
+    def fail(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        raise RuntimeError("no")
+
+    hook = run.accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        run.accelerator.save_state()
+    assert checkpointing.save is accelerates_own
+    assert names(tmp_path) == ["checkpoints"] and names(tmp_path / "checkpoints") == []
+    hook.remove()
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+# names and limits
+
+
+def test_only_whole_checkpoints_are_ever_seen_among_the_checkpoints(tmp_path: Path) -> None:
+    """load_state takes the highest number, whole or not, and fails on a name without one."""
+    run = Run(**automatic(tmp_path))
+    enable(run.accelerator)
+    staged_in: list[Path] = []
+    run.accelerator.register_save_state_pre_hook(
+        lambda models, weights, output_dir: staged_in.append(Path(output_dir).parent)
+    )
+    weights = []
+    for at in range(3):
+        run.step()
+        weights.append(run.model.layers[0].weight.detach().clone())
+        run.accelerator.save_state()
+        assert set(names(tmp_path / "checkpoints")) <= {f"checkpoint_{n}" for n in range(at + 1)}
+    run.step()
+    run.accelerator.load_state()  # waits until the newest is there
+    assert torch.equal(run.model.layers[0].weight, weights[-1])
+    assert staged_in == [tmp_path] * 3
+    assert names(tmp_path) == ["checkpoints"]
+
+
+def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
+    left = tmp_path / ".tmp-checkpoint_4-0123"
+    left.mkdir()
+    run = Run(**automatic(tmp_path))
+    enable(run.accelerator)
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    assert names(tmp_path) == ["checkpoints"]
+
+
+def test_total_limit_keeps_the_newest(tmp_path: Path) -> None:
+    run = Run(**automatic(tmp_path, total_limit=2, iteration=8))
+    enable(run.accelerator)
+    for _ in range(4):
+        run.step()
+        run.accelerator.save_state()
+    run.accelerator.end_training()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_10", "checkpoint_11"]
+
+
+def test_total_limit_removes_the_old_one_only_when_the_new_one_is_durable(
+    tmp_path: Path, full_disk: list[bool]
+) -> None:
+    """Accelerate removes first: with a limit of one, a failed save would leave nothing at all."""
+    run = Run(**automatic(tmp_path, total_limit=1))
+    saver = enable(run.accelerator)
+    run.step()
+    run.accelerator.save_state()
+    saver.wait()
+    kept = run.model.layers[0].weight.detach().clone()
+    full_disk.append(True)
+    run.step()
+    with pytest.warns(UserWarning, match="checkpoint_0 is kept"):
+        run.accelerator.save_state()
+        with pytest.raises(lazyckpt.NoSpaceError):
+            saver.wait()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
+    run.accelerator.load_state()
+    assert torch.equal(run.model.layers[0].weight, kept)
+    full_disk.clear()
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_2"]
+
+
+def test_a_number_that_exists_is_refused_as_accelerate_does(tmp_path: Path) -> None:
+    run = Run(**automatic(tmp_path))
+    enable(run.accelerator)
+    (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
+    with pytest.raises(ValueError, match="exists already"):
+        run.accelerator.save_state()
+
+
+def test_a_folder_of_ones_own_is_replaced_whole_and_keeps_what_others_put_there(tmp_path: Path, graph: Any) -> None:
+    """Accelerate writes into a folder that exists; scripts put their own files there, before and after."""
+    run = Run()
+    saver = enable(run.accelerator)
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "arguments.json").write_text("{}")
+    for at in range(2):
+        run.step()
+        run.accelerator.save_state(folder)
+        folder.mkdir(exist_ok=True)
+        (folder / f"lora-{at}.json").write_text(str(at))
+        saver.wait()
+    run.plain_save_state(tmp_path / "plain")
+    assert contents_of_state(folder, graph) == contents(tmp_path / "plain", graph)
+    assert [(folder / name).read_text() for name in ("arguments.json", "lora-0.json", "lora-1.json")] == [
+        "{}",
+        "0",
+        "1",
+    ]
+
+
+def contents_of_state(folder: Path, graph: Any) -> dict[str, Any]:
+    """Without what the test put there."""
+    for path in folder.glob("*.json"):
+        path.rename(folder.parent / path.name)
+    try:
+        return contents(folder, graph)
+    finally:
+        for path in folder.parent.glob("*.json"):
+            path.rename(folder / path.name)
+
+
+# failures, and the end
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_save_state(tmp_path: Path, full_disk: list[bool]) -> None:
+    run = Run(**automatic(tmp_path))
+    saver = enable(run.accelerator)
+    full_disk.append(True)
+    run.accelerator.save_state()
+    while saver.pending():
+        run.step()
+    full_disk.clear()
+    with pytest.raises(lazyckpt.NoSpaceError, match="checkpoint_0"):
+        run.accelerator.save_state()
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    assert names(tmp_path) == ["checkpoints"]
+    assert names(tmp_path / "checkpoints") == ["checkpoint_1"]  # the call that raised took no number
+
+
+def test_a_failure_in_the_background_is_raised_by_end_training(tmp_path: Path, full_disk: list[bool]) -> None:
+    run = Run()
+    enable(run.accelerator)
+    full_disk.append(True)
+    run.accelerator.save_state(tmp_path / "a")
+    with pytest.raises(lazyckpt.NoSpaceError):
+        run.accelerator.end_training()
+
+
+def test_on_error_warn_lets_training_go_on(tmp_path: Path, full_disk: list[bool]) -> None:
+    run = Run()
+    saver = enable(run.accelerator, on_error="warn")
+    full_disk.append(True)
+    with pytest.warns(UserWarning, match="No space left"):
+        run.accelerator.save_state(tmp_path / "a")
+        run.accelerator.end_training()
+    assert saver.last_save.exception() is not None and names(tmp_path) == []
+
+
+def test_free_memory_lets_go_of_the_model_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    run = Run()
+    enable(run.accelerator)
+    run.step()
+    run.accelerator.save_state(tmp_path / "state")
+    gone = weakref.ref(run.accelerator.unwrap_model(run.model))
+    run.model, run.optimizer, run.scheduler = run.accelerator.free_memory(run.model, run.optimizer, run.scheduler)
+    run.average = None
+    gc.collect()
+    assert gone() is None
+    assert "model.safetensors" in names(tmp_path / "state")
+    run.accelerator.save_state(tmp_path / "next")  # of what is left
+    run.accelerator.end_training()
+    assert "random_states_0.pkl" in names(tmp_path / "next")
+
+
+def test_an_accelerator_that_is_let_go_is_not_kept(tmp_path: Path) -> None:
+    """It and what is enabled on it refer to each other, and the end of the program waits for what is pending."""
+    run = Run()
+    enable(run.accelerator)
+    run.accelerator.save_state(tmp_path / "state")
+    gone = weakref.ref(run.accelerator)
+    del run
+    gc.collect()
+    assert gone() is None
+    assert "model.safetensors" in names(tmp_path / "state")
+
+
+# switching it on
+
+
+def test_enabling_again_replaces_and_closing_gives_back(tmp_path: Path) -> None:
+    run = Run()
+    first = enable(run.accelerator, max_in_flight=3)
+    second = enable(run.accelerator, max_in_flight=1)
+    assert run.accelerator.save_state.__self__ is second and first is not second
+    second.close()
+    assert run.accelerator.save_state.__func__ is accelerate.Accelerator.save_state
+    enable(run.accelerator)
+    assert enable(run.accelerator, enabled=False) is None
+    assert run.accelerator.save_state.__func__ is accelerate.Accelerator.save_state
+
+
+def test_code_goes_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_args, "cache_dir", str(tmp_path))
+    (tmp_path / "lazyckpt.yaml").write_text("max_in_flight: 5\ncopy_threads: 5\nio_depth: 5\n")
+    monkeypatch.setenv("LAZYCKPT_COPY_THREADS", "4")
+    monkeypatch.setenv("LAZYCKPT_IO_DEPTH", "4")
+    run = Run()
+    config = enable(run.accelerator, io_depth=3)._saver.config
+    assert (config.max_in_flight, config.copy_threads, config.io_depth) == (5, 4, 3)
+    monkeypatch.setenv("LAZYCKPT_ENABLED", "no")
+    assert enable(run.accelerator) is None
+
+
+@pytest.mark.parametrize("wrong", [{"max_in_flight": 0}, {"keep_last": 3}, {"colour": "red"}, {"audit": "maybe"}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    run = Run()
+    with pytest.raises(lazyckpt.ConfigError, match=next(iter(wrong))):
+        enable(run.accelerator, **wrong)
+
+
+def test_sharded_checkpoints_are_left_to_accelerate() -> None:
+    run = Run()
+    run.accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.warns(UserWarning, match="FSDP"):
+        assert enable(run.accelerator) is None
+    assert not isinstance(getattr(run.accelerator.save_state, "__self__", None), StateSaver)
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_a_missing_or_old_accelerate_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, absent: bool) -> None:
+    monkeypatch.delitem(sys.modules, "lazyckpt.integrations.accelerate")
+    if absent:
+        monkeypatch.setitem(sys.modules, "accelerate", None)
+    else:
+        monkeypatch.setattr(accelerate, "__version__", "0.34.2")
+    with pytest.raises(ImportError, match=r"^lazyckpt needs accelerate 1.0 or newer: pip install .*$"):
+        importlib.import_module("lazyckpt.integrations.accelerate")
+
+
+# whole runs, in processes of their own
+
+
+def environment(rank: int | None = None, port: int = 0, ranks: int = 2) -> dict[str, str]:
+    own = {
+        "PYTHONPATH": os.pathsep.join([str(Path(lazyckpt.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    if rank is not None:
+        own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    return {**os.environ, **own}
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``python -m lazyckpt.run`` in this process."""
+
+    def run_main(*arguments: object) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(accelerate.Accelerator, "__init__", accelerate.Accelerator.__init__)
+            patch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+            patch.setattr(sys, "path", [os.getcwd(), *sys.path])
+            lazyckpt.run.main()
+
+    return run_main
+
+
+@pytest.fixture
+def run_here(run_main: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[int, str]]:
+    """Runs the script in this process: the loss by step."""
+
+    def run_here(*arguments: object) -> dict[int, str]:
+        run_main(SCRIPT, *arguments)
+        return losses(capsys.readouterr().out)
+
+    return run_here
+
+
+def losses(printed: str) -> dict[int, str]:
+    entries = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return {entry["step"]: entry["loss"] for entry in entries}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def launch(*arguments: object, ranks: int = 1) -> list[tuple[int, dict[int, str], str]]:
+    """Runs the script with lazyckpt: the exit code, the loss by step and the errors of every rank."""
+    port = free_port()
+    command = [sys.executable, "-m", "lazyckpt.run", str(SCRIPT), *map(str, arguments)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen(command, env=environment(rank if ranks > 1 else None, port), **pipes) for rank in range(ranks)
+    ]
+    try:
+        ends = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    results = []
+    for process, (out, errors) in zip(processes, ends, strict=True):
+        results.append((process.returncode, losses(out), errors))
+    return results
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Any, run_here: Any) -> None:
+    """Dropout, shuffling, a scheduler and accumulation; killed while a folder has its temporary name."""
+    whole = run_here(tmp_path / "whole", 14, 2)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "lazyckpt.run", str(SCRIPT)]
+    done = subprocess.run(
+        [*command, str(tmp_path / "killed"), "14", "2", "kill-at=5"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    killed = losses(done.stdout)
+    assert done.returncode != 0 and "died with <Signals.SIGKILL" in done.stderr, done.stderr
+    assert list((tmp_path / "killed").glob(".tmp-*"))
+    resumed = run_here(tmp_path / "killed", 14, 2)
+    assert sorted(whole) == list(range(1, 15)) and 1 < min(resumed) <= max(killed) + 1 <= 14
+    assert {**killed, **resumed} == whole == {**resumed, **killed}
+    # What is saved from then on is the same, too; the numbers go on where the killed run stopped.
+    newest = [sorted((tmp_path / run / "checkpoints").iterdir(), key=number)[-1] for run in ("whole", "killed")]
+    assert contents(newest[0], graph) == contents(newest[1], graph)
+    assert names(tmp_path / "killed") == ["checkpoints"] and len(names(newest[1].parent)) == 2
+
+
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_save_one_folder(tmp_path: Path, graph: Any, resumes: bool) -> None:
+    whole = launch(tmp_path / "whole", 6, 2, ranks=2)
+    assert [code for code, _, _ in whole] == [0, 0], whole
+    newest = tmp_path / "whole" / "checkpoints" / "checkpoint_2"
+    states = [torch.load(newest / f"random_states_{rank}.pkl", weights_only=False) for rank in range(2)]
+    assert not torch.equal(states[0]["torch_manual_seed"], states[1]["torch_manual_seed"])
+    assert names(tmp_path / "whole" / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
+    if not resumes:
+        return
+    # Once more from the middle, as if the machine had failed before the last one was durable.
+    shutil.copytree(newest.with_name("checkpoint_1"), tmp_path / "again" / "checkpoints" / "checkpoint_1")
+    again = launch(tmp_path / "again", 6, 2, ranks=2)
+    for rank in range(2):
+        assert again[rank][1] == {step: whole[rank][1][step] for step in (5, 6)}, again
+    assert contents(tmp_path / "again" / "checkpoints" / "checkpoint_2", graph) == contents(newest, graph)
+    assert whole[0][1] != whole[1][1] and names(tmp_path / "again") == ["checkpoints"]
+
+
+@pytest.mark.parametrize("how", ["die", pytest.param("raise", marks=pytest.mark.slow)])
+def test_a_rank_that_fails_fails_the_save_on_all_ranks(tmp_path: Path, how: str) -> None:
+    (main, _, told), (other, _, _) = launch(tmp_path, 4, 2, f"hook={how}", ranks=2)
+    assert main not in (0, None, -signal.SIGKILL) and other != 0
+    if how == "raise":
+        assert "SaveError" in told and "the hook of rank 1 failed" in told
+    assert names(tmp_path / "checkpoints") == []
+    assert names(tmp_path) == ["checkpoints"]
+
+
+def test_run_gives_a_script_what_it_would_have_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Callable[..., None], capsys: Any
+) -> None:
+    (tmp_path / "beside.py").write_text("value = 42")
+    (tmp_path / "train.py").write_text(
+        "import pickle, sys\n"
+        "from accelerate import Accelerator\n"
+        "import beside\n"
+        "class Own: pass\n"
+        "pickle.loads(pickle.dumps(Own()))\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "print(__name__, sys.argv[1:], beside.value, type(accelerator.save_state.__self__).__name__)\n"
+    )
+    run_main(tmp_path / "train.py", "--lr", "1")
+    monkeypatch.chdir(tmp_path)
+    run_main("-m", "train", "--lr", "1")
+    assert capsys.readouterr().out.splitlines() == ["__main__ ['--lr', '1'] 42 StateSaver"] * 2
+    with pytest.raises(SystemExit, match="usage"):
+        run_main("--lr", "1")
+
+
+def test_the_last_failure_is_told_at_the_end_of_a_script_without_end_training(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "from lazyckpt import commit\n"
+        "def publish(self): raise OSError(28, 'No space left on device')\n"
+        "commit.Staging.publish = publish\n"
+        "accelerator.save_state(sys.argv[1])\n"
+    )
+    command = [sys.executable, "-m", "lazyckpt.run", str(script), str(tmp_path / "state")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert "No space left on device" in done.stderr
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_example_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    example = str(Path(__file__).parents[2] / "examples" / "accelerate_loop.py")
+    arguments = ["--folder", str(tmp_path), "--steps", "6", "--every", "2", "--width", "32"]
+    monkeypatch.setattr(sys, "argv", [example, *arguments])
+    runpy.run_path(example, run_name="__main__")
+    assert "save_state took" in capsys.readouterr().out
+    checkpoints = tmp_path / "checkpoints"
+    assert names(checkpoints) == ["checkpoint_1", "checkpoint_2"]
+    train = runpy.run_path(example)["train"]
+    whole = train(tmp_path / "whole", 6, 2, 32)
+    shutil.rmtree(checkpoints / "checkpoint_2")
+    rest = train(tmp_path, 6, 2, 32)
+    assert rest == {5: whole[5], 6: whole[6]} and len(whole) == 6
+    assert "resumed after step 4" in capsys.readouterr().out

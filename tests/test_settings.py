@@ -1,0 +1,52 @@
+"""Settings from the environment and from a file: which goes before which, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lazyckpt import settings
+from lazyckpt.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def only_what_the_test_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in settings.DEFAULTS:
+        monkeypatch.delenv(settings.PREFIX + name.upper(), raising=False)
+    monkeypatch.delenv(settings.FILE_VARIABLE, raising=False)
+
+
+def test_the_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("yaml")
+    file, other = tmp_path / "lazyckpt.yaml", tmp_path / "other.yaml"
+    file.write_text("max_in_flight: 4\naudit: true\n")
+    other.write_text("max_in_flight: 7\n")
+    assert settings.gather(file, {}) == {"max_in_flight": 4, "audit": True}
+    monkeypatch.setenv("LAZYCKPT_MAX_IN_FLIGHT", "5")
+    monkeypatch.setenv("LAZYCKPT_AUDIT", "off")
+    assert settings.gather(file, {}) == {"max_in_flight": 5, "audit": False}
+    assert settings.gather(file, {"max_in_flight": 6}) == {"max_in_flight": 6, "audit": False}
+    monkeypatch.delenv("LAZYCKPT_MAX_IN_FLIGHT")
+    monkeypatch.setenv("LAZYCKPT_CONFIG_FILE", str(other))
+    assert settings.gather(file, {}) == {"max_in_flight": 7, "audit": False}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("LAZYCKPT_MAX_IN_FLIGHT", "two", "max_in_flight='two'.*set in LAZYCKPT_MAX_IN_FLIGHT"),
+        ("LAZYCKPT_AUDIT", "maybe", "LAZYCKPT_AUDIT: audit='maybe': expected true or false"),
+        ("LAZYCKPT_MAX_INFLIGHT", "2", "did you mean LAZYCKPT_MAX_IN_FLIGHT"),
+        ("LAZYCKPT_CONFIG_FILE", "/nowhere.yaml", "LAZYCKPT_CONFIG_FILE=/nowhere.yaml: there is no such file"),
+    ],
+)
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, problem: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=problem):
+        settings.gather(Path("/nowhere/lazyckpt.yaml"), {})
+
+
+def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYCKPT_TORTURE", "1")
+    assert settings.gather(Path("/nowhere/lazyckpt.yaml"), {}) == {}
