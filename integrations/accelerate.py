@@ -138,8 +138,8 @@ class StateSaver:
             staged = None
             with self._on_all_ranks(target):
                 if self._saver is not None:
+                    self._saver.check()  # what failed before is told before anything is written
                     staged = unless_saved.enter_context(self._stage(target, self._saver))
-                    self._saver.wait(staged.path)  # nothing is pending there: this raises what failed before
             folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
             with self._on_all_ranks(target):
                 if not folder.is_dir():

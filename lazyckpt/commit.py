@@ -61,11 +61,13 @@ def temporary_name(target: Path) -> Path:
 class Staging:
     """A checkpoint folder before it has its final name. Locked by this process for as long as it exists.
 
-    It is made beside ``target``, or in the folder ``inside``, which must be on the same file system.
+    It is made beside ``target``, or in the folder ``inside``, which must be on the same file system. What others put
+    into a folder that it replaces stays if ``keep_others``, under names that are free.
     """
 
-    def __init__(self, target: Path, inside: Path | None = None) -> None:
+    def __init__(self, target: Path, inside: Path | None = None, *, keep_others: bool = False) -> None:
         self.target = target
+        self._keep_others = keep_others
         self._published = False
         while True:
             self.path = temporary_name(target if inside is None else inside / target.name)
@@ -112,13 +114,14 @@ class Staging:
         return path
 
     def publish(self) -> Path | None:
-        """Step 6. Returns the folder that this one replaced, under another name by now, or None. What others put into
-        that one, under names that are free in this, stays."""
+        """Step 6. Returns the folder that this one replaced, under another name by now, or None."""
         replaced = None
         if self.target.is_symlink() or os.path.lexists(self.target):
-            _carry_over(self.target, self.path)
+            if self._keep_others:
+                _carry_over(self.target, self.path)
             replaced = self._exchange()
-            _carry_over(replaced, self.target)  # what was put there in between
+            if self._keep_others:
+                _carry_over(replaced, self.target)  # what was put there in between
         else:
             os.rename(self.path, self.target)
         self._published = True

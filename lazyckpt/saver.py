@@ -128,7 +128,8 @@ class Saver:
         """Begin a folder that will appear as ``path`` when all that is put into it is durable.
 
         Until then it has a temporary name beside ``path``, or in the folder ``inside``, which must be on the same file
-        system. Raises SaveError if it cannot be made.
+        system. A folder that has the name is replaced by it; files in there that the new one lacks stay, as they would
+        if it had been written to. Raises SaveError if it cannot be made.
         """
         self.check_usable()
         target = Path(path)
@@ -137,7 +138,7 @@ class Saver:
         if beside is not None:
             self._prepare(beside, target, step)
         try:
-            staging = commit.Staging(target, beside)
+            staging = commit.Staging(target, beside, keep_others=True)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         return StagedFolder(self, staging, step)
@@ -164,6 +165,10 @@ class Saver:
             concurrent.futures.wait([h for h in self.pending() if h.path == wanted or wanted in h.path.parents])
         self._background.raise_failed()
 
+    def check(self) -> None:
+        """Raise the first SaveError that nobody has seen yet (``on_error="raise"``); wait for nothing."""
+        self._background.raise_failed()
+
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a file or folder in the background, once everything saved before this call is durable.
 
@@ -180,6 +185,7 @@ class Saver:
         self._background.close()
         for undo in self._unwatch:
             undo()
+        self._modules.clear()
         del self.engine
         self._background.raise_failed()
 

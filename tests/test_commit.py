@@ -24,8 +24,8 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-def staged(target: Path, text: str) -> commit.Staging:
-    staging = commit.Staging(target)
+def staged(target: Path, text: str, **options: bool) -> commit.Staging:
+    staging = commit.Staging(target, **options)
     (staging.path / "state.pt").write_text(text)
     staging.describe({"format": 1}, ["state.pt"])
     return staging
@@ -55,13 +55,15 @@ def test_what_others_put_into_a_replaced_folder_stays(tmp_path: Path, monkeypatc
         return exchange(self)
 
     monkeypatch.setattr(commit.Staging, "_exchange", late)
-    replaced = staged(target, "new").publish()
+    replaced = staged(target, "new", keep_others=True).publish()
     assert replaced is not None
     commit.remove(replaced)
     assert names(target) == ["adapter", "late", "link", "manifest.json", "state.pt"]
     assert (target / "state.pt").read_text() == "new"
     assert (target / "adapter" / "deep" / "weights").read_text() == "theirs"
     assert (target / "link").readlink() == Path("adapter") and (target / "late").read_text() == "theirs, too"
+    staged(target, "whole").publish()
+    assert names(target) == ["manifest.json", "state.pt"]
 
 
 def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
