@@ -31,7 +31,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h
-	$(BIN)/mypy
+	rm -rf build/types && mkdir -p build/types
+	cp -r lazyckpt build/types/lazyckpt && cp -r integrations build/types/lazyckpt/integrations  # as they are installed
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
 
 format: setup
 	$(BIN)/ruff format .
