@@ -17,9 +17,9 @@ block.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import threading
@@ -76,8 +76,10 @@ class LazyCheckpointIO(TorchCheckpointIO):
         self._failure: lazyckpt.SaveError | None = None  # for the callback
         self._unreported: list[lazyckpt.SaveHandle] = []  # for the callback
         self._removed: set[Path] = set()  # may still be there
-        self._links: dict[Path, Future[None]] = {}  # to what is not durable yet
-        self._lock = threading.Lock()  # of _links
+        self._links: set[Path] = set()  # may not be there yet
+        self._linked: dict[Path, int] = {}  # the number of the newest link() that was made
+        self._link_numbers = itertools.count(1)
+        self._lock = threading.Lock()  # of _linked
         self._saving = False
         atexit.register(_teardown, weakref.ref(self))  # Fabric has no end
 
@@ -151,7 +153,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
             return
         with self._lock:
-            self._links.pop(target, None)
+            self._linked[target] = next(self._link_numbers)
         saver.remove(target)
         self._removed.add(target)
 
@@ -161,15 +163,10 @@ class LazyCheckpointIO(TorchCheckpointIO):
         if saver is None:
             return
         try:
-            saver.wait()
+            saver.wait()  # also for the removals, and for what handles call when they are done: link()
         finally:
-            links = list(self._links.items())
-            concurrent.futures.wait([done for _, done in links])
-            for link, _ in links:
-                self._links.pop(link, None)
+            self._links.clear()
             self._removed.clear()
-        for _, done in links:
-            done.result()
 
     def teardown(self) -> None:
         """Waits; stops the threads. The next save starts new ones."""
@@ -197,25 +194,26 @@ class LazyCheckpointIO(TorchCheckpointIO):
             return bool(fs.exists(name))
         saver = self._own_saver()
         pending = [handle.path for handle in saver.pending()] if saver is not None else []
-        return target in pending or target in self._links or (target.exists() and target not in self._removed)
+        return target not in self._removed and (target in pending or target in self._links or target.exists())
 
     def link(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
         """Makes ``link`` a symbolic link to ``path`` as soon as that is durable. Until then it stays what it was."""
         target, name = Path(path).absolute(), Path(link).absolute()
-        done: Future[None] = Future()
-        with self._lock:
-            self._links[name] = done
+        if name in self._removed:
+            self.wait()
+        number = next(self._link_numbers)
+        self._links.add(name)
 
         def make(handle: Future[Path] | None) -> None:
-            try:
-                with self._lock:
-                    # Not handle.exception(): that would count as telling somebody.
-                    if self._links.get(name) is done and (handle is None or Future.exception(handle) is None):
-                        _replace_by_link(name, target)
-            except OSError as error:
-                done.set_exception(lazyckpt.SaveError(f"no link to {target}: {error.strerror}", path=name))
-            else:
-                done.set_result(None)
+            with self._lock:
+                # Not handle.exception(): that would count as telling somebody.
+                if number < self._linked.get(name, 0) or (handle is not None and Future.exception(handle) is not None):
+                    return
+                self._linked[name] = number
+                try:
+                    _replace_by_link(name, target)
+                except OSError as error:
+                    warnings.warn(f"{name} could not be made a link to {target}: {error}", stacklevel=2)
 
         saver = self._own_saver()
         pending = [handle for handle in saver.pending() if handle.path == target] if saver is not None else []
