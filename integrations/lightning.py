@@ -86,9 +86,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), **self._knobs), ()  # a spawned process makes its own threads
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Returns when ``checkpoint`` may change, apart from what optimizers step; it is durable soon after.
 
         Raises SaveError, of this or an earlier save; TypeError for ``storage_options``, which nobody here needs.
@@ -127,7 +125,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: str | Path,
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> Any:
@@ -145,7 +143,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only)
         return lazyckpt.load(target, map_location, weights_only=weights_only is not False)
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Once everything saved so far is durable; if that fails, ``path`` stays, with a warning."""
         target = _local(path)
         saver = self._own_saver()
@@ -186,7 +184,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
 
     # for the callback
 
-    def exists(self, path: str | os.PathLike[str]) -> bool:
+    def exists(self, path: str | Path) -> bool:
         """Whether there would be such a file by now, had all saves and removals been done at once."""
         target = _local(path)
         if target is None:
@@ -196,7 +194,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         pending = [handle.path for handle in saver.pending()] if saver is not None else []
         return target not in self._removed and (target in pending or target in self._links or target.exists())
 
-    def link(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
+    def link(self, path: str | Path, link: str | Path) -> None:
         """Makes ``link`` a symbolic link to ``path`` as soon as that is durable. Until then it stays what it was."""
         target, name = Path(path).absolute(), Path(link).absolute()
         if name in self._removed:
@@ -239,7 +237,7 @@ def _teardown(ref: weakref.ref[LazyCheckpointIO]) -> None:
         io.teardown()
 
 
-def _local(path: str | os.PathLike[str]) -> Path | None:
+def _local(path: str | Path) -> Path | None:
     """An absolute path, or None if this is not on a local file system."""
     fs, name = url_to_fs(str(path))
     return Path(name) if isinstance(fs, LocalFileSystem) else None
