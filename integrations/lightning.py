@@ -41,10 +41,13 @@ try:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
+        Checkpoint,
+        EarlyStopping,
         GradientAccumulationScheduler,
         LearningRateMonitor,
         ModelCheckpoint,
         ProgressBar,
+        Timer,
         WeightAveraging,
     )
     from lightning.pytorch.loggers import Logger
@@ -53,7 +56,8 @@ except ImportError as error:
 
 _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
 _SLURM_PREFIX = "hpc_ckpt_"  # of what Lightning saves in a signal handler, and looks for after a requeue
-_ONLY_READ = (GradientAccumulationScheduler, LearningRateMonitor, ProgressBar)  # callbacks that leave weights alone
+# Lightning's callbacks that hear of the start or the end of an epoch, and leave weights alone.
+_ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ProgressBar, Timer)
 
 
 class LazyCheckpointIO(TorchCheckpointIO):
@@ -328,13 +332,10 @@ class LazyCheckpointCallback(Callback):
     # before weights are swapped
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A checkpoint of the epoch's end is to be copied during the next epoch; so only if somebody may do something.
-        others = [c for c in trainer.callbacks if c is not self and not isinstance(c, _ONLY_READ)]
-        if any(_overrides(callback, "on_train_epoch_start", Callback) for callback in others):
-            self._wait_captured()
+        self._wait_captured_for_others("on_train_epoch_start", trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_captured()
+        self._wait_captured_for_others("on_train_epoch_end", trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._wait_captured()
@@ -344,6 +345,13 @@ class LazyCheckpointCallback(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._wait_captured()
+
+    def _wait_captured_for_others(self, hook: str, trainer: Trainer) -> None:
+        # Most checkpoints are saved here or hereabouts, and are to be copied during the next epoch: so this waits only
+        # if there is somebody who may write to weights.
+        others = [c for c in trainer.callbacks if c is not self and not isinstance(c, _ONLY_READ)]
+        if any(_overrides(callback, hook, Callback) for callback in others):
+            self._wait_captured()
 
     def _wait_captured(self) -> None:
         if self._io is not None:

@@ -36,7 +36,9 @@ pytest.importorskip("lightning", minversion="2.6")
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    EarlyStopping,
     EMAWeightAveraging,
+    LearningRateMonitor,
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -341,15 +343,20 @@ class WatchingManual(Watching, Manual):
     pass
 
 
+@pytest.mark.parametrize("when", [{"every_n_train_steps": 2}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
 @pytest.mark.parametrize("kind", [Watching, WatchingManual])
 def test_the_copy_runs_during_the_next_forward(
-    kind: type[Watching], tmp_path: Path, held_disk: threading.Event
+    kind: type[Watching], when: dict[str, Any], tmp_path: Path, held_disk: threading.Event
 ) -> None:
-    """A gate that waited before the closure of automatic optimization would wait for the disk that is held here."""
+    """A gate that waited before the closure of automatic optimization would wait for the disk that is held here; so
+    would one that waited at every end and start of an epoch."""
     model = kind()
     model.io, model.released, model.seen = lazy_io(), held_disk, []
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    trainer_in(tmp_path, model.io, checkpoint, max_steps=3).fit(model)
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}", **when)
+    settings = {"max_epochs": 2, "max_steps": 3, "limit_train_batches": 2, "limit_val_batches": 0, "logger": Memory()}
+    trainer_in(tmp_path, model.io, LearningRateMonitor(), EarlyStopping("x", strict=False), checkpoint, **settings).fit(
+        model
+    )
     assert model.seen == [(False, True)]
     saved, final = torch.load(tmp_path / "step=2.ckpt"), model.state_dict()
     assert not torch.equal(saved["state_dict"]["layer.0.weight"], final["layer.0.weight"])
@@ -407,14 +414,14 @@ def test_a_link_to_the_last_never_dangles(tmp_path: Path, slow_disk: None) -> No
     looked = []
 
     def look(trainer: Trainer) -> None:
-        link = tmp_path / "last.ckpt"
-        time.sleep(SLOW_S / 2)
-        if link.is_symlink():
+        if (link := tmp_path / "last.ckpt").is_symlink():
             looked.append(link.exists())
+        time.sleep(SLOW_S / 2)
 
     checkpoint = ModelCheckpoint(tmp_path, save_last="link", every_n_train_steps=1)
-    trainer_in(tmp_path, lazy_io(), Each(look), checkpoint).fit(Net())
-    assert len(looked) >= 2 and all(looked)
+    # A buffer that holds all: a step that waited for the copy would wait for the disk.
+    trainer_in(tmp_path, LazyCheckpointIO(), Each(look), checkpoint, max_epochs=2).fit(Net())
+    assert len(looked) >= 4 and all(looked)
     assert os.readlink(tmp_path / "last.ckpt") == Path(checkpoint.best_model_path).name
 
 
