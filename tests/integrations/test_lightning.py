@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -650,7 +651,7 @@ class SignalWhenPickled:
             os.kill(os.getpid(), signal.SIGUSR1)
             for _ in range(100):
                 pass  # where Python runs the handler
-        return str, ()
+        return OrderedDict, ()
 
 
 @pytest.mark.parametrize("inside_save", [False, True])
@@ -696,6 +697,24 @@ def test_slurm_requeues_with_a_durable_checkpoint(
     again = trainer(1)
     again.fit(Net())
     assert again.ckpt_path == str(run / "hpc_ckpt_1.ckpt")
+
+
+def test_a_signal_handler_of_ones_own_may_save_in_the_middle_of_a_save(tmp_path: Path, slow_disk: None) -> None:
+    io = lazy_io()
+
+    def handler(*_: Any) -> None:
+        io.save_checkpoint({"a": 2, "tensor": torch.ones(5000)}, tmp_path / "inner.ckpt")
+        assert torch.load(tmp_path / "inner.ckpt")["a"] == 2  # it is durable
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        io.save_checkpoint(
+            {"a": 1, "signal": SignalWhenPickled(), "tensor": torch.zeros(5000)}, tmp_path / "outer.ckpt"
+        )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    outer = io.load_checkpoint(tmp_path / "outer.ckpt")
+    assert outer["a"] == 1 and torch.equal(outer["tensor"], torch.zeros(5000))
 
 
 def test_a_failed_save_raises_at_the_next_one(tmp_path: Path, broken_disk: list[str]) -> None:
