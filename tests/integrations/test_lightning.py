@@ -457,6 +457,18 @@ def test_a_path_is_saved_to_again_after_its_removal(tmp_path: Path, slow_disk: N
     assert io.load_checkpoint(path) == {"value": 3}
 
 
+def test_an_older_link_does_not_replace_a_newer_one(tmp_path: Path, held_disk: threading.Event) -> None:
+    io = LazyCheckpointIO()
+    (tmp_path / "b.ckpt").touch()
+    io.save_checkpoint({}, tmp_path / "a.ckpt")
+    io.link(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    assert io.exists(tmp_path / "last.ckpt") and not (tmp_path / "last.ckpt").is_symlink()
+    io.link(tmp_path / "b.ckpt", tmp_path / "last.ckpt")
+    held_disk.set()
+    io.wait()
+    assert names_in(tmp_path) == {"a.ckpt": "", "b.ckpt": "", "last.ckpt": "b.ckpt"}
+
+
 # weights that are swapped with no optimizer step
 
 
@@ -932,12 +944,23 @@ from lazyckpt.integrations.lightning import LazyCheckpointIO
 def test_what_fabric_saved_last_is_there_when_the_program_ends(tmp_path: Path, entry_point: Path) -> None:
     text = """
 from lightning.fabric import Fabric
-fabric = Fabric(accelerator="cpu", devices=1, plugins=[LazyCheckpointIO()])
-fabric.save(folder / "a.ckpt", {"a": torch.ones(9)})
-assert not (folder / "a.ckpt").exists()
+io = LazyCheckpointIO()
+fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
+model, optimizer = fabric.setup(net := torch.nn.Linear(64, 64), torch.optim.Adam(net.parameters()))
+fabric.backward(model(torch.ones(1, 64)).sum())
+optimizer.step()
+fabric.save(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
+(handle,) = io._open_saver().pending()
+assert handle.wait_captured(9) and not handle.path.exists()
+torch.save(net.state_dict(), folder / "expected.pt")
+handle.add_done_callback(lambda _: print("eager", handle.metrics.eager_bytes, "of", handle.metrics.bytes))
 """
-    run_script(tmp_path, entry_point, SLOW_DISK + text)
-    assert torch.equal(torch.load(tmp_path / "a.ckpt")["a"], torch.ones(9))
+    done = run_script(tmp_path, entry_point, SLOW_DISK + text)
+    ours, expected = torch.load(tmp_path / "a.ckpt")["model"], torch.load(tmp_path / "expected.pt")
+    assert torch.equal(ours["weight"], expected["weight"])
+    # Its first save, and lazy: it has seen the optimizer step.
+    _, eager, _, total = done.stdout.splitlines()[-1].split()
+    assert int(eager) < 0.1 * int(total)
 
 
 DISTRIBUTED = """
