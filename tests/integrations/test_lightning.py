@@ -871,7 +871,6 @@ def test_a_knob_that_makes_no_sense_is_refused_at_once() -> None:
 def test_another_process_makes_its_own_threads(tmp_path: Path) -> None:
     io = pickle.loads(pickle.dumps(LazyCheckpointIO(max_in_flight=3)))
     assert io._open_saver().config.max_in_flight == 3
-    io.teardown()
     pid = os.fork()
     if pid == 0:
         code = 1
