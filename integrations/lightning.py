@@ -1,0 +1,436 @@
+"""Lightning: checkpoints that cost the training almost nothing.
+
+    from lazyckpt.integrations.lightning import LazyCheckpointIO
+
+    trainer = Trainer(plugins=[LazyCheckpointIO()], callbacks=[ModelCheckpoint(...)])
+    fabric = Fabric(plugins=[LazyCheckpointIO()])
+
+Every ModelCheckpoint, ``ckpt_path=``, the tuner and ``load_from_checkpoint`` work as before, on the same files.
+
+Lightning expects a file to exist when the call that saves it returns. Here it does not exist yet, and the weights are
+not even copied. So there are two parts: a CheckpointIO, which saves, waits before it loads, and removes in order; and
+a callback, which Lightning finds through an entry point and which looks after everything a CheckpointIO is not told
+of: who asks whether a file exists, who swaps weights, who ends the training. Without the callback a Trainer's saves
+block.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lazyckpt
+
+try:
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import (
+        Checkpoint,
+        EarlyStopping,
+        GradientAccumulationScheduler,
+        LearningRateMonitor,
+        ModelCheckpoint,
+        ProgressBar,
+        Timer,
+        WeightAveraging,
+    )
+    from lightning.pytorch.loggers import Logger
+except ImportError as error:
+    raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
+
+_TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
+_SLURM_PREFIX = "hpc_ckpt_"  # of what Lightning saves in a signal handler, and looks for after a requeue
+# Lightning's callbacks that hear of the start or the end of an epoch, and leave weights alone.
+_ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ProgressBar, Timer)
+
+
+class LazyCheckpointIO(TorchCheckpointIO):
+    """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
+
+    Keyword arguments are the fields of :class:`lazyckpt.Config`; ConfigError if one makes no sense. Make it before
+    training begins. Paths that are not local go to ``torch.save``, as ever.
+
+    A Trainer's saves block, that is, are durable when they return, outside of ``fit`` and its like, after an exception,
+    and in SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or
+    at the end of ``fit``; ``on_error="warn"`` makes it a warning.
+    """
+
+    def __init__(self, **knobs: Any) -> None:
+        self._knobs = knobs
+        # Made now, not for the first save: only what was seen to step before is copied lazily.
+        self._saver: lazyckpt.Saver | None = lazyckpt.Saver(**knobs)
+        self._pid = os.getpid()
+        self._attended: bool | None = None  # by the callback, now; None: there was no Trainer yet
+        self._failure: lazyckpt.SaveError | None = None  # for the callback
+        self._unreported: list[lazyckpt.SaveHandle] = []  # for the callback
+        self._removed: set[Path] = set()  # may still be there
+        self._links: set[Path] = set()  # may not be there yet
+        self._linked: dict[Path, int] = {}  # the number of the newest link() that was made
+        self._link_numbers = itertools.count(1)
+        self._lock = threading.Lock()  # of _linked
+        self._saving = False
+        atexit.register(_teardown, weakref.ref(self))  # Fabric has no end
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), **self._knobs), ()  # a spawned process makes its own threads
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Returns when ``checkpoint`` may change, apart from what optimizers step; it is durable soon after.
+
+        Raises SaveError, of this or an earlier save; TypeError for ``storage_options``, which nobody here needs.
+        """
+        target = _local(path)
+        if target is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        elif self._saving or target.name.startswith(_SLURM_PREFIX):
+            _save_in_signal_handler(checkpoint, target)
+        else:
+            self._saving = True
+            try:
+                self._save(checkpoint, target)
+            finally:
+                self._saving = False
+
+    def _save(self, checkpoint: dict[str, Any], target: Path) -> None:
+        if target in self._removed:
+            self.wait()  # or it might be this one that is removed
+        step = checkpoint.get("global_step")
+        handle = self._open_saver().save(
+            checkpoint, target, step=step if isinstance(step, int) else None, blocking=self._must_block(checkpoint)
+        )
+        if self._attended:
+            self._unreported.append(handle)
+
+    def _must_block(self, checkpoint: dict[str, Any]) -> bool:
+        if self._attended is None and _TRAINER_CHECKPOINT in checkpoint:
+            warnings.warn(
+                "LazyCheckpointIO: every save blocks, since this Trainer has no LazyCheckpointCallback. It comes by "
+                "itself where lazyckpt is installed with its entry points; otherwise add it to the callbacks",
+                stacklevel=2,
+            )
+            return True
+        return self._attended is False
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Waits for pending saves; every checksum is verified. To be called by all ranks, as Lightning does.
+
+        Raises LoadError, FileNotFoundError, or the SaveError of a save that failed.
+        """
+        try:
+            self.wait()
+        finally:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.barrier()  # only rank 0 knows what is pending
+        target = _local(path)
+        if target is None or not target.is_file():
+            return super().load_checkpoint(path, map_location, weights_only)
+        return lazyckpt.load(target, map_location, weights_only=weights_only is not False)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Once everything saved so far is durable; if that fails, ``path`` stays, with a warning."""
+        target = _local(path)
+        saver = self._own_saver()
+        if target is None or saver is None:
+            super().remove_checkpoint(path)
+            return
+        with self._lock:
+            self._linked[target] = next(self._link_numbers)
+        saver.remove(target)
+        self._removed.add(target)
+
+    def wait(self) -> None:
+        """Until everything saved is durable. Raises the first SaveError that nobody has seen yet."""
+        saver = self._own_saver()
+        if saver is None:
+            return
+        try:
+            saver.wait()  # also for the removals, and for what handles call when they are done: link()
+        finally:
+            self._links.clear()
+            self._removed.clear()
+
+    def teardown(self) -> None:
+        """Waits; stops the threads. The next save starts new ones."""
+        saver, attended = self._own_saver(), self._attended
+        self._attended = False
+        try:
+            try:
+                self.wait()
+            finally:
+                self._saver = None
+                if saver is not None:
+                    saver.close()
+        except lazyckpt.SaveError as error:
+            if not attended:
+                raise
+            self._failure = error  # the callback raises it on every rank
+
+    # for the callback
+
+    def exists(self, path: str | Path) -> bool:
+        """Whether there would be such a file by now, had all saves and removals been done at once."""
+        target = _local(path)
+        if target is None:
+            fs, name = url_to_fs(str(path))
+            return bool(fs.exists(name))
+        saver = self._own_saver()
+        pending = [handle.path for handle in saver.pending()] if saver is not None else []
+        return target not in self._removed and (target in pending or target in self._links or target.exists())
+
+    def link(self, path: str | Path, link: str | Path) -> None:
+        """Makes ``link`` a symbolic link to ``path`` as soon as that is durable. Until then it stays what it was."""
+        target, name = Path(path).absolute(), Path(link).absolute()
+        if name in self._removed:
+            self.wait()
+        number = next(self._link_numbers)
+        self._links.add(name)
+
+        def make(handle: Future[Path] | None) -> None:
+            with self._lock:
+                # Not handle.exception(): that would count as telling somebody.
+                if number < self._linked.get(name, 0) or (handle is not None and Future.exception(handle) is not None):
+                    return
+                self._linked[name] = number
+                try:
+                    _replace_by_link(name, target)
+                except OSError as error:
+                    warnings.warn(f"{name} could not be made a link to {target}: {error}", stacklevel=2)
+
+        saver = self._own_saver()
+        pending = [handle for handle in saver.pending() if handle.path == target] if saver is not None else []
+        if pending:
+            pending[-1].add_done_callback(make)
+        else:
+            make(None)
+
+    def _own_saver(self) -> lazyckpt.Saver | None:
+        return self._saver if self._pid == os.getpid() else None  # not what a forked process inherited
+
+    def _open_saver(self) -> lazyckpt.Saver:
+        saver = self._own_saver()
+        if saver is None:
+            saver = self._saver = lazyckpt.Saver(**self._knobs)
+            self._pid = os.getpid()
+        return saver
+
+
+def _teardown(ref: weakref.ref[LazyCheckpointIO]) -> None:
+    io = ref()
+    if io is not None:
+        io.teardown()
+
+
+def _local(path: str | Path) -> Path | None:
+    """An absolute path, or None if this is not on a local file system."""
+    fs, name = url_to_fs(str(path))
+    return Path(name) if isinstance(fs, LocalFileSystem) else None
+
+
+def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
+    """Durable when it returns, and without the Saver, whose save() the signal may have interrupted."""
+    # Not a temporary name of lazyckpt's: after a crash Lightning would take the digits in it for a version.
+    unfinished = target.with_name(f".unfinished-{os.getpid()}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lazyckpt.save(checkpoint, unfinished)
+    os.replace(unfinished, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _replace_by_link(name: Path, target: Path) -> None:
+    unfinished = name.with_name(f".tmp-{name.name}-{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(os.path.relpath(target, name.parent))
+    if name.is_dir() and not name.is_symlink():
+        shutil.rmtree(name)
+    os.replace(unfinished, name)
+
+
+class LazyCheckpointCallback(Callback):
+    """What a Trainer with a :class:`LazyCheckpointIO` needs besides. Lightning adds it to every Trainer by itself;
+    with any other CheckpointIO it does nothing.
+
+    - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, the end of ``fit``
+    - a ModelCheckpoint sees pending files as if they existed; ``save_last="link"`` never points at what is not durable
+    - loggers hear of a checkpoint when its file exists, and log what it cost: ``checkpoint/blocked_ms``,
+      ``checkpoint/durable_s``, ``checkpoint/eager_mb``, ``checkpoint/mb``
+    - after an exception saves block; when ``fit`` returns everything is durable, on every rank, or SaveError is raised
+
+    It goes to the front of ``trainer.callbacks``, before whoever swaps weights. Who writes to weights elsewhere calls
+    :func:`lazyckpt.wait_captured` first.
+    """
+
+    def __init__(self) -> None:
+        self._io: LazyCheckpointIO | None = None
+        self._news: deque[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = deque()  # for loggers, when it is durable
+        self._undo = contextlib.ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        io = trainer.strategy.checkpoint_io
+        first = next(callback for callback in trainer.callbacks if isinstance(callback, LazyCheckpointCallback))
+        if not isinstance(io, LazyCheckpointIO) or first is not self:
+            return
+        self._io = io
+        io._attended, io._failure = True, None
+        # A new list: Lightning is just now iterating over the old one.
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._replace(callback, "file_exists", functools.partial(_file_exists, io))
+                self._replace(callback, "_link_checkpoint", functools.partial(_link_checkpoint, io))
+        for logger in trainer.loggers:
+            if _overrides(logger, "after_save_checkpoint", Logger):
+                tell = functools.partial(self._tell, io, logger.after_save_checkpoint)
+                self._replace(logger, "after_save_checkpoint", tell)
+
+    def _replace(self, obj: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(obj, name, method)
+        self._undo.callback(delattr, obj, name)
+
+    def _tell(self, io: LazyCheckpointIO, after_save_checkpoint: Callable[[Any], None], callback: Any) -> None:
+        saver = io._own_saver()
+        pending = saver.pending() if saver is not None else []
+        if pending:
+            self._news.append((pending[-1], functools.partial(after_save_checkpoint, callback)))
+        else:
+            after_save_checkpoint(callback)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._io is None or not trainer.is_global_zero:
+            return
+        saver = self._io._open_saver()
+        saver.watch(pl_module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+                saver.watch(callback._average_model)
+                lazyckpt.guard(callback._average_model, "update_parameters")
+
+    # before weights are swapped
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_captured_for_others("on_train_epoch_start", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_captured_for_others("on_train_epoch_end", trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_captured()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_captured()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_captured()
+
+    def _wait_captured_for_others(self, hook: str, trainer: Trainer) -> None:
+        # Most checkpoints are saved here or hereabouts, and are to be copied during the next epoch: so this waits only
+        # if there is somebody who may write to weights.
+        others = [c for c in trainer.callbacks if c is not self and not isinstance(c, _ONLY_READ)]
+        if any(_overrides(callback, hook, Callback) for callback in others):
+            self._wait_captured()
+
+    def _wait_captured(self) -> None:
+        if self._io is not None:
+            lazyckpt.wait_captured()
+
+    # what became of the saves
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        """Logs what is done by now, on the training thread: loggers are not made for others."""
+        if self._io is None:
+            return
+        handles = self._io._unreported
+        while handles and handles[0].done():
+            handle = handles.pop(0)
+            if Future.exception(handle) is not None:
+                continue
+            metrics = {
+                "checkpoint/blocked_ms": handle.metrics.blocked_s * 1e3,
+                "checkpoint/durable_s": handle.metrics.durable_s,
+                "checkpoint/eager_mb": handle.metrics.eager_bytes / 1e6,
+                "checkpoint/mb": handle.metrics.bytes / 1e6,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        while self._news and self._news[0][0].done():
+            handle, tell = self._news.popleft()
+            if Future.exception(handle) is None:
+                tell()
+
+    # the end
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        io = self._io
+        if io is None:
+            return
+        io._attended = False  # those who save on an exception come after this one, and block
+        if io._failure is not None:
+            warnings.warn(str(io._failure), stacklevel=2)
+        while True:
+            try:
+                io.wait()
+                break
+            except lazyckpt.SaveError as error:  # the exception that ended training matters more
+                warnings.warn(str(error), stacklevel=2)
+        self._end(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Lightning has called LazyCheckpointIO.teardown by now.
+        io = self._io
+        if io is None:
+            return
+        self._end(trainer)
+        # Also a barrier: the other ranks may look for the files as soon as this returns.
+        if trainer.strategy.reduce_boolean_decision(io._failure is not None, all=False):
+            raise io._failure or lazyckpt.SaveError("rank 0 says why", path=trainer.default_root_dir)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._report(trainer)
+        self._undo.close()
+        self._io = None
+
+
+def _overrides(obj: Any, method: str, base: type) -> bool:
+    return method in vars(obj) or getattr(type(obj), method) is not getattr(base, method)
+
+
+def _file_exists(io: LazyCheckpointIO, filepath: str, trainer: Trainer) -> bool:
+    """ModelCheckpoint.file_exists, but for the question itself."""
+    exists = trainer.is_global_zero and io.exists(filepath)
+    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
+
+
+def _link_checkpoint(io: LazyCheckpointIO, trainer: Trainer, filepath: str, linkpath: str) -> None:
+    """ModelCheckpoint._link_checkpoint, but for the link itself."""
+    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        io.link(filepath, linkpath)
+    trainer.strategy.barrier()

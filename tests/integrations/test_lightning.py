@@ -1,0 +1,1044 @@
+"""Lightning with a LazyCheckpointIO does what it does without one; only later, and in the background.
+
+Most tests train twice, with torch.save and lazily on a slow disk, and compare what is left. On that disk a file is
+opened a moment late, and the staging buffer holds a sixth of the state: so for a while nothing is durable and most of
+the state is not even copied, which is when a naive CheckpointIO goes wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lazyckpt
+import lazyckpt.integrations
+from lazyckpt import commit
+
+pytest.importorskip("lightning", minversion="2.6")
+
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.tuner import Tuner
+
+from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GROUP = "lightning.pytorch.callbacks_factory"
+ROOT = Path(__file__).parents[2]
+SMALL_RING = {"host_buffer_bytes": 4 * 4096, "chunk_bytes": 4096, "copy_threads": 1}
+SLOW_S = 0.1
+WIDTH = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What installing the wheel does, if that has not been done: the entry points of pyproject.toml are known."""
+    folder = tmp_path_factory.mktemp("installed")
+    if any(e.value.startswith("lazyckpt.") for e in entry_points(group=GROUP)):
+        yield folder
+        return
+    tomllib = pytest.importorskip("tomllib")
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "lazyckpt_entry_points-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lazyckpt-entry-points\nVersion: 0\n")
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in table[group].items()) for group in table]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(target: Path) -> commit.FileStaging:
+        time.sleep(SLOW_S)
+        return FileStaging(target)
+
+    FileStaging = commit.FileStaging
+    monkeypatch.setattr(commit, "FileStaging", late)
+
+
+@pytest.fixture
+def held_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that opens no file until the event is set."""
+    released = threading.Event()
+
+    def held(target: Path) -> commit.FileStaging:
+        released.wait(30)
+        return FileStaging(target)
+
+    FileStaging = commit.FileStaging
+    monkeypatch.setattr(commit, "FileStaging", held)
+    yield released
+    released.set()
+
+
+@pytest.fixture
+def broken_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A disk that fails for every file whose name holds one of these words."""
+    broken: list[str] = []
+
+    def publish(temporary: Path, target: Path) -> None:
+        if any(word in target.name for word in broken):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        publish_file(temporary, target)
+
+    publish_file = commit.publish_file
+    monkeypatch.setattr(commit, "publish_file", publish)
+    return broken
+
+
+class Net(LightningModule):
+    """Six batches an epoch; the validation loss differs from one time to the next, up and down."""
+
+    def __init__(self, normalize: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(1)
+        norm = nn.BatchNorm1d(WIDTH) if normalize else nn.Identity()
+        self.layer = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        )
+        self.validated = 0
+        self.lr = 0.01
+        self.batch_size = 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated += 1
+        self.log("score", torch.tensor([0.5, 0.3, 0.5, 0.2, 0.3, 0.4, 0.1, 0.5][self.validated % 8]))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.layer.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    def train_dataloader(self) -> Any:
+        data = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(2))
+        return DataLoader(TensorDataset(data), self.batch_size)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class ManualSavedBefore(Manual):
+    """ModelCheckpoint puts the weights of before the step into the module for as long as its save takes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.saved_models = {batch_idx: copy.deepcopy(self.layer.state_dict())}
+        super().training_step(batch, batch_idx)
+
+
+class Gan(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward((self.layer(batch[0]) - self.critic(batch[0])).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        critic = torch.optim.AdamW(self.critic.parameters(), fused=True)
+        return [torch.optim.SGD(self.layer.parameters(), 0.01, momentum=0.9), critic]
+
+
+def trainer_in(folder: Path, io: LazyCheckpointIO | None, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "default_root_dir": folder,
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "plugins": [] if io is None else [io],
+        "callbacks": list(callbacks),
+    }
+    return Trainer(**{**settings, **kwargs})
+
+
+def lazy_io(**knobs: Any) -> LazyCheckpointIO:
+    return LazyCheckpointIO(**SMALL_RING, **knobs)
+
+
+def state_of(trainer: Trainer) -> Any:
+    return trainer.lightning_module.state_dict(), [o.state_dict() for o in trainer.optimizers]
+
+
+def names_in(folder: Path) -> dict[str, str]:
+    """The files of a folder; for a link, what it points at."""
+    return {p.name: str(os.readlink(p)) if p.is_symlink() else "" for p in folder.iterdir()}
+
+
+class Each(Callback):
+    """Calls something after every batch."""
+
+    def __init__(self, call: Callable[[Trainer], None]) -> None:
+        self.call = call
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.call(trainer)
+
+
+# what is saved
+
+
+CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
+    "automatic": (Net, {}),
+    "accumulate": (Net, {"accumulate_grad_batches": 2}),
+    "bf16": (Net, {"precision": "bf16-mixed"}),
+    "batch norm": (lambda: Net(normalize=True), {}),
+    "manual": (Manual, {}),
+    "manual, saved before the step": (ManualSavedBefore, {}),
+    "gan": (Gan, {}),
+    "ema": (Net, {"ema": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_are_what_torch_save_wrote_and_training_resumes_bit_for_bit(
+    case: str, tmp_path: Path, slow_disk: None, graph: Any
+) -> None:
+    make, kwargs = CASES[case]
+    kwargs = dict(kwargs)
+    ema = kwargs.pop("ema", False)
+    every = 4 if make is Gan else 2  # two optimizers take two steps a batch
+
+    def run(io: LazyCheckpointIO | None, **fit: Any) -> Any:
+        callbacks: list[Callback] = [ModelCheckpoint(tmp_path / "run", every_n_train_steps=every, save_top_k=-1)]
+        if ema:
+            callbacks.append(EMAWeightAveraging(decay=0.5))
+        trainer = trainer_in(tmp_path, io, *callbacks, val_check_interval=2, **kwargs)
+        trainer.fit(make(), **fit)
+        return graph(state_of(trainer))
+
+    plain = run(None)
+    os.rename(tmp_path / "run", tmp_path / "plain")
+    lazy = run(lazy_io())
+    assert lazy == plain
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert len(files) >= 1 and sorted(path.name for path in (tmp_path / "run").iterdir()) == files
+    for name in files:
+        ours, theirs = (torch.load(tmp_path / folder / name) for folder in ("run", "plain"))
+        # Wall clock is no state: it is in no key that we know of, so everything must be equal.
+        assert graph(ours) == graph(theirs), name
+    # In the middle of an epoch Lightning begins the data anew: so resumed is not uninterrupted, but still the same.
+    assert run(lazy_io(), ckpt_path=tmp_path / "run" / files[0]) == run(None, ckpt_path=tmp_path / "plain" / files[0])
+
+
+@pytest.mark.parametrize("make", [Net, Manual, Gan])
+def test_a_stopped_run_resumes_bit_for_bit(
+    make: Callable[[], Net], tmp_path: Path, slow_disk: None, graph: Any
+) -> None:
+    def run(name: str, epochs: int, ckpt_path: str | None = None) -> Any:
+        checkpoint = ModelCheckpoint(tmp_path / name, save_last=True)
+        trainer = trainer_in(tmp_path, lazy_io(), checkpoint, max_epochs=epochs)
+        trainer.fit(make(), ckpt_path=ckpt_path)
+        return graph(state_of(trainer))
+
+    whole = run("whole", 3)
+    stopped = run("stopped", 1)
+    assert run("stopped", 3, ckpt_path="last") == whole != stopped
+
+
+def test_batch_norm_statistics_are_of_the_save(tmp_path: Path, held_disk: threading.Event) -> None:
+    """They change in forward, which runs before the gate: so they must not be copied late."""
+    means = []
+
+    class Normalized(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            means.append(self.layer[1].running_mean.clone())  # type: ignore[union-attr, operator]
+            if batch_idx == 1:
+                held_disk.set()
+            return loss
+
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}", save_top_k=-1)
+    trainer_in(tmp_path, lazy_io(), checkpoint, max_steps=2).fit(Normalized(normalize=True))
+    saved = torch.load(tmp_path / "step=1.ckpt")["state_dict"]["layer.1.running_mean"]
+    assert torch.equal(saved, means[0]) and not torch.equal(saved, means[1])
+
+
+def test_a_model_loads_with_plain_torch(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path)
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(), checkpoint)
+    trainer.fit(Net(normalize=True))
+    model = Net.load_from_checkpoint(checkpoint.best_model_path)
+    for name, value in trainer.lightning_module.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+    assert model.hparams["normalize"] is True
+
+
+# overlap
+
+
+class Watching(Net):
+    """Looks at the save under way from inside the forward and the backward of the next batch."""
+
+    io: LazyCheckpointIO
+    released: threading.Event
+    seen: list[tuple[bool, bool]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pending = self.io._open_saver().pending()
+        if pending:
+            in_forward = pending[-1].wait_captured(0)
+            self.released.set()
+            self.seen.append((in_forward, pending[-1].wait_captured(30)))
+        return super().training_step(batch, batch_idx)
+
+
+class WatchingManual(Watching, Manual):
+    pass
+
+
+@pytest.mark.parametrize("when", [{"every_n_train_steps": 2}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
+@pytest.mark.parametrize("kind", [Watching, WatchingManual])
+def test_the_copy_runs_during_the_next_forward(
+    kind: type[Watching], when: dict[str, Any], tmp_path: Path, held_disk: threading.Event
+) -> None:
+    """A gate that waited before the closure of automatic optimization would wait for the disk that is held here; so
+    would one that waited at every end and start of an epoch."""
+    model = kind()
+    model.io, model.released, model.seen = lazy_io(), held_disk, []
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}", **when)
+    settings = {"max_epochs": 2, "max_steps": 3, "limit_train_batches": 2, "limit_val_batches": 0, "logger": Memory()}
+    trainer_in(tmp_path, model.io, LearningRateMonitor(), EarlyStopping("x", strict=False), checkpoint, **settings).fit(
+        model
+    )
+    assert model.seen == [(False, True)]
+    saved, final = torch.load(tmp_path / "step=2.ckpt"), model.state_dict()
+    assert not torch.equal(saved["state_dict"]["layer.0.weight"], final["layer.0.weight"])
+
+
+def test_most_bytes_are_copied_lazily(tmp_path: Path) -> None:
+    """EMA weights, too: nothing but WeightAveraging's update changes them."""
+    logger = Memory()
+    callbacks = [EMAWeightAveraging(decay=0.5), ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)]
+    trainer_in(tmp_path, LazyCheckpointIO(), *callbacks, logger=logger).fit(Net())
+    costs = [entry for entry in logger.logged if "checkpoint/blocked_ms" in entry]
+    assert len(costs) == 3
+    for entry in costs:
+        assert entry["checkpoint/eager_mb"] < 0.1 * entry["checkpoint/mb"]
+
+
+# ModelCheckpoint's files
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all": {"save_top_k": -1},
+    "top 1": {"monitor": "score", "filename": "{epoch}-{score:.1f}"},
+    "top 2": {"monitor": "score", "save_top_k": 2, "filename": "{step}"},
+    "top 2, versions": {"monitor": "score", "save_top_k": 2, "filename": "{score:.1f}"},
+    "all, versions": {"monitor": "score", "save_top_k": -1, "filename": "same"},
+    "last": {"monitor": "score", "save_last": True, "filename": "{step}"},
+    "last only": {"save_top_k": 0, "save_last": True},
+    "link": {"monitor": "score", "save_last": "link", "filename": "{step}"},
+    "steps": {"every_n_train_steps": 2, "save_last": "link"},
+    "steps, all": {"every_n_train_steps": 1, "save_top_k": -1, "filename": "x"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_files_are_left(kind: str, tmp_path: Path, slow_disk: None) -> None:
+    def run(name: str, io: LazyCheckpointIO | None) -> tuple[Any, ...]:
+        # Two of them in one folder must not take each other's names.
+        callbacks = [ModelCheckpoint(tmp_path / name, **{**KINDS[kind], **more}) for more in ({}, {"mode": "max"})]
+        trainer_in(tmp_path, io, *callbacks, max_epochs=2, val_check_interval=3).fit(Net())
+        facts = [
+            (Path(c.best_model_path).name, Path(c.last_model_path).name, [Path(p).name for p in c.best_k_models])
+            for c in callbacks
+        ]
+        return facts, names_in(tmp_path / name)
+
+    plain, lazy = run("plain", None), run("lazy", lazy_io())
+    assert lazy == plain
+    assert lazy[1]
+    for path in (tmp_path / "lazy").iterdir():
+        torch.load(path)
+
+
+def test_a_link_to_the_last_never_dangles(tmp_path: Path, slow_disk: None) -> None:
+    looked = []
+
+    def look(trainer: Trainer) -> None:
+        if (link := tmp_path / "last.ckpt").is_symlink():
+            looked.append(link.exists())
+        time.sleep(SLOW_S / 2)
+
+    checkpoint = ModelCheckpoint(tmp_path, save_last="link", every_n_train_steps=1)
+    # A buffer that holds all: a step that waited for the copy would wait for the disk.
+    trainer_in(tmp_path, LazyCheckpointIO(), Each(look), checkpoint, max_epochs=2).fit(Net())
+    assert len(looked) >= 4 and all(looked)
+    assert os.readlink(tmp_path / "last.ckpt") == Path(checkpoint.best_model_path).name
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path, held_disk: threading.Event) -> None:
+    left: list[list[str]] = []
+    io = LazyCheckpointIO()
+
+    def look(trainer: Trainer) -> None:
+        if trainer.global_step == 2:  # of the first step, saved after the callbacks of step 1
+            held_disk.set()
+            io.wait()
+            held_disk.clear()
+        elif trainer.global_step == 3:
+            left.append(sorted(p.name for p in tmp_path.glob("*.ckpt")))
+            held_disk.set()
+
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1)
+    trainer_in(tmp_path, io, Each(look), checkpoint, max_steps=3).fit(Net())
+    assert left == [["step=1.ckpt"]]
+    assert names_in(tmp_path) == {"step=3.ckpt": ""}
+
+
+def test_a_path_is_saved_to_again_after_its_removal(tmp_path: Path, slow_disk: None) -> None:
+    io = lazy_io()
+    path = tmp_path / "a.ckpt"
+    for value in (1, 2):
+        io.save_checkpoint({"value": value}, path)
+        io.remove_checkpoint(path)
+        assert not io.exists(path)
+    io.save_checkpoint({"value": 3}, path)
+    assert io.exists(path) and not path.exists()
+    assert io.load_checkpoint(path) == {"value": 3}
+
+
+def test_an_older_link_does_not_replace_a_newer_one(tmp_path: Path, held_disk: threading.Event) -> None:
+    io = LazyCheckpointIO()
+    (tmp_path / "b.ckpt").touch()
+    io.save_checkpoint({}, tmp_path / "a.ckpt")
+    io.link(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    assert io.exists(tmp_path / "last.ckpt") and not (tmp_path / "last.ckpt").is_symlink()
+    io.link(tmp_path / "b.ckpt", tmp_path / "last.ckpt")
+    held_disk.set()
+    io.wait()
+    assert names_in(tmp_path) == {"a.ckpt": "", "b.ckpt": "", "last.ckpt": "b.ckpt"}
+
+
+# weights that are swapped with no optimizer step
+
+
+class SwapAtValidation(Callback):
+    """An EMA of one's own, as many projects have it; torch cannot see these writes."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.kept = [p.detach().clone() for p in pl_module.parameters()]
+        for p in pl_module.parameters():
+            p.data.mul_(-1.0)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for p, kept in zip(pl_module.parameters(), self.kept, strict=True):
+            p.data.copy_(kept)
+
+
+class SwapAtEpochStart(Callback):
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for p in pl_module.parameters():
+            p.data.mul_(-1.0)
+
+
+class SwapAtEpochEnd(Callback):
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for p in pl_module.parameters():
+            p.data.mul_(-1.0)
+
+
+class SwapAtTrainEnd(Callback):
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for p in pl_module.parameters():
+            p.data.mul_(-1.0)
+
+
+class SaveInValidation(SwapAtValidation):
+    """Saves in validation; what follows swaps back."""
+
+    on_validation_epoch_start = SwapAtValidation.on_validation_start
+    on_validation_epoch_end = SwapAtValidation.on_validation_end
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
+
+    on_validation_end = on_validation_start
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir, "run", f"validation-{trainer.global_step}.ckpt"))
+
+
+SWAPS: dict[str, tuple[list[Callable[[], Callback]], dict[str, Any], dict[str, Any]]] = {
+    "validation": ([SwapAtValidation], {"every_n_train_steps": 2}, {"val_check_interval": 2}),
+    "in validation": ([SaveInValidation], {"every_n_epochs": 1}, {}),
+    "WeightAveraging": ([lambda: EMAWeightAveraging(decay=0.5)], {"every_n_train_steps": 2}, {"val_check_interval": 2}),
+    "epoch start": ([SwapAtEpochStart], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"max_epochs": 3}),
+    "epoch end": ([SwapAtEpochEnd], {"every_n_train_steps": 2}, {"max_epochs": 2, "limit_val_batches": 0}),
+    "train end": ([SwapAtTrainEnd], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"limit_val_batches": 0}),
+    "SWA": (
+        [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        {"max_epochs": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_what_is_saved_is_not_what_was_swapped_in_afterwards(
+    swap: str, tmp_path: Path, slow_disk: None, graph: Any
+) -> None:
+    make, when, kwargs = SWAPS[swap]
+
+    def run(io: LazyCheckpointIO | None) -> None:
+        checkpoint = ModelCheckpoint(tmp_path / "run", save_top_k=-1, filename="{epoch}-{step}", **when)
+        trainer_in(tmp_path, io, checkpoint, *[m() for m in make], **kwargs).fit(Net(normalize=swap == "SWA"))
+
+    run(None)
+    os.rename(tmp_path / "run", tmp_path / "plain")
+    run(lazy_io())
+    assert names_in(tmp_path / "run") == names_in(tmp_path / "plain") != {}
+    for name in names_in(tmp_path / "run"):
+        ours, theirs = (torch.load(tmp_path / folder / name) for folder in ("run", "plain"))
+        assert graph(ours["state_dict"]) == graph(theirs["state_dict"]), name
+        assert graph(ours["optimizer_states"]) == graph(theirs["optimizer_states"]), name
+
+
+# loading
+
+
+@pytest.mark.parametrize("which", ["last", "best", "path"])
+def test_every_ckpt_path_finds_what_was_just_saved(which: str, tmp_path: Path, slow_disk: None) -> None:
+    io = lazy_io()
+    checkpoint = ModelCheckpoint(tmp_path, save_last=True)
+    trainer = trainer_in(tmp_path, io, checkpoint)
+    trainer.fit(Net())
+    path = checkpoint.last_model_path if which == "path" else which
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Net(), ckpt_path=path)  # the same Trainer, the same CheckpointIO: its threads had ended
+    assert trainer.global_step == 12
+    assert trainer.test(Net(), ckpt_path=path, verbose=False)
+    assert trainer.validate(Net(), ckpt_path=path, verbose=False)
+
+
+def test_a_save_after_fit_is_durable_when_it_returns(tmp_path: Path, slow_disk: None) -> None:
+    trainer = trainer_in(tmp_path, lazy_io())
+    trainer.fit(Net())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert torch.load(tmp_path / "after.ckpt")["global_step"] == 6
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, filename="a")
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(), checkpoint)
+    trainer.fit(Net())
+    path = tmp_path / "a.ckpt"
+    data = bytearray(path.read_bytes())
+    at = data.index(trainer.lightning_module.layer[0].weight.detach().numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    torch.load(path)  # notices nothing
+    with pytest.raises(lazyckpt.CorruptFileError):
+        trainer.test(Net(), ckpt_path=path, verbose=False)
+
+
+def test_missing_and_remote_files_are_handled_as_ever(tmp_path: Path) -> None:
+    io = LazyCheckpointIO()
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(tmp_path / "none.ckpt")
+    with pytest.raises(TypeError):
+        io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
+    io.save_checkpoint({"a": 1}, "memory://folder/a.ckpt")
+    assert io.exists("memory://folder/a.ckpt")
+    assert io.load_checkpoint("memory://folder/a.ckpt") == {"a": 1}
+    io.remove_checkpoint("memory://folder/a.ckpt")
+    assert not io.exists("memory://folder/a.ckpt")
+
+
+def test_the_tuner_restores_what_it_saved_and_leaves_nothing(tmp_path: Path, slow_disk: None) -> None:
+    found = []
+    for io in (None, lazy_io()):
+        model = Net()
+        before = copy.deepcopy(model.state_dict())
+        trainer = trainer_in(tmp_path, io)
+        finder = Tuner(trainer).lr_find(model, num_training=20)
+        assert finder is not None
+        size = Tuner(trainer).scale_batch_size(model, steps_per_trial=1, max_trials=2, init_val=4)
+        found.append((finder.results, size))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert names_in(tmp_path) == {}
+    assert found[0] == found[1]
+
+
+# the ends: exceptions, signals, failures
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step: int) -> Callback:
+    def stop(trainer: Trainer) -> None:
+        if trainer.global_step == step:
+            raise Stop
+
+    return Each(stop)
+
+
+def test_what_is_saved_on_an_exception_is_durable_at_once(tmp_path: Path, slow_disk: None) -> None:
+    durable = []
+
+    class Checkpoint(ModelCheckpoint):
+        def on_exception(self, trainer: Trainer, *args: Any) -> None:
+            super().on_exception(trainer, *args)
+            durable.append(names_in(tmp_path))
+
+    checkpoint = Checkpoint(tmp_path, save_on_exception=True, every_n_train_steps=2, save_last=True, filename="{step}")
+    trainer = trainer_in(tmp_path, lazy_io(), stop_at(3), checkpoint, OnExceptionCheckpoint(tmp_path))
+    with pytest.raises(Stop):
+        trainer.fit(Net())
+    (names,) = durable
+    assert {"step=2.ckpt", "step=3.ckpt", "last.ckpt"} <= names.keys()
+    assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] == 3
+    trainer_in(tmp_path, LazyCheckpointIO()).fit(Net(), ckpt_path=tmp_path / "last.ckpt")
+
+
+class SignalWhenPickled:
+    """Sends the signal from the middle of a save."""
+
+    sent = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+            for _ in range(100):
+                pass  # where Python runs the handler
+        return OrderedDict, ()
+
+
+@pytest.mark.parametrize("inside_save", [False, True])
+def test_slurm_requeues_with_a_durable_checkpoint(
+    inside_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: None
+) -> None:
+    programs, run = tmp_path / "bin", tmp_path / "run"
+    programs.mkdir()
+    run.mkdir()
+    scontrol = programs / "scontrol"
+    scontrol.write_text(
+        f"#!/bin/sh\nls -a {run} > {tmp_path}/requeued\ncp {run}/hpc_ckpt_1.ckpt {tmp_path}/copy.ckpt\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    ids = {"JOB_ID": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "NTASKS": 1, "NTASKS_PER_NODE": 1, "JOB_NAME": "job"}
+    for name, value in ids.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+
+    class Signalled(Net):
+        sent = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3 and not inside_save:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return super().training_step(batch, batch_idx)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if inside_save and self.trainer.global_step == 3 and not self.sent:
+                self.sent = True
+                checkpoint["signal"] = SignalWhenPickled()
+
+    def trainer(max_epochs: int) -> Trainer:
+        slurm = SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
+        checkpoint = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        return trainer_in(run, None, checkpoint, plugins=[lazy_io(), slurm], max_epochs=max_epochs)
+
+    trainer(1).fit(Signalled())
+    assert "hpc_ckpt_1.ckpt" in (tmp_path / "requeued").read_text().split()
+    assert torch.load(tmp_path / "copy.ckpt")["global_step"] == 3
+    assert sorted(names_in(tmp_path / "ckpt")) == [f"step={n}.ckpt" for n in range(1, 7)]
+    assert names_in(run) == {"hpc_ckpt_1.ckpt": ""}
+    again = trainer(1)
+    again.fit(Net())
+    assert again.ckpt_path == str(run / "hpc_ckpt_1.ckpt")
+
+
+def test_a_signal_handler_of_ones_own_may_save_in_the_middle_of_a_save(tmp_path: Path, slow_disk: None) -> None:
+    io = lazy_io()
+
+    def handler(*_: Any) -> None:
+        io.save_checkpoint({"a": 2, "tensor": torch.ones(5000)}, tmp_path / "inner.ckpt")
+        assert torch.load(tmp_path / "inner.ckpt")["a"] == 2  # it is durable
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        io.save_checkpoint(
+            {"a": 1, "signal": SignalWhenPickled(), "tensor": torch.zeros(5000)}, tmp_path / "outer.ckpt"
+        )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    outer = io.load_checkpoint(tmp_path / "outer.ckpt")
+    assert outer["a"] == 1 and torch.equal(outer["tensor"], torch.zeros(5000))
+
+
+def test_a_failed_save_raises_at_the_next_one(tmp_path: Path, broken_disk: list[str]) -> None:
+    broken_disk.append("step=2")
+    steps = []
+
+    def look(trainer: Trainer) -> None:
+        steps.append(trainer.global_step)
+        if trainer.global_step == 4:
+            io._open_saver().drain()
+
+    io = LazyCheckpointIO()
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}", save_last="link")
+    with pytest.raises(lazyckpt.SaveError, match=r"step=2\.ckpt.*Input/output error"):
+        trainer_in(tmp_path, io, Each(look), checkpoint).fit(Net())
+    assert steps == [1, 2, 3, 4]
+    assert names_in(tmp_path) == {}
+
+
+def test_a_failed_last_save_raises_at_the_end_of_fit_and_the_old_one_stays(
+    tmp_path: Path, broken_disk: list[str]
+) -> None:
+    broken_disk.append("step=6")
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="{step}", save_last="link")
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(), checkpoint)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(lazyckpt.SaveError, match=r"step=6\.ckpt"):
+        trainer.fit(Net())
+    assert names_in(tmp_path) == {"step=3.ckpt": "", "last.ckpt": "step=3.ckpt"}
+    assert signal.getsignal(signal.SIGTERM) is handler  # the Trainer was torn down all the same
+
+
+def test_the_exception_that_ended_training_matters_more(tmp_path: Path, broken_disk: list[str]) -> None:
+    broken_disk.append("step=2")
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}", save_on_exception=True)
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(), stop_at(3), checkpoint)
+    with pytest.warns(UserWarning, match=r"step=2\.ckpt"), pytest.raises(Stop):
+        trainer.fit(Net())
+    assert names_in(tmp_path) == {"step=3.ckpt": ""}
+
+
+def test_failures_may_be_warnings(tmp_path: Path, broken_disk: list[str]) -> None:
+    broken_disk.append("step=2")
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}", save_top_k=-1)
+    with pytest.warns(UserWarning, match=r"step=2\.ckpt"):
+        trainer_in(tmp_path, LazyCheckpointIO(on_error="warn"), checkpoint).fit(Net())
+    assert sorted(names_in(tmp_path)) == ["step=4.ckpt", "step=6.ckpt"]
+
+
+# loggers
+
+
+class Memory(Logger):
+    """Keeps what it is told, and which of the checkpoints it is told of exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, Any]] = []
+        self.told: list[bool] = []
+        self.finalized: list[int] = []
+
+    name, version = "memory", 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append({**metrics, "at": step})
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.told.append(os.path.exists(checkpoint_callback.best_model_path))
+
+    def finalize(self, status: str) -> None:
+        self.finalized.append(len(self.told))
+
+
+def test_loggers_hear_of_files_that_exist_and_of_what_they_cost(tmp_path: Path, slow_disk: None) -> None:
+    logger = Memory()
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    begin = time.perf_counter()
+    trainer_in(tmp_path, lazy_io(), checkpoint, logger=logger).fit(Net())
+    took_s = time.perf_counter() - begin
+    assert logger.told == [True, True] and logger.finalized == [2]
+    costs = [entry for entry in logger.logged if "checkpoint/durable_s" in entry]
+    assert len(costs) == 2
+    for entry, path in zip(costs, sorted(tmp_path.iterdir()), strict=True):
+        assert SLOW_S <= entry["checkpoint/durable_s"] <= took_s
+        assert 0 < entry["checkpoint/blocked_ms"] < took_s * 1e3
+        assert entry["checkpoint/mb"] == path.stat().st_size / 1e6
+        assert 0 < entry["at"] <= 6
+    assert "after_save_checkpoint" not in vars(logger)  # as it was
+
+
+# the callback
+
+
+def test_the_entry_point_adds_one_callback_that_goes_first(tmp_path: Path) -> None:
+    added = LazyCheckpointCallback()  # by hand, too: the other one keeps still
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(), stop_at(99), added, ModelCheckpoint(tmp_path))
+    assert sum(isinstance(c, LazyCheckpointCallback) for c in trainer.callbacks) == 2
+    trainer.fit(Net())
+    assert trainer.callbacks[0] is added
+    assert names_in(tmp_path).keys() == {"epoch=0-step=6.ckpt"}
+
+
+def test_with_another_checkpoint_io_it_keeps_still(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path)
+    trainer = trainer_in(tmp_path, None, Each(lambda _: seen.append("file_exists" in vars(checkpoint))), checkpoint)
+    seen: list[bool] = []
+    trainer.fit(Net())
+    assert any(isinstance(c, LazyCheckpointCallback) for c in trainer.callbacks)
+    assert not isinstance(trainer.callbacks[0], LazyCheckpointCallback) and not any(seen)
+
+
+def test_who_does_not_use_it_gets_no_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lazyckpt.integrations.lightning")
+    assert lazyckpt.integrations.lightning_callbacks() == []
+
+
+def test_without_the_callback_saves_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: None) -> None:
+    durable = []
+
+    class Checkpoint(ModelCheckpoint):
+        def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+            super()._save_checkpoint(trainer, filepath)
+            durable.append(os.path.exists(filepath))
+
+    trainer = trainer_in(tmp_path, lazy_io(), Checkpoint(tmp_path, every_n_train_steps=3))
+    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, LazyCheckpointCallback)]
+    with pytest.warns(UserWarning, match="has no LazyCheckpointCallback"):
+        trainer.fit(Net())
+    assert durable == [True, True]
+
+
+def test_a_knob_that_makes_no_sense_is_refused_at_once() -> None:
+    with pytest.raises(lazyckpt.ConfigError, match="max_in_flight=0"):
+        LazyCheckpointIO(max_in_flight=0)
+    with pytest.raises(lazyckpt.ConfigError, match="no_such"):
+        LazyCheckpointIO(no_such=1)
+
+
+def test_another_process_makes_its_own_threads(tmp_path: Path) -> None:
+    io = pickle.loads(pickle.dumps(LazyCheckpointIO(max_in_flight=3)))
+    assert io._open_saver().config.max_in_flight == 3
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "a.ckpt")
+            io.teardown()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert torch.equal(torch.load(tmp_path / "a.ckpt")["a"], torch.ones(3))
+
+
+# Fabric and several processes
+
+
+def test_fabric(tmp_path: Path, slow_disk: None) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[lazy_io()])
+    model, optimizer = fabric.setup(net := nn.Linear(WIDTH, WIDTH), torch.optim.Adam(net.parameters()))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        fabric.backward(model(torch.ones(1, WIDTH)).sum())
+        optimizer.step()
+
+    step()
+    state = {"model": model, "optimizer": optimizer, "step": 1}
+    expected = copy.deepcopy((net.state_dict(), optimizer.optimizer.state_dict()))
+    fabric.save(tmp_path / "a.ckpt", state)
+    assert not (tmp_path / "a.ckpt").exists()  # lazily
+    state["step"] = 2
+    step()
+    fabric.load(tmp_path / "a.ckpt", state)
+    assert state["step"] == 1
+    assert torch.equal(net.weight, expected[0]["weight"])
+    assert torch.equal(optimizer.optimizer.state_dict()["state"][0]["exp_avg"], expected[1]["state"][0]["exp_avg"])
+
+
+def run_script(folder: Path, installed: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(text)
+    paths = [str(Path(lazyckpt.__file__).parents[1]), str(installed), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+SLOW_DISK = f"""
+import sys, time, torch
+from pathlib import Path
+from lazyckpt import commit
+folder, staging = Path(sys.argv[1]), commit.FileStaging
+def late(target):
+    time.sleep({SLOW_S})
+    return staging(target)
+commit.FileStaging = late
+from lazyckpt.integrations.lightning import LazyCheckpointIO
+"""
+
+
+def test_what_fabric_saved_last_is_there_when_the_program_ends(tmp_path: Path, entry_point: Path) -> None:
+    text = """
+from lightning.fabric import Fabric
+io = LazyCheckpointIO()
+fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
+model, optimizer = fabric.setup(net := torch.nn.Linear(64, 64), torch.optim.Adam(net.parameters()))
+fabric.backward(model(torch.ones(1, 64)).sum())
+optimizer.step()
+fabric.save(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
+(handle,) = io._open_saver().pending()
+assert handle.wait_captured(9) and not handle.path.exists()
+torch.save(net.state_dict(), folder / "expected.pt")
+handle.add_done_callback(lambda _: print("eager", handle.metrics.eager_bytes, "of", handle.metrics.bytes))
+"""
+    done = run_script(tmp_path, entry_point, SLOW_DISK + text)
+    ours, expected = torch.load(tmp_path / "a.ckpt")["model"], torch.load(tmp_path / "expected.pt")
+    assert torch.equal(ours["weight"], expected["weight"])
+    # Its first save, and lazy: it has seen the optimizer step.
+    _, eager, _, total = done.stdout.splitlines()[-1].split()
+    assert int(eager) < 0.1 * int(total)
+
+
+DISTRIBUTED = """
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(64, 64)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), 2)
+def run(strategy, plugins, name, epochs=1, **kwargs):
+    # One name for all: every rank must know what is pending on rank 0, or the ranks give different names.
+    checkpoint = ModelCheckpoint(folder / name, monitor="step", mode="max", every_n_train_steps=1, save_top_k=-1,
+                                 filename="x", save_last="link")
+    trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=2, strategy=strategy, plugins=plugins, logger=False,
+                      enable_progress_bar=False, enable_model_summary=False, callbacks=[checkpoint])
+    trainer.fit(Net(), **kwargs)
+    return trainer, checkpoint
+"""
+
+
+@pytest.mark.slow
+def test_ddp(tmp_path: Path, entry_point: Path) -> None:
+    text = """
+_, plain = run("ddp", [], "plain")
+io = LazyCheckpointIO(host_buffer_bytes=16384, chunk_bytes=4096)
+trainer, lazy = run("ddp", [io], "lazy")
+assert Path(lazy.best_model_path).name == Path(plain.best_model_path).name == "x-v3.ckpt", lazy.best_model_path
+assert (folder / "lazy" / "x-v3.ckpt").exists()  # on every rank, as soon as fit returns
+trainer, _ = run("ddp", [io], "lazy", epochs=2, ckpt_path="last")
+assert trainer.global_step == 8
+"""
+    run_script(tmp_path, entry_point, SLOW_DISK + DISTRIBUTED + text)
+    files = {"x.ckpt", "x-v1.ckpt", "x-v2.ckpt", "x-v3.ckpt", "last.ckpt"}
+    assert names_in(tmp_path / "plain").keys() == files < names_in(tmp_path / "lazy").keys()
+    for name in files - {"last.ckpt"}:
+        ours, theirs = (torch.load(tmp_path / folder / name)["state_dict"] for folder in ("lazy", "plain"))
+        assert torch.equal(ours["layer.weight"], theirs["layer.weight"])
+
+
+@pytest.mark.slow
+def test_ddp_spawn(tmp_path: Path, entry_point: Path) -> None:
+    text = """
+if __name__ == "__main__":
+    _, plain = run("ddp_spawn", [], "plain")
+    trainer, lazy = run("ddp_spawn", [LazyCheckpointIO(host_buffer_bytes=16384, chunk_bytes=4096)], "lazy")
+    assert Path(lazy.best_model_path).name == Path(plain.best_model_path).name
+    last = torch.load(folder / "lazy" / "last.ckpt")["state_dict"]
+    # Saved by the worker after its teardown, loaded here.
+    assert torch.equal(last["layer.weight"], trainer.lightning_module.layer.weight)
+"""
+    run_script(tmp_path, entry_point, SLOW_DISK + DISTRIBUTED + text)
+    assert names_in(tmp_path / "lazy") == names_in(tmp_path / "plain")
+
+
+# the example
+
+
+def test_the_example_resumes_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def example(folder: str, *options: str) -> Any:
+        small = ["--steps", "2", "--layers", "1", "--width", "32"]
+        monkeypatch.setattr(sys, "argv", ["lightning_gpt.py", str(tmp_path / folder), *small, *options])
+        runpy.run_path(str(ROOT / "examples" / "lightning_gpt.py"), run_name="__main__")
+        assert "validation loss" in capsys.readouterr().out
+        newest = max((tmp_path / folder).glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
+        return torch.load(newest)
+
+    whole = example("whole", "--epochs", "2")
+    example("stopped", "--epochs", "1")
+    resumed = example("stopped", "--epochs", "2", "--resume")
+    assert resumed["global_step"] == whole["global_step"] == 4
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value)
+    assert "checkpoint/blocked_ms" in (tmp_path / "whole" / "metrics.csv").read_text()
