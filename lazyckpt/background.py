@@ -107,6 +107,8 @@ class Background:
         self._tasks: list[Future[None]] = []  # of the handles in flight, and of those that still clean up
         self._failed: list[SaveHandle] = []
         self._last: SaveHandle | None = None  # launched
+        self._doomed: set[Path] = set()  # to be removed, unless they are saved again before
+        self._removal = threading.Lock()
 
     @property
     def newest(self) -> SaveHandle | None:
@@ -118,12 +120,17 @@ class Background:
         return [handle for handle in self._in_flight if not handle.done()]
 
     def launch(self, flight: Flight) -> None:
+        with self._removal:
+            self._doomed.discard(flight.handle.path)
         self._in_flight.append(flight.handle)
         self._last = flight.handle
         self._submit(self._persist, flight)
 
     def remove(self, path: Path) -> None:
-        """Removes a file or folder once every save launched so far is durable; keeps it if the last one fails."""
+        """Removes a file or folder once every save launched so far is durable; keeps it if the last one fails, or if it
+        is saved again."""
+        with self._removal:
+            self._doomed.add(path)
         self._submit(self._remove_behind, path, [*self.pending, *([self._last] if self._last else [])])
 
     def _submit(self, task: Callable[..., None], *args: Any) -> None:
@@ -138,7 +145,11 @@ class Background:
             _warn(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
             return
         try:
-            commit.remove(path)
+            with self._removal:
+                trash = commit.hide(path) if path in self._doomed else None
+                self._doomed.discard(path)
+            if trash is not None:
+                commit.unlink(trash)
         except OSError as cause:
             _warn(f"{path} could not be removed: {cause}")
 

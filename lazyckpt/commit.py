@@ -210,15 +210,22 @@ def publish_file(temporary: Path, target: Path) -> None:
 
 def remove(path: Path) -> None:
     """Step 7: out of sight at once, removed after; a crash in between leaves a leftover that sweep() finds."""
+    if (trash := hide(path)) is not None:
+        unlink(trash)
+
+
+def hide(path: Path) -> Path | None:
+    """The first half of :func:`remove`: the name is free now. Returns what :func:`unlink` is to be given, or None if
+    there was nothing."""
     trash = path.with_name(f"{TRASH}{path.name.removeprefix(TEMPORARY)}-{uuid.uuid4().hex}")
     try:
         os.rename(path, trash)
     except FileNotFoundError:
-        return
-    _unlink(trash)
+        return None
+    return trash
 
 
-def _unlink(trash: Path) -> None:
+def unlink(trash: Path) -> None:
     """Whatever stood in the place of a checkpoint: a folder, a file, a link."""
     if trash.is_dir() and not trash.is_symlink():
         shutil.rmtree(trash, ignore_errors=True)
@@ -232,7 +239,7 @@ def sweep(root: Path) -> list[Path]:
     for entry in list(os.scandir(root)):
         path = Path(entry.path)
         if entry.name.startswith(TRASH):
-            _unlink(path)
+            unlink(path)
             swept.append(path)
         elif entry.name.startswith(TEMPORARY) and _remove_abandoned(path):
             swept.append(path)

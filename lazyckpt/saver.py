@@ -154,7 +154,8 @@ class Saver:
         return self._background.pending
 
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Return when nothing is pending any more, or nothing that will have the name ``path`` or lie in it.
+        """Return when nothing is pending any more, neither saves nor removals nor done-callbacks of handles; or no save
+        that will have the name ``path`` or lie in it.
 
         Raises the first SaveError that nobody has seen yet (``on_error="raise"``).
         """
@@ -172,7 +173,8 @@ class Saver:
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a file or folder in the background, once everything saved before this call is durable.
 
-        If the last of that fails, ``path`` stays, with a warning: it may be the last good one.
+        If the last of that fails, ``path`` stays, with a warning: it may be the last good one. So does what is saved
+        under that name after this call.
         """
         self.check_usable()
         self._background.remove(Path(path))

@@ -335,6 +335,21 @@ def test_a_pending_file_is_removed_after_it_was_written(
     saver.wait()
 
 
+def test_what_is_saved_again_is_not_removed(
+    saver: lazyckpt.Saver, training: Training, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a removal that waited for an earlier save deleted what was saved under that name since."""
+    hide = commit.hide
+    monkeypatch.setattr(commit, "hide", lambda path: (time.sleep(0.2), hide(path))[1])  # so late that it is there
+    torch.save("old", tmp_path / "a.pt")
+    saver.save(training.state(), tmp_path / "b.pt")
+    saver.remove(tmp_path / "a.pt")
+    saver.save("new", tmp_path / "a.pt")
+    held.set()
+    saver.wait()
+    assert torch.load(tmp_path / "a.pt") == "new"
+
+
 # leftovers
 
 
