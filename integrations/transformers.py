@@ -52,7 +52,8 @@ try:
     from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
     from transformers.training_args import ParallelMode
-    from transformers.utils import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME
+    from transformers.utils import WEIGHTS_NAME
+    from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
 except ImportError as error:
     raise ImportError(_NEEDED + _INSTALL) from error
 if not hasattr(Trainer, "_finalize_training"):
@@ -77,7 +78,7 @@ class _Save:
     on_save: bool = False  # the other callbacks want to know
 
 
-class LazyCheckpointCallback(TrainerCallback):  # type: ignore[misc]
+class LazyCheckpointCallback(TrainerCallback):
     """Makes the Trainer that it is given to save lazily.
 
     Keyword arguments are the fields of :class:`lazyckpt.Config`, except ``keep_last`` and ``keep_every``: retention is
@@ -117,13 +118,15 @@ class LazyCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     # What the wrapped methods call
 
-    def save(self, trainer: Trainer, trial: Any, write: Callable[[], None]) -> None:
+    def save(self, trainer: Any, trial: Any, write: Callable[[], None]) -> None:
         """Lets ``write``, a ``_save_checkpoint``, write into a staged folder, and saves that."""
         if self._saving is trainer or not _is_supported(trainer):
             write()
             return
         begin = time.perf_counter()
         self._announce()
+        if self._saver is not None:
+            self._saver.check()  # before the work is done, if there is an earlier failure to tell of
         state = trainer.state
         run_dir = trainer._get_output_dir(trial=trial)
         target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -134,7 +137,10 @@ class LazyCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 blocking = _is_just_in_time(Path(target))
                 staged = stack.enter_context(self._stage(trainer, target))
             folder = _from_rank_zero(trainer, staged and str(staged.path))
-            self._set_best(state, run_dir)  # before the state is written
+            # What _save_checkpoint would do, if it were not led to look for it in the staged folder.
+            best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            if os.path.isdir(best):
+                state.best_model_checkpoint = best
             self._saving = trainer
             try:
                 # A rank that does not see the folder is on another node: what it writes stays there.
@@ -205,15 +211,9 @@ class LazyCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         return self._saver
 
     def _stage(self, trainer: Trainer, target: str) -> lazyckpt.StagedFolder:
-        self._inside = Path(trainer.args.output_dir, STAGING).absolute()
+        self._inside = Path(str(trainer.args.output_dir), STAGING).absolute()
         step = trainer.state.global_step
         return self._open(trainer.model).stage(Path(target).absolute(), inside=self._inside, step=step)
-
-    def _set_best(self, state: TrainerState, run_dir: str) -> None:
-        """What _save_checkpoint does only if the folder exists: it may be on its way."""
-        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        if any(save.state.global_step == state.best_global_step for save in self._saves) or os.path.isdir(best):
-            state.best_model_checkpoint = best
 
     def _announce(self) -> None:
         """Does what had to wait for checkpoints that are durable by now."""
@@ -248,7 +248,10 @@ class LazyCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         limit = save.trainer.args.save_total_limit
         if self._saver is None or not limit or limit < 0:
             return
-        checkpoints = sort_checkpoints(os.path.dirname(save.target), use_mtime=True)
+        # Those after this one that are durable already have their turn: somebody still waits for them.
+        later = {str(Path(s.target)) for s in self._saves}
+        known = sort_checkpoints(os.path.dirname(save.target), use_mtime=True)
+        checkpoints = [path for path in known if path not in later]
         protected = set(checkpoints[-1:])
         if save.state.best_model_checkpoint is not None:
             protected.add(str(Path(save.state.best_model_checkpoint)))
@@ -419,7 +422,7 @@ def _on_save(
     state: TrainerState,
     control: TrainerControl,
     **kwargs: Any,
-) -> TrainerControl:
+) -> Any:
     if callback.defers_on_save(handler, state):
         control.should_save = False
         return control

@@ -6,7 +6,7 @@ import errno
 import io
 import json
 import os
-import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -330,15 +331,15 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Graph) -> None:
     whole = trainer_of(tmp_path / "whole", lazy())
     whole.train()
     killed = tmp_path / "killed"
-    died = subprocess.run([sys.executable, __file__, str(killed)], capture_output=True, timeout=120, check=False)
+    died = subprocess.run([sys.executable, __file__, "die", str(killed)], capture_output=True, timeout=120, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     (leftover,) = (killed / STAGING).glob(".tmp-checkpoint-6-*")
     assert (leftover / "model.safetensors").exists() and (leftover / "trainer_state.json").exists()
     assert checkpoints(killed) == [STAGING, "checkpoint-2", "checkpoint-4"]
     assert get_last_checkpoint(str(killed)) == str(killed / "checkpoint-4")
 
-    resumed = trainer_of(killed, lazy())
     transformers.set_seed(999)
+    resumed = trainer_of(killed, lazy())
     resumed.train(resume_from_checkpoint=True)
     assert final_state(resumed, graph) == final_state(whole, graph)
     losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
@@ -386,8 +387,9 @@ def test_while_it_is_written_a_checkpoint_has_no_name(tmp_path: Path, disk: Disk
 
 
 def test_a_save_that_fails_raises_at_the_next(tmp_path: Path, disk: Disk) -> None:
+    callback = lazy()
     disk.fails_at = {"checkpoint-2"}
-    trainer = trainer_of(tmp_path, lazy())
+    trainer = trainer_of(tmp_path, callback, At("on_step_begin", 3, lambda: wait([callback.newest])))
     with pytest.raises(lazyckpt.NoSpaceError, match="step 2"):
         trainer.train()
     assert trainer.state.global_step == 4
@@ -428,9 +430,10 @@ def test_an_exception_in_training_leaves_the_checkpoint_whole(tmp_path: Path, di
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path, disk: Disk) -> None:
     seen: list[list[str]] = []
-    look = At("on_step_end", 5, lambda: (seen.append(checkpoints(tmp_path)), disk.free.set()))
-    hold = At("on_step_end", 3, disk.free.clear)
-    trainer_of(tmp_path, lazy(), hold, look, max_steps=6, save_total_limit=1).train()
+    look = At("on_step_begin", 4, lambda: (seen.append(checkpoints(tmp_path)), disk.free.set()))
+    callback = lazy()
+    hold = At("on_step_begin", 3, lambda: (wait([callback.newest]), disk.free.clear()))
+    trainer_of(tmp_path, callback, hold, look, max_steps=6, save_total_limit=1).train()
     assert [name for name in seen[0] if name != STAGING] == ["checkpoint-2"]
     assert checkpoints(tmp_path) == ["checkpoint-6"]
 
@@ -463,8 +466,14 @@ def test_the_best_model_is_kept_and_loaded(
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         options = arguments(
-            "out", save_strategy=strategy, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-            metric_for_best_model="score", greater_is_better=False, save_total_limit=limit,
+            "out",
+            save_strategy=strategy,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="score",
+            greater_is_better=False,
+            save_total_limit=limit,
         )
         trainer = Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=list(callbacks))
         trainer.train()
@@ -478,6 +487,19 @@ def test_the_best_model_is_kept_and_loaded(
     for name in checkpoints(folders[0]):
         states = [contents(folder / name, graph)["trainer_state.json"] for folder in folders]
         assert states[1] == states[0]
+
+
+def test_the_best_model_is_found_again_after_the_folder_was_moved(tmp_path: Path) -> None:
+    def trainer_in(folder: Path, steps: int) -> Trainer:
+        evaluated = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"}
+        options = arguments(folder, max_steps=steps, greater_is_better=False, **evaluated)
+        return Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=[lazy()])
+
+    trainer_in(tmp_path / "old", 4).train()
+    (tmp_path / "old").rename(tmp_path / "new")
+    resumed = trainer_in(tmp_path / "new", 6)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "new" / "checkpoint-4")
 
 
 # Those who wait for the folder
@@ -620,7 +642,7 @@ def test_nothing_of_torch_or_safetensors_stays_replaced(tmp_path: Path) -> None:
 
 
 def test_knobs_are_checked_at_once() -> None:
-    with pytest.raises(lazyckpt.ConfigError, match="LazyCheckpointCallback.*no_such_knob"):
+    with pytest.raises(lazyckpt.ConfigError, match=r"LazyCheckpointCallback.*no_such_knob"):
         LazyCheckpointCallback(no_such_knob=1)
     with pytest.raises(lazyckpt.ConfigError, match="max_in_flight"):
         LazyCheckpointCallback(max_in_flight=0)
@@ -628,8 +650,67 @@ def test_knobs_are_checked_at_once() -> None:
         LazyCheckpointCallback(keep_last=3)
 
 
+# Several processes, and the example
+
+
+def train_in_two_processes(folder: str) -> None:
+    """Run by torchrun: each rank leaves what it ended with."""
+    options = arguments(
+        folder,
+        ddp_backend="gloo",
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=False,
+        save_total_limit=2,
+    )
+    trainer = Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=[lazy()])
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if os.path.isdir(folder) else None)
+    result = trainer.model.state_dict(), trainer.state.best_model_checkpoint, trainer.state.global_step
+    torch.save(result, f"{folder}-rank{options.process_index}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_save_one_folder(tmp_path: Path, graph: Graph) -> None:
+    folder = tmp_path / "out"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*torchrun, __file__, "ddp", str(folder)], capture_output=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert checkpoints(folder) == ["checkpoint-4", "checkpoint-8"]
+    names = set(os.listdir(folder / "checkpoint-8"))
+    assert {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} <= names
+    ended = [torch.load(f"{folder}-rank{rank}.pt") for rank in (0, 1)]
+    assert graph(ended[0]) == graph(ended[1])
+    assert ended[0][1:] == (str(folder / "checkpoint-4"), 8)
+    best = transformers.BertForMaskedLM.from_pretrained(folder / "checkpoint-4")
+    assert graph(best.state_dict()) == graph(ended[1][0])
+
+
+def test_the_example_is_resumed_from_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "the", "return", "of"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    bert().save_pretrained(tmp_path / "model")
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    script = Path(__file__).parents[2] / "examples" / "hf_trainer_minilm.py"
+
+    def run(steps: int) -> str:
+        small = ["--save-every", "2", "--texts", "60", "--batch", "2", "--tokens", "16", "--steps", str(steps)]
+        command = [str(script), str(tmp_path / "run"), "--model", str(tmp_path / "model"), *small]
+        monkeypatch.setattr(sys, "argv", command)
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
+    assert "resuming from the original" in run(4)
+    again = run(6)
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-4'}" in again
+    assert "checkpoint-6: training waited" in again and "evaluation loss of the best model" in again
+    assert "checkpoint-6" in checkpoints(tmp_path / "run")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    random.seed(0)
     warnings.simplefilter("ignore")
-    train_and_die(sys.argv[1])
+    {"die": train_and_die, "ddp": train_in_two_processes}[sys.argv[1]](sys.argv[2])
