@@ -1,0 +1,473 @@
+"""The Hugging Face Trainer, saving lazily.
+
+::
+
+    from lazyckpt.integrations.transformers import LazyCheckpointCallback
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[LazyCheckpointCallback()])
+    trainer.train(resume_from_checkpoint=True)
+
+The folders ``checkpoint-N`` hold the same files under the same names as ever, and are loaded by the same code. But
+training goes on while they are written, and one appears under its name only when all of it is durable: whatever
+ends the process, ``resume_from_checkpoint=True`` never finds half a checkpoint.
+
+How: a callback neither sees its Trainer nor can it replace a save. So importing this module wraps a few methods of
+``transformers.Trainer`` (they stand at the end of this file); in a Trainer without the callback they do what they
+always did. ``_save_checkpoint`` still writes the folder, but into a staged one, and what is large (weights, optimizer)
+is handed to a :class:`lazyckpt.Saver` instead of being written. What has to find the folder on disk (other
+callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``) follows when it is durable, at the beginning of the next
+training step or at the end of training.
+
+Supported: transformers 5.23 and newer 5.x, in one process or under DistributedDataParallel. With FSDP, DeepSpeed, XLA,
+SageMaker model parallelism or ``save_on_each_node`` the Trainer saves as it does without the callback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lazyckpt
+
+_NEEDED = "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
+_INSTALL = "pip install 'transformers[torch]>=5.23,<6'"
+
+try:
+    import safetensors.torch
+    import transformers.modeling_utils
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+    from transformers.training_args import ParallelMode
+    from transformers.utils import WEIGHTS_NAME
+    from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
+except ImportError as error:
+    raise ImportError(_NEEDED + _INSTALL) from error
+if not hasattr(Trainer, "_finalize_training"):
+    raise ImportError(f"{_NEEDED}{_INSTALL} (found {transformers.__version__})")
+
+# Inside output_dir, since it must be on the same file system. Neither resumption nor rotation looks at it, and
+# push_to_hub, which uploads output_dir, leaves out what begins with "_".
+STAGING = "_lazyckpt"
+_JIT_SENTINEL = "checkpoint-is-incomplete.txt"  # of transformers.trainer_jit_checkpoint
+_LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME}  # written by torch.save
+
+
+@dataclass
+class _Save:
+    """A checkpoint from ``_save_checkpoint`` until those who wait for it have been told that it is durable."""
+
+    trainer: Trainer
+    state: TrainerState  # as it was then
+    target: str  # the folder's final name, as the Trainer spells it
+    handle: lazyckpt.SaveHandle
+    blocked_s: float  # in _save_checkpoint
+    on_save: bool = False  # the other callbacks want to know
+
+
+class LazyCheckpointCallback(TrainerCallback):
+    """Makes the Trainer that it is given to save lazily.
+
+    Keyword arguments are the fields of :class:`lazyckpt.Config`, except ``keep_last`` and ``keep_every``: retention is
+    ``TrainingArguments.save_total_limit``. Raises ConfigError for one that makes no sense.
+
+    A checkpoint that fails in the background raises its SaveError when the next one is saved, or at the end of
+    ``train()``; with ``on_error="warn"`` it is a warning. The log of the Trainer gets, with the training loss that
+    follows, ``checkpoint/step``, ``checkpoint/blocked_ms`` (what that checkpoint kept the training waiting) and
+    ``checkpoint/durable_s`` (from the beginning of the save until a power cut could not undo it).
+    """
+
+    def __init__(self, **knobs: Any) -> None:
+        try:
+            config = lazyckpt.Config(**knobs)
+        except TypeError as error:
+            raise lazyckpt.ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
+        if config.keep_last is not None:
+            raise lazyckpt.ConfigError("keep_last: the Trainer counts its checkpoints; use save_total_limit")
+        self.newest: lazyckpt.SaveHandle | None = None  # of the save that began last
+        self._knobs = knobs
+        self._saver: lazyckpt.Saver | None = None
+        self._saves: list[_Save] = []  # not announced yet, oldest first
+        self._saving: Trainer | None = None
+        self._inside: Path | None = None  # where folders are staged
+        self._metrics: dict[str, float] = {}  # not logged yet
+
+    # What the Trainer calls
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        if args.should_save:
+            self._open(model)  # now: it has to see the optimizer's steps
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._announce()
+
+    # What the wrapped methods call
+
+    def save(self, trainer: Any, trial: Any, write: Callable[[], None]) -> None:
+        """Lets ``write``, a ``_save_checkpoint``, write into a staged folder, and saves that."""
+        if self._saving is trainer or not _is_supported(trainer):
+            write()
+            return
+        begin = time.perf_counter()
+        self._announce()
+        if self._saver is not None:
+            self._saver.check()  # before the work is done, if there is an earlier failure to tell of
+        state = trainer.state
+        run_dir = trainer._get_output_dir(trial=trial)
+        target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        _barrier(trainer)  # every rank has made its sentinel
+        with contextlib.ExitStack() as stack:
+            staged = None
+            if trainer.args.should_save:
+                blocking = _is_just_in_time(Path(target))
+                staged = stack.enter_context(self._stage(trainer, target))
+            folder = _from_rank_zero(trainer, staged and str(staged.path))
+            # What _save_checkpoint would do, if it were not led to look for it in the staged folder.
+            best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            if os.path.isdir(best):
+                state.best_model_checkpoint = best
+            self._saving = trainer
+            try:
+                # A rank that does not see the folder is on another node: what it writes stays there.
+                with _writing_into(folder, staged, trainer) if os.path.isdir(folder) else contextlib.nullcontext():
+                    write()
+            finally:
+                self._saving = None
+            _barrier(trainer)  # every rank has written its part
+            written = os.path.join(folder, os.path.basename(target))
+            if state.best_model_checkpoint == written:
+                state.best_model_checkpoint = target
+                if staged is not None:
+                    state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
+            # Only rank 0 knows of folders on their way; all are going to load the best one.
+            state.best_model_checkpoint = _from_rank_zero(trainer, state.best_model_checkpoint)
+            if staged is None:
+                return
+            for entry in list(Path(written).iterdir()):
+                entry.rename(staged.path / entry.name)
+            os.rmdir(written)
+            handle = self.newest = staged.save(blocking=blocking)
+        blocked_s = time.perf_counter() - begin
+        self._saves.append(_Save(trainer, copy.copy(state), target, handle, blocked_s))
+        if blocking:
+            self._announce()
+
+    def defers_on_save(self, handler: CallbackHandler, state: TrainerState) -> bool:
+        """Whether the other callbacks hear of the newest save later."""
+        for save in self._saves:
+            if save.trainer.callback_handler is handler and save.state.global_step == state.global_step:
+                save.on_save = True
+                return True
+        return False
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the log does not have yet."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def wait(self) -> None:
+        """Until every checkpoint is durable and announced. Raises the first SaveError that nobody has seen yet."""
+        if self._saver is not None:
+            try:
+                self._saver.wait()
+            finally:
+                self._announce()
+
+    def close(self) -> None:
+        """:meth:`wait`, and until what is superfluous is removed. The next save starts the threads anew."""
+        if self._saver is None:
+            return
+        try:
+            with self._saver:
+                self.wait()
+        finally:
+            self._saver = None
+            self._saves.clear()
+            if self._inside is not None:
+                with contextlib.suppress(OSError):  # another process stages in it, too
+                    self._inside.rmdir()
+
+    # The parts
+
+    def _open(self, model: Any) -> lazyckpt.Saver:
+        if self._saver is None:
+            self._saver = lazyckpt.Saver(**self._knobs)
+        self._saver.watch(model)
+        return self._saver
+
+    def _stage(self, trainer: Trainer, target: str) -> lazyckpt.StagedFolder:
+        self._inside = Path(str(trainer.args.output_dir), STAGING).absolute()
+        step = trainer.state.global_step
+        return self._open(trainer.model).stage(Path(target).absolute(), inside=self._inside, step=step)
+
+    def _announce(self) -> None:
+        """Does what had to wait for checkpoints that are durable by now."""
+        while self._saves and self._saves[0].handle.done():
+            save = self._saves.pop(0)
+            # Not handle.exception(): that would count as having told somebody.
+            if Future.exception(save.handle) is None:
+                self._announce_one(save)
+
+    def _announce_one(self, save: _Save) -> None:
+        trainer, handle = save.trainer, save.handle
+        self._metrics = {
+            "checkpoint/step": save.state.global_step,
+            "checkpoint/blocked_ms": (save.blocked_s + handle.metrics.gate_blocked_s) * 1e3,
+            "checkpoint/durable_s": handle.metrics.durable_s,
+        }
+        control = trainer.control
+        should_save = control.should_save
+        now, trainer.state = trainer.state, save.state
+        try:
+            if trainer.args.push_to_hub:
+                trainer._push_from_checkpoint(save.target)
+            if save.on_save:
+                trainer.control = trainer.callback_handler.on_save(trainer.args, save.state, control)
+        finally:
+            trainer.state = now
+        trainer.control.should_save = should_save  # which on_save clears, and a save may be about to begin
+        self._rotate(save)
+
+    def _rotate(self, save: _Save) -> None:
+        """What transformers.trainer_utils.rotate_checkpoints does, in the background."""
+        limit = save.trainer.args.save_total_limit
+        if self._saver is None or not limit or limit < 0:
+            return
+        # Those after this one that are durable already have their turn: somebody still waits for them.
+        later = {str(Path(s.target)) for s in self._saves}
+        known = sort_checkpoints(os.path.dirname(save.target), use_mtime=True)
+        checkpoints = [path for path in known if path not in later]
+        protected = set(checkpoints[-1:])
+        if save.state.best_model_checkpoint is not None:
+            protected.add(str(Path(save.state.best_model_checkpoint)))
+        surplus = len(checkpoints) - max(limit, len(protected))
+        for old in [path for path in checkpoints if path not in protected][: max(surplus, 0)]:
+            self._saver.remove(Path(old).absolute())
+
+
+class LazyCheckpointTrainerMixin:
+    """For a Trainer with a ``_save_checkpoint`` of its own, which adds files to the folder::
+
+        class LazyTrainer(LazyCheckpointTrainerMixin, MyTrainer): ...
+
+    Its files become part of the staged folder if it writes them to ``self._get_output_dir(trial)``, as the Trainer
+    does. A :class:`LazyCheckpointCallback` is added unless there is one among ``callbacks``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if _callback_in(self.callback_handler) is None:  # type: ignore[attr-defined]
+            self.add_callback(LazyCheckpointCallback())  # type: ignore[attr-defined]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        write = functools.partial(super()._save_checkpoint, model, trial)  # type: ignore[misc]
+        callback = _callback_in(self.callback_handler)  # type: ignore[attr-defined]
+        write() if callback is None else callback.save(self, trial, write)
+
+
+# Where files go while a checkpoint is written
+
+
+@contextlib.contextmanager
+def _writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Trainer) -> Iterator[None]:
+    """The Trainer writes ``folder/checkpoint-N`` instead of ``output_dir/checkpoint-N``; what is large goes to
+    ``staged`` instead."""
+    root = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    torch_save, save_file = torch.save, safetensors.torch.save_file
+
+    def name_in_root(file: Any) -> str | None:
+        path = os.fspath(file) if isinstance(file, str | os.PathLike) else ""
+        return os.path.relpath(path, root) if path.startswith(root + os.sep) else None
+
+    def stage_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        name = name_in_root(f)
+        if name is None or staged is None or os.path.basename(name) not in _LARGE:
+            torch_save(obj, f, *args, **kwargs)
+        else:
+            staged.add(name, obj)
+
+    def stage_tensors(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        name = name_in_root(filename)
+        if name is None or staged is None:
+            save_file(tensors, filename, metadata)
+        else:
+            staged.add(name, {key: _alone(tensor) for key, tensor in tensors.items()}, metadata)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_attribute(trainer, "_get_output_dir", lambda trial: folder))
+        # There is nothing to push yet, and in the staged folder nothing to rotate.
+        stack.enter_context(_attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None))
+        stack.enter_context(_attribute(torch, "save", stage_object))
+        stack.enter_context(_attribute(safetensors.torch, "save_file", stage_tensors))
+        stack.enter_context(_attribute(transformers.modeling_utils, "safe_save_file", stage_tensors))
+        if (peft := sys.modules.get("peft.peft_model")) is not None:
+            stack.enter_context(_attribute(peft, "safe_save_file", stage_tensors))
+        yield
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A part of a larger storage is copied: the other parts may be in the same file, under other names."""
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def _attribute(obj: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives ``obj`` another attribute for a while. Threads that save elsewhere are not affected by what we set."""
+    before = vars(obj).get(name, _ABSENT)
+    setattr(obj, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(obj, name)
+        else:
+            setattr(obj, name, before)
+
+
+def _is_just_in_time(target: Path) -> bool:
+    """Whether ``enable_jit_checkpoint`` saves: the process was told to end, so it has to be durable at once.
+
+    The folder with its sentinel would be taken for a checkpoint if the process were killed now.
+    """
+    sentinel = target / _JIT_SENTINEL
+    if not sentinel.exists():
+        return False
+    sentinel.unlink()
+    with contextlib.suppress(OSError):  # not empty: the same step was saved before, and still counts
+        target.rmdir()
+    return True
+
+
+# Several processes
+
+
+def _is_supported(trainer: Trainer) -> bool:
+    """Whether one process writes the weights and the optimizer, with torch.save and safetensors."""
+    alone = trainer.args.world_size == 1 and trainer.args.parallel_mode is not ParallelMode.TPU
+    data_parallel = trainer.args.parallel_mode is ParallelMode.DISTRIBUTED and not trainer.args.save_on_each_node
+    return (alone or data_parallel) and not (
+        trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
+    )
+
+
+def _barrier(trainer: Trainer) -> None:
+    if trainer.args.parallel_mode is ParallelMode.DISTRIBUTED:
+        torch.distributed.barrier()
+
+
+def _from_rank_zero(trainer: Trainer, value: Any) -> Any:
+    if trainer.args.parallel_mode is not ParallelMode.DISTRIBUTED:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+# The way in
+
+
+def _callback_in(handler: CallbackHandler) -> LazyCheckpointCallback | None:
+    return next((c for c in handler.callbacks if isinstance(c, LazyCheckpointCallback)), None)
+
+
+def _wrap(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Puts the decorated ``function(callback, self, original, …)`` in front of the method ``name`` of ``owner``."""
+
+    def install(function: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            callback = _callback_in(self if isinstance(self, CallbackHandler) else self.callback_handler)
+            if callback is None:
+                return original(self, *args, **kwargs)
+            return function(callback, self, functools.partial(original, self), *args, **kwargs)
+
+        setattr(owner, name, method)
+        return function
+
+    return install
+
+
+@_wrap(Trainer, "_save_checkpoint")
+def _save(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, model: Any, trial: Any) -> None:
+    callback.save(trainer, trial, functools.partial(original, model, trial))
+
+
+@_wrap(CallbackHandler, "on_save")
+def _on_save(
+    callback: LazyCheckpointCallback,
+    handler: CallbackHandler,
+    original: Any,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    **kwargs: Any,
+) -> Any:
+    if callback.defers_on_save(handler, state):
+        control.should_save = False
+        return control
+    return original(args, state, control, **kwargs)
+
+
+@_wrap(Trainer, "log")
+def _log(
+    callback: LazyCheckpointCallback, trainer: Trainer, original: Any, logs: dict[str, float], *args: Any, **kwargs: Any
+) -> None:
+    # Not an entry of its own: Trainers that override log() (TRL) empty their averages at each call. And not with
+    # the results of an evaluation: a hyperparameter search adds those up.
+    if "loss" in logs or "train_loss" in logs:
+        logs.update(callback.take_metrics())
+    original(logs, *args, **kwargs)
+
+
+@_wrap(Trainer, "_load_best_model")
+@_wrap(Trainer, "_load_from_checkpoint")
+def _load(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *args: Any, **kwargs: Any) -> Any:
+    callback.wait()
+    _barrier(trainer)
+    return original(*args, **kwargs)
+
+
+@_wrap(Trainer, "_finalize_training")
+def _finalize(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *args: Any, **kwargs: Any) -> Any:
+    callback.close()
+    _barrier(trainer)
+    best = trainer.state.best_model_checkpoint
+    if best is not None and not os.path.isdir(best):  # it failed, and on_error="warn" let training go on
+        warnings.warn(f"the best checkpoint, {best}, was not saved", stacklevel=2)
+        trainer.state.best_model_checkpoint = None
+    return original(*args, **kwargs)
+
+
+@_wrap(Trainer, "train")
+def _train(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *args: Any, **kwargs: Any) -> Any:
+    callback.wait()  # it is about to look for the last checkpoint
+    _barrier(trainer)
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        try:
+            callback.close()  # what was begun becomes durable all the same
+        except Exception as failure:  # what ended training matters more
+            warnings.warn(str(failure), stacklevel=2)
+        raise

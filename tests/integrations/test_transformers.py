@@ -1,0 +1,716 @@
+"""The Trainer, saving lazily: the same files, whole or absent, and what the Trainer makes of them."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for name in ("transformers", "accelerate", "safetensors"):
+    pytest.importorskip(name)
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import safetensors  # noqa: E402
+import safetensors.torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
+
+import lazyckpt  # noqa: E402
+from lazyckpt import background, commit  # noqa: E402
+from lazyckpt.integrations.transformers import (  # noqa: E402
+    STAGING,
+    LazyCheckpointCallback,
+    LazyCheckpointTrainerMixin,
+)
+
+# Half of the state of bert(): the rest stays uncopied while the disk is held back.
+SMALL_RING = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 640 << 10}
+Graph = Callable[[Any], Any]
+
+
+# Small models, a small data set, short runs
+
+
+def bert(**options: Any) -> Any:
+    """With dropout, and with tied weights."""
+    transformers.set_seed(1)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = transformers.BertConfig(vocab_size=512, max_position_embeddings=32, **sizes, **options)
+    return transformers.BertForMaskedLM(config)
+
+
+def mixtral() -> Any:
+    """Its experts are one tensor in memory and many in the file."""
+    transformers.set_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.MixtralConfig(vocab_size=512, num_local_experts=4, num_key_value_heads=2, **sizes)
+    return transformers.MixtralForCausalLM(config)
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(bert(), peft.LoraConfig(r=16, target_modules=["query", "value"], lora_dropout=0.1))
+
+
+class Plain(torch.nn.Module):
+    """Not a PreTrainedModel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(512, 64)
+        self.norm = torch.nn.BatchNorm1d(64)  # its buffers change in forward
+        self.head = torch.nn.Linear(64, 512)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.norm(self.embedding(input_ids).flatten(0, 1)))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels.flatten())}
+
+
+def plain() -> Any:
+    transformers.set_seed(1)
+    return Plain()
+
+
+class Sharded(transformers.BertForMaskedLM):  # type: ignore[misc]
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(*args, max_shard_size="100KB", **kwargs)
+
+
+def sharded() -> Any:
+    return Sharded(bert().config)
+
+
+def frozen() -> Any:
+    model = bert()
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[0].requires_grad_(False)
+    return model
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 512, (8,), generator=generator) for _ in range(24)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 8,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **{**options, **changes})
+
+
+def trainer_of(
+    folder: Path | str,
+    *callbacks: TrainerCallback,
+    model: Callable[[], Any] = bert,
+    cls: type[Trainer] = Trainer,
+    **changes: Any,
+) -> Trainer:
+    return cls(model(), arguments(folder, **changes), train_dataset=data(), callbacks=list(callbacks))
+
+
+def lazy(**knobs: Any) -> LazyCheckpointCallback:
+    return LazyCheckpointCallback(**{**SMALL_RING, **knobs})
+
+
+def checkpoints(folder: Path | str) -> list[str]:
+    """Everything in the folder, in the order of the steps."""
+    return sorted(os.listdir(folder), key=lambda name: (len(name), name))
+
+
+# What is compared
+
+
+def contents(folder: Path, graph: Graph) -> dict[str, Any]:
+    """Every file, as its loader gives it."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, "pt") as file:
+                tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
+                # Ours are the checksums, which the format has no place for.
+                metadata = {k: v for k, v in file.metadata().items() if not k.startswith("lazyckpt.")}
+                found[name] = metadata, graph(tensors)
+        elif path.name == "trainer_state.json":
+            state = json.loads(path.read_text())
+            state["log_history"] = [without_times(entry) for entry in state["log_history"]]
+            found[name] = state
+        elif path.name == "training_args.bin":
+            found[name] = torch.load(path, weights_only=False).max_steps
+        elif path.suffix in (".pt", ".pth"):
+            found[name] = graph(torch.load(path, weights_only=path.suffix == ".pt"))
+        elif path.is_file() and path.suffix != ".md":
+            found[name] = path.read_bytes()
+    return found
+
+
+def without_times(entry: dict[str, Any]) -> dict[str, Any]:
+    timing = ("runtime", "per_second")
+    return {k: v for k, v in entry.items() if not k.startswith("checkpoint/") and not k.endswith(timing)}
+
+
+def final_state(trainer: Trainer, graph: Graph) -> Any:
+    inner = trainer.optimizer.optimizer
+    return graph([trainer.model.state_dict(), inner.state_dict(), trainer.lr_scheduler.state_dict()])
+
+
+# A disk that is slow, held back or full
+
+
+class Disk:
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.publish_s = 0.0
+        self.fails_at: set[str] = set()
+        self.published: list[str] = []
+        self.existed: list[bool] = []
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """Holds saves back before their files are made: what does not fit into the ring stays uncopied."""
+    disk = Disk()
+    persist, publish = background.Background._persist, commit.Staging.publish
+
+    def held_persist(self: Any, flight: Any) -> None:
+        assert disk.free.wait(60), "a test forgot to release the disk"
+        persist(self, flight)
+
+    def slow_publish(self: commit.Staging) -> Any:
+        time.sleep(disk.publish_s)
+        if self.target.name in disk.fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        disk.existed.append(self.target.exists())
+        result = publish(self)
+        disk.published.append(self.target.name)
+        return result
+
+    monkeypatch.setattr(background.Background, "_persist", held_persist)
+    monkeypatch.setattr(commit.Staging, "publish", slow_publish)
+    yield disk
+    disk.free.set()
+
+
+class At(TrainerCallback):  # type: ignore[misc]
+    """Calls a function at an event of a step."""
+
+    def __init__(self, event: str, step: int, action: Callable[[], object]) -> None:
+        def called(args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                action()
+
+        setattr(self, event, called)
+
+
+# The files
+
+
+@pytest.mark.parametrize("model", [bert, plain, sharded, mixtral, lora, frozen])
+def test_a_lazy_run_leaves_what_the_trainer_leaves(
+    model: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: Graph
+) -> None:
+    (tmp_path / "lazy").mkdir()
+    (tmp_path / "eager").mkdir()
+    monkeypatch.chdir(tmp_path / "eager")
+    trainer_of("out", model=model, max_steps=4).train()
+    monkeypatch.chdir(tmp_path / "lazy")
+    trainer_of("out", lazy(), model=model, max_steps=4).train()
+    eager, ours = tmp_path / "eager" / "out", tmp_path / "lazy" / "out"
+    assert checkpoints(ours) == checkpoints(eager) == ["checkpoint-2", "checkpoint-4"]
+    for name in checkpoints(eager):
+        expected, found = contents(eager / name, graph), contents(ours / name, graph)
+        assert found.keys() == expected.keys()
+        for file in expected:
+            assert found[file] == expected[file], file
+
+
+def copied(obj: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient-checkpointing"])
+@pytest.mark.parametrize("model", [bert, frozen])
+def test_a_lazy_checkpoint_is_what_torch_would_have_saved_at_that_step(
+    model: Callable[[], Any], checkpointing: bool, tmp_path: Path, disk: Disk, graph: Graph
+) -> None:
+    callback = lazy()
+    expected: dict[int, Any] = {}
+    late: list[bool] = []
+
+    class Referenced(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            expected[self.state.global_step] = copied([self.model.state_dict(), self.optimizer.state_dict()])
+            disk.free.clear()
+            super()._save_checkpoint(model, trial)
+
+        def _finalize_training(self, *args: Any) -> Any:
+            disk.free.set()
+            return super()._finalize_training(*args)
+
+    def release() -> None:  # forward and backward are done, the step is next
+        if not disk.free.is_set():
+            late.append(not callback.newest.wait_captured(0))
+            threading.Timer(0.05, disk.free.set).start()
+
+    steps = [At("on_pre_optimizer_step", step, release) for step in range(8)]
+    trainer_of(
+        tmp_path, callback, *steps, model=model, cls=Referenced, max_steps=7, gradient_checkpointing=checkpointing
+    ).train()
+    assert late == [True] * 3  # each was copied under the computation that followed it
+    for step, (weights, optimizer) in expected.items():
+        folder = tmp_path / f"checkpoint-{step}"
+        loaded = model().from_pretrained(folder).state_dict()
+        assert graph(loaded) == graph(weights)
+        assert graph(torch.load(folder / "optimizer.pt", weights_only=True)) == graph(optimizer)
+    assert sorted(expected) == [2, 4, 6, 7]
+
+
+def test_what_is_saved_is_copied_while_training_computes(tmp_path: Path) -> None:
+    callback = lazy()
+    trainer = trainer_of(tmp_path, callback, max_steps=5, save_steps=4)
+    handles: list[lazyckpt.SaveHandle] = []
+    at = At("on_step_begin", 4, lambda: handles.append(callback.newest))
+    trainer.add_callback(at)
+    trainer.train()
+    metrics = handles[0].metrics
+    assert metrics.eager_bytes < metrics.bytes / 20
+    assert metrics.captured_s > metrics.save_blocked_s
+    assert metrics.durable_s > metrics.save_blocked_s
+
+
+# Resumption
+
+
+def train_and_die(folder: str) -> None:
+    """Run in a process of its own: killed when checkpoint-6 is written, but not published."""
+    publish = commit.Staging.publish
+
+    def deadly(self: commit.Staging) -> Any:
+        if self.target.name == "checkpoint-6":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return publish(self)
+
+    commit.Staging.publish = deadly  # type: ignore[method-assign]
+    trainer_of(folder, lazy()).train()
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Graph) -> None:
+    whole = trainer_of(tmp_path / "whole", lazy())
+    whole.train()
+    killed = tmp_path / "killed"
+    died = subprocess.run([sys.executable, __file__, "die", str(killed)], capture_output=True, timeout=120, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    (leftover,) = (killed / STAGING).glob(".tmp-checkpoint-6-*")
+    assert (leftover / "model.safetensors").exists() and (leftover / "trainer_state.json").exists()
+    assert checkpoints(killed) == [STAGING, "checkpoint-2", "checkpoint-4"]
+    assert get_last_checkpoint(str(killed)) == str(killed / "checkpoint-4")
+
+    transformers.set_seed(999)
+    resumed = trainer_of(killed, lazy())
+    resumed.train(resume_from_checkpoint=True)
+    assert final_state(resumed, graph) == final_state(whole, graph)
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+    assert checkpoints(killed) == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("model", [sharded, lora, plain])
+def test_other_layouts_resume_bit_for_bit(model: Callable[[], Any], tmp_path: Path, graph: Graph) -> None:
+    whole = trainer_of(tmp_path / "whole", lazy(), model=model)
+    whole.train()
+    transformers.set_seed(999)
+    resumed = trainer_of(tmp_path / "resumed", lazy(), model=model)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert final_state(resumed, graph) == final_state(whole, graph)
+
+
+def test_save_only_model(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, lazy(), save_only_model=True, max_steps=2)
+    trainer.train()
+    names = set(os.listdir(tmp_path / "checkpoint-2"))
+    assert {"model.safetensors", "config.json", "trainer_state.json"} <= names
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth"} & names
+
+
+# What is not whole does not exist
+
+
+def test_while_it_is_written_a_checkpoint_has_no_name(tmp_path: Path, disk: Disk) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    callback = lazy()
+    seen: list[Any] = []
+
+    def look() -> None:
+        staged = [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")]
+        pushed = filter_repo_objects(staged, ignore_patterns=["_*", "checkpoint-*"])  # as Trainer.push_to_hub has it
+        seen.extend([len(staged) > 5, get_last_checkpoint(str(tmp_path)), list(pushed)])
+        disk.free.set()
+
+    disk.free.clear()
+    trainer_of(tmp_path, callback, At("on_step_begin", 2, look), max_steps=3, save_steps=2).train()
+    assert seen == [True, None, []]
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_a_save_that_fails_raises_at_the_next(tmp_path: Path, disk: Disk) -> None:
+    callback = lazy()
+    disk.fails_at = {"checkpoint-2"}
+    trainer = trainer_of(tmp_path, callback, At("on_step_begin", 3, lambda: wait([callback.newest])))
+    with pytest.raises(lazyckpt.NoSpaceError, match="step 2"):
+        trainer.train()
+    assert trainer.state.global_step == 4
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_save_that_fails_raises_at_the_end_of_training(tmp_path: Path, disk: Disk) -> None:
+    disk.fails_at = {"checkpoint-8"}
+    trainer = trainer_of(tmp_path, lazy())
+    with pytest.raises(lazyckpt.NoSpaceError, match="step 8"):
+        trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_on_error_warn_lets_training_go_on(tmp_path: Path, disk: Disk) -> None:
+    disk.fails_at = {"checkpoint-4"}
+    trainer = trainer_of(tmp_path, lazy(on_error="warn"))
+    with pytest.warns(UserWarning, match="step 4"):
+        trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+
+
+def test_an_exception_in_training_leaves_the_checkpoint_whole(tmp_path: Path, disk: Disk) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    disk.publish_s = 0.2
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, lazy(), At("on_step_begin", 2, stop)).train()
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    resumed = trainer_of(tmp_path, lazy(), max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+
+
+# Retention and the best model
+
+
+def test_an_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path, disk: Disk) -> None:
+    seen: list[list[str]] = []
+    look = At("on_step_begin", 4, lambda: (seen.append(checkpoints(tmp_path)), disk.free.set()))
+    callback = lazy()
+    hold = At("on_step_begin", 3, lambda: (wait([callback.newest]), disk.free.clear()))
+    trainer_of(tmp_path, callback, hold, look, max_steps=6, save_total_limit=1).train()
+    assert [name for name in seen[0] if name != STAGING] == ["checkpoint-2"]
+    assert checkpoints(tmp_path) == ["checkpoint-6"]
+
+
+def test_an_old_checkpoint_stays_if_the_new_one_fails(tmp_path: Path, disk: Disk) -> None:
+    disk.fails_at = {"checkpoint-4"}
+    with pytest.raises(lazyckpt.SaveError):
+        trainer_of(tmp_path, lazy(), max_steps=4, save_total_limit=1).train()
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+
+
+class Scripted(Trainer):  # type: ignore[misc]
+    """Evaluates, and then says what the test wants: step 4 is the best."""
+
+    SCORES: dict[int, float] = {2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}  # noqa: RUF012
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(*args, **kwargs)
+        return {**metrics, "eval_score": self.SCORES[self.state.global_step]}
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_the_best_model_is_kept_and_loaded(
+    strategy: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, graph: Graph
+) -> None:
+    disk.publish_s = 0.05
+
+    def run(name: str, *callbacks: TrainerCallback) -> Trainer:
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        options = arguments(
+            "out",
+            save_strategy=strategy,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="score",
+            greater_is_better=False,
+            save_total_limit=limit,
+        )
+        trainer = Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=list(callbacks))
+        trainer.train()
+        return trainer
+
+    eager, ours = run("eager"), run("lazy", lazy())
+    assert ours.state.best_model_checkpoint == eager.state.best_model_checkpoint == os.path.join("out", "checkpoint-4")
+    assert graph(ours.model.state_dict()) == graph(eager.model.state_dict())
+    folders = [tmp_path / name / "out" for name in ("eager", "lazy")]
+    assert checkpoints(folders[1]) == checkpoints(folders[0])
+    for name in checkpoints(folders[0]):
+        states = [contents(folder / name, graph)["trainer_state.json"] for folder in folders]
+        assert states[1] == states[0]
+
+
+def test_the_best_model_is_found_again_after_the_folder_was_moved(tmp_path: Path) -> None:
+    def trainer_in(folder: Path, steps: int) -> Trainer:
+        evaluated = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"}
+        options = arguments(folder, max_steps=steps, greater_is_better=False, **evaluated)
+        return Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=[lazy()])
+
+    trainer_in(tmp_path / "old", 4).train()
+    (tmp_path / "old").rename(tmp_path / "new")
+    resumed = trainer_in(tmp_path / "new", 6)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "new" / "checkpoint-4")
+
+
+# Those who wait for the folder
+
+
+def test_on_save_comes_when_the_folder_is_there(tmp_path: Path, disk: Disk) -> None:
+    told: list[Any] = []
+
+    class Consumer(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            names = os.listdir(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
+            told.append((state.global_step, {"model.safetensors", "optimizer.pt"} <= set(names)))
+
+    disk.publish_s = 0.1
+    trainer_of(tmp_path, Consumer(), lazy(max_in_flight=3), save_steps=2, save_total_limit=1).train()
+    assert told == [(2, True), (4, True), (6, True), (8, True)]
+
+
+def test_a_push_comes_when_the_folder_is_there(tmp_path: Path, disk: Disk) -> None:
+    pushed: list[Any] = []
+
+    class Pushing(Trainer):  # type: ignore[misc]
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            pushed.append((checkpoint_folder, self.state.global_step, os.path.isdir(checkpoint_folder)))
+
+    disk.publish_s = 0.1
+    trainer = trainer_of(tmp_path, lazy(), cls=Pushing, max_steps=4)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [(str(tmp_path / f"checkpoint-{step}"), step, True) for step in (2, 4)]
+
+
+def test_the_log_tells_what_checkpoints_cost(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, lazy(), eval_strategy="no")
+    result = trainer.train()
+    entries = [e for e in trainer.state.log_history if "checkpoint/step" in e]
+    assert [e["checkpoint/step"] for e in entries][-1] == 8
+    assert len(entries) >= 2
+    for entry in entries:
+        assert 0 < entry["checkpoint/blocked_ms"] < 1e3 * result.metrics["train_runtime"]
+        assert 0 < entry["checkpoint/durable_s"] < result.metrics["train_runtime"]
+    assert [e["step"] for e in trainer.state.log_history if "loss" in e] == list(range(1, 9))
+
+
+def test_an_evaluation_between_saves_gets_no_foreign_metrics(tmp_path: Path) -> None:
+    options = arguments(tmp_path, max_steps=6, save_steps=2, eval_strategy="steps", eval_steps=1, logging_steps=10)
+    trainer = Trainer(bert(), options, train_dataset=data(), eval_dataset=data()[:2], callbacks=[lazy()])
+    trainer.train()
+    evaluations = [e for e in trainer.state.log_history if "eval_loss" in e]
+    assert len(evaluations) == 6
+    assert not any(key.startswith("checkpoint/") for e in evaluations for key in e)
+
+
+# SIGTERM
+
+
+def test_a_just_in_time_checkpoint_is_durable_at_once(tmp_path: Path, disk: Disk, graph: Graph) -> None:
+    callback = lazy()
+    disk.publish_s = 0.2
+    trainer = trainer_of(tmp_path, callback, enable_jit_checkpoint=True, save_steps=100)
+    jit = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "JITCheckpointCallback")
+    jit.jit_manager.kill_wait = 0
+    execute = jit.jit_manager.execute_jit_checkpoint
+    done: list[Any] = []
+
+    def executed() -> None:
+        execute()
+        done.append((callback.newest.done(), callback.newest.step, checkpoints(tmp_path)))
+
+    def terminate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not jit.jit_manager.is_checkpoint_requested:
+            time.sleep(0.01)
+
+    jit.jit_manager.execute_jit_checkpoint = executed
+    trainer.add_callback(At("on_step_end", 2, terminate))
+    trainer.train()
+    step = trainer.state.global_step
+    assert step < 8
+    assert done[0][0] is True
+    name = f"checkpoint-{done[0][1]}"
+    assert name in done[0][2]
+    assert disk.existed[0] is False  # the folder with the sentinel was gone while ours was written
+    assert "checkpoint-is-incomplete.txt" not in os.listdir(tmp_path / name)
+    resumed = trainer_of(tmp_path, lazy())
+    resumed.train(resume_from_checkpoint=str(tmp_path / name))
+    assert resumed.state.global_step == 8
+
+
+# Ways in
+
+
+def test_the_files_of_a_trainers_own_save_checkpoint_are_staged_with_the_mixin(tmp_path: Path, disk: Disk) -> None:
+    class Noted(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            (folder / "notes.txt").write_text("mine")
+
+    class LazyNoted(LazyCheckpointTrainerMixin, Noted):
+        pass
+
+    disk.publish_s = 0.1
+    trainer_of(tmp_path, cls=LazyNoted, max_steps=4).train()
+    assert disk.published == checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    for name in checkpoints(tmp_path):
+        assert (tmp_path / name / "notes.txt").read_text() == "mine"
+
+
+def test_the_mixin_uses_the_callback_that_it_is_given(tmp_path: Path) -> None:
+    class Lazy(LazyCheckpointTrainerMixin, Trainer):  # type: ignore[misc]
+        pass
+
+    callback = lazy()
+    trainer = trainer_of(tmp_path, callback, cls=Lazy, max_steps=2)
+    trainer.train()
+    assert callback.newest is not None and callback.newest.result() == tmp_path / "checkpoint-2"
+
+
+def test_a_trainer_without_the_callback_saves_by_itself(tmp_path: Path, disk: Disk) -> None:
+    trainer_of(tmp_path, max_steps=2).train()
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    assert disk.published == []
+
+
+def test_a_trainer_can_train_twice(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, lazy(), max_steps=2)
+    trainer.train()
+    trainer.args.max_steps = 4
+    trainer.train(resume_from_checkpoint=True)
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_nothing_of_torch_or_safetensors_stays_replaced(tmp_path: Path) -> None:
+    before = torch.save, safetensors.torch.save_file, transformers.modeling_utils.safe_save_file
+    trainer = trainer_of(tmp_path, lazy(), max_steps=2)
+    trainer.train()
+    assert (torch.save, safetensors.torch.save_file, transformers.modeling_utils.safe_save_file) == before
+    assert not {"_get_output_dir", "_push_from_checkpoint"} & vars(trainer).keys()
+
+
+def test_knobs_are_checked_at_once() -> None:
+    with pytest.raises(lazyckpt.ConfigError, match=r"LazyCheckpointCallback.*no_such_knob"):
+        LazyCheckpointCallback(no_such_knob=1)
+    with pytest.raises(lazyckpt.ConfigError, match="max_in_flight"):
+        LazyCheckpointCallback(max_in_flight=0)
+    with pytest.raises(lazyckpt.ConfigError, match="save_total_limit"):
+        LazyCheckpointCallback(keep_last=3)
+
+
+# Several processes, and the example
+
+
+def train_in_two_processes(folder: str) -> None:
+    """Run by torchrun: each rank leaves what it ended with."""
+    options = arguments(
+        folder,
+        ddp_backend="gloo",
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=False,
+        save_total_limit=2,
+    )
+    trainer = Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=[lazy()])
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if os.path.isdir(folder) else None)
+    result = trainer.model.state_dict(), trainer.state.best_model_checkpoint, trainer.state.global_step
+    torch.save(result, f"{folder}-rank{options.process_index}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_save_one_folder(tmp_path: Path, graph: Graph) -> None:
+    folder = tmp_path / "out"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*torchrun, __file__, "ddp", str(folder)], capture_output=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert checkpoints(folder) == ["checkpoint-4", "checkpoint-8"]
+    names = set(os.listdir(folder / "checkpoint-8"))
+    assert {"model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} <= names
+    ended = [torch.load(f"{folder}-rank{rank}.pt") for rank in (0, 1)]
+    assert graph(ended[0]) == graph(ended[1])
+    assert ended[0][1:] == (str(folder / "checkpoint-4"), 8)
+    best = transformers.BertForMaskedLM.from_pretrained(folder / "checkpoint-4")
+    assert graph(best.state_dict()) == graph(ended[1][0])
+
+
+def test_the_example_is_resumed_from_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "the", "return", "of"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    bert().save_pretrained(tmp_path / "model")
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    script = Path(__file__).parents[2] / "examples" / "hf_trainer_minilm.py"
+
+    def run(steps: int) -> str:
+        small = ["--save-every", "2", "--texts", "60", "--batch", "2", "--tokens", "16", "--steps", str(steps)]
+        command = [str(script), str(tmp_path / "run"), "--model", str(tmp_path / "model"), *small]
+        monkeypatch.setattr(sys, "argv", command)
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
+    assert "resuming from the original" in run(4)
+    again = run(6)
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-4'}" in again
+    assert "checkpoint-6: training waited" in again and "evaluation loss of the best model" in again
+    assert "checkpoint-6" in checkpoints(tmp_path / "run")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    {"die": train_and_die, "ddp": train_in_two_processes}[sys.argv[1]](sys.argv[2])
