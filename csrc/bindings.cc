@@ -161,8 +161,8 @@ class JobHandle {
     Raise(status);
   }
 
-  void WaitEager() {
-    Interruptible({}, [this](auto end) { return engine_->get().WaitEager(*job_, end); });
+  bool WaitEager(std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [this](auto end) { return engine_->get().WaitEager(*job_, end); });
   }
   bool WaitCaptured(uint64_t owners, std::optional<double> timeout_s) {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitCaptured(*job_, owners, end); });
@@ -406,7 +406,7 @@ PYBIND11_MODULE(_engine, m) {
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
       .def("seal", &JobHandle::Seal)
       .def("open", &JobHandle::Open)
-      .def("wait_eager", &JobHandle::WaitEager)
+      .def("wait_eager", &JobHandle::WaitEager, "timeout_s"_a = py::none())
       .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())
       .def("wait_released", &JobHandle::WaitReleased, "timeout_s"_a = py::none())
       .def("wait_settled", &JobHandle::WaitSettled, "timeout_s"_a = py::none())

@@ -54,7 +54,7 @@ class Job:
     def open(self, file: int, path: str, size: int) -> None:
         """Creates the file (it must not exist) and reserves `size` bytes on the disk. If it fails, so does the job."""
 
-    def wait_eager(self) -> None:
+    def wait_eager(self, timeout_s: float | None = None) -> bool:
         """Returns when every eager byte is in the ring, or the job has failed; copies while it waits."""
 
     def wait_captured(self, owners: int, timeout_s: float | None = None) -> bool:

@@ -100,8 +100,13 @@ class Background:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        # One thread more than checkpoints in flight: for what is to be removed behind them.
-        self._pool = ThreadPoolExecutor(config.max_in_flight + 1, thread_name_prefix="lazyckpt-commit")
+        # One thread more than checkpoints in flight: for what is to be removed behind them. All are started now: in the
+        # first save one would have to wait while the ring's pages are faulted in.
+        threads = config.max_in_flight + 1
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lazyckpt-commit")
+        started = threading.Barrier(threads)
+        for _ in range(threads):
+            self._pool.submit(started.wait)
         self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
         self._tasks: list[Future[None]] = []  # of the handles in flight, and of those that still clean up

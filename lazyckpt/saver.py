@@ -26,6 +26,8 @@ from lazyckpt.providers.base import TensorView
 from lazyckpt.providers.naming import name_in
 from lazyckpt.snapshot import FrozenParameters, Ownership, Snapshot
 
+_EAGER_FIRST_S = 0.002
+
 
 class Saver:
     """Saves any objects, lazily and durably; each save is one file or one folder, which appears whole under its name.
@@ -284,12 +286,16 @@ class Saver:
         handle._snapshot = snapshot
         try:
             gate.add(snapshot)
+            # A little of it now: once the background runs, this thread may have to wait for the GIL and for a core. Not
+            # all of it, since the ring may have no room before the background has opened the files.
+            job.wait_eager(_EAGER_FIRST_S)
             previous = self._background.newest
             self._background.launch(Flight(handle, target, snapshot, job, sizes, begin, handed_over, previous))
             handle.metrics.plan_s = time.perf_counter() - started
             job.wait_eager()
         except BaseException:  # Ctrl-C: training may go on and change what is only half copied
             job.fail(errno.ECANCELED, "save() was interrupted")
+            gate.discard(snapshot)
             raise
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
