@@ -88,6 +88,9 @@ class LazyCheckpointCallback(TrainerCallback):
     ``train()``; with ``on_error="warn"`` it is a warning. The log of the Trainer gets, with the training loss that
     follows, ``checkpoint/step``, ``checkpoint/blocked_ms`` (what that checkpoint kept the training waiting) and
     ``checkpoint/durable_s`` (from the beginning of the save until a power cut could not undo it).
+
+    With several processes, ``on_save`` of the other callbacks comes later on the one that writes than on the others:
+    it must not make them communicate.
     """
 
     def __init__(self, **knobs: Any) -> None:
@@ -128,39 +131,16 @@ class LazyCheckpointCallback(TrainerCallback):
         if self._saver is not None:
             self._saver.check()  # before the work is done, if there is an earlier failure to tell of
         state = trainer.state
-        run_dir = trainer._get_output_dir(trial=trial)
-        target = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        target = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         _barrier(trainer)  # every rank has made its sentinel
         with contextlib.ExitStack() as stack:
             staged = None
             if trainer.args.should_save:
                 blocking = _is_just_in_time(Path(target))
                 staged = stack.enter_context(self._stage(trainer, target))
-            folder = _from_rank_zero(trainer, staged and str(staged.path))
-            # What _save_checkpoint would do, if it were not led to look for it in the staged folder.
-            best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-            if os.path.isdir(best):
-                state.best_model_checkpoint = best
-            self._saving = trainer
-            try:
-                # A rank that does not see the folder is on another node: what it writes stays there.
-                with _writing_into(folder, staged, trainer) if os.path.isdir(folder) else contextlib.nullcontext():
-                    write()
-            finally:
-                self._saving = None
-            _barrier(trainer)  # every rank has written its part
-            written = os.path.join(folder, os.path.basename(target))
-            if state.best_model_checkpoint == written:
-                state.best_model_checkpoint = target
-                if staged is not None:
-                    state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
-            # Only rank 0 knows of folders on their way; all are going to load the best one.
-            state.best_model_checkpoint = _from_rank_zero(trainer, state.best_model_checkpoint)
+            self._write(trainer, staged, target, write)
             if staged is None:
                 return
-            for entry in list(Path(written).iterdir()):
-                entry.rename(staged.path / entry.name)
-            os.rmdir(written)
             handle = self.newest = staged.save(blocking=blocking)
         blocked_s = time.perf_counter() - begin
         self._saves.append(_Save(trainer, copy.copy(state), target, handle, blocked_s))
@@ -215,6 +195,35 @@ class LazyCheckpointCallback(TrainerCallback):
         step = trainer.state.global_step
         return self._open(trainer.model).stage(Path(target).absolute(), inside=self._inside, step=step)
 
+    def _write(
+        self, trainer: Any, staged: lazyckpt.StagedFolder | None, target: str, write: Callable[[], None]
+    ) -> None:
+        """Puts what ``write`` writes into the staged folder, which rank 0 has."""
+        state = trainer.state
+        folder = _from_rank_zero(trainer, staged and str(staged.path))
+        written = os.path.join(folder, os.path.basename(target))
+        # What _save_checkpoint would do, if it were not led to look for it in the staged folder.
+        best = os.path.join(os.path.dirname(target), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if os.path.isdir(best):
+            state.best_model_checkpoint = best
+        self._saving = trainer
+        try:
+            # A rank that does not see the folder is on another node: what it writes stays there.
+            with _writing_into(folder, staged, trainer) if os.path.isdir(folder) else contextlib.nullcontext():
+                write()
+        finally:
+            self._saving = None
+        _barrier(trainer)  # every rank has written its part
+        if staged is not None:
+            if state.best_model_checkpoint == written:
+                state.best_model_checkpoint = target
+                state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
+            for entry in list(Path(written).iterdir()):
+                entry.rename(staged.path / entry.name)
+            os.rmdir(written)
+        # Only rank 0 knows of folders on their way; all are going to load the best one.
+        state.best_model_checkpoint = _from_rank_zero(trainer, state.best_model_checkpoint)
+
     def _announce(self) -> None:
         """Does what had to wait for checkpoints that are durable by now."""
         while self._saves and self._saves[0].handle.done():
@@ -250,8 +259,7 @@ class LazyCheckpointCallback(TrainerCallback):
             return
         # Those after this one that are durable already have their turn: somebody still waits for them.
         later = {str(Path(s.target)) for s in self._saves}
-        known = sort_checkpoints(os.path.dirname(save.target), use_mtime=True)
-        checkpoints = [path for path in known if path not in later]
+        checkpoints = [path for path in _oldest_first(os.path.dirname(save.target)) if path not in later]
         protected = set(checkpoints[-1:])
         if save.state.best_model_checkpoint is not None:
             protected.add(str(Path(save.state.best_model_checkpoint)))
@@ -278,6 +286,15 @@ class LazyCheckpointTrainerMixin:
         write = functools.partial(super()._save_checkpoint, model, trial)  # type: ignore[misc]
         callback = _callback_in(self.callback_handler)  # type: ignore[attr-defined]
         write() if callback is None else callback.save(self, trial, write)
+
+
+def _oldest_first(run_dir: str) -> list[str]:
+    while True:
+        try:
+            found: list[str] = sort_checkpoints(run_dir, use_mtime=True)
+            return found
+        except FileNotFoundError:
+            pass  # one of them was removed in the background meanwhile
 
 
 # Where files go while a checkpoint is written

@@ -438,6 +438,21 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path, di
     assert checkpoints(tmp_path) == ["checkpoint-6"]
 
 
+def test_old_checkpoints_are_removed_behind_the_back_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, threads = commit.remove, []
+
+    def recorded(path: Path) -> None:
+        threads.append(threading.current_thread())
+        remove(path)
+
+    monkeypatch.setattr(commit, "remove", recorded)
+    trainer_of(tmp_path, lazy(), save_total_limit=1).train()
+    assert checkpoints(tmp_path) == ["checkpoint-8"]
+    assert len(threads) >= 3 and threading.main_thread() not in threads
+
+
 def test_an_old_checkpoint_stays_if_the_new_one_fails(tmp_path: Path, disk: Disk) -> None:
     disk.fails_at = {"checkpoint-4"}
     with pytest.raises(lazyckpt.SaveError):
