@@ -441,13 +441,13 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path, di
 def test_old_checkpoints_are_removed_behind_the_back_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove, threads = commit.remove, []
+    unlink, threads = commit.unlink, []
 
     def recorded(path: Path) -> None:
         threads.append(threading.current_thread())
-        remove(path)
+        unlink(path)
 
-    monkeypatch.setattr(commit, "remove", recorded)
+    monkeypatch.setattr(commit, "unlink", recorded)
     trainer_of(tmp_path, lazy(), save_total_limit=1).train()
     assert checkpoints(tmp_path) == ["checkpoint-8"]
     assert len(threads) >= 3 and threading.main_thread() not in threads
