@@ -17,6 +17,7 @@
 #include "engine.h"
 #include "probe.h"
 #include "reader.h"
+#include "tensors.h"
 
 namespace py = pybind11;
 
@@ -29,6 +30,11 @@ void Raise(const Status& status) {
   py::object error = py::module_::import("builtins").attr("OSError")(status.error(), status.message(), status.path());
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw py::error_already_set();
+}
+
+py::object Returned(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
 }
 
 template <class T>
@@ -448,6 +454,8 @@ PYBIND11_MODULE(_engine, m) {
       },
       "pointer"_a, "size"_a);
   m.def("crc32_combine", &Crc32Combine);
+  m.def("look_at_tensors", [](const py::object& tensors) { return Returned(LookAtTensors(tensors.ptr())); });
+  m.def("storages_of_tensors", [](const py::object& tensors) { return Returned(StoragesOfTensors(tensors.ptr())); });
   m.def("rename_exchange", &RenameExchange);
   m.def("probe", &Probe);
 }

@@ -1,8 +1,10 @@
-"""The native engine (csrc/bindings.cc): bytes, files and devices; nothing of tensors, pickles or file formats.
+"""The native engine (csrc/bindings.cc): bytes, files and devices; nothing of tensors, pickles or file formats. Beside
+it (csrc/tensors.cc), what every save asks of every tensor.
 
 Failures of the operating system are OSError with errno and path. Waits release the GIL and heed Ctrl-C.
 """
 
+import torch
 from typing_extensions import Buffer
 
 FAULTS: bool  # whether this is the test build, with fault injection
@@ -101,6 +103,15 @@ class Reader:
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_at(pointer: int, size: int) -> int: ...
+def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch.UntypedStorage]] | None:
+    """All that a pickle says of them besides their storages' keys and bytes, as bytes that are equal only if that is;
+    and their storages, each once, by _cdata. None if one is not plain: has attributes, hooks, is nested, sparse,
+    negated or conjugated, or is neither on a CPU nor on CUDA."""
+
+def storages_of_tensors(tensors: list[torch.Tensor]) -> tuple[list[int], list[int], bytes] | None:
+    """The _cdata of their storages, the bytes of these, and 1 for each tensor on the host that is contiguous, fills its
+    storage and is no inference tensor, 0 for others. None if one has no storage."""
+
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: str, b: str) -> None: ...
 def probe(dir: str) -> dict[str, str]: ...

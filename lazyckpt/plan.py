@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from lazyckpt.containers import safetensors, torch_zip
 from lazyckpt.containers.base import Extent
 from lazyckpt.errors import ConfigError
-from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView
+from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.objects import StateProvider, pickle_of
 
@@ -29,14 +28,14 @@ class FilePlan(ABC):
     any_order: bool  # whether the storages may be laid out in another order than gather() gives
 
     @abstractmethod
-    def gather(self) -> list[TensorView]:
+    def gather(self) -> TensorViews:
         """The storages of the state as it is now; everything else of it is frozen when this returns.
 
         Raises whatever pickle raises, and ConfigError for what the format cannot hold.
         """
 
     @abstractmethod
-    def lay_out(self, views: list[TensorView]) -> tuple[list[Extent], int]:
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         """The program that writes them, source i being view i, and the size of the file in bytes."""
 
 
@@ -49,15 +48,15 @@ class ZipPlan(FilePlan):
         self._provider = provider
         self._fresh_keys = map(str, itertools.count())
         self._opcodes = b""
-        self._layout: tuple[tuple[Any, ...], torch_zip.Layout] | None = None
+        self._layout: tuple[tuple[list[str], list[int]], torch_zip.Layout] | None = None
 
-    def gather(self) -> list[TensorView]:
+    def gather(self) -> TensorViews:
         table = StorageTable(self._fresh_keys)
         self._opcodes = b"".join(s.data for s in self._provider.segments(table) if isinstance(s, Bytes))
         return table.views
 
-    def lay_out(self, views: list[TensorView]) -> tuple[list[Extent], int]:
-        facts = tuple(map(attrgetter("key"), views)), tuple(map(attrgetter("nbytes"), views))
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
+        facts = views.keys, views.sizes
         if self._layout is None or self._layout[0] != facts:
             self._layout = facts, torch_zip.Layout(ARCHIVE_NAME, *facts)
         layout = self._layout[1]
@@ -89,7 +88,7 @@ class SafetensorsPlan(FilePlan):
         self._metadata = metadata
         self._shapes: list[tuple[int, ...]] = []
 
-    def gather(self) -> list[TensorView]:
+    def gather(self) -> TensorViews:
         tensors = self._tensors
         named = isinstance(tensors, dict) and all(
             isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in tensors.items()
@@ -97,7 +96,7 @@ class SafetensorsPlan(FilePlan):
         if not named:
             raise ConfigError("a .safetensors file takes a dict of names to tensors")
         owner: dict[int, str] = {}
-        views = []
+        views = TensorViews()
         self._shapes = []
         # Sorted as the format's own library does, so that every tensor is aligned to its dtype.
         for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
@@ -118,13 +117,12 @@ class SafetensorsPlan(FilePlan):
             self._shapes.append(tuple(dense.shape))
         return views
 
-    def lay_out(self, views: list[TensorView]) -> tuple[list[Extent], int]:
-        names, _, _, dtypes = zip(*views, strict=True) if views else ((), (), (), ())
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         try:
-            layout = safetensors.Layout(names, dtypes, self._shapes, self._metadata)
+            layout = safetensors.Layout(views.keys, views.dtypes, self._shapes, self._metadata)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        return [layout.data, layout.header], layout.header_bytes + sum(map(attrgetter("nbytes"), views))
+        return [layout.data, layout.header], layout.header_bytes + sum(views.sizes)
 
 
 def plan_for(name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> FilePlan:

@@ -22,7 +22,7 @@ from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
-from lazyckpt.providers.base import TensorView
+from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
 from lazyckpt.snapshot import FrozenParameters, Ownership, Snapshot
 
@@ -270,7 +270,7 @@ class Saver:
         sizes = [nbytes for _, nbytes in programs]
         self._check_space(sum(sizes), handle)
         snapshot.metrics = handle.metrics
-        handle.metrics.storages = len(snapshot.views)
+        handle.metrics.storages = len(snapshot.sizes)
         if self.config.durability == "before_step":
             snapshot.durable = handle
         self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
@@ -299,7 +299,7 @@ class Saver:
             raise
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
-    def _snapshot(self, files: list[list[TensorView]], any_order: list[bool], training_step: int | None) -> Snapshot:
+    def _snapshot(self, files: list[TensorViews], any_order: list[bool], training_step: int | None) -> Snapshot:
         if training_step is None or training_step != self._training_step:
             self._steps_before = self._steps
         self._training_step = training_step

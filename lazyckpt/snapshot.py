@@ -15,16 +15,16 @@ import weakref
 from array import array
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from itertools import accumulate, chain, repeat
-from operator import and_, attrgetter, eq, gt
-from typing import Any
+from itertools import chain, compress, count, repeat
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from lazyckpt import _engine
 from lazyckpt.gate import Gate, Guarded
 from lazyckpt.metrics import CheckpointMetrics
-from lazyckpt.providers.base import TensorView
+from lazyckpt.providers.base import TensorView, TensorViews
 
 LAZY_MIN_BYTES = 4096
 ALL_OWNERS = (1 << 64) - 1
@@ -33,21 +33,24 @@ _HUGE = 1 << 62  # more bytes than a storage has
 _FROZEN = 1 << 63  # owned by nobody: no step waits for it
 
 
-# What optimizers say of one storage: the bits of those that own it, whether they are gated and it is on the host,
-# their tensors, and whether a contiguous one fills it. A plain tuple: there are tens of thousands.
-_Claim = tuple[int, bool, tuple[torch.Tensor, ...], bool]
+class _Claim(NamedTuple):
+    """What optimizers say of one storage that is not simply one tensor of one of them."""
 
+    owners: int  # bits
+    eligible: bool  # all of them are gated, and it is on the host
+    tensors: tuple[torch.Tensor, ...]
+    whole: bool  # a contiguous one fills it
 
-def _join(a: _Claim, b: _Claim) -> _Claim:
-    return a[0] | b[0], a[1] and b[1], (*a[2], *b[2]), a[3] or b[3]
+    def join(self, other: _Claim) -> _Claim:
+        return _Claim(
+            self.owners | other.owners,
+            self.eligible and other.eligible,
+            (*self.tensors, *other.tensors),
+            self.whole or other.whole,
+        )
 
-
-def _lazy_owners(claim: _Claim | None, nbytes: int) -> int:
-    """The owners that a storage waits for; 0: it is eager."""
-    if claim is None or nbytes <= LAZY_MIN_BYTES:
-        return 0
-    owners, eligible, tensors, whole = claim
-    return owners if eligible and (whole or _fill(tensors, nbytes)) else 0
+    def lazy_owners(self, nbytes: int) -> int:
+        return self.owners if self.eligible and (self.whole or _fill(self.tensors, nbytes)) else 0
 
 
 def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
@@ -57,37 +60,41 @@ def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
 
 
 class Ownership:
-    """Which optimizer owns which storage, at one instant."""
+    """Which optimizer owns which storage, at one instant. Storages are known by their ``_cdata``."""
 
     def __init__(self, gate: Gate, steps_before: dict[int, int]) -> None:
         # The bit of each owner, and the parameters it had. Weakly held: an optimizer may die while its storages wait.
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
-        self.claims: dict[int, _Claim] = {}
+        self.lazy_owners: dict[int, int] = {}  # the bits of the owners that a storage waits for; 0: it is eager
+        self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
+        mixed: dict[int, _Claim] = {}
+        sizes: dict[int, int] = {}
         inside_step = gate.inside_step()
         for number, (owner, steps) in enumerate(list(gate.steps.items())):
             bit = 1 << min(number, _SHARED_BIT)
             self.owners[owner] = bit, _parameters_of(owner)
             self.steps[id(owner)] = steps
-            self._add(owner, bit, not inside_step and steps != steps_before.get(id(owner), 0))
-
-    def _add(self, owner: Any, bit: int, gated: bool) -> None:
-        tensors, storages = _storages_of(owner)
-        # Asked of all tensors at once, without a bytecode per tensor.
-        identities = list(map(attrgetter("_cdata"), storages))
-        fills = map(eq, map(attrgetter("nbytes"), tensors), map(torch.UntypedStorage.nbytes, storages))
-        whole = map(and_, fills, map(torch.Tensor.is_contiguous, tensors))
-        on_host = map(attrgetter("is_cpu"), tensors)
-        eligible = map(gt, on_host, map(torch.Tensor.is_inference, tensors)) if gated else repeat(False)
-        new: list[_Claim] = list(zip(repeat(bit), eligible, zip(tensors, strict=True), whole, strict=False))
-        by_identity = dict(zip(identities, new, strict=True))
-        claims = self.claims
-        if len(by_identity) == len(new) and claims.keys().isdisjoint(by_identity):
-            claims.update(by_identity)
-            return
-        for identity, claim in zip(identities, new, strict=True):
-            before = claims.get(identity)
-            claims[identity] = claim if before is None else _join(before, claim)
+            gated = not inside_step and steps != steps_before.get(id(owner), 0)
+            tensors, identities, nbytes, whole = _storages_of(owner)
+            simple = 0 not in whole and len(set(identities)) == len(identities)
+            if simple and self.tensors.keys().isdisjoint(identities) and mixed.keys().isdisjoint(identities):
+                self.lazy_owners.update(zip(identities, repeat(bit if gated else 0)))
+                self.tensors.update(zip(identities, zip(tensors, strict=True), strict=True))
+                continue
+            for identity, tensor, size, fills in zip(identities, tensors, nbytes, whole, strict=True):
+                on_host = tensor.is_cpu and not tensor.is_inference()
+                claim = _Claim(bit, gated and on_host, (tensor,), bool(fills))
+                if identity in self.tensors:  # another owner has it, too
+                    bits = self.lazy_owners.pop(identity)
+                    claim = _Claim(bits, bits != 0, self.tensors.pop(identity), True).join(claim)
+                elif identity in mixed:
+                    claim = mixed[identity].join(claim)
+                mixed[identity] = claim
+                sizes[identity] = size
+        for identity, claim in mixed.items():
+            self.lazy_owners[identity] = claim.lazy_owners(sizes[identity])
+            self.tensors[identity] = claim.tensors
 
 
 class FrozenParameters:
@@ -124,7 +131,7 @@ class Snapshot:
 
     def __init__(
         self,
-        files: list[list[TensorView]],
+        files: list[TensorViews],
         ownership: Ownership,
         frozen: FrozenParameters,
         frozen_parameters: Iterable[torch.Tensor],
@@ -145,53 +152,58 @@ class Snapshot:
         self._lock = threading.Lock()
         self._verified = 0  # owners whose storages have been looked at after their copy
         self._staged: list[torch.UntypedStorage] = []
-        views = list(chain.from_iterable(files))
-        _, storages, sizes, _ = zip(*views, strict=True) if views else ((), (), (), ())
-        identities = list(map(attrgetter("_cdata"), storages))
-        claims = list(map(ownership.claims.get, identities))
-        owners = list(map(_lazy_owners, claims, sizes))
-        frozen_at = self._classify_frozen(views, identities, owners, frozen_parameters)
+        # The storages of all files: those of the first, of the second, …
+        identities = [identity for file in files for identity in map(_identity, file.storages)]
+        sizes = list(chain.from_iterable(file.sizes for file in files))
+        owners = [
+            bits if nbytes > LAZY_MIN_BYTES else 0
+            for bits, nbytes in zip(map(ownership.lazy_owners.get, identities, repeat(0)), sizes, strict=False)
+        ]
+        frozen_at = self._classify_frozen(files, identities, sizes, owners, frozen_parameters)
         # Eager ones first, since save() waits for them; then the big ones, since they keep the disk busy longest.
         rank = [nbytes - (_HUGE if bits else 0) for bits, nbytes in zip(owners, sizes, strict=True)]
         order: list[int] = []
+        self.files: list[TensorViews] = []
         for file, movable in zip(files, any_order, strict=True):
-            here = range(len(order), len(order) + len(file))
+            first = len(order)
+            here = range(first, first + len(file))
             order += sorted(here, key=rank.__getitem__, reverse=True) if movable else here
-        self.views = [views[at] for at in order]
-        ends = list(accumulate(map(len, files)))
-        self.files = [self.views[end - len(file) : end] for file, end in zip(files, ends, strict=True)]
-        self.owners = array("Q", [owners[at] for at in order])
-        self.sizes = array("Q", [sizes[at] for at in order])
-        self.pointers = array("Q", self._host_pointers([storages[at] for at in order]))
+            self.files.append(file.take([at - first for at in order[first:]]) if movable else file)
+        self.owners = array("Q", map(owners.__getitem__, order))
+        self.sizes = array("Q", map(sizes.__getitem__, order))
+        self._storages = list(chain.from_iterable(file.storages for file in self.files))
+        self.pointers = array("Q", self._host_pointers(self._storages))
         # What must not change until it is copied: the versions of the tensors that view a lazy storage.
-        for at, tensor in frozen_at.items():
-            claims[at] = (owners[at], True, (tensor,), True)
-        lazy = [source for source, bits in enumerate(self.owners) if bits]
-        watched = [claim[2] for source in lazy if (claim := claims[order[source]]) is not None]
+        lazy = list(compress(count(), self.owners))
+        tensors_of = ownership.tensors
+        watched = [
+            (frozen_at[at],) if at in frozen_at else tensors_of[identities[at]] for at in map(order.__getitem__, lazy)
+        ]
         self._tensors: list[torch.Tensor] = list(chain.from_iterable(watched))
         self._source_of: list[int] = [s for s, tensors in zip(lazy, watched, strict=True) for _ in tensors]
         self._versions = list(map(_version, self._tensors))
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
-                self._frozen_views.append((source, views[at], frozen_at[at]._version, owners[at] != 0))
+                self._frozen_views.append((source, _view_at(files, at), frozen_at[at]._version, owners[at] != 0))
         self._crcs = self._checksums() if audit else {}
 
     def _classify_frozen(
         self,
-        views: list[TensorView],
+        files: list[TensorViews],
         identities: list[int],
+        sizes: list[int],
         owners: list[int],
         parameters: Iterable[torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The views of frozen parameters; enters those that may be lazy into ``owners``."""
+        """Frozen parameters, by the place of their storage; enters those that may be lazy into ``owners``."""
         frozen = {t.untyped_storage()._cdata: t for t in parameters if t.is_cpu and not t.is_inference()}
         found = {}
         for at, identity in enumerate(identities if frozen else ()):
             tensor = frozen.get(identity)
-            if tensor is None or owners[at] or views[at].nbytes <= LAZY_MIN_BYTES:
+            if tensor is None or owners[at] or sizes[at] <= LAZY_MIN_BYTES:
                 continue
             found[at] = tensor
-            if self._frozen.is_lazy(views[at], tensor):
+            if self._frozen.is_lazy(_view_at(files, at), tensor):
                 owners[at] = _FROZEN
         return found
 
@@ -244,14 +256,14 @@ class Snapshot:
         """What changed of the storages of ``owners`` that no owner in ``verified`` has been asked about."""
         assert self.job is not None
         versions = list(map(_version, self._tensors))
-        pointers = list(map(torch.UntypedStorage.data_ptr, map(attrgetter("storage"), self.views)))
+        pointers = list(map(torch.UntypedStorage.data_ptr, self._storages))
         copied = self.job.source_crcs() if self._crcs else []
         now = self._checksums() if self._crcs else {}
         for source, before, version in zip(self._source_of, self._versions, versions, strict=True):
             protects = self.owners[source]
             if not protects & owners or protects & verified:
                 continue
-            view = self.views[source]
+            view = _view_at(self.files, source)
             if pointers[source] != self.pointers[source] or view.storage.nbytes() != view.nbytes:
                 what = "was given other memory between save() and its copy"
             elif version != before:
@@ -280,8 +292,8 @@ class Snapshot:
         with self._lock:
             self._verified = ALL_OWNERS
             self.name_of = _key_of
-            self.views = []
             self.files = []
+            self._storages = []
             self._staged = []
             self._tensors = []
             self._frozen_views = []
@@ -291,6 +303,16 @@ def _key_of(view: TensorView) -> str:
     return f"data/{view.key}"
 
 
+def _view_at(files: Iterable[TensorViews], at: int) -> TensorView:
+    """The one at this place among those of all files."""
+    for file in files:
+        if at < len(file):
+            return file[at]
+        at -= len(file)
+    raise IndexError
+
+
+_identity = attrgetter("_cdata")
 _version = attrgetter("_version")
 
 
@@ -315,8 +337,9 @@ def _parameters_of(owner: Any) -> list[int]:
     return [id(parameter) for group in owner.param_groups for parameter in group["params"]]
 
 
-def _storages_of(owner: Any) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
-    """The tensors that an optimizer or a guarded object owns, and the storage of each."""
+def _storages_of(owner: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
+    """The tensors that an optimizer or a guarded object owns; identity and bytes of the storage of each; and whether it
+    fills that, simply."""
     tensors: list[torch.Tensor] = []
     if isinstance(owner, Guarded):
         obj = owner.obj
@@ -324,11 +347,12 @@ def _storages_of(owner: Any) -> tuple[list[torch.Tensor], list[torch.UntypedStor
     else:
         _collect([group["params"] for group in owner.param_groups], tensors)
         _collect(owner.state, tensors)
-    try:
-        return tensors, list(map(torch.Tensor.untyped_storage, tensors))
-    except (NotImplementedError, RuntimeError):  # some have no storage of their own: wrapper subclasses, sparse
+    storages = _engine.storages_of_tensors(tensors)
+    if storages is None:  # some have none of their own: wrapper subclasses, sparse
         tensors = [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided]
-        return tensors, list(map(torch.Tensor.untyped_storage, tensors))
+        storages = _engine.storages_of_tensors(tensors)
+        assert storages is not None
+    return tensors, *storages
 
 
 def _collect(obj: Any, tensors: list[torch.Tensor]) -> None:

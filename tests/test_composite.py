@@ -10,7 +10,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, StorageTable, TensorView
+from lazyckpt.providers.base import Bytes, StorageTable, TensorViews
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
 from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.training import provider_for
@@ -26,7 +26,7 @@ def test_the_stream_is_storages_and_then_one_pickle() -> None:
     shared = torch.ones(3)
     table = StorageTable(map(str, range(100)))
     stream = list(composite(a={"t": shared}, b=[shared, torch.zeros(2)]).segments(table))
-    assert [type(s) for s in stream] == [TensorView, TensorView, Bytes]
+    assert [type(s) for s in stream] == [TensorViews, TensorViews, Bytes]
     assert [s.key for s in table.views] == ["0", "1"]
 
 

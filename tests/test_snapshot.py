@@ -275,7 +275,7 @@ def test_a_captured_snapshot_holds_no_tensor(make_run: Any) -> None:
     del table
     gc.collect()
     assert gone() is None
-    assert handle._snapshot.views == []
+    assert handle._snapshot.files == []
 
 
 # frozen parameters

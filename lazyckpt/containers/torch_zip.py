@@ -20,6 +20,7 @@ import struct
 import sys
 import zlib
 from array import array
+from collections.abc import Sequence
 
 from lazyckpt.containers.base import LITERAL, PAGE_BYTES, Extent, ExtentBuilder
 
@@ -72,7 +73,7 @@ class Layout:
     exact offset behind it, where :meth:`finish` continues.
     """
 
-    def __init__(self, archive_name: str, keys: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    def __init__(self, archive_name: str, keys: Sequence[str], sizes: Sequence[int]) -> None:
         if not archive_name or archive_name in (".", "..") or set(archive_name) & set("/\\:\0"):
             raise ValueError(f"not a folder name for a zip archive: {archive_name!r}")
         if len(keys) != len(sizes) or len(set(keys)) != len(keys):

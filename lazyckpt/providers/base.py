@@ -2,7 +2,7 @@
 
 A provider knows its state; the containers and the engine behind it know bytes. The stream of a provider is
 
-    TensorView*   the storages of its tensors: never copied, never serialised, only pointed to
+    TensorViews   the storages of its tensors: never copied, never serialised, only pointed to
     Bytes         the rest of its state: pickle opcodes that leave one object on the unpickler's stack
 
 and `Deferred`, the third kind of segment, is what a container adds: checksums that are known only when the
@@ -15,9 +15,10 @@ itself only to write the opcodes yourself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import compress, count
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -31,6 +32,49 @@ class TensorView(NamedTuple):
     dtype: torch.dtype  # torch.load types storages: one storage, one dtype
 
 
+@dataclass(slots=True)
+class TensorViews(Sequence[TensorView]):
+    """Storages as columns: there are tens of thousands, and each save() goes through them."""
+
+    keys: list[str] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes
+    dtypes: list[torch.dtype] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> TensorView: ...
+    @overload
+    def __getitem__(self, at: slice) -> TensorViews: ...
+    def __getitem__(self, at: int | slice) -> TensorView | TensorViews:
+        if isinstance(at, slice):
+            return TensorViews(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
+        return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
+
+    def append(self, view: TensorView) -> None:
+        key, storage, nbytes, dtype = view
+        self.extend([key], [storage], [nbytes], [dtype])
+
+    def extend(
+        self, keys: list[str], storages: list[torch.UntypedStorage], sizes: list[int], dtypes: list[torch.dtype]
+    ) -> None:
+        self.keys += keys
+        self.storages += storages
+        self.sizes += sizes
+        self.dtypes += dtypes
+
+    def take(self, order: Sequence[int]) -> TensorViews:
+        """Those at these places, in this order."""
+        return TensorViews(
+            list(map(self.keys.__getitem__, order)),
+            list(map(self.storages.__getitem__, order)),
+            list(map(self.sizes.__getitem__, order)),
+            list(map(self.dtypes.__getitem__, order)),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """Small and serialised already: nothing that happens after ``save()`` changes it."""
@@ -38,7 +82,7 @@ class Bytes:
     data: bytes
 
 
-Segment = TensorView | Bytes
+Segment = TensorView | TensorViews | Bytes
 
 
 @dataclass
@@ -46,8 +90,8 @@ class StorageTable:
     """The storages of one checkpoint: each has one key, also if several providers hold it (tied weights)."""
 
     fresh_keys: Iterator[str]
-    views: list[TensorView] = field(default_factory=list)
-    _by_storage: dict[int, TensorView] = field(default_factory=dict)
+    views: TensorViews = field(default_factory=TensorViews)
+    _positions: dict[int, int] = field(default_factory=dict)  # in views, by the storage's _cdata
     _keys: set[str] = field(default_factory=set)
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, reusable_keys: Iterator[str]) -> TensorView:
@@ -55,37 +99,35 @@ class StorageTable:
 
         Raises RuntimeError, as ``torch.save`` does, if it was added before under another dtype.
         """
-        view = self._by_storage.get(storage._cdata)
-        if view is None:
+        position = self._positions.setdefault(storage._cdata, len(self.views))
+        if position == len(self.views):
             while (key := next(reusable_keys, None) or next(self.fresh_keys)) in self._keys:
                 pass
-            view = self._by_storage[storage._cdata] = TensorView(key, storage, storage.nbytes(), dtype)
             self._keys.add(key)
-            self.views.append(view)
-            return view
+            self.views.append(TensorView(key, storage, storage.nbytes(), dtype))
+        view = self.views[position]
         if view.dtype != dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
         return view
 
-    def add_all(self, storages: dict[int, torch.UntypedStorage], keys: list[str], dtypes: list[torch.dtype]) -> bool:
-        """Adds storages, given by ``_cdata``, under keys they had before; False, and nothing is added, if any of that
-        cannot be."""
-        identities: Iterable[int] = storages.keys()
-        new = map(TensorView, keys, storages.values(), map(torch.UntypedStorage.nbytes, storages.values()), dtypes)
-        if self._by_storage.keys().isdisjoint(identities):
-            if not self._keys.isdisjoint(keys):
-                return False
-            views = list(new)
-        else:
-            known = [self._by_storage.get(identity) for identity in identities]
-            for view, key, dtype in zip(known, keys, dtypes, strict=True):
-                if (key in self._keys) if view is None else (view.key != key or view.dtype != dtype):
+    def add_again(
+        self, keys: list[str], storages: dict[int, torch.UntypedStorage], sizes: list[int], dtypes: list[torch.dtype]
+    ) -> bool:
+        """Adds storages, given by ``_cdata``, under keys they had in another save. False, and nothing is added, if any
+        of that cannot be."""
+        if not self._positions.keys().isdisjoint(storages):  # another provider has some of them, too
+            for key, identity, dtype in zip(keys, storages, dtypes, strict=True):
+                at = self._positions.get(identity)
+                if at is not None and (self.views.keys[at], self.views.dtypes[at]) != (key, dtype):
                     return False
-            views = [view for view, before in zip(new, known, strict=True) if before is None]
-            identities = [view.storage._cdata for view in views]
+            new = [identity not in self._positions for identity in storages]
+            keys, sizes, dtypes = list(compress(keys, new)), list(compress(sizes, new)), list(compress(dtypes, new))
+            storages = dict(compress(storages.items(), new))
+        if not self._keys.isdisjoint(keys):
+            return False
         self._keys.update(keys)
-        self._by_storage.update(zip(identities, views, strict=True))
-        self.views += views
+        self._positions.update(zip(storages, count(len(self.views))))
+        self.views.extend(keys, list(storages.values()), sizes, dtypes)
         return True
 
 

@@ -11,23 +11,22 @@ milliseconds instead:
 
 from __future__ import annotations
 
-import contextlib
 import io
-import itertools
 import pickle
 import sys
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 import torch
 
+from lazyckpt import _engine
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView
+from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView, TensorViews
 
 PROTOCOL = 2  # what torch.save writes; its memo is numbered, so pickles can be joined
 MIN_ARRAY_BYTES = 64 << 10  # NumPy arrays from here on are written as storages, not as pickle bytes
@@ -149,75 +148,35 @@ def _placeholder() -> None:
 
 _PLACEHOLDER = (_placeholder, ())
 
-# What the opcodes of a plain tensor say besides its storage and its dtype; each is asked of all tensors at once,
-# without a bytecode per tensor.
-_GEOMETRY: tuple[Callable[[torch.Tensor], Any], ...] = (
-    torch.Tensor.storage_offset,
-    torch.Tensor.stride,
-    *map(attrgetter, ("shape", "requires_grad")),
-)
-
 
 class _Signature(pickle.Pickler):
-    """Pickles everything but tensors; of those it notes what the real pickle would say of them."""
+    """Pickles everything but tensors, and notes those."""
 
     def __init__(self, obj: Any) -> None:
         out = io.BytesIO()
         super().__init__(out, PROTOCOL)
-        self._tensors: list[torch.Tensor] = []
-        self._others: list[Any] = []  # what else the pickle says of those that stand for storages and arrays
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = []  # what else the pickle says of those that stand for storages and arrays
         self.dump(obj)
-        storages = list(map(torch.Tensor.untyped_storage, self._tensors))
-        identities = list(map(attrgetter("_cdata"), storages))
-        self.storages = dict(zip(identities, storages, strict=True))  # by identity, each once
-        shared = []
-        if len(self.storages) < len(identities):
-            position = {identity: i for i, identity in enumerate(self.storages)}
-            shared = [position[identity] for identity in identities]
-        self._dtypes = list(map(attrgetter("dtype"), self._tensors))
-        self._devices = list(map(attrgetter("device"), self.storages.values()))
-        self.facts = [
-            out.getvalue(),
-            shared,
-            list(map(torch.UntypedStorage.nbytes, self.storages.values())),
-            self._devices,
-            self._dtypes,
-            *([list(map(fact, self._tensors)) for fact in _GEOMETRY]),
-            self._others,
-        ]
-
-    @property
-    def is_plain(self) -> bool:
-        """All of them are; :func:`_is_plain` asked of all at once. Those without a storage did not come this far."""
-        tensors = self._tensors
-        dtypes = set(self._dtypes)
-        return (
-            dtypes <= _PLAIN_DTYPES
-            and {device.type for device in set(self._devices)} <= {"cpu", "cuda"}
-            and not any(map(attrgetter("__dict__"), tensors))
-            and not any(map(attrgetter("_backward_hooks"), tensors))
-            and not any(map(attrgetter("is_nested"), tensors))
-            and not any(map(torch.Tensor.is_neg, tensors))
-            and not (any(dtype.is_complex for dtype in dtypes) and any(map(torch.Tensor.is_conj, tensors)))
-        )
+        self.pickle = out.getvalue()
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor:
-            self._tensors.append(obj)
+            self.tensors.append(obj)
             return _PLACEHOLDER
         if isinstance(obj, torch.storage.TypedStorage):
             return self._note(obj._untyped_storage, obj.dtype, obj._size())
         if isinstance(obj, torch.UntypedStorage):
             return self._note(obj)
         if _is_array(obj) and (memory := _array_tensor(obj)) is not None:
-            self._others.append((len(self._tensors), obj.shape, obj.dtype, obj.flags.c_contiguous))
-            self._tensors.append(memory)
+            self.others.append((len(self.tensors), obj.shape, obj.dtype, obj.flags.c_contiguous))
+            self.tensors.append(memory)
             return _PLACEHOLDER
         return NotImplemented
 
     def _note(self, storage: torch.UntypedStorage, *facts: Any) -> tuple[Any, ...]:
-        self._others.append((len(self._tensors), *facts))
-        self._tensors.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        self.others.append((len(self.tensors), *facts))
+        self.tensors.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         return _PLACEHOLDER
 
 
@@ -225,33 +184,36 @@ class Skeleton:
     """The pickle of one object without its storages, kept from checkpoint to checkpoint."""
 
     def __init__(self) -> None:
-        self._facts: list[Any] | None = None
+        self._facts: tuple[Any, ...] | None = None  # all that the pickle depends on
         self._opcodes = b""
         self._keys: list[str] = []
+        self._sizes: list[int] = []
         self._dtypes: list[torch.dtype] = []
 
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Pickle opcodes of ``obj`` as it is now; its storages are added to ``table``."""
+        signature = _Signature(obj)
         facts = None
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # a tensor without storage: sparse, nested
-            signature = _Signature(obj)
-            if signature.is_plain:
-                facts = signature.facts
-                if facts == self._facts and table.add_all(signature.storages, self._keys, self._dtypes):
-                    return self._opcodes
+        if (plain := _engine.look_at_tensors(signature.tensors)) is not None:
+            looks, storages = plain
+            facts = signature.pickle, looks, signature.others
+            if facts == self._facts and table.add_again(self._keys, storages, self._sizes, self._dtypes):
+                return self._opcodes
         self._opcodes, views = dump(obj, table, iter(self._keys))
-        self._keys = [view.key for view in views]
-        self._dtypes = [view.dtype for view in views]
-        self._facts = facts
+        self._keys, self._sizes, self._dtypes = views.keys, views.sizes, views.dtypes
+        self._facts = facts if _PLAIN_DTYPES.issuperset(map(attrgetter("dtype"), signature.tensors)) else None
         return self._opcodes
 
 
-def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, list[TensorView]]:
+def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, TensorViews]:
     """The opcodes of ``obj`` (no PROTO, no STOP) and its storages in the order of appearance."""
     out = io.BytesIO()
     pickler = _Pickler(out, table, reusable_keys)
     pickler.dump(obj)
-    return out.getvalue()[2:-1], list(pickler.views.values())
+    views = TensorViews()
+    for view in pickler.views.values():
+        views.append(view)
+    return out.getvalue()[2:-1], views
 
 
 def pickle_of(opcodes: bytes) -> bytes:
@@ -302,7 +264,7 @@ class StateProvider(Provider):
             opcodes = dict_opcodes(parts)
         else:
             opcodes = skeletons.setdefault(None, Skeleton()).opcodes(state, table)
-        yield from itertools.islice(table.views, seen, None)
+        yield table.views[seen:]
         yield Bytes(opcodes)
 
     def landings(self, saved: Any) -> list[Landing]:

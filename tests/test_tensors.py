@@ -1,0 +1,118 @@
+"""csrc/tensors.cc: what every save asks of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lazyckpt import _engine
+
+
+def look(*tensors: torch.Tensor) -> bytes:
+    looks = _engine.look_at_tensors(list(tensors))
+    assert looks is not None
+    return looks[0]
+
+
+BASE = torch.zeros(6)
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shape": lambda t: t.view(2, 3),
+    "strides": lambda t: t.view(2, 3).t().reshape(3, 2)[:, :].as_strided((6,), (0,)),
+    "offset": lambda t: t[1:],
+    "dtype of the same size": lambda t: t.view(torch.int32),
+    "requires_grad": lambda t: t.detach().requires_grad_(),
+    "bytes of the storage": lambda t: torch.zeros(7)[:6],
+    "one dimension of six and none": lambda t: t.view(6, 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_look_tells_apart_what_a_pickle_tells_apart(change: str) -> None:
+    assert look(BASE) == look(torch.ones(6)), "contents are not asked about"
+    assert look(BASE) != look(CHANGES[change](BASE))
+
+
+def test_a_look_tells_whether_storages_are_shared() -> None:
+    a, b = torch.zeros(4), torch.zeros(4)
+    assert look(a, b) != look(a, a)
+    assert look(a, b, a) != look(a, b, b)
+    assert look(a, b, a) == look(b, a, b)
+
+
+def test_storages_come_once_in_the_order_of_appearance() -> None:
+    a, b = torch.zeros(4), torch.zeros(4)
+    looks = _engine.look_at_tensors([b, a[1:], b.view(2, 2)])
+    assert looks is not None
+    expected = [b.untyped_storage(), a.untyped_storage()]
+    assert list(looks[1]) == [s._cdata for s in expected]
+    assert [s.data_ptr() for s in looks[1].values()] == [s.data_ptr() for s in expected]
+
+
+def with_attribute() -> torch.Tensor:
+    tensor = torch.zeros(2)
+    tensor.note = "mine"  # type: ignore[attr-defined]
+    return tensor
+
+
+def with_hook() -> torch.Tensor:
+    tensor = torch.zeros(2, requires_grad=True)
+    tensor.register_hook(lambda grad: grad)
+    return tensor
+
+
+NOT_PLAIN: dict[str, Callable[[], torch.Tensor]] = {
+    "attribute": with_attribute,
+    "hook": with_hook,
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "negated": lambda: torch.zeros(2, dtype=torch.complex64).conj().imag,
+    "conjugated": lambda: torch.zeros(2, dtype=torch.complex64).conj(),
+    "neither CPU nor CUDA": lambda: torch.zeros(2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_what_is_not_plain_is_said_to_be(kind: str) -> None:
+    assert _engine.look_at_tensors([torch.zeros(1), NOT_PLAIN[kind]()]) is None
+
+
+def test_a_complex_tensor_behind_a_real_one_is_asked_too() -> None:
+    real, complex_ = torch.zeros(2), torch.zeros(2, dtype=torch.complex64)
+    assert _engine.look_at_tensors([real, complex_, real]) is not None
+    assert _engine.look_at_tensors([real, complex_, complex_.conj()]) is None
+
+
+WHOLE: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
+    "all of it": (lambda: torch.zeros(2, 3), 1),
+    "a scalar": (lambda: torch.tensor(1.0), 1),
+    "nothing": (lambda: torch.zeros(0), 1),
+    "a part": (lambda: torch.zeros(6)[:3], 0),
+    "another order": (lambda: torch.zeros(2, 3).t(), 0),
+    "expanded": (lambda: torch.zeros(1).expand(4), 0),
+    "inference": (lambda: torch.inference_mode()(lambda: torch.zeros(3))(), 0),
+    "not on the host": (lambda: torch.zeros(3, device="meta"), 0),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_which_tensors_fill_their_storage(kind: str) -> None:
+    make, whole = WHOLE[kind]
+    tensor = make()
+    storage = tensor.untyped_storage()
+    assert _engine.storages_of_tensors([tensor]) == ([storage._cdata], [storage.nbytes()], bytes([whole]))
+
+
+def test_a_tensor_without_a_storage() -> None:
+    assert _engine.storages_of_tensors([torch.zeros(1), torch.eye(2).to_sparse()]) is None
+
+
+@pytest.mark.parametrize("ask", [_engine.look_at_tensors, _engine.storages_of_tensors])
+def test_errors_of_those_asked_come_through(ask: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match="list"):
+        ask((torch.zeros(1),))
+    with pytest.raises(AttributeError):
+        ask([object()])
+    assert ask([]) is not None
