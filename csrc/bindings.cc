@@ -158,6 +158,8 @@ class JobHandle {
     Raise(status);
   }
 
+  void Go() { engine_->get().Go(*job_); }  // with the GIL: who lets go of it here may wait for it
+
   void Open(size_t file, const std::string& path, uint64_t size) {
     Status status;
     {
@@ -410,6 +412,7 @@ PYBIND11_MODULE(_engine, m) {
 
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
+      .def("go", &JobHandle::Go)
       .def("seal", &JobHandle::Seal)
       .def("open", &JobHandle::Open)
       .def("wait_eager", &JobHandle::WaitEager, "timeout_s"_a = py::none())

@@ -173,7 +173,7 @@ Chunk* Engine::TakeChunk(bool helping) {
   if (queue_.empty()) return nullptr;
   Chunk* chunk = queue_.front();
   Job& job = *chunk->job;
-  if (!helping && job.eager_by_caller && chunk->eager && job.eager_left == 1) return nullptr;
+  if (!helping && (job.held || (job.eager_by_caller && chunk->eager && job.eager_left == 1))) return nullptr;
   chunk->memory = ring_.Allocate(chunk->size);
   const auto now = Clock::now();
   if (chunk->memory == nullptr) {

@@ -90,12 +90,22 @@ void Engine::GiveBack(std::span<std::byte> region) {
 
 std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller) {
   auto job = std::make_shared<Job>();
-  job->eager_by_caller = eager_by_caller;
+  job->held = job->eager_by_caller = eager_by_caller;
   job->sources = std::move(sources);
   for (size_t i = 0; i < files; ++i) job->files.emplace_back().job = job.get();
   std::lock_guard lock(mutex_);
   jobs_.push_back(job);
   return job;
+}
+
+void Engine::Go(Job& job) {
+  {
+    std::lock_guard lock(mutex_);
+    job.held = false;
+  }
+  // In this order: when the writer thread, which may preempt this one, sleeps again, no copy thread stands in line yet.
+  io_->Wake();
+  changed_.notify_all();
 }
 
 Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t size) {

@@ -47,9 +47,13 @@ class Engine {
   std::span<std::byte> Borrow(size_t bytes);
   void GiveBack(std::span<std::byte> region);
 
-  // eager_by_caller: the caller will call WaitEager at once. Copy threads then leave the last eager chunk to it: one of
-  // them may not get a core for milliseconds where training keeps all of them busy.
+  // eager_by_caller: the caller will lay it out and call WaitEager and Go at once. Until Go, only threads that wait for
+  // the checkpoint copy it: a copy thread may take the caller's core until the next tick of the scheduler, 10 ms in
+  // some kernels. Afterwards copy threads leave the last eager chunk to WaitEager, since one of them may not get a core
+  // for milliseconds where training keeps all of them busy.
   std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files, bool eager_by_caller = false);
+
+  void Go(Job& job);  // the copy threads may begin
 
   // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before).
   // Copying begins at once. EINVAL, and the checkpoint fails, if the program does not fit its blob or its sources.

@@ -114,6 +114,7 @@ struct Job : std::enable_shared_from_this<Job> {
   std::deque<std::string> blobs;
   Chunk* open = nullptr;  // the chunk that Append is filling
   bool sealed = false;
+  bool held = false;             // copy threads leave it alone, until Go
   bool eager_by_caller = false;  // copy threads leave the last eager chunk to WaitEager
   Status error;                  // the first one
 

@@ -47,7 +47,7 @@ void Engine::WriteLoop() {
 void Engine::PrepareRing() {
   size_t capacity = 0;
   Locked([&] {
-    if (std::all_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->sealed; }))
+    if (std::all_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->sealed && !job->held; }))
       capacity = ring_.capacity();
   });
   if (capacity <= prepared_bytes_) return;

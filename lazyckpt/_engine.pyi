@@ -30,7 +30,7 @@ class Engine:
 
     def begin(self, pointers: Buffer, sizes: Buffer, owners: Buffer, files: int, eager_by_caller: bool = False) -> Job:
         """A checkpoint of sources (three arrays of uint64). owners: bits of the gates that protect it; 0: eager.
-        eager_by_caller: wait_eager() will be called at once; the last eager chunk is left to it."""
+        eager_by_caller: wait_eager() and go() will be called at once; copy threads begin after that."""
 
     @property
     def ring_bytes(self) -> int: ...
@@ -48,6 +48,9 @@ class Job:
     def append(self, file: int, offset: int, rows: Buffer, blob: bytes, first_source: int = 0) -> None:
         """Lays out and begins to copy one extent (containers/base.py), whose source 0 is `first_source` of the job.
         OSError(EINVAL), and the job fails, if the program does not fit its sources or its blob."""
+
+    def go(self) -> None:
+        """The copy threads may begin, where eager_by_caller held them back."""
 
     def seal(self) -> None:
         """Nothing more will be appended. OSError(EINVAL), and the job fails, if a file has a hole or an overlap, or

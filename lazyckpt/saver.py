@@ -286,13 +286,15 @@ class Saver:
         handle._snapshot = snapshot
         try:
             gate.add(snapshot)
-            # A little of it now: once the background runs, this thread may have to wait for the GIL and for a core. Not
-            # all of it, since the ring may have no room before the background has opened the files.
-            job.wait_eager(_EAGER_FIRST_S)
+            # Most often all of it: once other threads run, this one may have to wait for the GIL and for a core. Not
+            # longer, since the ring may have no room before the background has opened the files.
+            frozen = job.wait_eager(_EAGER_FIRST_S)
             previous = self._background.newest
             self._background.launch(Flight(handle, target, snapshot, job, sizes, begin, handed_over, previous))
             handle.metrics.plan_s = time.perf_counter() - started
-            job.wait_eager()
+            job.go()
+            if not frozen:
+                job.wait_eager()
         except BaseException:  # Ctrl-C: training may go on and change what is only half copied
             job.fail(errno.ECANCELED, "save() was interrupted")
             gate.discard(snapshot)

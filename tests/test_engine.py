@@ -36,12 +36,13 @@ class Program:
     files: int = 1
     extents: list[tuple[int, int, Rows, bytes]] = field(default_factory=list)
 
-    def begin(self, engine: _engine.Engine) -> _engine.Job:
+    def begin(self, engine: _engine.Engine, *, eager_by_caller: bool = False) -> _engine.Job:
         return engine.begin(
             array("Q", [s.ctypes.data for s in self.sources]),
             array("Q", [s.nbytes for s in self.sources]),
             array("Q", self.owners),
             self.files,
+            eager_by_caller,
         )
 
     def append(self, job: _engine.Job) -> None:
@@ -321,21 +322,6 @@ def test_eager_bytes_of_a_later_file_do_not_wait_for_lazy_ones_of_an_earlier(tmp
         job.open(index, str(path), len(program.expected()[index]))
     assert job.wait_settled(10)
     check(job, program, paths)
-
-
-def test_the_last_eager_chunk_is_left_to_who_waits_for_it(tmp_path: Path) -> None:
-    sources = [random_source(100, 0), random_source(20 * BLOCK, 1)]
-    job = make_engine(copy_threads=2).begin(
-        array("Q", [s.ctypes.data for s in sources]), array("Q", [100, 20 * BLOCK]), array("Q", [0, 1]), 1, True
-    )
-    job.append(0, 0, array("q", [SOURCE, 100, 0, SOURCE, 20 * BLOCK, 1]), b"")
-    job.seal()
-    job.open(0, str(tmp_path / "a"), 20 * BLOCK + 100)
-    time.sleep(0.05)
-    assert job.pending_chunks(1) > 0
-    job.wait_eager()
-    assert job.wait_settled(10)
-    assert (tmp_path / "a").read_bytes() == b"".join(s.tobytes() for s in sources)
 
 
 @pytest.mark.parametrize("copy_threads", [0, 2])
@@ -712,3 +698,61 @@ def test_forks_are_fast_and_do_not_inherit_the_ring(tmp_path: Path) -> None:
         assert job.wait_settled(30)
         check(job, program, [tmp_path / f"{number}"])
     assert times[1] < 0.010 + usual, times  # the others may have lost their core for a while
+
+
+def chunks_copied(job: _engine.Job) -> int:
+    return sum(copy_end > 0 for _, _, _, _, copy_end, _, _ in job.timeline())
+
+
+def wait_until_copied(job: _engine.Job, chunks: int) -> None:
+    end = time.monotonic() + 10
+    while chunks_copied(job) != chunks:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def roomy_engine() -> _engine.Engine:
+    engine = make_engine(copy_threads=2)
+    assert engine.reserve(8 * BLOCK)
+    return engine
+
+
+def test_copy_threads_begin_when_told_to(tmp_path: Path) -> None:
+    engine = roomy_engine()
+    program = simple([2 * BLOCK, 2 * BLOCK], [1, 1])
+    job = program.begin(engine, eager_by_caller=True)
+    program.append(job)
+    job.seal()
+    time.sleep(0.1)
+    assert chunks_copied(job) == 0
+    job.go()
+    wait_until_copied(job, len(job.timeline()))
+    job.open(0, str(tmp_path / "a"), len(program.expected()[0]))
+    assert job.wait_settled(10)
+    check(job, program, [tmp_path / "a"])
+
+
+def test_who_waits_for_a_checkpoint_copies_it_before_the_copy_threads_may() -> None:
+    engine = roomy_engine()
+    program = simple([2 * BLOCK, 2 * BLOCK], [1, 1])
+    job = program.begin(engine, eager_by_caller=True)
+    program.append(job)
+    job.seal()
+    assert job.wait_captured(1, 10)
+    assert chunks_copied(job) == len(job.timeline())
+    job.fail(errno.ECANCELED, "over")
+
+
+def test_the_last_eager_chunk_is_left_to_the_caller() -> None:
+    engine = roomy_engine()
+    program = simple([2 * BLOCK - 4] * 3)
+    job = program.begin(engine, eager_by_caller=True)
+    program.append(job)
+    job.seal()
+    job.go()
+    wait_until_copied(job, 2)
+    time.sleep(0.05)
+    assert chunks_copied(job) == 2 < len(job.timeline())
+    assert job.wait_eager(10)
+    assert chunks_copied(job) == len(job.timeline())
+    job.fail(errno.ECANCELED, "over")
