@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,8 +38,7 @@ def measure(*, pairs: int, state_bytes: int, directory: Path, progress: Callable
     write_table.notes.append(
         "From the call to fdatasync and, for lazyckpt, the commit. fio: its own rate, without file creation."
     )
-    with Floor(4 * CHUNK_BYTES, copy_threads=0) as floor:
-        readers = _readers(floor, state, directory)
+    with Floor(4 * CHUNK_BYTES, copy_threads=0) as floor, _readers(floor, state, directory) as readers:
         title = f"Restore of {nbytes / 1e9:.2f} GB with a cold cache, GB/s"
         read_table = _contest(title, readers, pairs, nbytes, directory, progress, keep=True)
     read_table.notes.append(f"Before each: {_drop_caches()}. New tensors cost page faults, which in-place does not.")
@@ -79,12 +77,13 @@ def _writers(floor: Floor, state: dict[str, torch.Tensor]) -> dict[str, Timed]:
     return writers
 
 
-def _readers(floor: Floor, state: dict[str, torch.Tensor], directory: Path) -> dict[str, Timed]:
-    """All of them read checkpoints of the same state, written here; the path they are given is not used."""
-    torch_file = directory / "state.pt"
-    torch.save(state, torch_file)
-    with open(torch_file, "rb") as file:
-        os.fsync(file.fileno())
+@contextmanager
+def _readers(floor: Floor, state: dict[str, torch.Tensor], directory: Path) -> Iterator[dict[str, Timed]]:
+    """All of them read one file, since a disk is not equally fast everywhere: a checkpoint written here. The path they
+    are given is not used.
+
+    The Checkpointer stays, as the raw loop does: to fault the pages of a new ring in is no part of reading."""
+    import lazyckpt
 
     def timed(read: Callable[[], object]) -> Timed:
         def seconds(_: Path) -> float:
@@ -94,43 +93,21 @@ def _readers(floor: Floor, state: dict[str, torch.Tensor], directory: Path) -> d
 
         return seconds
 
-    def load_lazyckpt() -> object:
-        import lazyckpt
-
-        return lazyckpt.load(torch_file)
-
     def load_mmap() -> float:
-        loaded = torch.load(torch_file, mmap=True)
+        loaded = torch.load(file, mmap=True)["model"]
         return sum(float(t[::1024].sum()) for t in loaded.values())  # one element of every page
 
-    return {
-        RAW: lambda _: floor.raw_read(torch_file),
-        "lazyckpt restore, in place": _in_place_reader(state, directory / "checkpoints"),
-        "lazyckpt.load, new tensors": timed(load_lazyckpt),
-        "torch.load": timed(lambda: torch.load(torch_file)),
-        "torch.load, mmap, every page touched": timed(load_mmap),
-    }
-
-
-def _in_place_reader(state: dict[str, torch.Tensor], directory: Path) -> Timed:
-    """`Checkpointer.restore` into a module that is there already. The Checkpointer writes its checkpoint at the first
-    call and stays, as the raw loop does: to fault the pages of a new ring in is no part of reading."""
-    opened: list[Any] = []
-
-    def seconds(_: Path) -> float:
-        import lazyckpt
-
-        if not opened:
-            opened.append(lazyckpt.Checkpointer(directory))
-            opened[0].track(model=torch.nn.ParameterList(torch.nn.Parameter(t) for t in state.values()))
-            opened[0].save(1, blocking=True)
-            os.sync()
-        _drop_caches()
-        with _timed() as elapsed:
-            opened[0].restore()
-        return elapsed[0]
-
-    return seconds
+    with lazyckpt.Checkpointer(directory / "checkpoints") as checkpointer:
+        checkpointer.track(model=torch.nn.ParameterList(torch.nn.Parameter(t) for t in state.values()))
+        handle = checkpointer.save(1, blocking=True)
+        file = handle.result() / "state.pt"
+        yield {
+            RAW: lambda _: floor.raw_read(file),
+            "lazyckpt restore, in place": timed(checkpointer.restore),
+            "lazyckpt.load, new tensors": timed(lambda: lazyckpt.load(file)),
+            "torch.load": timed(lambda: torch.load(file)),
+            "torch.load, mmap, every page touched": timed(load_mmap),
+        }
 
 
 def _contest(

@@ -22,8 +22,8 @@ struct ReadRange {
 };
 
 struct ReadOptions {
-  unsigned threads = 0;    // 0: as many as there are cores, at most 4
-  unsigned io_depth = 32;  // reads in flight, all threads together
+  unsigned threads = 0;     // 0: as many as there are cores, at most 4
+  unsigned io_depth = 128;  // reads in flight, all threads together: how far the disk may be ahead of the caller
   std::string backend = "auto";
   bool direct = true;
   std::string fault;             // test build only
