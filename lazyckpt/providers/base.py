@@ -54,8 +54,10 @@ class TensorViews(Sequence[TensorView]):
         return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
 
     def append(self, view: TensorView) -> None:
-        key, storage, nbytes, dtype = view
-        self.extend([key], [storage], [nbytes], [dtype])
+        self.keys.append(view.key)
+        self.storages.append(view.storage)
+        self.sizes.append(view.nbytes)
+        self.dtypes.append(view.dtype)
 
     def extend(
         self, keys: list[str], storages: list[torch.UntypedStorage], sizes: list[int], dtypes: list[torch.dtype]
@@ -99,12 +101,15 @@ class StorageTable:
 
         Raises RuntimeError, as ``torch.save`` does, if it was added before under another dtype.
         """
-        position = self._positions.setdefault(storage._cdata, len(self.views))
-        if position == len(self.views):
+        new = len(self.views.keys)
+        position = self._positions.setdefault(storage._cdata, new)
+        if position == new:
             while (key := next(reusable_keys, None) or next(self.fresh_keys)) in self._keys:
                 pass
+            view = TensorView(key, storage, storage.nbytes(), dtype)
             self._keys.add(key)
-            self.views.append(TensorView(key, storage, storage.nbytes(), dtype))
+            self.views.append(view)
+            return view
         view = self.views[position]
         if view.dtype != dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")

@@ -26,7 +26,7 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView, TensorViews
+from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorViews
 
 PROTOCOL = 2  # what torch.save writes; its memo is numbered, so pickles can be joined
 MIN_ARRAY_BYTES = 64 << 10  # NumPy arrays from here on are written as storages, not as pickle bytes
@@ -104,11 +104,14 @@ class _Pickler(pickle.Pickler):
         super().__init__(out, PROTOCOL)
         self._table = table
         self._reusable = keys
-        self.views: dict[str, TensorView] = {}  # by key, in the order of appearance
+        self._seen: set[str] = set()
+        self.views = TensorViews()  # in the order of appearance
 
     def _storage_id(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         view = self._table.add(storage, dtype, self._reusable)
-        self.views[view.key] = view
+        if view.key not in self._seen:
+            self._seen.add(view.key)
+            self.views.append(view)
         return "storage", storage_type, view.key, _location(storage), view.nbytes // dtype.itemsize
 
     def persistent_id(self, obj: Any) -> Any:
@@ -210,10 +213,7 @@ def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[b
     out = io.BytesIO()
     pickler = _Pickler(out, table, reusable_keys)
     pickler.dump(obj)
-    views = TensorViews()
-    for view in pickler.views.values():
-        views.append(view)
-    return out.getvalue()[2:-1], views
+    return out.getvalue()[2:-1], pickler.views
 
 
 def pickle_of(opcodes: bytes) -> bytes:
