@@ -145,7 +145,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         target = _local(path)
         if target is None or not target.is_file():
             return super().load_checkpoint(path, map_location, weights_only)
-        return lazyckpt.load(target, map_location, weights_only=weights_only is not False)
+        return lazyckpt.load(target, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Once everything saved so far is durable; if that fails, ``path`` stays, with a warning."""

@@ -82,16 +82,18 @@ def _engine_of(pid: int) -> _engine.Engine:
     return engine
 
 
-def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool = True) -> Any:
+def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
     """Load what ``torch.save``, ``lazyckpt.save`` or safetensors wrote, in parallel, every checksum verified.
 
     ``path`` is a file, or the folder of a checkpoint. ``map_location`` and ``weights_only`` are ``torch.load``'s;
-    its restricted unpickler and ``torch.serialization.add_safe_globals`` decide what may be unpickled.
+    its restricted unpickler and ``torch.serialization.add_safe_globals`` decide what may be unpickled, and so do the
+    environment variables with which it is told what None means.
     A safetensors file gives a dict of tensors. Files of torch < 1.6 are handed to ``torch.load``.
 
     Raises LoadError, or one of its kinds: CorruptFileError (truncated, a bit flipped, hostile),
     UnsupportedFormatError.
     """
+    weights_only = _weights_only(weights_only)
     path = Path(path)
     if path.is_dir():
         read_checkpoint(path)
@@ -105,6 +107,17 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
         except Exception as error:
             raise LoadError(f"torch.load: {error}", path=path) from error
     return Archive(path, map_location, weights_only, engine=process_engine()).tree
+
+
+def _weights_only(asked: bool | None) -> bool:
+    """What ``torch.load`` makes of it."""
+
+    def is_set(name: str) -> bool:
+        return os.environ.get(name, "").lower() in ("1", "y", "yes", "true")
+
+    if is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
+        return True
+    return not is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD") if asked is None else asked
 
 
 def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.Tensor]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import subprocess
 import sys
 import threading
+import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +230,26 @@ def test_weights_only_refuses_by_name_and_says_what_to_do(tmp_path: Path) -> Non
     assert lazyckpt.load(tmp_path / "a.pt", weights_only=False)["x"].x == 3
     with torch.serialization.safe_globals([Custom]):
         assert lazyckpt.load(tmp_path / "a.pt")["x"].x == 3
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("variable", [None, "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+def test_weights_only_means_what_it_means_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, asked: bool | None
+) -> None:
+    lazyckpt.save({"x": Custom(3)}, tmp_path / "a.pt")
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+
+    def allowed(load: Callable[..., Any]) -> bool:
+        try:
+            return bool(load(tmp_path / "a.pt", weights_only=asked)["x"].x == 3)
+        except (LoadError, pickle.UnpicklingError):
+            return False
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the variable
+        assert allowed(lazyckpt.load) == allowed(torch.load)
 
 
 class Evil:
