@@ -13,12 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import disk, latency, machine, memory, train
+from benchmarks import disk, frameworks, latency, machine, memory, train
 from benchmarks.arms import KINDS, QUICK
 from benchmarks.report import Table, show, write_markdown
 
 HERE = Path(__file__).parent
-PARTS = ("train", "memory", "latency", "disk")
+PARTS = ("train", "memory", "frameworks", "latency", "disk")
 FULL_PAIRS, QUICK_PAIRS = 7, 3
 REPORT_WIDTH = 130  # of tables that go into a file
 STEPS = 8  # checkpoints in a block
@@ -73,6 +73,15 @@ def _run(arguments: argparse.Namespace, directory: Path, progress: Callable[[str
             peak_mib=peaks,
             progress=lambda text: progress(f"train: {text}"),
         )
+    if "frameworks" in arguments.only:
+        # Half of it in the full run, so that seven pairs of ten arms stay within minutes; a tenth in the quick one.
+        yield frameworks.measure(
+            pairs=arguments.pairs,
+            checkpoints=arguments.steps // 2,
+            state_bytes=state_bytes // (2 if arguments.full else 10),
+            directory=directory / "frameworks",
+            progress=lambda text: progress(f"frameworks: {text}"),
+        )
     if "latency" in arguments.only:
         yield from latency.measure(
             saves=max(FULL_PAIRS, arguments.pairs),
@@ -105,7 +114,10 @@ def _stderr_into(path: Path) -> Iterator[None]:
 def main() -> None:
     arguments = _arguments()
     console = Console() if sys.stdout.isatty() else Console(width=REPORT_WIDTH)
-    about = machine.describe(arguments.dir, ["torch", *(KINDS[name].package for name in arguments.arms)])
+    packages = ["torch", *(KINDS[name].package for name in arguments.arms)]
+    if "frameworks" in arguments.only:
+        packages += ["lazyckpt", *frameworks.TRAINERS]
+    about = machine.describe(arguments.dir, packages)
     for key, value in about.items():
         console.print(f"[bold]{key}[/]: {value}", highlight=False)
     arguments.dir.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,11 @@ class Gpt(nn.Module):
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, time + 1) token ids -> how badly each was predicted from those before it, on the mean."""
+        logits = self(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
 
 def _width_for(state_bytes: int) -> int:
     """The model width, a multiple of the head width, whose AdamW state comes closest to `state_bytes`."""
@@ -66,9 +71,7 @@ class Training:
 
     def compute(self) -> None:
         """Forward and backward: what a checkpoint may hide behind."""
-        tokens = torch.randint(VOCABULARY, (self.sequences, CONTEXT + 1))
-        logits = self.model(tokens[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = self.model.loss(torch.randint(VOCABULARY, (self.sequences, CONTEXT + 1)))
         self.optimizer.zero_grad(set_to_none=False)
         torch.autograd.backward(loss)
 

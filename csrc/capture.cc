@@ -84,18 +84,11 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
     const bool eager = row.kind == RowKind::kSource && job.sources[arg].owners == 0;
     const bool lazy = row.kind == RowKind::kSource && job.sources[arg].owners != 0;
     for (uint64_t done = 0; done < size;) {
-      Chunk* chunk = job.open;
-      if (chunk == nullptr) {
-        chunk = job.chunks.emplace_back(std::make_unique<Chunk>()).get();
-        chunk->job = &job;
-        chunk->file = file;
-        chunk->offset = offset;
-        chunk->limit = options_.chunk_bytes;
-        job.open = chunk;
-      }
+      if (job.open == nullptr) OpenChunk(job, file, offset);
       // Eager and lazy bytes share at most a block, so that save() waits for eager chunks alone.
-      if ((lazy && chunk->eager) || (eager && chunk->has_lazy))
-        chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
+      if (eager && job.open->has_lazy && !job.open->eager) SplitAtLastBlock(job);
+      Chunk* chunk = job.open;
+      if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
       const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);
       if (n > 0) {
         Piece piece{.kind = row.kind, .size = n, .at = chunk->size};
@@ -110,14 +103,8 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
           piece.part = source.parts.size();
           source.parts.push_back({n, 0});
           ++source.parts_left;
-          chunk->owners |= source.owners;
-          chunk->eager |= eager;
-          chunk->has_lazy |= lazy;
         }
-        if (row.kind == RowKind::kCrc32Le || row.kind == RowKind::kCrc32Hex)
-          chunk->needs_lazy |= !job.sources[arg].in_front;
-        chunk->pieces.push_back(piece);
-        chunk->size += n;
+        AddPiece(job, piece);
         offset += n;
         done += n;
       }
@@ -126,6 +113,64 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
   }
   job.files[file].size = std::max(job.files[file].size, offset);
   return Status::Ok();
+}
+
+void Engine::OpenChunk(Job& job, size_t file, uint64_t offset) {
+  Chunk* chunk = job.chunks.emplace_back(std::make_unique<Chunk>()).get();
+  chunk->job = &job;
+  chunk->file = file;
+  chunk->offset = offset;
+  chunk->limit = options_.chunk_bytes;
+  job.open = chunk;
+}
+
+// At the end of the open chunk.
+void Engine::AddPiece(Job& job, Piece piece) {
+  Chunk* chunk = job.open;
+  piece.at = chunk->size;
+  if (piece.kind == RowKind::kSource) {
+    const uint64_t owners = job.sources[piece.source].owners;
+    chunk->owners |= owners;
+    (owners == 0 ? chunk->eager : chunk->has_lazy) = true;
+  } else if (piece.kind != RowKind::kLiteral) {
+    chunk->needs_lazy |= !job.sources[piece.source].in_front;
+  }
+  chunk->pieces.push_back(piece);
+  chunk->size += piece.size;
+}
+
+// Queues the open chunk, but for what lies behind its last block boundary: that begins the next one, and may be shared.
+void Engine::SplitAtLastBlock(Job& job) {
+  Chunk* chunk = job.open;
+  const size_t end = chunk->size / kBlockBytes * kBlockBytes;
+  if (end == 0) return;
+  std::vector<Piece> rest;
+  while (!chunk->pieces.empty() && chunk->pieces.back().at + chunk->pieces.back().size > end) {
+    Piece& last = chunk->pieces.back();
+    const size_t keep = last.at < end ? end - last.at : 0;
+    Piece moved = last;
+    moved.size -= keep;
+    if (moved.kind == RowKind::kLiteral)
+      moved.literal += keep;
+    else
+      moved.source_offset += keep;
+    if (moved.kind == RowKind::kSource && keep > 0) {  // it is the last part so far: a source is laid out in one go
+      Source& source = job.sources[moved.source];
+      source.parts[last.part].size = keep;
+      moved.part = source.parts.size();
+      source.parts.push_back({moved.size, 0});
+      ++source.parts_left;
+    }
+    rest.push_back(moved);
+    last.size = keep;
+    if (keep == 0) chunk->pieces.pop_back();
+  }
+  chunk->size = end;  // its owners may be one too many now, who then waits for a chunk more
+  const size_t file = chunk->file;
+  const uint64_t offset = chunk->offset + end;
+  QueueOpenChunk(job);
+  OpenChunk(job, file, offset);
+  for (auto piece = rest.rbegin(); piece != rest.rend(); ++piece) AddPiece(job, *piece);
 }
 
 Status Engine::Seal(Job& job) {

@@ -97,6 +97,9 @@ class Engine {
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   void OnCopied(Chunk* chunk);
   void Release(Chunk* chunk);
+  void OpenChunk(Job& job, size_t file, uint64_t offset);
+  void AddPiece(Job& job, Piece piece);
+  void SplitAtLastBlock(Job& job);
   void QueueOpenChunk(Job& job);
   bool HelpUntil(const std::function<bool()>& done, Clock::time_point deadline);
   bool WaitUntil(const std::function<bool()>& done, Clock::time_point deadline);

@@ -35,11 +35,11 @@ try:
     from accelerate.commands.config import config_args
     from accelerate.utils import DistributedType, clean_state_dict_for_safetensors
 
-    if int(accelerate.__version__.split(".")[0]) < 1:
+    if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 9):
         raise ImportError(f"there is accelerate {accelerate.__version__}")
 except ImportError as error:
     raise ImportError(
-        f"lazyckpt needs accelerate 1.0 or newer: pip install 'lazyckpt[accelerate]' ({error})"
+        f"lazyckpt needs accelerate 1.9 or newer: pip install 'lazyckpt[accelerate]' ({error})"
     ) from error
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")

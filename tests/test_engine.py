@@ -324,6 +324,24 @@ def test_eager_bytes_of_a_later_file_do_not_wait_for_lazy_ones_of_an_earlier(tmp
     check(job, program, paths)
 
 
+def test_lazy_bytes_beside_eager_ones_stay_lazy(tmp_path: Path) -> None:
+    """As in a safetensors file, where weights and small biases take turns: eager is only the block that they share."""
+    weights, bias, more = random_source(3 * BLOCK + 100, 0), random_source(50, 1), random_source(2 * BLOCK, 2)
+    program = Program([weights, bias, more], [1, 0, 1])
+    program.extents = [(0, 0, [(SOURCE, s.nbytes, index) for index, s in enumerate(program.sources)], b"")]
+    job = program.begin(make_engine(ring_bytes=16 * BLOCK, chunk_bytes=8 * BLOCK, copy_threads=0))
+    program.append(job)
+    job.seal()
+    job.wait_eager()
+    saved = bias.copy()
+    weights[: 3 * BLOCK] ^= 0xFF
+    bias ^= 0xFF
+    more[BLOCK:] ^= 0xFF
+    job.open(0, str(tmp_path / "a"), 6 * BLOCK)
+    assert job.wait_settled(10)
+    assert (tmp_path / "a").read_bytes() == weights.tobytes() + saved.tobytes() + more.tobytes()
+
+
 @pytest.mark.parametrize("copy_threads", [0, 2])
 def test_eager_chunks_in_front_never_wait_for_lazy_ones(copy_threads: int, tmp_path: Path) -> None:
     """Eager and lazy sources and their checksums in any order, through a ring of two chunks: nothing is blocked by what

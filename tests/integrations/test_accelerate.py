@@ -518,8 +518,8 @@ def test_a_missing_or_old_accelerate_is_told_in_one_line(monkeypatch: pytest.Mon
     if absent:
         monkeypatch.setitem(sys.modules, "accelerate", None)
     else:
-        monkeypatch.setattr(accelerate, "__version__", "0.34.2")
-    with pytest.raises(ImportError, match=r"^lazyckpt needs accelerate 1.0 or newer: pip install .*$"):
+        monkeypatch.setattr(accelerate, "__version__", "1.8.1")
+    with pytest.raises(ImportError, match=r"^lazyckpt needs accelerate 1.9 or newer: pip install .*$"):
         importlib.import_module("lazyckpt.integrations.accelerate")
 
 
