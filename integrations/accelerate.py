@@ -46,6 +46,9 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
 
+_alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
+
+
 def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
 
@@ -105,6 +108,7 @@ class StateSaver:
         # Gloo, since it needs no GPU; and a group of its own, so that it meets no collective of the training.
         self._group = torch.distributed.new_group(backend="gloo") if accelerator.num_processes > 1 else None
         self._saver = self._make_saver()
+        _alive.add(self)
         methods = ("save_state", "load_state", "end_training", "free_memory")
         self._accelerates_own = {name: getattr(accelerator, name) for name in methods}
         for name in methods:
@@ -129,7 +133,8 @@ class StateSaver:
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Path:
         """:meth:`accelerate.Accelerator.save_state`, but it returns when the state is captured or guarded, and the
-        folder appears when it is durable. Files that an existing folder of that name holds besides stay in it.
+        folder appears when it is durable; that is before it returns, if no optimizer has stepped since the last one.
+        Files that an existing folder of that name holds besides stay in it.
 
         Raises the SaveError of an earlier one that failed in the background, too, on every rank.
         """
@@ -151,15 +156,19 @@ class StateSaver:
                 if staged is not None and self._saver is not None:
                     self.last_save = staged.save()
                     self._prune(target, self._saver)
+                    if not self.last_save.in_training:
+                        self.wait()
         return target
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """:meth:`accelerate.Accelerator.load_state`, after everything saved before is durable.
+        """:meth:`accelerate.Accelerator.load_state`, after everything saved before is durable, by other Accelerators
+        of this process, too.
 
         Raises the SaveError of what is not, and was not told before; called again it loads what there is.
         """
         with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
-            self.wait()
+            for saver in list(_alive):
+                saver.wait()
         lazyckpt.wait_captured()  # other savers may still be copying what is about to be overwritten
         self._accelerates_own["load_state"](*args, **kwargs)
 

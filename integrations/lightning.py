@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 import lazyckpt
+from lazyckpt.gate import gate
 
 try:
     from fsspec.core import url_to_fs
@@ -56,6 +57,7 @@ except ImportError as error:
 
 _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
 _SLURM_PREFIX = "hpc_ckpt_"  # of what Lightning saves in a signal handler, and looks for after a requeue
+_SMALL_BYTES = 16 << 20
 # Lightning's callbacks that hear of the start or the end of an epoch, and leave weights alone.
 _ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ProgressBar, Timer)
 
@@ -69,12 +71,18 @@ class LazyCheckpointIO(TorchCheckpointIO):
     A Trainer's saves block, that is, are durable when they return, outside of ``fit`` and its like, after an exception,
     and in SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or
     at the end of ``fit``; ``on_error="warn"`` makes it a warning.
+
+    Its threads and buffers live as long as ``fit``; with Fabric, from the first save to the end of the program.
     """
 
     def __init__(self, **knobs: Any) -> None:
+        try:
+            self._config = lazyckpt.Config(**knobs)
+        except TypeError as error:
+            raise lazyckpt.ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
         self._knobs = knobs
-        # Made now, not for the first save: only what was seen to step before is copied lazily.
-        self._saver: lazyckpt.Saver | None = lazyckpt.Saver(**knobs)
+        gate.install()  # now, not for the first save: only what was seen to step before is copied lazily
+        self._saver: lazyckpt.Saver | None = None  # its threads run while there is something to save
         self._pid = os.getpid()
         self._attended: bool | None = None  # by the callback, now; None: there was no Trainer yet
         self._failure: lazyckpt.SaveError | None = None  # for the callback
@@ -97,7 +105,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         """
         target = _local(path)
         if target is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self._saving or target.name.startswith(_SLURM_PREFIX):
             _save_in_signal_handler(checkpoint, target)
         else:
@@ -110,22 +118,35 @@ class LazyCheckpointIO(TorchCheckpointIO):
     def _save(self, checkpoint: dict[str, Any], target: Path) -> None:
         if target in self._removed:
             self.wait()  # or it might be this one that is removed
+        if self._must_block(checkpoint):
+            self._save_at_once(checkpoint, target)
+            return
         step = checkpoint.get("global_step")
-        handle = self._open_saver().save(
-            checkpoint, target, step=step if isinstance(step, int) else None, blocking=self._must_block(checkpoint)
-        )
+        handle = self._open_saver().save(checkpoint, target, step=step if isinstance(step, int) else None)
         if self._attended:
             self._unreported.append(handle)
 
     def _must_block(self, checkpoint: dict[str, Any]) -> bool:
-        if self._attended is None and _TRAINER_CHECKPOINT in checkpoint:
+        if self._attended is not None or _TRAINER_CHECKPOINT not in checkpoint:
+            return self._attended is False
+        if checkpoint.get("global_step"):  # otherwise it may still come: Lightning has not set up its callbacks
             warnings.warn(
                 "LazyCheckpointIO: every save blocks, since this Trainer has no LazyCheckpointCallback. It comes by "
                 "itself where lazyckpt is installed with its entry points; otherwise add it to the callbacks",
                 stacklevel=2,
             )
-            return True
-        return self._attended is False
+        return True
+
+    def _save_at_once(self, checkpoint: dict[str, Any], target: Path) -> None:
+        """Without a Saver: nobody may call :meth:`teardown` after this."""
+        self.wait()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            lazyckpt.save(checkpoint, target)
+        except lazyckpt.SaveError as error:
+            if self._config.on_error == "raise":
+                raise
+            warnings.warn(str(error), stacklevel=2)
 
     def load_checkpoint(
         self,
@@ -145,7 +166,10 @@ class LazyCheckpointIO(TorchCheckpointIO):
         target = _local(path)
         if target is None or not target.is_file():
             return super().load_checkpoint(path, map_location, weights_only)
-        return lazyckpt.load(target, map_location, weights_only=weights_only)
+        try:
+            return lazyckpt.load(target, map_location, weights_only=weights_only)
+        except lazyckpt.UnsupportedFormatError:  # torch may know better, or says what it always said
+            return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Once everything saved so far is durable; if that fails, ``path`` stays, with a warning."""
@@ -274,18 +298,21 @@ class LazyCheckpointCallback(Callback):
     """What a Trainer with a :class:`LazyCheckpointIO` needs besides. Lightning adds it to every Trainer by itself;
     with any other CheckpointIO it does nothing.
 
-    - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, the end of ``fit``
+    - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, and wherever you
+      have a hook at the start or the end of an epoch. Such a hook finds the files of checkpoints of less than 16 MiB
     - a ModelCheckpoint sees pending files as if they existed; ``save_last="link"`` never points at what is not durable
     - loggers hear of a checkpoint when its file exists, and log what it cost: ``checkpoint/blocked_ms``,
       ``checkpoint/durable_s``, ``checkpoint/eager_mb``, ``checkpoint/mb``
-    - after an exception saves block; when ``fit`` returns everything is durable, on every rank, or SaveError is raised
+    - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; what failed by the end
+      of ``fit`` is raised there
 
-    It goes to the front of ``trainer.callbacks``, before whoever swaps weights. Who writes to weights elsewhere calls
-    :func:`lazyckpt.wait_captured` first.
+    For that time it is in front of ``trainer.callbacks``, before whoever swaps weights. Who writes to weights
+    elsewhere calls :func:`lazyckpt.wait_captured` first.
     """
 
     def __init__(self) -> None:
         self._io: LazyCheckpointIO | None = None
+        self._place = 0  # in trainer.callbacks, while it is in front
         self._news: deque[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = deque()  # for loggers, when it is durable
         self._undo = contextlib.ExitStack()
 
@@ -297,6 +324,7 @@ class LazyCheckpointCallback(Callback):
         self._io = io
         io._attended, io._failure = True, None
         # A new list: Lightning is just now iterating over the old one.
+        self._place = trainer.callbacks.index(self)
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
@@ -329,16 +357,19 @@ class LazyCheckpointCallback(Callback):
                 saver.watch(callback._average_model)
                 lazyckpt.guard(callback._average_model, "update_parameters")
 
-    # before weights are swapped
+    # before weights are swapped, and before somebody looks for files
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_captured_for_others("on_train_epoch_start", trainer)
+        self._make_way("on_train_epoch_start", trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_captured_for_others("on_train_epoch_end", trainer)
+        self._make_way("on_train_epoch_end", trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_captured()
+        self._wait_durable(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_durable(trainer)  # ModelCheckpoint may save in on_train_end
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._wait_captured()
@@ -346,16 +377,34 @@ class LazyCheckpointCallback(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._wait_captured()
 
-    def _wait_captured_for_others(self, hook: str, trainer: Trainer) -> None:
+    def _make_way(self, hook: str, trainer: Trainer) -> None:
         # Most checkpoints are saved here or hereabouts, and are to be copied during the next epoch: so this waits only
         # if there is somebody who may write to weights.
         others = [c for c in trainer.callbacks if c is not self and not isinstance(c, _ONLY_READ)]
-        if any(_overrides(callback, hook, Callback) for callback in others):
+        if any(_overrides(callback, hook, Callback) for callback in others) or _overrides(
+            trainer.lightning_module, hook, LightningModule
+        ):
             self._wait_captured()
+            self._wait_durable_if_small()
 
     def _wait_captured(self) -> None:
         if self._io is not None:
             lazyckpt.wait_captured()
+
+    def _wait_durable_if_small(self) -> None:
+        """Who lists the folder in such a hook finds what is there without lazyckpt, if it takes but a moment."""
+        saver = self._io._own_saver() if self._io is not None else None
+        if saver is not None and sum(handle.metrics.bytes for handle in saver.pending()) < _SMALL_BYTES:
+            saver.drain()
+
+    def _wait_durable(self, trainer: Trainer) -> None:
+        """Nothing is left to overlap with, and many look for the best model now. Failures keep for teardown()."""
+        if self._io is None:
+            return
+        saver = self._io._own_saver()
+        if saver is not None:
+            saver.drain()
+        trainer.strategy.barrier()
 
     # what became of the saves
 
@@ -417,6 +466,9 @@ class LazyCheckpointCallback(Callback):
         self._report(trainer)
         self._undo.close()
         self._io = None
+        if self in trainer.callbacks:
+            others = [callback for callback in trainer.callbacks if callback is not self]
+            trainer.callbacks = [*others[: self._place], self, *others[self._place :]]
 
 
 def _overrides(obj: Any, method: str, base: type) -> bool:

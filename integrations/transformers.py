@@ -85,9 +85,9 @@ class LazyCheckpointCallback(TrainerCallback):
     ``TrainingArguments.save_total_limit``. Raises ConfigError for one that makes no sense.
 
     A checkpoint that fails in the background raises its SaveError when the next one is saved, or at the end of
-    ``train()``; with ``on_error="warn"`` it is a warning. The log of the Trainer gets, with the training loss that
-    follows, ``checkpoint/step``, ``checkpoint/blocked_ms`` (what that checkpoint kept the training waiting) and
-    ``checkpoint/durable_s`` (from the beginning of the save until a power cut could not undo it).
+    ``train()``; with ``on_error="warn"`` it is a warning. The Trainer's loggers (``report_to``, ``on_log``) get, with
+    the training loss that follows, ``checkpoint/step``, ``checkpoint/blocked_ms`` (what that checkpoint kept the
+    training waiting) and ``checkpoint/durable_s`` (from the beginning of the save until a power cut could not undo it).
 
     With several processes, ``on_save`` of the other callbacks comes later on the one that writes than on the others:
     it must not make them communicate.
@@ -446,15 +446,26 @@ def _on_save(
     return original(args, state, control, **kwargs)
 
 
-@_wrap(Trainer, "log")
-def _log(
-    callback: LazyCheckpointCallback, trainer: Trainer, original: Any, logs: dict[str, float], *args: Any, **kwargs: Any
-) -> None:
-    # Not an entry of its own: Trainers that override log() (TRL) empty their averages at each call. And not with
-    # the results of an evaluation: a hyperparameter search adds those up.
-    if "loss" in logs or "train_loss" in logs:
-        logs.update(callback.take_metrics())
-    original(logs, *args, **kwargs)
+@_wrap(CallbackHandler, "on_log")
+def _on_log(
+    callback: LazyCheckpointCallback,
+    handler: CallbackHandler,
+    original: Any,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    logs: dict[str, float],
+    **kwargs: Any,
+) -> Any:
+    # For the loggers alone: state.log_history is a part of the checkpoint, and the same whenever the run is the same.
+    # Not an entry of its own, and not with the results of an evaluation: a hyperparameter search adds those up.
+    metrics = callback.take_metrics() if "loss" in logs or "train_loss" in logs else {}
+    logs.update(metrics)
+    try:
+        return original(args, state, control, logs, **kwargs)
+    finally:
+        for name in metrics:
+            logs.pop(name, None)
 
 
 @_wrap(Trainer, "_load_best_model")

@@ -11,11 +11,11 @@ post-hook), or to the same optimizer's next pre-hook. A snapshot taken inside an
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -83,20 +83,18 @@ class Gate:
 
     def guard(self, obj: Any, method: str) -> None:
         """See :func:`lazyckpt.guard`."""
-        owner = Guarded(obj)
-        inner = getattr(obj, method)
+        setattr(obj, method, GatedMethod(obj, getattr(obj, method)))
 
-        @functools.wraps(inner)
-        def gated(*args: Any, **kwargs: Any) -> Any:
-            self._wait(owner)
-            self._count(owner)
-            self._open.add(owner)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self._open.discard(owner)
-
-        setattr(obj, method, gated)
+    @contextlib.contextmanager
+    def step(self, owner: Guarded) -> Iterator[None]:
+        """What ``owner`` changes is changed in here."""
+        self._wait(owner)
+        self._count(owner)
+        self._open.add(owner)
+        try:
+            yield
+        finally:
+            self._open.discard(owner)
 
     def _count(self, owner: Any) -> None:
         with self._lock:
@@ -139,6 +137,21 @@ class Gate:
 
 
 gate = Gate()
+
+
+class GatedMethod:
+    """Stands in an object's way to its own method. Not a closure: who copies or pickles the object gets one for the
+    copy, and not one that updates the original."""
+
+    def __init__(self, obj: Any, method: Callable[..., Any]) -> None:
+        self._owner = Guarded(obj)
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with gate.step(self._owner):
+            return self._method(*args, **kwargs)
+
+
 os.register_at_fork(after_in_child=gate.forget)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -541,6 +543,19 @@ def test_a_save_inside_a_guarded_method_is_eager(make_run: Any) -> None:
         run.step()
         average.update()
         assert torch.load(handles[-1].result() / "state.pt")["average"]["weight"].unique().tolist() == [2 * step + 1]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda obj: pickle.loads(pickle.dumps(obj))])
+def test_a_copy_of_a_guarded_object_updates_itself(duplicate: Any) -> None:
+    model = torch.nn.Linear(4, 4)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    lazyckpt.guard(average, "update_parameters")
+    other = duplicate(average)
+    before = average.module.weight.detach().clone()
+    model.weight.data.add_(1.0)
+    other.update_parameters(model)
+    assert torch.equal(average.module.weight, before) and int(average.n_averaged) == 0
+    assert torch.equal(other.module.weight, model.weight) and int(other.n_averaged) == 1
 
 
 def test_guard_of_an_unknown_method_is_refused() -> None:

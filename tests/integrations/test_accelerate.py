@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,6 +225,40 @@ def test_copying_goes_on_after_save_state_has_returned(tmp_path: Path) -> None:
     # Lazy are the parameters and both moments; the average, which no optimizer owns, is not.
     assert metrics.bytes > 4 * parameters and metrics.eager_bytes < 1.2 * parameters
     assert metrics.save_blocked_s < metrics.captured_s < metrics.durable_s
+
+
+def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(tmp_path: Path) -> None:
+    """There is nothing to overlap with; who saves before training, or after it, may look at once."""
+    run = Run(**automatic(tmp_path, total_limit=1))
+    enable(run.accelerator)
+    for at in range(3):
+        run.accelerator.save_state()
+        assert names(tmp_path) == ["checkpoints"] and names(tmp_path / "checkpoints") == [f"checkpoint_{at}"]
+    run.step()
+    run.accelerator.save_state()
+    assert names(tmp_path) != ["checkpoints"]  # lazily
+    run.accelerator.end_training()
+
+
+def test_another_accelerator_of_the_process_waits_for_what_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = commit.Staging.publish
+
+    def late(self: commit.Staging) -> Path | None:
+        time.sleep(0.3)
+        return publish(self)
+
+    monkeypatch.setattr(commit.Staging, "publish", late)
+    run = Run()
+    enable(run.accelerator)
+    run.step()
+    saved = run.model.layers[0].weight.detach().clone()
+    run.accelerator.save_state(tmp_path / "state")
+    other = Run()
+    enable(other.accelerator)
+    other.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(other.model.layers[0].weight, saved)
 
 
 def test_a_loader_with_a_state_is_saved(tmp_path: Path, graph: Any) -> None:

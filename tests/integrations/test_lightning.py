@@ -17,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
@@ -35,6 +37,7 @@ from lazyckpt import commit
 pytest.importorskip("lightning", minversion="2.6")
 
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -43,11 +46,13 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
 
+from lazyckpt.integrations import lightning as integration
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -469,6 +474,59 @@ def test_an_older_link_does_not_replace_a_newer_one(tmp_path: Path, held_disk: t
     assert names_in(tmp_path) == {"a.ckpt": "", "b.ckpt": "", "last.ckpt": "b.ckpt"}
 
 
+# who looks for files
+
+
+class Looking(Net):
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self.look = look
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            self.look()
+
+
+def test_a_hook_at_the_start_of_an_epoch_finds_a_small_checkpoint(tmp_path: Path, slow_disk: None) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, filename="model", save_on_train_epoch_end=True)
+    found: list[list[str]] = []
+    model = Looking(lambda: found.append(os.listdir(tmp_path)))
+    trainer_in(tmp_path, LazyCheckpointIO(), checkpoint, max_epochs=3, limit_val_batches=0).fit(model)
+    assert found == [["model.ckpt"]] * 2
+
+
+def test_a_hook_at_the_start_of_an_epoch_does_not_wait_for_the_disk_of_a_large_one(
+    tmp_path: Path, held_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "_SMALL_BYTES", 1)
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append((tmp_path / "model.ckpt").exists())
+        held_disk.set()
+
+    checkpoint = ModelCheckpoint(tmp_path, filename="model", save_on_train_epoch_end=True)
+    # A buffer that holds all: nothing but the disk could be waited for.
+    trainer_in(tmp_path, LazyCheckpointIO(), checkpoint, max_epochs=2, limit_val_batches=0).fit(Looking(look))
+    assert found == [False]
+
+
+def test_who_looks_for_the_best_model_at_the_end_of_training_finds_it(tmp_path: Path, slow_disk: None) -> None:
+    found: list[bool] = []
+
+    class Uploads(Net):
+        def on_train_end(self) -> None:
+            found.extend(map(os.path.exists, [checkpoint.best_model_path, checkpoint.last_model_path]))
+
+        def on_fit_end(self) -> None:
+            found.append(os.path.exists(late.last_model_path))
+
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last="link")
+    late = ModelCheckpoint(tmp_path / "late", every_n_epochs=9, save_last=True)  # saves in on_train_end
+    trainer_in(tmp_path, LazyCheckpointIO(), checkpoint, late, limit_val_batches=0).fit(Uploads())
+    assert found == [True] * 3
+
+
 # weights that are swapped with no optimizer step
 
 
@@ -494,6 +552,14 @@ class SwapAtEpochStart(Callback):
 class SwapAtEpochEnd(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for p in pl_module.parameters():
+            p.data.mul_(-1.0)
+
+
+class SwapsItself(Net):
+    """Hooks of the module come after those of callbacks."""
+
+    def on_train_epoch_start(self) -> None:
+        for p in self.parameters():
             p.data.mul_(-1.0)
 
 
@@ -524,6 +590,7 @@ SWAPS: dict[str, tuple[list[Callable[[], Callback]], dict[str, Any], dict[str, A
     "WeightAveraging": ([lambda: EMAWeightAveraging(decay=0.5)], {"every_n_train_steps": 2}, {"val_check_interval": 2}),
     "epoch start": ([SwapAtEpochStart], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"max_epochs": 3}),
     "epoch end": ([SwapAtEpochEnd], {"every_n_train_steps": 2}, {"max_epochs": 2, "limit_val_batches": 0}),
+    "module": ([], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"max_epochs": 3}),
     "train end": ([SwapAtTrainEnd], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"limit_val_batches": 0}),
     "SWA": (
         [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)],
@@ -535,13 +602,16 @@ SWAPS: dict[str, tuple[list[Callable[[], Callback]], dict[str, Any], dict[str, A
 
 @pytest.mark.parametrize("swap", SWAPS)
 def test_what_is_saved_is_not_what_was_swapped_in_afterwards(
-    swap: str, tmp_path: Path, slow_disk: None, graph: Any
+    swap: str, tmp_path: Path, slow_disk: None, graph: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(integration, "_SMALL_BYTES", 0)  # it is for copies, not for the disk, that is waited
     make, when, kwargs = SWAPS[swap]
 
     def run(io: LazyCheckpointIO | None) -> None:
         checkpoint = ModelCheckpoint(tmp_path / "run", save_top_k=-1, filename="{epoch}-{step}", **when)
-        trainer_in(tmp_path, io, checkpoint, *[m() for m in make], **kwargs).fit(Net(normalize=swap == "SWA"))
+        trainer_in(tmp_path, io, checkpoint, *[m() for m in make], **kwargs).fit(
+            SwapsItself() if swap == "module" else Net(normalize=swap == "SWA")
+        )
 
     run(None)
     os.rename(tmp_path / "run", tmp_path / "plain")
@@ -577,6 +647,56 @@ def test_a_save_after_fit_is_durable_when_it_returns(tmp_path: Path, slow_disk: 
     assert torch.load(tmp_path / "after.ckpt")["global_step"] == 6
 
 
+def test_a_save_before_fit_is_durable_when_it_returns_and_nobody_is_warned(tmp_path: Path, slow_disk: None) -> None:
+    """The callback is there; Lightning has not set it up yet."""
+    trainer = trainer_in(tmp_path, lazy_io())
+    trainer.strategy.connect(Net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.save_checkpoint(tmp_path / "folder" / "before.ckpt")
+    assert torch.load(tmp_path / "folder" / "before.ckpt")["global_step"] == 0
+
+
+def test_threads_live_as_long_as_fit(tmp_path: Path) -> None:
+    """Who makes many Trainers, copies them, or saves with one that has ended, leaves none behind."""
+    before, copies, during = threading.active_count(), [], []
+
+    def look(trainer: Trainer) -> None:
+        copies.append(copy.deepcopy(trainer.callbacks))
+        during.append(threading.active_count())
+
+    io = LazyCheckpointIO()
+    trainer = trainer_in(tmp_path, io, Each(look), ModelCheckpoint(tmp_path, every_n_train_steps=1))
+    assert threading.active_count() == before
+    trainer.fit(Net())
+    assert during[0] == during[-1] > before and len(copies) == 6
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    io.remove_checkpoint(tmp_path / "after.ckpt")
+    assert "after.ckpt" not in names_in(tmp_path)
+    assert threading.active_count() == before
+
+
+def halfway(average: torch.Tensor, current: torch.Tensor, count: Any) -> torch.Tensor:
+    return (average + current) / 2
+
+
+def test_a_trainer_that_was_fitted_is_pickled(tmp_path: Path) -> None:
+    averaging = WeightAveraging(avg_fn=halfway)
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(max_in_flight=3), averaging, ModelCheckpoint(tmp_path))
+    trainer.fit(Net())
+    torch.save(trainer, tmp_path / "trainer.pt")
+    other = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert other.strategy.checkpoint_io._knobs == {"max_in_flight": 3}
+
+
+def test_what_torch_does_not_unpickle_is_refused_as_torch_does(tmp_path: Path) -> None:
+    io = LazyCheckpointIO()
+    io.save_checkpoint({"loss": nn.MSELoss()}, tmp_path / "a.ckpt")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        io.load_checkpoint(tmp_path / "a.ckpt")
+    assert isinstance(io.load_checkpoint(tmp_path / "a.ckpt", weights_only=False)["loss"], nn.MSELoss)
+
+
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, filename="a")
     trainer = trainer_in(tmp_path, LazyCheckpointIO(), checkpoint)
@@ -597,6 +717,9 @@ def test_missing_and_remote_files_are_handled_as_ever(tmp_path: Path) -> None:
         io.load_checkpoint(tmp_path / "none.ckpt")
     with pytest.raises(TypeError):
         io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
+    with unittest.mock.patch.object(TorchCheckpointIO, "save_checkpoint") as theirs:
+        io.save_checkpoint({}, "a.ckpt", storage_options={})
+    theirs.assert_called_once_with({}, "a.ckpt", storage_options={})
     io.save_checkpoint({"a": 1}, "memory://folder/a.ckpt")
     assert io.exists("memory://folder/a.ckpt")
     assert io.load_checkpoint("memory://folder/a.ckpt") == {"a": 1}
@@ -827,8 +950,11 @@ def test_the_entry_point_adds_one_callback_that_goes_first(tmp_path: Path) -> No
     added = LazyCheckpointCallback()  # by hand, too: the other one keeps still
     trainer = trainer_in(tmp_path, LazyCheckpointIO(), stop_at(99), added, ModelCheckpoint(tmp_path))
     assert sum(isinstance(c, LazyCheckpointCallback) for c in trainer.callbacks) == 2
+    before, during = trainer.callbacks, []
+    trainer.callbacks[0].call = lambda trainer: during.append(trainer.callbacks[0])  # type: ignore[attr-defined]
     trainer.fit(Net())
-    assert trainer.callbacks[0] is added
+    assert during == [added] * 6
+    assert trainer.callbacks == before
     assert names_in(tmp_path).keys() == {"epoch=0-step=6.ckpt"}
 
 
@@ -943,6 +1069,7 @@ from lazyckpt.integrations.lightning import LazyCheckpointIO
 def test_what_fabric_saved_last_is_there_when_the_program_ends(tmp_path: Path, entry_point: Path) -> None:
     text = """
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
 io = LazyCheckpointIO()
 fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
 model, optimizer = fabric.setup(net := torch.nn.Linear(64, 64), torch.optim.Adam(net.parameters()))
