@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
+from lazyckpt.providers import objects
 from lazyckpt.providers.base import Bytes, StorageTable
 from lazyckpt.providers.objects import MIN_ARRAY_BYTES, Skeleton, StateProvider
 
@@ -631,3 +632,55 @@ def test_ten_thousand_tensors_are_planned_in_no_time(tmp_path: Path) -> None:
             assert sum(isinstance(s, Bytes) for s in provider.segments(table)) == 1
             times.append(time.thread_time() - begin)
         assert times[0] < 1.5 and min(times[1:]) < 0.5, times
+
+
+class Whole(StateProvider):
+    """A state with one skeleton for all of it."""
+
+    def __init__(self, tree: Any) -> None:
+        super().__init__()
+        self.tree = tree
+
+    def state(self) -> Any:
+        return self.tree
+
+    def load_state(self, state: Any) -> None: ...
+
+
+def many_kinds() -> dict[str, Any]:
+    """More words in common than there are places for them, tensors in several places, and views."""
+    shared = torch.randn(6, 4)
+    dtypes = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
+    plain = [d for d in dtypes if d in objects._PLAIN_DTYPES]
+    assert len(plain) > objects._PLACES
+    return {
+        "kinds": {str(d): torch.zeros(3, dtype=d) for d in sorted(set(plain), key=str)},
+        "shared": [shared, shared, shared.t(), shared[2:, 1], shared.detach().requires_grad_()],
+        "scalars": (torch.tensor(1.0), torch.zeros(0), torch.zeros(2, 0, 3)),
+        "step": 0,
+    }
+
+
+def test_what_changes_beside_the_tensors_costs_them_nothing(
+    tmp_path: Path, graph: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a training step in a checkpoint does, also when its number becomes longer."""
+    state = many_kinds()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(whole=Whole(state))
+        for step in (0, 1, 255, 256, 1 << 40, "a name", [shared := {}, shared]):
+            state["step"] = step
+            saved = torch.load(ckpt.save(1).result() / "state.pt", weights_only=False)["whole"]
+            assert graph(saved) == graph(state)
+            monkeypatch.setattr(objects, "_spell", lambda *_: pytest.fail("the tensors were pickled again"))
+
+
+def test_bytes_that_look_like_the_place_of_a_tensor(tmp_path: Path, graph: Any) -> None:
+    looks_so = objects._PLACEHOLDER_OPCODES.decode("latin-1")
+    state = {"w": torch.randn(4), "note": "", "v": torch.randn(5)}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(whole=Whole(state))
+        for note in ("nothing", looks_so, 3 * looks_so, "nothing"):
+            state["note"] = note
+            saved = torch.load(ckpt.save(1).result() / "state.pt", weights_only=False)["whole"]
+            assert graph(saved) == graph(state)
