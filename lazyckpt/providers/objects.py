@@ -309,7 +309,7 @@ def _spell(
     return spelled, all_views
 
 
-def _without_places(geometry: tuple[int, torch.Size, tuple[int, ...], bool]) -> bytes:
+def _without_places(geometry: tuple[Any, ...]) -> bytes:
     """Offset, size, strides and requires_grad, one after the other."""
     offset, size, stride, requires_grad = geometry
     parts = offset, tuple(size), stride, requires_grad
