@@ -405,6 +405,18 @@ def test_verify_tells_damage_from_what_cannot_be_read(folder: Path, tmp_path: Pa
     assert run("verify").exit_code == 2
 
 
+def test_verify_reads_the_files_of_a_trainers_folder(tmp_path: Path) -> None:
+    """``checkpoint-N`` of the Hugging Face Trainer and of Accelerate, ``*.ckpt`` of Lightning: there is no manifest."""
+    for name in ("model.safetensors", "optimizer.pt", "epoch=1.ckpt"):
+        lazyckpt.save({"x": torch.randn(100)}, tmp_path / name)
+    (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    result = run("verify", tmp_path)
+    assert result.exit_code == 0 and "3 ok, 0 damaged, 0 unreadable" in result.stdout
+    (tmp_path / "optimizer.pt").write_bytes(b"damaged at its very beginning")
+    assert run("verify", tmp_path).exit_code == 2
+
+
 def test_verify_minds_no_checkpoint_that_a_running_job_removes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = list(verify._targets(folder))
 

@@ -37,7 +37,7 @@ def ls(
         return
     console = stdout()
     if not rows:
-        console.print(f"no checkpoints in {plain(directory)}")
+        console.print(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there")
     else:
         table = columns("step", "sequence", "parent", "age", "size", "state", right=_NUMBERS, wrap=("state",))
         ages = {row["name"]: age(checkpoint.created) for row, checkpoint in zip(rows, checkpoints, strict=False)}

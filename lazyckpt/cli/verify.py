@@ -26,13 +26,17 @@ from lazyckpt.functional import process_engine
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
 
+_SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
+
 Advance = Callable[[int], None]
 
 
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE|DIR...", help="Files, checkpoints, or runs' folders: all their checkpoints."),
+        typer.Argument(
+            metavar="FILE|DIR...", help="Files, checkpoints, or folders: all checkpoints in them, or else all files."
+        ),
     ],
 ) -> None:
     """Read files and checkpoints, and compare every checksum in them.
@@ -76,8 +80,9 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
     except OSError as error:
         yield LoadError(f"cannot be read: {error.strerror}", path=path)
         return
-    if not checkpoints and not catalog.broken:
-        yield LoadError("no checkpoint in this folder", path=path)
+    if not checkpoints and not catalog.broken:  # a trainer's: by the names of its files, since damage may be anywhere
+        files = [entry for entry in sorted(path.iterdir()) if entry.suffix in _SUFFIXES and not entry.is_symlink()]
+        yield from files or [LoadError("no checkpoint in this folder", path=path)]
     yield from catalog.broken
     yield from (checkpoint.path for checkpoint in checkpoints)
 
