@@ -366,10 +366,7 @@ class LazyCheckpointCallback(Callback):
         self._make_way("on_train_epoch_end", trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_durable(trainer)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_durable(trainer)  # ModelCheckpoint may save in on_train_end
+        self._wait_durable(trainer)  # what ModelCheckpoint saves now is durable at on_fit_end: teardown comes before
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._wait_captured()

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 accelerate = pytest.importorskip("accelerate", "1.0")
 
@@ -49,9 +50,12 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(256, 1024), nn.Dropout(0.1), nn.Linear(1024, 256))
         self.head = nn.Linear(256, 300, bias=False)
         self.head.weight = self.embed.weight
+        self.recomputes = False  # gradient checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(self.layers(self.norm(self.embed(tokens)))), tokens)
+        hidden = self.norm(self.embed(tokens))
+        hidden = checkpoint(self.layers, hidden, use_reentrant=False) if self.recomputes else self.layers(hidden)
+        return nn.functional.cross_entropy(self.head(hidden), tokens)
 
 
 class Average:
@@ -74,14 +78,20 @@ class Average:
 class Run:
     """A training run under accelerate, with everything that save_state saves."""
 
-    def __init__(self, scaler: Any = None, fused: bool = True, **project: Any) -> None:
-        self.accelerator = accelerate.Accelerator(cpu=True, project_config=ProjectConfiguration(**project))
+    def __init__(self, kind: str = "", scaler: Any = None, fused: bool = True, **project: Any) -> None:
+        options = {"dynamo_backend": kind} if kind in ("aot_eager", "inductor") else {}
+        self.accelerator = accelerate.Accelerator(cpu=True, project_config=ProjectConfiguration(**project), **options)
         self.accelerator.scaler = scaler
         torch.manual_seed(3)
         model = Net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        model.layers[0].requires_grad_(kind != "frozen")
+        model.recomputes = kind == "gradient checkpointing"
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=fused)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        if kind == "compiled step":
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
         self.average = Average(self.model)
         self.accelerator.register_for_checkpointing(self.average)
 
@@ -155,21 +165,41 @@ def names(folder: Path) -> list[str]:
 # what is saved
 
 
+SLOW = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no compiler"),
+]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "",
+        "frozen",
+        "gradient checkpointing",
+        "compiled step",
+        "aot_eager",
+        pytest.param("inductor", marks=SLOW),
+    ],
+)
 @pytest.mark.parametrize("safe_serialization", [True, False])
 def test_saved_is_what_accelerate_saves_at_that_step_bit_for_bit(
-    tmp_path: Path, graph: Any, safe_serialization: bool
+    tmp_path: Path, graph: Any, safe_serialization: bool, kind: str
 ) -> None:
     """Training goes on at once, through a ring that holds a twentieth of the state: lazy is what follows."""
-    run = Run(scaler=torch.amp.GradScaler("cpu"))
+    # The scaler puts a method of its own in the place of the step.
+    run = Run(kind, scaler=torch.amp.GradScaler("cpu", enabled=kind != "compiled step"))
     enable(run.accelerator, **TINY_RING)
-    for at in range(2):  # the second save uses what the first has cached
+    # The second save uses what the first has cached; in the third, frozen parameters are lazy.
+    saves = range(3 if kind == "frozen" else 2)
+    for at in saves:
         run.step(3)
         run.plain_save_state(tmp_path / f"plain-{at}", safe_serialization=safe_serialization)
         path = run.accelerator.save_state(tmp_path / f"lazy-{at}", safe_serialization=safe_serialization)
         assert path == tmp_path / f"lazy-{at}"
         run.step(3)
     run.accelerator.end_training()
-    for at in range(2):
+    for at in saves:
         plain, lazy = contents(tmp_path / f"plain-{at}", graph), contents(tmp_path / f"lazy-{at}", graph)
         model = "model.safetensors" if safe_serialization else "pytorch_model.bin"
         assert {model, "optimizer.bin", "scheduler.bin", "scaler.pt", "custom_checkpoint_0.pkl"} <= set(plain)

@@ -12,6 +12,7 @@ import errno
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
 
@@ -180,6 +182,69 @@ class ManualSavedBefore(Manual):
         super().training_step(batch, batch_idx)
 
 
+class Frozen(Net):
+    """A head on a base that nobody trains."""
+
+    def configure_optimizers(self) -> Any:
+        self.layer[0].requires_grad_(False)  # type: ignore[union-attr, operator]
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.01)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer[3].weight = self.layer[0].weight  # type: ignore[union-attr]
+
+
+class Recomputing(Net):
+    """Gradient checkpointing: a part of forward runs again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(normalize=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = torch.utils.checkpoint.checkpoint(self.layer[:3], batch[0], use_reentrant=False)
+        return self.layer[3:](hidden).square().mean()
+
+
+class Compiled(Net):
+    backend = "aot_eager"
+
+    def __init__(self) -> None:
+        super().__init__(normalize=True)
+        self.layer.compile(backend=self.backend)
+
+
+class CompiledStep(Manual):
+    """The optimizer's step is compiled, too; what stands in front of it is not."""
+
+    backend = "eager"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.layer.parameters(), lr=self.lr)
+        self.step = torch.compile(optimizer.step, backend=self.backend)
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(Net.training_step(self, batch, batch_idx))
+        self.step()
+        # What LightningOptimizer.step counts, who calls the optimizer itself must count.
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed()
+
+
+class Inductor(Compiled):
+    backend = "inductor"
+
+
+class Scaled(Net):
+    """fp16's scaler, on the CPU: gradients that are infinite, and a step that is skipped."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 2 else loss
+
+
 class Gan(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -249,23 +314,38 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "manual, saved before the step": (ManualSavedBefore, {}),
     "gan": (Gan, {}),
     "ema": (Net, {"ema": True}),
+    "frozen": (Frozen, {}),
+    "tied": (Tied, {}),
+    "gradient checkpointing": (Recomputing, {}),
+    "compiled": (Compiled, {}),
+    "compiled step": (CompiledStep, {}),
+    "scaler": (Scaled, {"scaler": True}),
+    "inductor": (Inductor, {}),
 }
+SLOW = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no compiler"),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=SLOW if case == "inductor" else []) for case in CASES])
 def test_files_are_what_torch_save_wrote_and_training_resumes_bit_for_bit(
     case: str, tmp_path: Path, slow_disk: None, graph: Any
 ) -> None:
     make, kwargs = CASES[case]
     kwargs = dict(kwargs)
-    ema = kwargs.pop("ema", False)
+    ema, scaler = kwargs.pop("ema", False), kwargs.pop("scaler", False)
     every = 4 if make is Gan else 2  # two optimizers take two steps a batch
 
     def run(io: LazyCheckpointIO | None, **fit: Any) -> Any:
         callbacks: list[Callback] = [ModelCheckpoint(tmp_path / "run", every_n_train_steps=every, save_top_k=-1)]
         if ema:
             callbacks.append(EMAWeightAveraging(decay=0.5))
-        trainer = trainer_in(tmp_path, io, *callbacks, val_check_interval=2, **kwargs)
+        plugins = [io] if io is not None else []
+        if scaler:
+            scaling = torch.amp.GradScaler("cpu", init_scale=8.0)
+            plugins.append(MixedPrecision("16-mixed", "cpu", scaling))  # type: ignore[arg-type]
+        trainer = trainer_in(tmp_path, io, *callbacks, val_check_interval=2, **{**kwargs, "plugins": plugins})
         trainer.fit(make(), **fit)
         return graph(state_of(trainer))
 

@@ -105,6 +105,25 @@ def frozen() -> Any:
     return model
 
 
+class Distilled(transformers.BertForMaskedLM):  # type: ignore[misc]
+    """With a teacher of its own: an average of the embedding, which no optimizer steps."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.teacher = torch.nn.Embedding(512, 64).requires_grad_(False)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.teacher.weight.lerp_(self.bert.embeddings.word_embeddings.weight.detach(), 0.1)
+        return super().forward(input_ids, labels=labels)
+
+
+def distilled() -> Any:
+    config = bert().config
+    transformers.set_seed(1)
+    return Distilled(config)
+
+
 def data() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 512, (8,), generator=generator) for _ in range(24)]
@@ -262,10 +281,26 @@ def copied(obj: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient-checkpointing"])
-@pytest.mark.parametrize("model", [bert, frozen])
+SLOW = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no compiler"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (bert, {}),
+        (frozen, {}),
+        (distilled, {}),
+        (bert, {"gradient_checkpointing": True}),
+        (frozen, {"gradient_checkpointing": True}),
+        (bert, {"torch_compile_backend": "aot_eager"}),
+        pytest.param(bert, {"torch_compile_backend": "inductor"}, marks=SLOW),
+    ],
+)
 def test_a_lazy_checkpoint_is_what_torch_would_have_saved_at_that_step(
-    model: Callable[[], Any], checkpointing: bool, tmp_path: Path, disk: Disk, graph: Graph
+    model: Callable[[], Any], options: dict[str, Any], tmp_path: Path, disk: Disk, graph: Graph
 ) -> None:
     callback = lazy()
     expected: dict[int, Any] = {}
@@ -287,9 +322,7 @@ def test_a_lazy_checkpoint_is_what_torch_would_have_saved_at_that_step(
             threading.Timer(0.05, disk.free.set).start()
 
     steps = [At("on_pre_optimizer_step", step, release) for step in range(8)]
-    trainer_of(
-        tmp_path, callback, *steps, model=model, cls=Referenced, max_steps=7, gradient_checkpointing=checkpointing
-    ).train()
+    trainer_of(tmp_path, callback, *steps, model=model, cls=Referenced, max_steps=7, **options).train()
     assert late == [True] * 3  # each was copied under the computation that followed it
     for step, (weights, optimizer) in expected.items():
         folder = tmp_path / f"checkpoint-{step}"
