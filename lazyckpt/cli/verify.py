@@ -82,7 +82,9 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
         return
     if not checkpoints and not catalog.broken:  # a trainer's: by the names of its files, since damage may be anywhere
         files = [entry for entry in sorted(path.iterdir()) if entry.suffix in _SUFFIXES and not entry.is_symlink()]
-        yield from files or [LoadError("no checkpoint in this folder", path=path)]
+        yield from files
+        if not files:
+            yield LoadError("no checkpoint in this folder", path=path)
     yield from catalog.broken
     yield from (checkpoint.path for checkpoint in checkpoints)
 
