@@ -257,8 +257,17 @@ def test_copying_goes_on_after_save_state_has_returned(tmp_path: Path) -> None:
     assert metrics.save_blocked_s < metrics.captured_s < metrics.durable_s
 
 
-def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(tmp_path: Path) -> None:
+def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is nothing to overlap with; who saves before training, or after it, may look at once."""
+    publish = commit.Staging.publish
+
+    def late(self: commit.Staging) -> Path | None:
+        time.sleep(0.3)
+        return publish(self)
+
+    monkeypatch.setattr(commit.Staging, "publish", late)
     run = Run(**automatic(tmp_path, total_limit=1))
     enable(run.accelerator)
     for at in range(3):
