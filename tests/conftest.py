@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, compiler
 
 import lazyckpt
+from fake_cuda import FakeCuda, compiler
 from lazyckpt import commit
 from lazyckpt.gate import gate
 
