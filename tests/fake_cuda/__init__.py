@@ -9,13 +9,15 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-pthread")
 
 
 class Mode(IntEnum):
@@ -57,19 +59,38 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def build(*definitions: str) -> Path:
-    """The library's file, made once for these sources. ``FAKE_CUDA_NO_BATCH``: a driver older than 12.8."""
+def build(*without: str) -> Path:
+    """The library's file, made once for these sources; ``without`` functions that an older driver lacks."""
     sources = sorted(HERE.glob("*.cc"))
-    digest = hashlib.sha256(" ".join((*FLAGS, *definitions)).encode())
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
     for source in sorted([*sources, *HERE.glob("*.h")]):
         digest.update(source.read_bytes())
-    target = HERE.parent.parent / "build" / "fake_cuda" / digest.hexdigest()[:16] / "libfakecuda.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_suffix(f".{os.getpid()}")
-        defines = [f"-D{name}" for name in definitions]
-        subprocess.run([compiler() or "c++", *FLAGS, *defines, *sources, "-o", scratch], check=True)
-        scratch.replace(target)
+    folder = HERE.parent.parent / "build" / "fake_cuda" / digest.hexdigest()[:16]
+    target = folder / "-".join(["libfakecuda", *without, ".so"])
+    if target.exists():
+        return target
+    command = compiler()
+    if command is None:
+        raise FileNotFoundError("no C++ compiler")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+
+        def compiled(source: Path) -> Path:
+            made = folder / f"{source.stem}.o"
+            if not made.exists():
+                fresh = Path(scratch, made.name)
+                subprocess.run([command, *FLAGS, "-c", source, "-o", fresh], check=True)
+                fresh.replace(made)
+            return made
+
+        with ThreadPoolExecutor(len(sources)) as pool:
+            objects = list(pool.map(compiled, sources))
+        exports = Path(scratch, "exports")
+        exports.write_text("{ global: *; local: " + "".join(f"{name}; " for name in without) + "};")
+        script = [f"-Wl,--version-script={exports}"] if without else []
+        library = Path(scratch, target.name)
+        subprocess.run([command, "-shared", "-pthread", *objects, *script, "-o", library], check=True)
+        library.replace(target)
     return target
 
 
@@ -94,6 +115,7 @@ class FakeCuda:
             "configure": (ctypes.c_int, text, ctypes.c_double),
             "hold": (None, ctypes.c_int, ctypes.c_int),
             "fail": (None, text, u64, ctypes.c_int, ctypes.c_int),
+            "delay": (None, text, ctypes.c_double),
             "malloc": (u64, ctypes.c_int, u64),
             "free": (ctypes.c_int, u64, ctypes.c_int, u64),
             "write": (ctypes.c_int, u64, text, u64),
@@ -123,8 +145,8 @@ class FakeCuda:
         self.lib.fake_reset(seed, devices)
 
     def configure(self, **settings: float) -> None:
-        """``mode``, ``bandwidth`` (bytes/s), ``latency_us``, ``delay_us``, ``driver_version``,
-        ``registration_limit`` (bytes in all), ``registration_error``."""
+        """``mode``, ``bandwidth`` (bytes/s), ``latency_us``, ``delay_us`` (of a ready operation), ``call_us`` (of a
+        call, at most, by chance), ``driver_version``, ``registration_limit`` (bytes in all), ``registration_error``."""
         for key, value in settings.items():
             _check(-self.lib.fake_configure(key.encode(), value))
 
@@ -140,6 +162,10 @@ class FakeCuda:
     def fail(self, name: str, nth: int = 1, code: int = 999, sticky: bool = False) -> None:
         """The ``nth`` call of ``name`` from now on returns ``code`` and does nothing; sticky: all after it too."""
         self.lib.fake_fail(name.encode(), nth, code, sticky)
+
+    def delay(self, name: str, microseconds: float) -> None:
+        """Every call of ``name`` takes so much longer before it does anything, so that others get in between."""
+        self.lib.fake_delay(name.encode(), microseconds)
 
     def deinit(self) -> None:
         """As when the process ends: every call returns CUDA_ERROR_DEINITIALIZED, until reset."""

@@ -56,6 +56,8 @@ FAKE_EXPORT int fake_configure(const char* key, double value) {
     config.latency_us = value;
   } else if (name == "delay_us") {
     config.delay_us = value;
+  } else if (name == "call_us") {
+    config.call_us = value;
   } else if (name == "driver_version") {
     config.driver_version = static_cast<int>(value);
   } else if (name == "registration_limit") {
@@ -82,6 +84,12 @@ FAKE_EXPORT void fake_hold(int copies, int kernels) {
 FAKE_EXPORT void fake_fail(const char* function, uint64_t nth, int code, int sticky) {
   Locked locked;
   locked.m.failures[function] = {nth, static_cast<CUresult>(code), sticky != 0};
+}
+
+// Every call of the function takes so much longer before it does anything, and others get in between.
+FAKE_EXPORT void fake_delay(const char* function, double microseconds) {
+  Locked locked;
+  locked.m.delays[function] = microseconds;
 }
 
 // ---- Device memory
@@ -170,9 +178,9 @@ FAKE_EXPORT int fake_wait(int device, uint64_t handle, int other_device, uint64_
   Locked locked;
   StreamPtr stream = Find(locked.m, device, handle), other = Find(locked.m, other_device, other_handle);
   if (!stream || !other) return CUDA_ERROR_INVALID_HANDLE;
-  auto record = std::make_shared<Op>(Op{Kind::kRecord});
-  if (CUresult e = locked.m.Enqueue(other, record)) return e;
-  return locked.m.Enqueue(stream, std::make_shared<Op>(Op{Kind::kWait}), {record});
+  Event event{other->device, nullptr, nullptr, 0};
+  if (CUresult e = locked.m.Record(other, &event)) return e;
+  return locked.m.Wait(stream, event);
 }
 
 // The host waits for everything on the device (on all with -1), at most so many seconds.
@@ -218,7 +226,6 @@ FAKE_EXPORT int fake_replay(int device, uint64_t handle, int graph) {
   StreamPtr stream = Find(locked.m, device, handle);
   if (!stream || graph < 0 || graph >= static_cast<int>(locked.m.graphs.size())) return CUDA_ERROR_INVALID_HANDLE;
   for (const Op& op : locked.m.graphs[graph]->ops) {
-    if (op.kind == Kind::kRecord || op.kind == Kind::kWait) continue;
     if (CUresult e = locked.m.Enqueue(stream, std::make_shared<Op>(op))) return e;
   }
   return CUDA_SUCCESS;

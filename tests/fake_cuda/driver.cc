@@ -30,12 +30,23 @@ class Call {
     }
     lock = std::unique_lock(m.mu);
     ++m.calls[name];
+    if (const auto delay = m.Delay(name); delay.count() > 0) {
+      lock.unlock();
+      std::this_thread::sleep_for(delay);
+      lock.lock();
+    }
     result = Check(needs);
   }
 
   CUresult Fail(CUresult code, const std::string& why) {
     m.Violation(std::string(name_) + ": " + why);
     return code;
+  }
+
+  CUresult Deinitialized() {
+    if (told_deinitialized) m.Violation(std::string(name_) + " was called after CUDA_ERROR_DEINITIALIZED");
+    told_deinitialized = true;
+    return CUDA_ERROR_DEINITIALIZED;
   }
 
   int device() const { return contexts.back(); }
@@ -67,11 +78,7 @@ class Call {
 
  private:
   CUresult Check(unsigned needs) {
-    if (m.deinitialized && !(needs & kAlways)) {
-      if (told_deinitialized) m.Violation(std::string(name_) + " was called after CUDA_ERROR_DEINITIALIZED");
-      told_deinitialized = true;
-      return CUDA_ERROR_DEINITIALIZED;
-    }
+    if (m.deinitialized && !(needs & kAlways)) return Deinitialized();
     told_deinitialized = false;
     if ((needs & kInit) && !m.initialized) return Fail(CUDA_ERROR_NOT_INITIALIZED, "before cuInit");
     if (auto it = m.failures.find(name_); it != m.failures.end()) {
@@ -135,7 +142,7 @@ CUresult Launch(Call& call, const StreamPtr& stream, const OpPtr& op, const std:
     (copy.to_host ? m.statistics.bytes_to_host : m.statistics.bytes_to_device) += copy.size;
   }
   if (!pageable) return CUDA_SUCCESS;
-  if (!m.WaitFor(call.lock, op, std::chrono::hours(1))) return CUDA_ERROR_DEINITIALIZED;
+  if (!m.WaitFor(call.lock, op, std::chrono::hours(1))) return call.Deinitialized();
   if (op->to_host()) m.Observe(op);  // to the device only the reading of the source is over
   return m.fault[stream->device];
 }
@@ -201,6 +208,7 @@ FAKE_EXPORT CUresult cuGetErrorName(CUresult error, const char** text) {
     NAME(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
     NAME(CUDA_ERROR_STREAM_CAPTURE_MERGE)
     NAME(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
+    NAME(CUDA_ERROR_STREAM_CAPTURE_UNJOINED)
     NAME(CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
     NAME(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
     NAME(CUDA_ERROR_CAPTURED_EVENT)
@@ -208,6 +216,8 @@ FAKE_EXPORT CUresult cuGetErrorName(CUresult error, const char** text) {
     NAME(CUDA_ERROR_TIMEOUT)
     NAME(CUDA_ERROR_UNKNOWN)
 #undef NAME
+    default:
+      break;
   }
   return CUDA_ERROR_INVALID_VALUE;
 }
@@ -230,34 +240,36 @@ static CUresult CheckOrdinal(Call& call, CUdevice device) {
   return call.Fail(CUDA_ERROR_INVALID_DEVICE, "no such device");
 }
 
-FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
+FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   ENTER(cuDeviceGetAttribute, kInit);
   if (CUresult e = CheckOrdinal(call, device)) return e;
   switch (attribute) {
-    case 33:  // PCI_BUS_ID
+    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
       *value = 0x1b + 0x20 * device;
       return CUDA_SUCCESS;
-    case 34:  // PCI_DEVICE_ID
-    case 50:  // PCI_DOMAIN_ID
+    case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
+    case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID:
       *value = 0;
       return CUDA_SUCCESS;
-    case 40:  // ASYNC_ENGINE_COUNT
+    case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
       *value = 2;
       return CUDA_SUCCESS;
-    case 41:  // UNIFIED_ADDRESSING
-    case 91:  // CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-    case 99:  // HOST_REGISTER_SUPPORTED
+    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
+    case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
+    case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
       *value = 1;
       return CUDA_SUCCESS;
-    case 75:  // COMPUTE_CAPABILITY_MAJOR
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
       *value = 9;
       return CUDA_SUCCESS;
-    case 76:  // COMPUTE_CAPABILITY_MINOR
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
       *value = 0;
       return CUDA_SUCCESS;
-    case 134:  // HOST_NUMA_ID
+    case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID:
       *value = device % 2;
       return CUDA_SUCCESS;
+    default:
+      break;
   }
   return call.Fail(CUDA_ERROR_INVALID_VALUE, "attribute " + std::to_string(attribute) + " is not imitated");
 }
@@ -332,7 +344,8 @@ FAKE_EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 
 FAKE_EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
   ENTER(cuThreadExchangeStreamCaptureMode, kInit);
-  if (*mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED) return call.Fail(CUDA_ERROR_INVALID_VALUE, "mode");
+  if (*mode < CU_STREAM_CAPTURE_MODE_GLOBAL || *mode > CU_STREAM_CAPTURE_MODE_RELAXED)
+    return call.Fail(CUDA_ERROR_INVALID_VALUE, "mode");
   std::swap(*mode, CaptureMode());
   return CUDA_SUCCESS;
 }
@@ -358,35 +371,20 @@ FAKE_EXPORT CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus*
   StreamPtr stream;
   if (CUresult e = call.Find(handle, &stream)) return e;
   if (m.ImplicitCapture(stream)) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-  *status = !stream->capture ? CAPTURE_NONE : stream->capture->invalidated ? CAPTURE_INVALIDATED : CAPTURE_ACTIVE;
+  *status = !stream->capture               ? CU_STREAM_CAPTURE_STATUS_NONE
+            : stream->capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                           : CU_STREAM_CAPTURE_STATUS_ACTIVE;
   return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned flags) {
   ENTER(cuStreamWaitEvent, kContextToo);
   StreamPtr stream;
-  Event* event;
+  Event* event = nullptr;
   if (CUresult e = call.Find(handle, &stream)) return e;
   if (CUresult e = call.Find(event_handle, &event)) return e;
   if (flags != 0) return call.Fail(CUDA_ERROR_INVALID_VALUE, "flags");
-  if (event->capture) {
-    if (event->capture->ended) return call.Fail(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "the event's capture has ended");
-    if (event->capture == stream->capture) return CUDA_SUCCESS;
-    if (stream->capture || stream->legacy) {
-      event->capture->invalidated = true;
-      return call.Fail(stream->legacy ? CUDA_ERROR_STREAM_CAPTURE_ISOLATION : CUDA_ERROR_STREAM_CAPTURE_MERGE,
-                       "an event of another capture");
-    }
-    if (stream->by_driver) m.Violation("a stream of the checkpointing engine joined a capture");
-    stream->capture = event->capture;
-    return CUDA_SUCCESS;
-  }
-  if (!event->recorded) return CUDA_SUCCESS;
-  if (stream->capture) {
-    stream->capture->invalidated = true;
-    return call.Fail(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "a capturing stream waits for an event from outside");
-  }
-  return m.Enqueue(stream, std::make_shared<Op>(Op{Kind::kWait}), {event->recorded});
+  return m.Wait(stream, *event);
 }
 
 FAKE_EXPORT CUresult cuEventCreate(CUevent* event, unsigned flags) {
@@ -394,14 +392,14 @@ FAKE_EXPORT CUresult cuEventCreate(CUevent* event, unsigned flags) {
   if (flags > 7) return call.Fail(CUDA_ERROR_INVALID_VALUE, "flags");
   static uint64_t next = 0;
   const uint64_t handle = 0x60000000 + 16 * ++next;
-  m.events[handle] = Event{call.device(), nullptr, nullptr};
+  m.events[handle] = Event{call.device(), nullptr, nullptr, 0};
   *event = reinterpret_cast<CUevent>(handle);
   return CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
   ENTER(cuEventDestroy_v2, kContextToo);
-  Event* event;
+  Event* event = nullptr;
   if (CUresult e = call.Find(handle, &event)) return e;
   m.events.erase(reinterpret_cast<uint64_t>(handle));
   return CUDA_SUCCESS;
@@ -410,17 +408,13 @@ FAKE_EXPORT CUresult cuEventDestroy_v2(CUevent handle) {
 FAKE_EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
   ENTER(cuEventRecord, kContextToo);
   StreamPtr stream;
-  Event* event;
+  Event* event = nullptr;
   if (CUresult e = call.Find(stream_handle, &stream)) return e;
   if (CUresult e = call.Find(handle, &event)) return e;
   if (event->device != stream->device) {
     return call.Fail(CUDA_ERROR_INVALID_HANDLE, "the event and the stream are of different contexts");
   }
-  auto op = std::make_shared<Op>(Op{Kind::kRecord});
-  if (CUresult e = m.Enqueue(stream, op)) return e;
-  event->capture = stream->capture;
-  event->recorded = stream->capture ? nullptr : op;
-  return CUDA_SUCCESS;
+  return m.Record(stream, event);
 }
 
 static CUresult CapturedEvent(Call& call, Event* event) {
@@ -431,7 +425,7 @@ static CUresult CapturedEvent(Call& call, Event* event) {
 
 FAKE_EXPORT CUresult cuEventQuery(CUevent handle) {
   ENTER(cuEventQuery, kInit | kUnsafe);
-  Event* event;
+  Event* event = nullptr;
   if (CUresult e = call.Find(handle, &event)) return e;
   if (CUresult e = CapturedEvent(call, event)) return e;
   if (!event->recorded) return CUDA_SUCCESS;
@@ -442,12 +436,12 @@ FAKE_EXPORT CUresult cuEventQuery(CUevent handle) {
 
 FAKE_EXPORT CUresult cuEventSynchronize(CUevent handle) {
   ENTER(cuEventSynchronize, kContextToo | kUnsafe);
-  Event* event;
+  Event* event = nullptr;
   if (CUresult e = call.Find(handle, &event)) return e;
   if (CUresult e = CapturedEvent(call, event)) return e;
   OpPtr op = event->recorded;
   if (!op) return CUDA_SUCCESS;
-  if (!m.WaitFor(call.lock, op, std::chrono::hours(1))) return CUDA_ERROR_DEINITIALIZED;
+  if (!m.WaitFor(call.lock, op, std::chrono::hours(1))) return call.Deinitialized();
   m.Observe(op);
   return m.fault[op->device];
 }
@@ -464,7 +458,6 @@ FAKE_EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void* host, 
   return CopyAsync(call, device, reinterpret_cast<uint64_t>(host), size, false, stream);
 }
 
-#ifndef FAKE_CUDA_NO_BATCH
 // As of CUDA 12.8: nine arguments. fail_index tells which copy is at fault, SIZE_MAX if none in particular.
 FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
                                         CUmemcpyAttributes* attributes, size_t* first, size_t attribute_count,
@@ -490,7 +483,8 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
     if (attribute + 1 < attribute_count && i == first[attribute + 1]) ++attribute;
     const CUmemcpySrcAccessOrder order = attributes[attribute].srcAccessOrder;
     *fail_index = i;
-    if (order < ORDER_STREAM || order > ORDER_ANY) return call.Fail(CUDA_ERROR_INVALID_VALUE, "srcAccessOrder");
+    if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+      return call.Fail(CUDA_ERROR_INVALID_VALUE, "srcAccessOrder");
     if (sizes[i] == 0) return call.Fail(CUDA_ERROR_INVALID_VALUE, "an empty copy");
     const bool to_host = m.IsDeviceAddress(from[i]);
     Copy copy;
@@ -498,8 +492,8 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
       return e;
     }
     if (CUresult e = CheckDevice(call, stream, copy)) return e;
-    may_outlive |= order == ORDER_ANY;
-    (order == ORDER_STREAM ? op->copies : early).push_back(copy);
+    may_outlive |= order == CU_MEMCPY_SRC_ACCESS_ORDER_ANY;
+    (order == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM ? op->copies : early).push_back(copy);
   }
   *fail_index = SIZE_MAX;
   std::vector<Range> written;
@@ -519,7 +513,6 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
   }
   return Launch(call, stream, op, after);
 }
-#endif
 
 FAKE_EXPORT CUresult cuMemHostRegister_v2(void* host, size_t size, unsigned flags) {
   ENTER(cuMemHostRegister_v2, kContextToo | kUnsafe);
@@ -550,7 +543,7 @@ FAKE_EXPORT CUresult cuMemHostUnregister(void* host) {
   return CUDA_SUCCESS;
 }
 
-FAKE_EXPORT CUresult cuPointerGetAttribute(void* value, int attribute, CUdeviceptr address) {
+FAKE_EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
   ENTER(cuPointerGetAttribute, kInit);
   Allocation* allocation = m.Find({address, 1});
   if (allocation && allocation->freed) allocation = nullptr;
@@ -560,31 +553,33 @@ FAKE_EXPORT CUresult cuPointerGetAttribute(void* value, int attribute, CUdevicep
   const int device = allocation ? allocation->device : pinned->device;
   const Range range = allocation ? allocation->range : pinned->range;
   switch (attribute) {
-    case 1:  // CONTEXT
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
       *static_cast<CUcontext*>(value) = ContextOf(device);
       return CUDA_SUCCESS;
-    case 2:  // MEMORY_TYPE: host or device
-      *static_cast<unsigned*>(value) = allocation ? 2 : 1;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+      *static_cast<unsigned*>(value) = allocation ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
       return CUDA_SUCCESS;
-    case 3:  // DEVICE_POINTER
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
       *static_cast<CUdeviceptr*>(value) = address;
       return CUDA_SUCCESS;
-    case 4:  // HOST_POINTER
+    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
       if (allocation) return CUDA_ERROR_INVALID_VALUE;
       *static_cast<void**>(value) = reinterpret_cast<void*>(address);
       return CUDA_SUCCESS;
-    case 8:  // IS_MANAGED
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
       *static_cast<unsigned char*>(value) = 0;
       return CUDA_SUCCESS;
-    case 9:  // DEVICE_ORDINAL
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
       *static_cast<int*>(value) = device;
       return CUDA_SUCCESS;
-    case 11:  // RANGE_START_ADDR
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
       *static_cast<CUdeviceptr*>(value) = range.begin;
       return CUDA_SUCCESS;
-    case 12:  // RANGE_SIZE
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
       *static_cast<size_t*>(value) = range.size;
       return CUDA_SUCCESS;
+    default:
+      break;
   }
   return call.Fail(CUDA_ERROR_INVALID_VALUE, "attribute " + std::to_string(attribute) + " is not imitated");
 }

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 namespace fake {
 namespace {
@@ -47,7 +48,8 @@ pid_t owner;
 class HostAccess {
  public:
   HostAccess() : file_(memfd_create("fake-cuda-host", MFD_CLOEXEC)) {
-    if (file_ < 0 || ftruncate(file_, kBlock) != 0) Die("memfd_create");
+    const std::vector<uint8_t> poison(kBlock, kInFlight);
+    if (file_ < 0 || pwrite(file_, poison.data(), kBlock, kBlock) != static_cast<ssize_t>(kBlock)) Die("memfd_create");
   }
   bool Read(uint64_t address, void* to, uint64_t size) {
     std::lock_guard lock(mu_);
@@ -58,6 +60,9 @@ class HostAccess {
     std::lock_guard lock(mu_);
     return pwrite(file_, from, size, 0) == static_cast<ssize_t>(size) &&
            pread(file_, reinterpret_cast<void*>(address), size, 0) == static_cast<ssize_t>(size);
+  }
+  bool Poison(uint64_t address, uint64_t size) {
+    return pread(file_, reinterpret_cast<void*>(address), size, kBlock) == static_cast<ssize_t>(size);
   }
 
  private:
@@ -79,8 +84,7 @@ bool InBlocks(uint64_t size, F each) {
 }
 
 uint64_t Sum(uint64_t sum, const std::vector<uint8_t>& bytes, uint64_t size) {
-  for (uint64_t i = 0; i < size; ++i) sum = (sum ^ bytes[i]) * 0x100000001b3;
-  return sum;
+  return (sum * 31) ^ std::hash<std::string_view>()({reinterpret_cast<const char*>(bytes.data()), size});
 }
 
 bool Overlap(Range a, Range b) { return a.begin < b.end() && b.begin < a.end(); }
@@ -161,7 +165,8 @@ void Machine::Reset(uint64_t seed, int count) {
   ++epoch_;
   streams.clear(), draining.clear(), legacy.clear(), events.clear(), registrations.clear(), history_.clear();
   for (auto& capture : captures) capture->ended = true;
-  captures.clear(), graphs.clear(), seen.clear(), calls.clear(), failures.clear(), log.clear(), host.clear();
+  captures.clear(), graphs.clear(), seen.clear(), calls.clear(), failures.clear(), delays.clear(), log.clear(),
+      host.clear();
   allocations.clear();
   for (int i = 0; i < kMaxDevices; ++i) {
     if (ftruncate(memory_[i], 0) != 0 || ftruncate(memory_[i], kDeviceSpan) != 0) Die("ftruncate");
@@ -179,6 +184,12 @@ void Machine::Reset(uint64_t seed, int count) {
   }
   ForgetViolations();
   progress.notify_all();
+}
+
+std::chrono::microseconds Machine::Delay(const char* call) {
+  double us = config.call_us > 0 ? std::uniform_real_distribution(0.0, config.call_us)(random) : 0;
+  if (auto it = delays.find(call); it != delays.end()) us += it->second;
+  return microseconds(static_cast<int64_t>(us));
 }
 
 void Machine::Deinitialize() {
@@ -297,7 +308,7 @@ CUresult Machine::Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<O
   if (stream->capture) {
     if (stream->capture->invalidated) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     if (op->kind == Kind::kCopy) Violation(op->Describe() + " was captured instead of run");
-    stream->capture->ops.push_back(*op);
+    if (op->kind == Kind::kKernel || op->kind == Kind::kCopy) stream->capture->ops.push_back(*op);
     return CUDA_SUCCESS;
   }
   op->number = ++ops_;
@@ -327,6 +338,44 @@ CUresult Machine::Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<O
   stream->tail = op;
   stream->queue.push_back(op);
   work.notify_all();
+  return CUDA_SUCCESS;
+}
+
+CUresult Machine::Record(const StreamPtr& stream, Event* event) {
+  auto op = std::make_shared<Op>(Op{Kind::kRecord});
+  if (CUresult e = Enqueue(stream, op)) return e;
+  event->capture = stream->capture;
+  event->captured_on = stream->handle;
+  event->recorded = stream->capture ? nullptr : op;
+  return CUDA_SUCCESS;
+}
+
+CUresult Machine::Wait(const StreamPtr& stream, const Event& event) {
+  const CapturePtr& capture = event.capture;
+  if (!capture) {
+    if (!event.recorded) return CUDA_SUCCESS;
+    if (!stream->capture) return Enqueue(stream, std::make_shared<Op>(Op{Kind::kWait}), {event.recorded});
+    stream->capture->invalidated = true;
+    Violation("a capturing stream was made to wait for an event from outside of its capture");
+    return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+  }
+  if (capture->ended || stream->legacy) {
+    capture->invalidated = true;
+    Violation("a stream was made to wait for an event from inside of a capture");
+    return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+  }
+  if (!stream->capture) {
+    if (stream->by_driver) Violation("a stream of the driver's caller joined a capture: its work will not run");
+    stream->capture = capture;
+    capture->unjoined.push_back(stream->handle);
+    return CUDA_SUCCESS;
+  }
+  if (stream->capture != capture) {
+    capture->invalidated = stream->capture->invalidated = true;
+    Violation("two captures were merged by an event");
+    return CUDA_ERROR_STREAM_CAPTURE_MERGE;
+  }
+  if (stream->handle == capture->origin) std::erase(capture->unjoined, event.captured_on);
   return CUDA_SUCCESS;
 }
 
@@ -399,12 +448,12 @@ void Machine::Guard(Copy* copy) {
   for (const Access& access : history_) {  // ordered on the device, perhaps; the host has no business here yet
     if (Overlap(access.range, range) && !Includes(host, access.op->lane, access.op->tick)) return;
   }
-  std::vector<uint8_t> block(std::min(copy->size, kBlock), kInFlight);
   if (copy->to_host) {
-    copy->poisoned = InBlocks(
-        copy->size, [&](uint64_t at, uint64_t n) { return TheHost().Write(copy->host + at, block.data(), n); });
+    copy->poisoned =
+        InBlocks(copy->size, [&](uint64_t at, uint64_t n) { return TheHost().Poison(copy->host + at, n); });
     return;
   }
+  std::vector<uint8_t> block(std::min(copy->size, kBlock));
   uint64_t sum = 0;
   if (InBlocks(copy->size, [&](uint64_t at, uint64_t n) {
         if (!TheHost().Read(copy->host + at, block.data(), n)) return false;
@@ -615,7 +664,7 @@ CUresult Machine::EndCapture(const StreamPtr& stream, int* graph) {
   CapturePtr capture = stream->capture;
   if (!capture) return CUDA_ERROR_INVALID_VALUE;
   if (capture->origin != stream->handle) return CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
-  if (capture->mode != CAPTURE_RELAXED && capture->thread != std::this_thread::get_id()) {
+  if (capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
     return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
   }
   capture->ended = true;
@@ -624,6 +673,7 @@ CUresult Machine::EndCapture(const StreamPtr& stream, int* graph) {
     if (other->capture == capture) other->capture = nullptr;
   }
   if (capture->invalidated) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  if (!capture->unjoined.empty()) return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
   graphs.push_back(capture);
   *graph = static_cast<int>(graphs.size()) - 1;
   return CUDA_SUCCESS;
@@ -637,15 +687,16 @@ CapturePtr Machine::ImplicitCapture(const StreamPtr& stream) const {
   return nullptr;
 }
 
-thread_local CUstreamCaptureMode capture_mode = CAPTURE_GLOBAL;
+thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 CUstreamCaptureMode& CaptureMode() { return capture_mode; }
 
 bool Machine::BreakCaptures(const char* call) {
   bool broken = false;
   for (const CapturePtr& capture : captures) {
     const bool own = capture->thread == std::this_thread::get_id();
-    const bool forbidden = own ? capture->mode != CAPTURE_RELAXED && capture_mode != CAPTURE_RELAXED
-                               : capture->mode == CAPTURE_GLOBAL && capture_mode == CAPTURE_GLOBAL;
+    const bool forbidden =
+        own ? capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED
+            : capture->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && capture_mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
     if (!forbidden) continue;
     broken = capture->invalidated = true;
     Violation(std::string(call) + " invalidated a capture of " + (own ? "its own" : "another") + " thread");

@@ -85,6 +85,7 @@ struct Capture {
   CUstreamCaptureMode mode;
   bool invalidated = false;
   bool ended = false;
+  std::vector<uint64_t> unjoined;  // streams that came in by an event and did not go back by one
   std::vector<Op> ops;
 };
 using CapturePtr = std::shared_ptr<Capture>;
@@ -108,8 +109,9 @@ using StreamPtr = std::shared_ptr<Stream>;
 
 struct Event {
   int device;
-  OpPtr recorded;      // null: never, which counts as complete
-  CapturePtr capture;  // where it was recorded, if in a capture
+  OpPtr recorded;        // null: never, which counts as complete
+  CapturePtr capture;    // where it was recorded, if in a capture
+  uint64_t captured_on;  // the stream, then
 };
 
 struct Allocation {
@@ -143,6 +145,7 @@ struct Config {
   double bandwidth = 4e9;  // bytes per second of one copy engine
   double latency_us = 20;
   double delay_us = 300;  // how long a ready operation is held back at most, for others to come before it
+  double call_us = 0;     // how long a call takes at most, by chance: it mixes the threads of the caller
   int driver_version = 12080;
   double registration_limit = 1e18;  // bytes in all; beyond it registration is refused
   int registration_error = CUDA_ERROR_OUT_OF_MEMORY;
@@ -179,6 +182,7 @@ class Machine {
   std::vector<CUresult> fault;                        // by device; sticky
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Failure> failures;
+  std::map<std::string, double> delays;  // by function: microseconds that each of its calls takes
   std::vector<std::string> log;
 
   static Machine& Get();
@@ -202,6 +206,8 @@ class Machine {
   CUresult Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<OpPtr>& after = {});
   // Reads of a batch copy that need not heed the stream: they happen now.
   OpPtr ReadNow(const StreamPtr& stream, std::vector<Copy>* copies);
+  CUresult Record(const StreamPtr& stream, Event* event);
+  CUresult Wait(const StreamPtr& stream, const Event& event);
   void Observe(const OpPtr& op) { Join(&host, op->clock); }
   bool WaitFor(std::unique_lock<std::mutex>& lock, const OpPtr& op, std::chrono::seconds limit);
   void Tails(const StreamPtr& stream, std::vector<OpPtr>* tails);
@@ -214,6 +220,7 @@ class Machine {
   bool BreakCaptures(const char* call);
   CapturePtr ImplicitCapture(const StreamPtr& stream) const;
 
+  std::chrono::microseconds Delay(const char* call);
   void Violation(const std::string& text);  // needs no lock: also in a forked child
   std::string Violations() const;
   void ForgetViolations();
