@@ -66,7 +66,7 @@ def build(*without: str) -> Path:
     for source in sorted([*sources, *HERE.glob("*.h")]):
         digest.update(source.read_bytes())
     folder = HERE.parent.parent / "build" / "fake_cuda" / digest.hexdigest()[:16]
-    target = folder / "-".join(["libfakecuda", *without, ".so"])
+    target = folder / ("-without-".join(["libfakecuda", *without]) + ".so")
     if target.exists():
         return target
     command = compiler()

@@ -429,6 +429,7 @@ void Machine::CheckAccess(const OpPtr& op, Range range, bool write) {
   for (const Access& a : history_) {
     if (a.op == op || !(write || a.write) || !Overlap(a.range, range)) continue;
     if (Includes(op->clock, a.op->lane, a.op->tick)) continue;
+    op->raced = a.op->raced = true;
     Violation("race: " + a.op->Describe() + (a.write ? " writes" : " reads") + ", " + op->Describe() +
               (write ? " writes" : " reads") + " the same memory, and neither waits for the other");
   }
@@ -600,8 +601,11 @@ void Machine::Complete(const OpPtr& op) {
 void Machine::Effects(std::unique_lock<std::mutex>& lock, const OpPtr& op) {
   if (fault[op->device] != CUDA_SUCCESS) return;
   in_effects_ = true;
-  lock.unlock();
   std::vector<Copy> copies = op->copies;
+  if (op->raced) {  // what the bytes look like is not the host's doing
+    for (Copy& copy : copies) copy.poisoned = false, copy.source_sum.reset();
+  }
+  lock.unlock();
   std::shuffle(copies.begin(), copies.end(), std::mt19937_64(op->number));
   for (const Copy& copy : copies) RunCopy(*op, copy);
   if (op->seen) {

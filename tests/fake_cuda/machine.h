@@ -68,6 +68,7 @@ struct Op {
   CUresult fault = CUDA_SUCCESS;
   enum State { kQueued, kRunning, kDone } state = kQueued;
   bool effects_first = false;
+  bool raced = false;
   std::optional<Time> ready;
   Time eligible, finish;
 
