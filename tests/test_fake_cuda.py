@@ -25,7 +25,7 @@ CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_MERGE, CAPTURE_UNJOINED = 900,
 CAPTURE_ISOLATION, CAPTURE_IMPLICIT, CAPTURED_EVENT, CAPTURE_WRONG_THREAD = 905, 906, 907, 908
 NON_BLOCKING, PORTABLE, DISABLE_TIMING = 1, 1, 2
 STREAM, DURING_API_CALL, ANY = 1, 2, 3
-BOTH_WAYS = (Mode.COPIES_LATE, Mode.COPIES_EARLY)
+LONG = 50_000  # microseconds: longer than a test takes to enqueue its work
 
 
 class Attributes(ctypes.Structure):
@@ -333,7 +333,7 @@ def test_a_copy_between_two_steps(cuda: FakeCuda, drv: Driver, ring: Any, mode: 
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, ring: Any, mode: Mode) -> None:
-    cuda.configure(mode=mode)
+    cuda.configure(mode=mode, delay_us=LONG)
     training = Training(cuda, drv, ring)
     training.step(1)
     drv.order(training.stream, training.side)
@@ -347,7 +347,7 @@ def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, rin
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_copy_that_does_not_wait_for_the_step(cuda: FakeCuda, drv: Driver, ring: Any, mode: Mode) -> None:
-    cuda.configure(mode=mode)
+    cuda.configure(mode=mode, delay_us=LONG)
     training = Training(cuda, drv, ring)
     training.step(1)
     training.copy()
@@ -361,6 +361,7 @@ def test_seeds_explore_both_orders(cuda: FakeCuda, drv: Driver) -> None:
     orders = set()
     for seed in range(12):
         cuda.reset(seed)
+        cuda.configure(delay_us=LONG)
         context = drv.made("cuDevicePrimaryCtxRetain", 0)
         drv.cuCtxSetCurrent(context)
         _pages, address = host_memory(4096)
@@ -649,7 +650,7 @@ def test_a_kernel_reads_early_if_nothing_holds_it(cuda: FakeCuda, drv: Driver, r
     pages, address = ring
     pages[:64] = bytes(range(64))
     tensor, side, stream = cuda.device_malloc(0, 64), drv.stream(), cuda.stream(0)
-    cuda.configure(mode=Mode.COPIES_LATE)
+    cuda.configure(mode=Mode.COPIES_LATE, delay_us=LONG)
     for ordered in (True, False):
         cuda.write(tensor, bytes(64))
         assert drv.cuMemcpyHtoDAsync_v2(tensor, address, 64, side) == 0
@@ -869,7 +870,13 @@ def test_safe_calls_spoil_no_capture(cuda: FakeCuda, drv: Driver, ring: Any) -> 
     cuda.begin_capture(stream)
     assert drv.capturing(stream) == (0, 1)
     assert drv.capturing(training.stream) == drv.capturing(0) == (0, 0)
-    in_other_thread(drv, lambda: (training.step(1), drv.order(training.stream, training.side), training.copy()))
+
+    def checkpoint() -> None:
+        training.step(1)
+        drv.order(training.stream, training.side)
+        training.copy()
+
+    in_other_thread(drv, checkpoint)
     cuda.end_capture(stream)
     assert training.copied() == {1}
 
@@ -984,10 +991,11 @@ def test_a_capture_ends_where_it_began(cuda: FakeCuda, drv: Driver) -> None:
 
 def test_a_faulty_kernel_breaks_its_context(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
     training, event = Training(cuda, drv, ring), drv.event()
-    cuda.kernel(training.stream, fault=ILLEGAL_ADDRESS)
-    drv.order(training.stream, training.side)
-    training.copy()
-    assert drv.cuEventRecord(event, training.side) == 0
+    with cuda.hold(kernels=True):
+        cuda.kernel(training.stream, fault=ILLEGAL_ADDRESS)
+        drv.order(training.stream, training.side)
+        training.copy()
+        assert drv.cuEventRecord(event, training.side) == 0
     assert drv.cuEventSynchronize(event) == ILLEGAL_ADDRESS
     out = ctypes.c_void_p()
     assert drv.cuEventQuery(event) == drv.cuEventCreate(ctypes.byref(out), 0) == ILLEGAL_ADDRESS
