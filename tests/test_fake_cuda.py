@@ -500,6 +500,18 @@ def test_the_null_stream_and_others(cuda: FakeCuda, drv: Driver, ring: Any, bloc
     expect(cuda, *["neither waits for the other"] * (0 if blocking else 2))
 
 
+def test_the_null_stream_waits_for_a_stream_that_is_gone(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
+    for ended in (True, False):
+        training = Training(cuda, drv, ring)
+        training.stream, training.side = 0, drv.stream(0)
+        training.copy()
+        while ended and len(cuda.log()) == 0:
+            time.sleep(0.001)
+        assert drv.cuStreamDestroy_v2(training.side) == 0
+        training.step(1)
+        assert training.copied() == {0xA5}
+
+
 def test_handle_0_is_that_of_the_current_context(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
     training = Training(cuda, drv, ring)
     contexts = [drv.made("cuDevicePrimaryCtxRetain", device) for device in (0, 1)]
@@ -788,6 +800,15 @@ def test_a_batch_may_read_a_source_that_nobody_writes(cuda: FakeCuda, drv: Drive
         pages[:100] = b"y" * 100  # read while the call lasted
     drv.finish(stream)
     assert cuda.read(tensor, 100) == b"x" * 100
+
+
+@pytest.mark.parametrize("order", [STREAM, DURING_API_CALL, ANY])
+def test_a_source_may_change_once_a_batch_has_read_it(cuda: FakeCuda, drv: Driver, ring: Any, order: int) -> None:
+    training = Training(cuda, drv, ring)
+    assert batch(drv, [ring[1]], [training.tensor], [training.nbytes], training.side, [order]) == (0, NOWHERE)
+    training.step(1)
+    training.copied()
+    expect(cuda, *["neither waits for the other"][order == DURING_API_CALL :])
 
 
 # Captures

@@ -292,11 +292,12 @@ void Machine::DestroyStream(uint64_t handle) {
   StreamPtr stream = streams.at(handle);
   stream->destroyed = true;
   if (stream->capture) stream->capture->invalidated = true;
+  if (stream->blocking) Join(&legacy[stream->device]->clock, stream->clock);  // which waits for its work all the same
   if (!stream->queue.empty()) draining.push_back(stream);
   streams.erase(handle);
 }
 
-// In what order: the stream's own, the NULL stream's with the blocking ones, the events', and what the host knows.
+// In what order: the stream's own, the NULL stream's with the blocking ones, and the events'.
 CUresult Machine::Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<OpPtr>& after) {
   op->device = stream->device;
   op->stream = stream->handle;
@@ -314,7 +315,6 @@ CUresult Machine::Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<O
   op->number = ++ops_;
   op->lane = stream->lane;
   op->after = after;
-  Join(&stream->clock, host);
   for (const OpPtr& other : after) Join(&stream->clock, other->clock);
   std::vector<OpPtr> tails;
   Tails(stream, &tails);
@@ -400,7 +400,6 @@ void Machine::Tails(const StreamPtr& stream, std::vector<OpPtr>* tails) {
 OpPtr Machine::ReadNow(const StreamPtr& stream, std::vector<Copy>* copies) {
   auto op = std::make_shared<Op>(Op{Kind::kCopy, ++ops_, stream->device, stream->handle});
   op->lane = lanes_++;
-  op->clock = host;
   op->clock.resize(lanes_);
   op->tick = op->clock[op->lane] = 1;
   op->state = Op::kDone;
@@ -425,6 +424,7 @@ bool Machine::WaitFor(std::unique_lock<std::mutex>& lock, const OpPtr& op, std::
 // Two operations that touch the same bytes, one of them writing, need an order that follows from events, streams and
 // what the host waited for. That they did not meet this time is luck.
 void Machine::CheckAccess(const OpPtr& op, Range range, bool write) {
+  // What the host has seen the end of is before all that is to come.
   std::erase_if(history_, [&](const Access& a) { return Includes(host, a.op->lane, a.op->tick); });
   for (const Access& a : history_) {
     if (a.op == op || !(write || a.write) || !Overlap(a.range, range)) continue;
