@@ -554,7 +554,7 @@ def test_registration(cuda: FakeCuda, drv: Driver) -> None:
     assert register(address, 32 << 10, PORTABLE) == register(address + (32 << 10), 32 << 10, PORTABLE) == 0
     assert register(address + 4096, 4096, PORTABLE) == ALREADY_REGISTERED
     assert unregister(address + 4096) == NOT_REGISTERED
-    assert register(address, 0, PORTABLE) == register(1 << 40, 4096, PORTABLE) == INVALID_VALUE
+    assert register(address, 0, PORTABLE) == register(4096, 4096, PORTABLE) == INVALID_VALUE
     expect(cuda, "registered in part", "no such registration", "arguments", "not mapped")
     assert cuda.statistics()["largest_registration"] == 32 << 10
     assert unregister(address) == unregister(address + (32 << 10)) == 0
@@ -599,10 +599,13 @@ def test_memory_is_unregistered_after_its_copies(cuda: FakeCuda, drv: Driver, ri
 
 def test_memory_is_unmapped_last(cuda: FakeCuda, drv: Driver) -> None:
     libc = ctypes.CDLL(None)
-    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3]
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = libc.mmap(None, 4096, mmap.PROT_READ | mmap.PROT_WRITE, private, -1)
+    address = libc.mmap(None, 4096, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
     assert drv.cuMemHostRegister_v2(address, 4096, PORTABLE) == 0
     stream = drv.stream()
     with cuda.hold():
