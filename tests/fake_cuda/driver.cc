@@ -1,6 +1,5 @@
 // The driver's functions as lazyckpt uses them, with their names, their ABI and their errors. Whatever a caller may not
-// do is an error as it is in the driver, and a violation too, because a caller that copes with it is wrong all the
-// same.
+// do is an error as it is in the driver, and a violation too: a caller that copes with it is wrong all the same.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -17,6 +16,7 @@ thread_local bool told_deinitialized = false;
 
 CUcontext ContextOf(int device) { return reinterpret_cast<CUcontext>(kContext + 16 * device); }
 
+// What a function needs before it does anything; kUnsafe: not while somebody captures; kAlways: even after the end.
 enum Needs : unsigned { kNothing = 0, kInit = 1, kContextToo = 3, kUnsafe = 4, kAlways = 8 };
 
 // One call of a function: the lock, and what is wrong with calling it now.
@@ -55,7 +55,9 @@ class Call {
   CUresult Find(CUstream handle, StreamPtr* stream) {
     const auto number = reinterpret_cast<uint64_t>(handle);
     if (number <= 1) {
-      if (contexts.empty()) return Fail(CUDA_ERROR_INVALID_CONTEXT, "the NULL stream needs a current context");
+      if (contexts.empty() || device() >= m.devices) {
+        return Fail(CUDA_ERROR_INVALID_CONTEXT, "the NULL stream needs a current context");
+      }
       *stream = m.legacy[device()];
       return m.fault[device()];
     }

@@ -506,43 +506,10 @@ void Machine::Run() {
       progress.notify_all();
       continue;
     }
-    // Who may start, who goes first, and until when the others are held back.
-    std::vector<OpPtr> fronts = Fronts();
-    std::erase_if(fronts, [&](const OpPtr& op) { return Held(*op); });
-    const auto is = [](Kind kind) { return [kind](const OpPtr& op) { return op->kind == kind; }; };
-    const bool kernels = std::any_of(fronts.begin(), fronts.end(), is(Kind::kKernel)) ||
-                         std::any_of(running_.begin(), running_.end(), is(Kind::kKernel));
-    const bool copies = std::any_of(fronts.begin(), fronts.end(), is(Kind::kCopy)) ||
-                        std::any_of(running_.begin(), running_.end(), is(Kind::kCopy));
     Time wake = due != running_.end() ? (*due)->finish : now + std::chrono::hours(1);
-    OpPtr next;
-    for (const OpPtr& op : fronts) {
-      if (op->kind == Kind::kRecord || op->kind == Kind::kWait) {
-        next = op;
-        break;
-      }
-      if (!op->ready) {
-        op->ready = now;
-        double delay = config.delay_us;
-        if (config.mode == Mode::kRandom) delay *= std::uniform_real_distribution(0.0, 1.0)(random);
-        if (config.mode == Mode::kCopiesLate && op->kind != Kind::kCopy) delay = 0;
-        if (config.mode == Mode::kCopiesEarly && op->kind != Kind::kKernel) delay = 0;
-        op->eligible = now + microseconds(static_cast<int64_t>(delay));
-      }
-      const bool yields = (config.mode == Mode::kCopiesLate && op->kind == Kind::kCopy && kernels) ||
-                          (config.mode == Mode::kCopiesEarly && op->kind == Kind::kKernel && copies);
-      const bool engine_busy =
-          op->kind == Kind::kCopy && std::any_of(running_.begin(), running_.end(), [&](const OpPtr& other) {
-            return other->kind == Kind::kCopy && other->device == op->device && other->to_host() == op->to_host();
-          });
-      if (engine_busy) continue;
-      const Time from = yields ? *op->ready + kStarvation : op->eligible;
-      if (from <= now && (!next || op->eligible < next->eligible)) next = op;
-      wake = std::min(wake, from);
-    }
+    OpPtr next = Pick(now, &wake);
     if (!next) {
-      if (wake <= now) wake = now + microseconds(50);
-      work.wait_until(lock, wake);
+      work.wait_until(lock, std::max(wake, now + microseconds(50)));
       continue;
     }
     Start(next, now);
@@ -550,6 +517,40 @@ void Machine::Run() {
     if (next->effects_first) Effects(lock, next);
     if (epoch == epoch_) running_.push_back(next);
   }
+}
+
+// Who goes next; if nobody yet, when to look again at the latest.
+OpPtr Machine::Pick(Time now, Time* wake) {
+  std::vector<OpPtr> fronts = Fronts();
+  std::erase_if(fronts, [&](const OpPtr& op) { return Held(*op); });
+  const auto any = [&](Kind kind) {
+    const auto is = [&](const OpPtr& op) { return op->kind == kind; };
+    return std::any_of(fronts.begin(), fronts.end(), is) || std::any_of(running_.begin(), running_.end(), is);
+  };
+  const bool kernels = any(Kind::kKernel), copies = any(Kind::kCopy);
+  OpPtr next;
+  for (const OpPtr& op : fronts) {
+    if (op->kind == Kind::kRecord || op->kind == Kind::kWait) return op;
+    if (!op->ready) {
+      op->ready = now;
+      double delay = config.delay_us;
+      if (config.mode == Mode::kRandom) delay *= std::uniform_real_distribution(0.0, 1.0)(random);
+      if (config.mode == Mode::kCopiesLate && op->kind != Kind::kCopy) delay = 0;
+      if (config.mode == Mode::kCopiesEarly && op->kind != Kind::kKernel) delay = 0;
+      op->eligible = now + microseconds(static_cast<int64_t>(delay));
+    }
+    const bool engine_busy =
+        op->kind == Kind::kCopy && std::any_of(running_.begin(), running_.end(), [&](const OpPtr& other) {
+          return other->kind == Kind::kCopy && other->device == op->device && other->to_host() == op->to_host();
+        });
+    if (engine_busy) continue;
+    const bool yields = (config.mode == Mode::kCopiesLate && op->kind == Kind::kCopy && kernels) ||
+                        (config.mode == Mode::kCopiesEarly && op->kind == Kind::kKernel && copies);
+    const Time from = yields ? *op->ready + kStarvation : op->eligible;
+    if (from <= now && (!next || op->eligible < next->eligible)) next = op;
+    *wake = std::min(*wake, from);
+  }
+  return next;
 }
 
 void Machine::Start(const OpPtr& op, Time now) {

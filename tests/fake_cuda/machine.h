@@ -236,6 +236,7 @@ class Machine {
   void RunCopy(const Op& op, const Copy& copy);
   bool Ready(const OpPtr& op) const;
   bool Held(const Op& op) const;
+  OpPtr Pick(Time now, Time* wake);
   void Start(const OpPtr& op, Time now);
   void Complete(const OpPtr& op);
   std::vector<OpPtr> Fronts() const;
