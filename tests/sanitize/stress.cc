@@ -55,7 +55,8 @@ Checkpoint Begin(Engine& engine, Random& random, const std::string& path) {
     c.rows.push_back({RowKind::kCrc32Hex, 8, static_cast<int64_t>(i / 2)});
   }
   for (const Row& r : c.rows) c.size += static_cast<uint64_t>(r.size);
-  c.job = engine.Begin(std::move(sources), 1);
+  Status status;
+  c.job = engine.Begin(std::move(sources), 1, false, {}, &status);
   return c;
 }
 
