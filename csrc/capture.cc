@@ -255,8 +255,10 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   Job& job = *keep;
   std::vector<std::byte*> cuts;  // no copy of a device crosses from one pinned range to the next
   if (chunk->devices != 0)
-    for (const auto& pin : pins_)
-      if (pin.data() > chunk->memory && pin.data() < chunk->memory + chunk->size) cuts.push_back(pin.data());
+    for (const auto& pin : pins_) {
+      std::byte* const end = pin.data() + pin.size();
+      if (end > chunk->memory && end < chunk->memory + chunk->size) cuts.push_back(end);
+    }
   lock.unlock();
   Status status;
   std::vector<std::pair<Gpu*, Device::Ticket>> started;

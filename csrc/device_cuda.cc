@@ -59,11 +59,10 @@ class CudaDevice final : public Device {
   }
 
   Status IsCapturing(uint64_t stream, bool* capturing) override {
-    CUcontext popped;
     if (Status status = Call(driver_->cuCtxPushCurrent, context_); !status.ok()) return status;
     CUstreamCaptureStatus found = CU_STREAM_CAPTURE_STATUS_NONE;
     const CUresult result = driver_->Result(driver_->cuStreamIsCapturing, Stream(stream), &found);
-    const Status left = Call(driver_->cuCtxPopCurrent, &popped);
+    const Status left = Leave();
     // Asked of the default stream while another one is being captured, it is an error to ask.
     *capturing = result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || found != CU_STREAM_CAPTURE_STATUS_NONE;
     return *capturing || result == CUDA_SUCCESS ? left : Named(driver_->Check("cuStreamIsCapturing", result));
@@ -99,10 +98,15 @@ class CudaDevice final : public Device {
   }
 
   Status Pin(std::span<std::byte> memory) override {
-    return Inside([&] {
-      return Call(driver_->cuMemHostRegister, static_cast<void*>(memory.data()), memory.size(),
-                  CU_MEMHOSTREGISTER_PORTABLE);
+    bool pinned = false;
+    const Status status = Inside([&] {
+      void* const begin = memory.data();
+      const Status done = Call(driver_->cuMemHostRegister, begin, memory.size(), CU_MEMHOSTREGISTER_PORTABLE);
+      pinned = done.ok();
+      return done;
     });
+    if (pinned && !status.ok()) Unpin(memory);
+    return status;
   }
 
   void Unpin(std::span<std::byte> memory) override {
@@ -135,10 +139,15 @@ class CudaDevice final : public Device {
       const Status restored = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
       if (status.ok()) status = restored;
     }
-    CUcontext popped;
-    const Status left = Call(driver_->cuCtxPopCurrent, &popped);
-    if (!left.ok()) (void)Call(driver_->cuCtxPopCurrent, &popped);
+    const Status left = Leave();
     return status.ok() ? left : status;
+  }
+
+  Status Leave() const {
+    CUcontext popped;
+    const Status status = Call(driver_->cuCtxPopCurrent, &popped);
+    if (!status.ok()) (void)Call(driver_->cuCtxPopCurrent, &popped);
+    return status;
   }
 
   Status Enqueue(std::span<const DeviceCopy> copies, CUstream stream) const {

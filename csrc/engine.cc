@@ -203,9 +203,10 @@ bool Engine::WaitEager(Job& job, Clock::time_point deadline) {
   });
   for (const StreamRef& s : job.streams)
     if ((devices >> s.device & 1) != 0) RunAfterCopies(job, Lane::kEager, s);
-  return true;
+  return HelpUntil([&job] { return job.captured(0); }, deadline);
 }
 
+// If that fails, so does the checkpoint, and the caller waits on the host until nothing reads the sources any more.
 void Engine::RunAfterCopies(Job& job, Lane lane, const StreamRef& stream) {
   Status status = gpus_[stream.device]->device->RunAfterCopies(lane, stream.handle);
   if (!status.ok()) Fail(job, std::move(status));
@@ -228,7 +229,7 @@ bool Engine::WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> 
   if (Locked(captured)) return true;
   for (const StreamRef& s : streams)
     for (const Lane lane : {Lane::kEager, Lane::kLazy}) RunAfterCopies(job, lane, s);
-  return true;
+  return HelpUntil([&job] { return job.captured(0); }, deadline);
 }
 
 bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {

@@ -162,7 +162,8 @@ struct Job : std::enable_shared_from_this<Job> {
       if (!f.synced) return false;
     return true;
   }
-  // What these owners protect is copied; or is copied into the ring by the host and on its way from devices.
+  // What these owners protect is copied; or, of host memory copied, and on its way from devices. Of a checkpoint that
+  // has failed: nothing is under way.
   bool captured(uint64_t owners) const { return error.ok() ? none(owner_left, owners) : copying == 0; }
   bool enqueued(uint64_t owners) const { return error.ok() ? none(owner_waiting, owners) : copying == 0; }
   // Nobody reads the sources any more.

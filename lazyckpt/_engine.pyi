@@ -28,9 +28,25 @@ class Engine:
     def reserve(self, bytes: int) -> bool:
         """Raises the ring's capacity, up to ring_bytes; False while the ring is in use."""
 
-    def begin(self, pointers: Buffer, sizes: Buffer, owners: Buffer, files: int, eager_by_caller: bool = False) -> Job:
+    def attach(self, device: int) -> bool:
+        """Makes the memory of a CUDA device readable, from then on; False where there is no CUDA driver."""
+
+    def begin(
+        self,
+        pointers: Buffer,
+        sizes: Buffer,
+        owners: Buffer,
+        files: int,
+        eager_by_caller: bool = False,
+        devices: Buffer | None = None,
+        streams: Buffer | None = None,
+    ) -> Job:
         """A checkpoint of sources (three arrays of uint64). owners: bits of the gates that protect it; 0: eager.
-        eager_by_caller: wait_eager() and go() will be called at once; copy threads begin after that."""
+        eager_by_caller: wait_eager() and go() will be called at once; copy threads begin after that.
+
+        devices (int64): the attached CUDA device of each source, or -1: host memory, as without it. streams (uint64):
+        device, handle, device, handle, … of the caller's current stream of every such device. What is copied is what
+        these streams make of it by now."""
 
     @property
     def ring_bytes(self) -> int: ...
@@ -38,6 +54,10 @@ class Engine:
     def ring_used_bytes(self) -> int: ...
     @property
     def backend(self) -> str: ...
+    @property
+    def unpinned(self) -> str:
+        """Why the ring could not be pinned for the attached devices; empty if it was."""
+
     @property
     def fallback(self) -> str:
         """Why io_uring is not used; empty if it is."""
@@ -60,10 +80,15 @@ class Job:
         """Creates the file (it must not exist) and reserves `size` bytes on the disk. If it fails, so does the job."""
 
     def wait_eager(self, timeout_s: float | None = None) -> bool:
-        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits."""
+        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits. Of bytes on devices,
+        when their copies are enqueued: what is put into begin()'s streams from then on waits for them."""
 
     def wait_captured(self, owners: int, timeout_s: float | None = None) -> bool:
         """The same for the lazy bytes of these owners."""
+
+    def wait_enqueued(self, owners: int, streams: Buffer, timeout_s: float | None = None) -> bool:
+        """As wait_captured(), but it is ``streams`` (as in begin()) that wait for the devices, from here on. If one of
+        them is being captured into a graph: wait_captured(), with no other call of the driver by this thread."""
 
     def wait_released(self, timeout_s: float | None = None) -> bool:
         """Until nobody reads the sources any more."""
