@@ -80,8 +80,8 @@ class Job:
         """Creates the file (it must not exist) and reserves `size` bytes on the disk. If it fails, so does the job."""
 
     def wait_eager(self, timeout_s: float | None = None) -> bool:
-        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits. Of bytes on devices,
-        when their copies are enqueued: what is put into begin()'s streams from then on waits for them."""
+        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits. Of bytes on
+        devices, when their copies are enqueued: what is put into begin()'s streams from then on waits for them."""
 
     def wait_captured(self, owners: int, timeout_s: float | None = None) -> bool:
         """The same for the lazy bytes of these owners."""
@@ -137,8 +137,8 @@ def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch
     negated or conjugated, or is neither on a CPU nor on CUDA."""
 
 def storages_of_tensors(tensors: list[torch.Tensor]) -> tuple[list[int], list[int], bytes] | None:
-    """The _cdata of their storages, the bytes of these, and 1 for each tensor on the host that is contiguous, fills its
-    storage and is no inference tensor, 0 for others. None if one has no storage."""
+    """The _cdata of their storages, the bytes of these, and 1 for each tensor that is contiguous, fills its storage
+    and is no inference tensor, 0 for others. None if one has no storage."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: str, b: str) -> None: ...

@@ -234,7 +234,7 @@ def test_without_batches_they_are_copied_one_by_one(
 ) -> None:
     """Where the driver has no such function, or is older than the one whose arguments are known."""
     if version == 12080:
-        driver = FakeCuda(build("FAKE_CUDA_NO_BATCH"))
+        driver = FakeCuda(build("cuMemcpyBatchAsync"))
         driver.reset()
         monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(driver.path))
     driver.configure(driver_version=version)
