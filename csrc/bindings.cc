@@ -320,6 +320,7 @@ class ReaderHandle {
     options.backend = e.options().backend;
     options.direct = e.options().direct;
     options.fault = e.options().fault;
+    options.upload = [&e](int device, std::byte* to, std::span<std::byte> from) { return e.Upload(device, to, from); };
     options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
     Status status;
     {
@@ -331,9 +332,20 @@ class ReaderHandle {
   }
   ~ReaderHandle() { Close(); }
 
-  py::list ReadInto(const py::buffer& pointers) {
+  py::list ReadInto(const py::buffer& pointers, const std::optional<py::buffer>& devices,
+                    const std::optional<py::buffer>& streams) {
     const auto p = ToVector<uint64_t>(pointers, "pointers");
-    engine_->get();
+    std::vector<int> d(p.size(), -1);
+    if (devices) {
+      const auto given = ToVector<int64_t>(*devices, "devices");
+      d.assign(given.begin(), given.end());
+    }
+    const auto current = ToStreams(streams);
+    Engine& e = engine_->get();
+    if (d.size() != p.size()) throw py::value_error("pointers and devices differ in length");
+    for (const int device : d)
+      if (device >= 0 && std::none_of(current.begin(), current.end(), [&](auto& s) { return s.device == device; }))
+        throw py::value_error("a place on a device without a stream");
     if (reader_ == nullptr) throw std::runtime_error("a Reader reads once");
     if (p.size() != reader_->ranges().size()) throw py::value_error("pointers and offsets differ in length");
     std::vector<std::byte*> to;
@@ -341,7 +353,8 @@ class ReaderHandle {
     Status status;
     {
       py::gil_scoped_release release;
-      status = reader_->ReadInto(to);
+      status = e.CopyAfter(current);
+      if (status.ok()) status = reader_->ReadInto(to, d);
     }
     py::list crcs;
     for (const ReadRange& r : reader_->ranges()) crcs.append(r.crc);
@@ -483,7 +496,7 @@ PYBIND11_MODULE(_engine, m) {
       .def(py::init<std::shared_ptr<EngineHandle>, const std::string&, const py::buffer&, const py::buffer&, unsigned,
                     unsigned>(),
            "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
-      .def("read_into", &ReaderHandle::ReadInto, "pointers"_a);
+      .def("read_into", &ReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
 
   m.def(
       "crc32",

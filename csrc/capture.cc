@@ -45,6 +45,20 @@ bool IsComplete(const Job& job) {
                      [](const Source& s) { return s.size == 0 || !s.parts.empty(); });
 }
 
+// One copy of host memory from or to `device`, or more where it has to be cut.
+void AddCopies(std::span<std::byte> host, uint64_t device, const std::vector<std::byte*>& cuts,
+               std::vector<DeviceCopy>* copies) {
+  std::byte* at = host.data();
+  std::byte* const end = at + host.size();
+  while (at < end) {
+    const auto cut = std::upper_bound(cuts.begin(), cuts.end(), at);
+    const auto n = static_cast<size_t>((cut == cuts.end() ? end : std::min(end, *cut)) - at);
+    copies->push_back({at, device, n});
+    at += n;
+    device += n;
+  }
+}
+
 }  // namespace
 
 Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
@@ -253,12 +267,8 @@ Chunk* Engine::TakeChunk(bool helping) {
 void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   const auto keep = chunk->job->shared_from_this();  // settling may drop the engine's own reference
   Job& job = *keep;
-  std::vector<std::byte*> cuts;  // no copy of a device crosses from one pinned range to the next
-  if (chunk->devices != 0)
-    for (const auto& pin : pins_) {
-      std::byte* const end = pin.data() + pin.size();
-      if (end > chunk->memory && end < chunk->memory + chunk->size) cuts.push_back(end);
-    }
+  std::vector<std::byte*> cuts;
+  if (chunk->devices != 0) cuts = CutsIn({chunk->memory, chunk->size});
   lock.unlock();
   Status status;
   std::vector<std::pair<Gpu*, Device::Ticket>> started;
@@ -298,18 +308,29 @@ Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std
   std::vector<DeviceCopy> copies;
   for (const Piece& p : chunk.pieces) {
     if (p.kind != RowKind::kSource || chunk.job->sources[p.source].device != device) continue;
-    std::byte* to = chunk.memory + p.at;
     const std::byte* from = chunk.job->sources[p.source].data + p.source_offset;
-    std::byte* const end = to + p.size;
-    while (to < end) {
-      const auto cut = std::upper_bound(cuts.begin(), cuts.end(), to);
-      const auto n = static_cast<size_t>((cut == cuts.end() ? end : std::min(end, *cut)) - to);
-      copies.push_back({to, from, n});
-      to += n;
-      from += n;
-    }
+    AddCopies({chunk.memory + p.at, p.size}, reinterpret_cast<uint64_t>(from), cuts, &copies);
   }
   return gpus_[device]->device->Start(chunk.lane(), copies, ticket);
+}
+
+Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
+  std::vector<DeviceCopy> copies;
+  AddCopies(from, reinterpret_cast<uint64_t>(to), Locked([&] { return CutsIn(from); }), &copies);
+  Device& target = *gpus_[device]->device;
+  Device::Ticket ticket = nullptr;
+  const Status status = target.Start(Lane::kRestore, copies, &ticket);
+  return status.ok() ? target.Finish(Lane::kRestore, ticket) : status;
+}
+
+// The ends of pinned ranges inside of some memory: no copy may cross them.
+std::vector<std::byte*> Engine::CutsIn(std::span<std::byte> memory) const {
+  std::vector<std::byte*> cuts;
+  for (const auto& pin : pins_) {
+    std::byte* const end = pin.data() + pin.size();
+    if (end > memory.data() && end < memory.data() + memory.size()) cuts.push_back(end);
+  }
+  return cuts;
 }
 
 // One for each lane of a device: waits for its copies, in their order, and keeps the lane busy.

@@ -102,6 +102,7 @@ class Driver {
   const Function<unsigned> cuInit = Find_{this, "cuInit"};
   const Function<int*> cuDriverGetVersion = Find_{this, "cuDriverGetVersion"};
   const Function<CUresult, const char**> cuGetErrorName = Find_{this, "cuGetErrorName"};
+  const Function<int*> cuDeviceGetCount = Find_{this, "cuDeviceGetCount"};
   const Function<CUdevice*, int> cuDeviceGet = Find_{this, "cuDeviceGet"};
   const Function<int*, CUdevice_attribute, CUdevice> cuDeviceGetAttribute = Find_{this, "cuDeviceGetAttribute"};
   const Function<CUcontext*, CUdevice> cuDevicePrimaryCtxRetain = Find_{this, "cuDevicePrimaryCtxRetain"};
@@ -119,6 +120,7 @@ class Driver {
   const Function<CUevent, CUstream> cuEventRecord = Find_{this, "cuEventRecord"};
   const Function<CUevent> cuEventSynchronize = Find_{this, "cuEventSynchronize"};
   const Function<void*, CUdeviceptr, size_t, CUstream> cuMemcpyDtoHAsync = Find_{this, "cuMemcpyDtoHAsync_v2"};
+  const Function<CUdeviceptr, const void*, size_t, CUstream> cuMemcpyHtoDAsync = Find_{this, "cuMemcpyHtoDAsync_v2"};
   const Function<void*, size_t, unsigned> cuMemHostRegister = Find_{this, "cuMemHostRegister_v2"};
   const Function<void*> cuMemHostUnregister = Find_{this, "cuMemHostUnregister"};
   // CUDA 12.8's, with failIdx. CUDA 13 declares another one under this name, which the library exports with _v2.

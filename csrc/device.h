@@ -12,14 +12,14 @@
 namespace lazyckpt {
 
 struct DeviceCopy {
-  std::byte* to;  // within one pinned range of the ring
-  const std::byte* from;
-  size_t size;  // not 0
+  std::byte* host;  // no copy leaves the pinned range that it begins in
+  uint64_t device;  // an address there
+  size_t size;      // not 0
 };
 
-// A stream for each: training waits for eager copies at once, and for lazy ones at its next step.
-enum class Lane : size_t { kEager, kLazy };
-inline constexpr size_t kLanes = 2;
+// A stream for each. Two lead to the host: training waits for eager copies at once, and for lazy ones at its next step.
+enum class Lane : size_t { kEager, kLazy, kRestore };
+inline constexpr size_t kLanes = 3;
 
 // Any thread may call; what is current in that thread, a device or a context, stays as it was. `stream` is the
 // caller's, by its handle; 0 is the default stream of the device.

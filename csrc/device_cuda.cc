@@ -1,5 +1,6 @@
 #include <array>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -72,7 +73,7 @@ class CudaDevice final : public Device {
     CUevent event = nullptr;
     const Status status = Inside([&] {
       Status done = TakeEvent(&event);
-      if (done.ok()) done = Enqueue(copies, StreamOf(lane));
+      if (done.ok()) done = Enqueue(copies, lane);
       if (done.ok()) done = Call(driver_->cuEventRecord, event, StreamOf(lane));
       return done;
     });
@@ -150,30 +151,34 @@ class CudaDevice final : public Device {
     return status;
   }
 
-  Status Enqueue(std::span<const DeviceCopy> copies, CUstream stream) const {
-    if (copies.size() >= kBatchFrom && driver_->has_batches()) return EnqueueBatch(copies, stream);
+  Status Enqueue(std::span<const DeviceCopy> copies, Lane lane) const {
+    if (copies.size() >= kBatchFrom && driver_->has_batches()) return EnqueueBatch(copies, lane);
+    CUstream const stream = StreamOf(lane);
     for (const DeviceCopy& c : copies) {
-      const auto from = reinterpret_cast<CUdeviceptr>(c.from);
-      const Status status = Call(driver_->cuMemcpyDtoHAsync, static_cast<void*>(c.to), from, c.size, stream);
+      const Status status = lane == Lane::kRestore ? Call(driver_->cuMemcpyHtoDAsync, CUdeviceptr{c.device},
+                                                          static_cast<const void*>(c.host), c.size, stream)
+                                                   : Call(driver_->cuMemcpyDtoHAsync, static_cast<void*>(c.host),
+                                                          CUdeviceptr{c.device}, c.size, stream);
       if (!status.ok()) return status;
     }
     return Status::Ok();
   }
 
-  Status EnqueueBatch(std::span<const DeviceCopy> copies, CUstream stream) const {
-    std::vector<CUdeviceptr> to, from;
+  Status EnqueueBatch(std::span<const DeviceCopy> copies, Lane lane) const {
+    std::vector<CUdeviceptr> host, device;
     std::vector<size_t> sizes;
     for (const DeviceCopy& c : copies) {
-      to.push_back(reinterpret_cast<CUdeviceptr>(c.to));
-      from.push_back(reinterpret_cast<CUdeviceptr>(c.from));
+      host.push_back(reinterpret_cast<CUdeviceptr>(c.host));
+      device.push_back(c.device);
       sizes.push_back(c.size);
     }
+    if (lane == Lane::kRestore) std::swap(host, device);
     // In the order of the stream: any other lets the driver read before the stream has waited.
     CUmemcpyAttributes attributes{};
     attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
     size_t first = 0, failed = 0;
-    return Call(driver_->cuMemcpyBatchAsync, to.data(), from.data(), sizes.data(), sizes.size(), &attributes, &first,
-                size_t{1}, &failed, stream);
+    return Call(driver_->cuMemcpyBatchAsync, host.data(), device.data(), sizes.data(), sizes.size(), &attributes,
+                &first, size_t{1}, &failed, StreamOf(lane));
   }
 
   Status TakeEvent(CUevent* event) {

@@ -145,13 +145,10 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bo
   job->sources = std::move(sources);
   job->streams = std::move(streams);
   for (size_t i = 0; i < files; ++i) job->files.emplace_back().job = job.get();
+  *status = CopyAfter(job->streams);
+  if (!status->ok()) return nullptr;
   uint64_t ready = 0;  // devices
-  for (const StreamRef& s : job->streams) {
-    Gpu* gpu = s.device >= 0 && static_cast<size_t>(s.device) < kMaxDevices ? gpus_[s.device].get() : nullptr;
-    *status = gpu != nullptr ? gpu->device->CopyAfter(s.handle) : Status(EINVAL, "a device that is not attached", "");
-    if (!status->ok()) return nullptr;
-    ready |= uint64_t{1} << s.device;
-  }
+  for (const StreamRef& s : job->streams) ready |= uint64_t{1} << s.device;
   for (const Source& s : job->sources) {
     if (s.device < 0 || (static_cast<size_t>(s.device) < kMaxDevices && (ready >> s.device & 1) != 0)) continue;
     *status = Status(EINVAL, "a source on a device without a stream", "");
@@ -170,6 +167,15 @@ void Engine::Go(Job& job) {
   // In this order: when the writer thread, which may preempt this one, sleeps again, no copy thread stands in line yet.
   io_->Wake();
   changed_.notify_all();
+}
+
+Status Engine::CopyAfter(std::span<const StreamRef> streams) {
+  for (const StreamRef& s : streams) {
+    Gpu* gpu = s.device >= 0 && static_cast<size_t>(s.device) < kMaxDevices ? gpus_[s.device].get() : nullptr;
+    if (gpu == nullptr) return Status(EINVAL, "a device that is not attached", "");
+    if (Status status = gpu->device->CopyAfter(s.handle); !status.ok()) return status;
+  }
+  return Status::Ok();
 }
 
 Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t size) {

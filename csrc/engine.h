@@ -51,6 +51,11 @@ class Engine {
   // Makes the memory of a CUDA device readable: Source::device. False, with the reason, where there is no driver.
   bool Attach(int ordinal, Status* status);
 
+  // Copies to an attached device, through its lane for that, and waits. CopiesAfter: what the copies that are begun
+  // from now on come after.
+  Status Upload(int device, std::byte* to, std::span<std::byte> from);
+  Status CopyAfter(std::span<const StreamRef> streams);
+
   // streams: the caller's current stream of every device that holds a source. What is copied is what they make of it
   // by now. If a device refuses, so does Begin.
   // eager_by_caller: the caller will lay it out and call WaitEager and Go at once. Until Go, only threads that wait for
@@ -118,7 +123,7 @@ class Engine {
   };
   struct Gpu {
     std::unique_ptr<Device> device;
-    CopyLane lanes[kLanes];
+    CopyLane lanes[2];  // Lane::kEager, Lane::kLazy
   };
 
   Engine() = default;
@@ -133,6 +138,7 @@ class Engine {
   Chunk* TakeChunk(bool helping);
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   Status StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, Device::Ticket* ticket);
+  std::vector<std::byte*> CutsIn(std::span<std::byte> memory) const;
   void OnLanded(Chunk* chunk, const Status& status);
   void SumChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   void EndCopy(Chunk* chunk);

@@ -126,8 +126,10 @@ class Reader:
     def __init__(
         self, engine: Engine, path: str, offsets: Buffer, sizes: Buffer, *, threads: int = 0, io_depth: int = 0
     ) -> None: ...
-    def read_into(self, pointers: Buffer) -> list[int]:
-        """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. Once."""
+    def read_into(self, pointers: Buffer, devices: Buffer | None = None, streams: Buffer | None = None) -> list[int]:
+        """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. Once.
+
+        devices and streams are as in Engine.begin(): places on a device are written to after what the stream holds."""
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_at(pointer: int, size: int) -> int: ...

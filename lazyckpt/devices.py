@@ -58,6 +58,11 @@ def sources(storages: list[torch.UntypedStorage], located: list[int] | None) -> 
     return Sources(array("Q", map(data_ptr, held)), devices, current_streams(cuda), held, cuda)
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Of its first element, on whatever device."""
+    return data_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
+
+
 def on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """The storage, or a copy of it in host memory, ordered after the current stream."""
     return storage if storage.device.type == "cpu" else storage.cpu()

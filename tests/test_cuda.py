@@ -486,6 +486,23 @@ def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch, 
     assert not make_engine().attach(0)
 
 
+def test_what_doctor_is_told(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def facts() -> dict[str, str]:
+        return {key: text for key, text in _engine.probe(str(tmp_path)).items() if key.startswith("cuda")}
+
+    there = {"cuda_driver": "yes", "cuda_version": "12.8", "cuda_devices": "2"}
+    assert facts() == {**there, "cuda_batches": "yes", "cuda_pinning": "yes"}
+    assert driver.statistics()["contexts_created"] == 0, "a context takes memory on the device"
+    driver.configure(driver_version=12020)
+    driver.fail("cuDeviceGetAttribute", 1, 1)
+    refused = "no: cuDeviceGetAttribute: CUDA_ERROR_INVALID_VALUE (1)"
+    assert facts() == {**there, "cuda_version": "12.2", "cuda_batches": "no", "cuda_pinning": refused}
+    driver.reset(devices=0)
+    assert facts() == {"cuda_driver": "no: cuInit: CUDA_ERROR_NO_DEVICE (100)"}
+    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
+    assert facts() == {"cuda_driver": f"no: no CUDA driver: {tmp_path}/libcuda.so.1"}
+
+
 CHILD = """
     import importlib.util, os, sys
     from array import array

@@ -51,15 +51,23 @@ class Gpu:
 
     def kernel(self, tensors: Iterable[torch.Tensor], byte: int) -> None:
         """Writes to tensors, in the order of the training stream."""
+        tensors = list(tensors)
         for device, stream in self.streams.items():
-            writes = []
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                if (place := self._memory.get(storage._cdata)) is not None and place[0] == device:
-                    writes.append((place[1], storage.nbytes(), byte))
-                    self._bytes[storage._cdata] = byte
-            if writes:
+            if writes := self.ranges(tensors, device, byte):
                 self.driver.kernel(stream, writes, device=device)
+        for identity in {tensor.untyped_storage()._cdata for tensor in tensors} & self._bytes.keys():
+            self._bytes[identity] = byte
+
+    def ranges(self, tensors: Iterable[torch.Tensor], device: int, byte: int) -> list[tuple[int, int, int]]:
+        places = [(self._memory.get(t.untyped_storage()._cdata), t.untyped_storage().nbytes()) for t in tensors]
+        return [(place[1], nbytes, byte) for place, nbytes in places if place is not None and place[0] == device]
+
+    def not_placed(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [t for t in tensors if t.untyped_storage()._cdata not in self._memory]
+
+    def content(self, tensor: torch.Tensor) -> bytes:
+        place = self._memory.get(tensor.untyped_storage()._cdata)
+        return raw(tensor) if place is None else self.driver.read(place[1], tensor.nbytes)
 
     def picture(self, state: Any) -> Any:
         """The bytes of every tensor in a state, as they will be when the streams are done."""
@@ -454,6 +462,55 @@ def test_the_gil_elsewhere(gpu: Gpu, tmp_path: Path) -> None:
     finally:
         stop.set()
         busy.join()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_restore_reads_straight_to_the_device(gpu: Gpu, cached: bool, tmp_path: Path) -> None:
+    """Behind what the training streams hold, from the page cache and past it; what comes after the restore finds it."""
+    gpu.driver.configure(mode=Mode.COPIES_EARLY)
+    gpu.streams = {0: gpu.driver.stream(0), 1: 0}
+    training = Training(gpu)
+    head = torch.nn.Linear(900, 900)  # more than one read
+    gpu.place(head.parameters(), device=1)
+    on_host = torch.nn.Linear(70, 70)
+    training.model.add_module("head", head)
+    training.model.add_module("on_host", on_host)
+    training.optimizer = torch.optim.AdamW(training.model.parameters())
+    with lazyckpt.Checkpointer(tmp_path, direct_io=not cached, host_buffer_bytes=8 << 20, chunk_bytes=64 << 10) as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        training.step()
+        ckpt.save(1, blocking=True)
+        picture = gpu.picture(training.state())
+        tensors = [*training.owned(), *training.model.buffers()]
+        gpu.driver.kernel(gpu.streams[0], gpu.ranges(tensors, 0, 255), device=0, microseconds=20_000)
+        gpu.driver.kernel(gpu.streams[1], gpu.ranges(tensors, 1, 255), device=1, microseconds=20_000)
+        uploads = gpu.driver.statistics()["bytes_to_device"]
+        assert ckpt.restore() == 1
+        gpu.driver.synchronize()
+        found = {name: gpu.content(t) for name, t in training.model.state_dict().items()}
+        assert found == picture["model"]
+        for at, state in training.optimizer.state_dict()["state"].items():
+            assert {k: gpu.content(t) for k, t in state.items()} == picture["optimizer"]["state"][at]
+        there = sum(t.nbytes for t in tensors) - sum(t.nbytes for t in gpu.not_placed(tensors))
+        assert gpu.driver.statistics()["bytes_to_device"] - uploads == there
+        assert gpu.driver.statistics()["pageable_copies"] == 0
+        training.step()
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize", "cuStreamWaitEvent"])
+def test_a_call_that_fails_in_restore_is_named(gpu: Gpu, name: str, tmp_path: Path) -> None:
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Checkpointer(tmp_path, **SMALL) as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        ckpt.save(1, blocking=True)
+        picture = gpu.picture(training.state())
+        gpu.driver.fail(name, 1, 1)
+        with pytest.warns(UserWarning, match=f"{name}: CUDA_ERROR"), pytest.raises(lazyckpt.RestoreError, match=name):
+            ckpt.restore()
+        assert ckpt.restore() == 1
+    gpu.driver.synchronize()
+    assert {name: gpu.content(t) for name, t in training.model.state_dict().items()} == picture["model"]
 
 
 # lazyckpt.devices as it is

@@ -76,7 +76,7 @@ void CheckFile(const Checkpoint& c, Random& random) {
   Status status;
   if (random(0, 3) == 0) Reader::Start(c.path, options, ranges, &status);  // given up at once
   const auto reader = Reader::Start(c.path, options, std::move(ranges), &status);
-  CHECK(status.ok() && reader->ReadInto(places).ok());
+  CHECK(status.ok() && reader->ReadInto(places, std::vector<int>(places.size(), -1)).ok());
   size_t at = 0;
   size_t source = 0;
   for (const Row& r : c.rows) {
