@@ -530,7 +530,7 @@ def run_child(code: str, path: Path, driver: FakeCuda) -> None:
     """In a process of its own; its violations are this one's failure."""
     report = path.with_suffix(".violations")
     environment = {**os.environ, "LAZYCKPT_CUDA_LIBRARY": str(driver.path), "FAKE_CUDA_REPORT": str(report)}
-    environment["PYTHONPATH"] = os.pathsep.join(["tests", *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = textwrap.dedent(CHILD) + textwrap.dedent(code)
     done = subprocess.run(
         [sys.executable, "-c", script, path, _engine.__file__],
