@@ -316,7 +316,14 @@ Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std
 
 Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
   std::vector<DeviceCopy> copies;
-  AddCopies(from, reinterpret_cast<uint64_t>(to), Locked([&] { return CutsIn(from); }), &copies);
+  {
+    std::unique_lock lock(mutex_);
+    const std::byte* const base = ring_.base();
+    const bool in_ring = from.data() >= base && from.data() < base + ring_.capacity();
+    const size_t end = in_ring ? static_cast<size_t>(from.data() - base) + from.size() : 0;
+    changed_.wait(lock, [&] { return pinned_bytes_ >= end; });
+    AddCopies(from, reinterpret_cast<uint64_t>(to), CutsIn(from), &copies);
+  }
   Device& target = *gpus_[device]->device;
   Device::Ticket ticket = nullptr;
   const Status status = target.Start(Lane::kRestore, copies, &ticket);

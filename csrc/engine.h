@@ -51,10 +51,10 @@ class Engine {
   // Makes the memory of a CUDA device readable: Source::device. False, with the reason, where there is no driver.
   bool Attach(int ordinal, Status* status);
 
-  // Copies to an attached device, through its lane for that, and waits. CopiesAfter: what the copies that are begun
-  // from now on come after.
-  Status Upload(int device, std::byte* to, std::span<std::byte> from);
+  // Copies that begin from now on come after what these streams hold by now.
   Status CopyAfter(std::span<const StreamRef> streams);
+  // Copies to an attached device, by way of its own lane, and waits.
+  Status Upload(int device, std::byte* to, std::span<std::byte> from);
 
   // streams: the caller's current stream of every device that holds a source. What is copied is what they make of it
   // by now. If a device refuses, so does Begin.
