@@ -269,13 +269,14 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   Job& job = *keep;
   std::vector<std::byte*> cuts;
   if (chunk->devices != 0) cuts = CutsIn({chunk->memory, chunk->size});
+  const bool pinned = unpinned_.ok();
   lock.unlock();
   Status status;
   std::vector<std::pair<Gpu*, Device::Ticket>> started;
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
     const int device = std::countr_zero(bits);
     Device::Ticket ticket = nullptr;
-    if (status.ok()) status = StartCopies(*chunk, device, cuts, &ticket);
+    if (status.ok()) status = StartCopies(*chunk, device, cuts, pinned, &ticket);
     started.emplace_back(gpus_[device].get(), status.ok() ? ticket : nullptr);
   }
   for (Piece& p : chunk->pieces) {
@@ -303,7 +304,7 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   changed_.notify_all();
 }
 
-Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts,
+Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
                            Device::Ticket* ticket) {
   std::vector<DeviceCopy> copies;
   for (const Piece& p : chunk.pieces) {
@@ -311,22 +312,24 @@ Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std
     const std::byte* from = chunk.job->sources[p.source].data + p.source_offset;
     AddCopies({chunk.memory + p.at, p.size}, reinterpret_cast<uint64_t>(from), cuts, &copies);
   }
-  return gpus_[device]->device->Start(chunk.lane(), copies, ticket);
+  return gpus_[device]->device->Start(chunk.lane(), copies, pinned, ticket);
 }
 
 Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
   std::vector<DeviceCopy> copies;
+  bool pinned = false;
   {
     std::unique_lock lock(mutex_);
     const std::byte* const base = ring_.base();
     const bool in_ring = from.data() >= base && from.data() < base + ring_.capacity();
     const size_t end = in_ring ? static_cast<size_t>(from.data() - base) + from.size() : 0;
     changed_.wait(lock, [&] { return pinned_bytes_ >= end; });
+    pinned = in_ring && unpinned_.ok();
     AddCopies(from, reinterpret_cast<uint64_t>(to), CutsIn(from), &copies);
   }
   Device& target = *gpus_[device]->device;
   Device::Ticket ticket = nullptr;
-  const Status status = target.Start(Lane::kRestore, copies, &ticket);
+  const Status status = target.Start(Lane::kRestore, copies, pinned, &ticket);
   return status.ok() ? target.Finish(Lane::kRestore, ticket) : status;
 }
 

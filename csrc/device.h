@@ -37,7 +37,8 @@ class Device {
   virtual Status IsCapturing(uint64_t stream, bool* capturing) = 0;
 
   // Puts copies into the lane and returns. On an error none of them is under way any more.
-  virtual Status Start(Lane lane, std::span<const DeviceCopy> copies, Ticket* ticket) = 0;
+  // pinned: so is the host memory.
+  virtual Status Start(Lane lane, std::span<const DeviceCopy> copies, bool pinned, Ticket* ticket) = 0;
   // Returns when these copies are complete: nothing reads the sources or writes to the ring any more. So it is on an
   // error, too, unless the device is lost.
   virtual Status Finish(Lane lane, Ticket ticket) = 0;

@@ -69,11 +69,11 @@ class CudaDevice final : public Device {
     return *capturing || result == CUDA_SUCCESS ? left : Named(driver_->Check("cuStreamIsCapturing", result));
   }
 
-  Status Start(Lane lane, std::span<const DeviceCopy> copies, Ticket* ticket) override {
+  Status Start(Lane lane, std::span<const DeviceCopy> copies, bool pinned, Ticket* ticket) override {
     CUevent event = nullptr;
     const Status status = Inside([&] {
       Status done = TakeEvent(&event);
-      if (done.ok()) done = Enqueue(copies, lane);
+      if (done.ok()) done = Enqueue(copies, lane, pinned);
       if (done.ok()) done = Call(driver_->cuEventRecord, event, StreamOf(lane));
       return done;
     });
@@ -151,8 +151,9 @@ class CudaDevice final : public Device {
     return status;
   }
 
-  Status Enqueue(std::span<const DeviceCopy> copies, Lane lane) const {
-    if (copies.size() >= kBatchFrom && driver_->has_batches()) return EnqueueBatch(copies, lane);
+  Status Enqueue(std::span<const DeviceCopy> copies, Lane lane, bool pinned) const {
+    // Not all devices take batches that touch pageable memory.
+    if (pinned && copies.size() >= kBatchFrom && driver_->has_batches()) return EnqueueBatch(copies, lane);
     CUstream const stream = StreamOf(lane);
     for (const DeviceCopy& c : copies) {
       const Status status = lane == Lane::kRestore ? Call(driver_->cuMemcpyHtoDAsync, CUdeviceptr{c.device},

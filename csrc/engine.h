@@ -35,7 +35,8 @@ struct EngineOptions {
 //
 // One mutex guards all bookkeeping; bytes are copied, checksummed and written outside it. Chunks are copied in
 // the order of the queue (checkpoint by checkpoint, in the order of the program), by the copy threads and by any
-// thread that waits for them.
+// thread that waits for them. What is on a device they enqueue there; a thread for each lane of the device waits until
+// it has landed in the ring, and the copy threads checksum it.
 class Engine {
  public:
   static std::unique_ptr<Engine> Create(const EngineOptions& options, Status* status);
@@ -79,8 +80,8 @@ class Engine {
   Status Open(Job& job, size_t file, const std::string& path, uint64_t size);
 
   // Each returns true when the state is reached or the job has failed, false at the deadline. The first two copy
-  // while they wait; without copy threads the others do, too, since somebody has to.
-  // Of eager bytes on devices, it is the streams given to Begin that wait, from here on; the caller does not.
+  // while they wait; without copy threads the others do, too, since somebody has to. For eager bytes on devices it is
+  // the streams given to Begin that wait from then on; the caller waits only until their copies are enqueued.
   bool WaitEager(Job& job, Clock::time_point deadline);
   bool WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline);
   // Waits until the copies of these owners are enqueued, and makes these streams wait until they are done. Host memory
@@ -128,16 +129,19 @@ class Engine {
 
   Engine() = default;
 
+  // engine.cc
+  void StopLanes(Gpu& gpu);
+  void RunAfterCopies(Job& job, Lane lane, const StreamRef& stream);
+
   // capture.cc
   Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
   void CopyLoop();
   void LandLoop(Gpu& gpu, CopyLane& lane);
-  void StopLanes(Gpu& gpu);
-  void RunAfterCopies(Job& job, Lane lane, const StreamRef& stream);
   bool Work(bool helping, std::unique_lock<std::mutex>& lock);
   Chunk* TakeChunk(bool helping);
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
-  Status StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, Device::Ticket* ticket);
+  Status StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
+                     Device::Ticket* ticket);
   std::vector<std::byte*> CutsIn(std::span<std::byte> memory) const;
   void OnLanded(Chunk* chunk, const Status& status);
   void SumChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);

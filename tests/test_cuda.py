@@ -277,6 +277,7 @@ def test_where_pinning_is_refused_copies_are_slow_and_right(driver: FakeCuda, tm
     state.check(job, tmp_path / "file")
     assert engine.unpinned == "cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED (801)"
     assert driver.live()["registrations"] == 0
+    assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0, "not all devices take batches of pageable memory"
     del job, engine
 
 

@@ -55,9 +55,9 @@ MUTANTS = {
     ),
     "the done-event stands before the copies": (
         "csrc/device_cuda.cc",
-        "if (done.ok()) done = Enqueue(copies, lane);",
+        "if (done.ok()) done = Enqueue(copies, lane, pinned);",
         "if (done.ok()) done = Call(driver_->cuEventRecord, event, StreamOf(lane));\n"
-        "if (done.ok()) return Enqueue(copies, lane);",
+        "if (done.ok()) return Enqueue(copies, lane, pinned);",
     ),
     "batches are read in any order": (
         "csrc/device_cuda.cc",
