@@ -30,7 +30,7 @@ test: setup
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h tests/*/*.cc tests/*/*.h
 	rm -rf build/types && mkdir -p build/types
 	cp -r lazyckpt build/types/lazyckpt && cp -r integrations build/types/lazyckpt/integrations  # as they are installed
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
@@ -38,7 +38,7 @@ check: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i csrc/*.cc csrc/*.h
+	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/*/*.cc tests/*/*.h
 
 # Without the peers, which take a minute to install; an arm whose package is missing is reported as missing.
 bench: setup

@@ -48,6 +48,16 @@ std::vector<T> ToVector(const py::buffer& buffer, const char* name) {
   return {data, data + info.size};
 }
 
+// Flat pairs of device and handle.
+std::vector<StreamRef> ToStreams(const std::optional<py::buffer>& streams) {
+  std::vector<StreamRef> refs;
+  if (!streams) return refs;
+  const auto flat = ToVector<uint64_t>(*streams, "streams");
+  if (flat.size() % 2 != 0) throw py::value_error("streams: expected pairs");
+  for (size_t i = 0; i < flat.size(); i += 2) refs.push_back({static_cast<int>(flat[i]), flat[i + 1]});
+  return refs;
+}
+
 class JobHandle;
 
 // An engine belongs to the process that made it. A forked child inherits the memory but none of the threads:
@@ -101,7 +111,8 @@ bool Interruptible(std::optional<double> timeout_s, F wait) {
 class JobHandle {
  public:
   JobHandle(std::shared_ptr<EngineHandle> engine, const py::buffer& pointers, const py::buffer& sizes,
-            const py::buffer& owners, size_t files, bool eager_by_caller)
+            const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
+            const std::optional<py::buffer>& streams)
       : engine_(std::move(engine)) {
     const auto p = ToVector<uint64_t>(pointers, "pointers");
     const auto s = ToVector<uint64_t>(sizes, "sizes");
@@ -114,7 +125,18 @@ class JobHandle {
       sources[i].size = s[i];
       sources[i].owners = o[i];
     }
-    job_ = engine_->get().Begin(std::move(sources), files, eager_by_caller);
+    if (devices) {
+      const auto d = ToVector<int64_t>(*devices, "devices");
+      if (d.size() != p.size()) throw py::value_error("pointers and devices differ in length");
+      for (size_t i = 0; i < d.size(); ++i) sources[i].device = static_cast<int>(d[i]);
+    }
+    const auto current = ToStreams(streams);
+    Status status;
+    {
+      py::gil_scoped_release release;
+      job_ = engine_->get().Begin(std::move(sources), files, eager_by_caller, current, &status);
+    }
+    Raise(status);
   }
   ~JobHandle() {
     if (!engine_->alive()) {
@@ -174,6 +196,10 @@ class JobHandle {
   }
   bool WaitCaptured(uint64_t owners, std::optional<double> timeout_s) {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitCaptured(*job_, owners, end); });
+  }
+  bool WaitEnqueued(uint64_t owners, const py::buffer& streams, std::optional<double> timeout_s) {
+    const auto refs = ToStreams(streams);
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitEnqueued(*job_, owners, refs, end); });
   }
   bool WaitReleased(std::optional<double> timeout_s) {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitReleased(*job_, end); });
@@ -247,7 +273,7 @@ class JobHandle {
              {"chunks", static_cast<double>(j.chunks.size())},
              {"copy_s", j.copy_s},
              {"ring_wait_s", j.ring_wait_s},
-             {"captured_s", since(j.captured)},
+             {"captured_s", since(j.captured_at)},
              {"first_write_s", wrote ? since(first_write) : 0.0},
              {"written_s", since(j.written)},
              {"synced_s", since(j.synced)}};
@@ -294,6 +320,7 @@ class ReaderHandle {
     options.backend = e.options().backend;
     options.direct = e.options().direct;
     options.fault = e.options().fault;
+    options.upload = [&e](int device, std::byte* to, std::span<std::byte> from) { return e.Upload(device, to, from); };
     options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
     Status status;
     {
@@ -305,9 +332,20 @@ class ReaderHandle {
   }
   ~ReaderHandle() { Close(); }
 
-  py::list ReadInto(const py::buffer& pointers) {
+  py::list ReadInto(const py::buffer& pointers, const std::optional<py::buffer>& devices,
+                    const std::optional<py::buffer>& streams) {
     const auto p = ToVector<uint64_t>(pointers, "pointers");
-    engine_->get();
+    std::vector<int> d(p.size(), -1);
+    if (devices) {
+      const auto given = ToVector<int64_t>(*devices, "devices");
+      d.assign(given.begin(), given.end());
+    }
+    const auto current = ToStreams(streams);
+    Engine& e = engine_->get();
+    if (d.size() != p.size()) throw py::value_error("pointers and devices differ in length");
+    for (const int device : d)
+      if (device >= 0 && std::none_of(current.begin(), current.end(), [&](auto& s) { return s.device == device; }))
+        throw py::value_error("a place on a device without a stream");
     if (reader_ == nullptr) throw std::runtime_error("a Reader reads once");
     if (p.size() != reader_->ranges().size()) throw py::value_error("pointers and offsets differ in length");
     std::vector<std::byte*> to;
@@ -315,7 +353,8 @@ class ReaderHandle {
     Status status;
     {
       py::gil_scoped_release release;
-      status = reader_->ReadInto(to);
+      status = e.CopyAfter(current);
+      if (status.ok()) status = reader_->ReadInto(to, d);
     }
     py::list crcs;
     for (const ReadRange& r : reader_->ranges()) crcs.append(r.crc);
@@ -354,7 +393,7 @@ class RingHandle {
     ring_.Grow(capacity);
   }
   std::optional<size_t> Allocate(size_t n) {
-    std::byte* region = ring_.Allocate(n);
+    std::byte* region = ring_.Allocate(n, ring_.capacity());
     if (region == nullptr) return std::nullopt;
     return static_cast<size_t>(region - ring_.base());
   }
@@ -398,10 +437,29 @@ PYBIND11_MODULE(_engine, m) {
       .def(
           "begin",
           [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
-             const py::buffer& owners, size_t files, bool eager_by_caller) {
-            return std::make_unique<JobHandle>(e, pointers, sizes, owners, files, eager_by_caller);
+             const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
+             const std::optional<py::buffer>& streams) {
+            return std::make_unique<JobHandle>(e, pointers, sizes, owners, files, eager_by_caller, devices, streams);
           },
-          "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false)
+          "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false, "devices"_a = py::none(),
+          "streams"_a = py::none())
+      .def("attach",
+           [](EngineHandle& e, int ordinal) {
+             Engine& engine = e.get();
+             Status status;
+             bool attached;
+             {
+               py::gil_scoped_release release;
+               attached = engine.Attach(ordinal, &status);
+             }
+             if (status.error() != ENOENT && status.error() != ENOSYS) Raise(status);
+             return attached;
+           })
+      .def_property_readonly("unpinned",
+                             [](EngineHandle& e) {
+                               const Status why = e.get().Locked([&] { return e.get().unpinned(); });
+                               return why.ok() ? "" : why.operation();
+                             })
       .def_property_readonly("ring_bytes",
                              [](EngineHandle& e) { return e.get().Locked([&] { return e.get().ring().capacity(); }); })
       .def_property_readonly("ring_used_bytes",
@@ -417,6 +475,7 @@ PYBIND11_MODULE(_engine, m) {
       .def("open", &JobHandle::Open)
       .def("wait_eager", &JobHandle::WaitEager, "timeout_s"_a = py::none())
       .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())
+      .def("wait_enqueued", &JobHandle::WaitEnqueued, "owners"_a, "streams"_a, "timeout_s"_a = py::none())
       .def("wait_released", &JobHandle::WaitReleased, "timeout_s"_a = py::none())
       .def("wait_settled", &JobHandle::WaitSettled, "timeout_s"_a = py::none())
       .def("fail", &JobHandle::Fail)
@@ -437,7 +496,7 @@ PYBIND11_MODULE(_engine, m) {
       .def(py::init<std::shared_ptr<EngineHandle>, const std::string&, const py::buffer&, const py::buffer&, unsigned,
                     unsigned>(),
            "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
-      .def("read_into", &ReaderHandle::ReadInto, "pointers"_a);
+      .def("read_into", &ReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
 
   m.def(
       "crc32",

@@ -45,6 +45,20 @@ bool IsComplete(const Job& job) {
                      [](const Source& s) { return s.size == 0 || !s.parts.empty(); });
 }
 
+// One copy of host memory from or to `device`, or more where it has to be cut.
+void AddCopies(std::span<std::byte> host, uint64_t device, const std::vector<std::byte*>& cuts,
+               std::vector<DeviceCopy>* copies) {
+  std::byte* at = host.data();
+  std::byte* const end = at + host.size();
+  while (at < end) {
+    const auto cut = std::upper_bound(cuts.begin(), cuts.end(), at);
+    const auto n = static_cast<size_t>((cut == cuts.end() ? end : std::min(end, *cut)) - at);
+    copies->push_back({at, device, n});
+    at += n;
+    device += n;
+  }
+}
+
 }  // namespace
 
 Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
@@ -129,11 +143,12 @@ void Engine::AddPiece(Job& job, Piece piece) {
   Chunk* chunk = job.open;
   piece.at = chunk->size;
   if (piece.kind == RowKind::kSource) {
-    const uint64_t owners = job.sources[piece.source].owners;
-    chunk->owners |= owners;
-    (owners == 0 ? chunk->eager : chunk->has_lazy) = true;
+    const Source& source = job.sources[piece.source];
+    chunk->owners |= source.owners;
+    (source.owners == 0 ? chunk->eager : chunk->has_lazy) = true;
+    if (source.device >= 0) chunk->devices |= uint64_t{1} << source.device;
   } else if (piece.kind != RowKind::kLiteral) {
-    chunk->needs_lazy |= !job.sources[piece.source].in_front;
+    chunk->turn = std::max(chunk->turn, job.sources[piece.source].turn);
   }
   chunk->pieces.push_back(piece);
   chunk->size += piece.size;
@@ -165,7 +180,7 @@ void Engine::SplitAtLastBlock(Job& job) {
     last.size = keep;
     if (keep == 0) chunk->pieces.pop_back();
   }
-  chunk->size = end;  // its owners may be one too many now, who then waits for a chunk more
+  chunk->size = end;  // its owners may be one too many now, who then waits for a chunk more; its devices, too
   const size_t file = chunk->file;
   const uint64_t offset = chunk->offset + end;
   QueueOpenChunk(job);
@@ -201,25 +216,34 @@ void Engine::QueueOpenChunk(Job& job) {
   chunk->state = Chunk::State::kQueued;
   ++job.files[chunk->file].chunks_left;
   ++job.capture_left;
-  if (chunk->eager) ++job.eager_left;
-  for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) ++job.owner_left[std::countr_zero(bits)];
-  const bool in_front = chunk->eager && !chunk->needs_lazy;
+  if (chunk->eager) {
+    ++job.eager_left;
+    job.eager_devices |= chunk->devices;
+  }
+  for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) {
+    ++job.owner_waiting[std::countr_zero(bits)];
+    ++job.owner_left[std::countr_zero(bits)];
+  }
+  const Turn own = !chunk->eager ? Turn::kLazy : chunk->devices != 0 ? Turn::kEagerDevice : Turn::kEagerHost;
+  const Turn turn = chunk->turn = std::max(chunk->turn, own);
   for (const Piece& p : chunk->pieces)
-    if (p.kind == RowKind::kSource && !in_front) job.sources[p.source].in_front = false;
-  // save() waits for the eager ones of all files, and not for what stands before them.
-  const auto goes_first = [](const Chunk* c) { return c->eager && !c->needs_lazy; };
-  const auto at = in_front ? std::find_if_not(queue_.begin(), queue_.end(), goes_first) : queue_.end();
+    if (p.kind == RowKind::kSource) job.sources[p.source].turn = std::max(job.sources[p.source].turn, turn);
+  const auto later = [turn](const Chunk* c) { return c->turn > turn; };
+  const auto at = turn == Turn::kLazy ? queue_.end() : std::find_if(queue_.begin(), queue_.end(), later);
   queue_.insert(at, chunk);
 }
 
-// The next chunk to copy, with its region of the ring; nullptr if there is none or no room. Helping: by a thread that
-// waits for copies.
+// The next chunk to copy, with its region of the ring; nullptr if there is none, no room, or too much under way.
+// Helping: by a thread that waits for copies.
 Chunk* Engine::TakeChunk(bool helping) {
   if (queue_.empty()) return nullptr;
   Chunk* chunk = queue_.front();
   Job& job = *chunk->job;
   if (!helping && (job.held || (job.eager_by_caller && chunk->eager && job.eager_left == 1))) return nullptr;
-  chunk->memory = ring_.Allocate(chunk->size);
+  const auto lane = static_cast<size_t>(chunk->lane());
+  for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1)
+    if (gpus_[std::countr_zero(bits)]->lanes[lane].in_flight == kMaxInFlight) return nullptr;
+  chunk->memory = ring_.Allocate(chunk->size, chunk->devices != 0 ? pinned_bytes_ : ring_.capacity());
   const auto now = Clock::now();
   if (chunk->memory == nullptr) {
     if (!job.ring_waiting) job.ring_wait_begin = now;
@@ -232,6 +256,10 @@ Chunk* Engine::TakeChunk(bool helping) {
   chunk->state = Chunk::State::kCopying;
   chunk->copy_begin = now;
   ++job.copying;
+  for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
+    ++gpus_[std::countr_zero(bits)]->lanes[lane].in_flight;
+    ++chunk->copies_left;
+  }
   return chunk;
 }
 
@@ -239,33 +267,136 @@ Chunk* Engine::TakeChunk(bool helping) {
 void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   const auto keep = chunk->job->shared_from_this();  // settling may drop the engine's own reference
   Job& job = *keep;
+  std::vector<std::byte*> cuts;
+  if (chunk->devices != 0) cuts = CutsIn({chunk->memory, chunk->size});
+  const bool pinned = unpinned_.ok();
   lock.unlock();
-  Device& device = HostDevice();
-  std::vector<CopyPiece> copies;
-  for (const Piece& p : chunk->pieces)
-    if (p.kind == RowKind::kSource)
-      copies.push_back({chunk->memory + p.at, job.sources[p.source].data + p.source_offset, p.size, 0});
-  Device::Ticket ticket = 0;
-  Status status = device.Start(copies, &ticket);
-  for (Piece& p : chunk->pieces)
+  Status status;
+  std::vector<std::pair<Gpu*, Device::Ticket>> started;
+  for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
+    const int device = std::countr_zero(bits);
+    Device::Ticket ticket = nullptr;
+    if (status.ok()) status = StartCopies(*chunk, device, cuts, pinned, &ticket);
+    started.emplace_back(gpus_[device].get(), status.ok() ? ticket : nullptr);
+  }
+  for (Piece& p : chunk->pieces) {
     if (p.kind == RowKind::kLiteral) p.crc = CopyCrc32(0, chunk->memory + p.at, p.literal, p.size);
+    if (p.kind != RowKind::kSource || job.sources[p.source].device >= 0) continue;
+    p.crc = CopyCrc32(0, chunk->memory + p.at, job.sources[p.source].data + p.source_offset, p.size);
+  }
   std::memset(chunk->memory + chunk->size, 0, AlignUp(chunk->size, kBlockBytes) - chunk->size);
-  if (status.ok()) status = device.Finish(copies, ticket);
-  size_t next = 0;
-  for (Piece& p : chunk->pieces)
-    if (p.kind == RowKind::kSource) p.crc = copies[next++].crc;
 
   lock.lock();
+  if (!status.ok()) FailLocked(job, status);
+  if (chunk->eager) --job.eager_left;
+  for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) --job.owner_waiting[std::countr_zero(bits)];
+  for (const auto& [gpu, ticket] : started) {
+    CopyLane& lane = gpu->lanes[static_cast<size_t>(chunk->lane())];
+    if (ticket != nullptr) {
+      lane.flights.push_back({chunk, ticket});
+    } else {
+      --lane.in_flight;
+      --chunk->copies_left;
+    }
+    lane.changed.notify_one();
+  }
+  if (chunk->copies_left == 0) EndCopy(chunk);
+  changed_.notify_all();
+}
+
+Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
+                           Device::Ticket* ticket) {
+  std::vector<DeviceCopy> copies;
+  for (const Piece& p : chunk.pieces) {
+    if (p.kind != RowKind::kSource || chunk.job->sources[p.source].device != device) continue;
+    const std::byte* from = chunk.job->sources[p.source].data + p.source_offset;
+    AddCopies({chunk.memory + p.at, p.size}, reinterpret_cast<uint64_t>(from), cuts, &copies);
+  }
+  return gpus_[device]->device->Start(chunk.lane(), copies, pinned, ticket);
+}
+
+Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
+  std::vector<DeviceCopy> copies;
+  bool pinned = false;
+  {
+    std::unique_lock lock(mutex_);
+    const std::byte* const base = ring_.base();
+    const bool in_ring = from.data() >= base && from.data() < base + ring_.capacity();
+    const size_t end = in_ring ? static_cast<size_t>(from.data() - base) + from.size() : 0;
+    changed_.wait(lock, [&] { return pinned_bytes_ >= end; });
+    pinned = in_ring && unpinned_.ok();
+    AddCopies(from, reinterpret_cast<uint64_t>(to), CutsIn(from), &copies);
+  }
+  Device& target = *gpus_[device]->device;
+  Device::Ticket ticket = nullptr;
+  const Status status = target.Start(Lane::kRestore, copies, pinned, &ticket);
+  return status.ok() ? target.Finish(Lane::kRestore, ticket) : status;
+}
+
+// The ends of pinned ranges inside of some memory: no copy may cross them.
+std::vector<std::byte*> Engine::CutsIn(std::span<std::byte> memory) const {
+  std::vector<std::byte*> cuts;
+  for (const auto& pin : pins_) {
+    std::byte* const end = pin.data() + pin.size();
+    if (end > memory.data() && end < memory.data() + memory.size()) cuts.push_back(end);
+  }
+  return cuts;
+}
+
+// One for each lane of a device: waits for its copies, in their order, and keeps the lane busy.
+void Engine::LandLoop(Gpu& gpu, CopyLane& lane) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    lane.changed.wait(lock, [&] { return !lane.flights.empty() || (lane.stop && lane.in_flight == 0); });
+    if (lane.flights.empty()) return;
+    const auto [chunk, ticket] = lane.flights.front();
+    lane.flights.pop_front();
+    lock.unlock();
+    const Status status = gpu.device->Finish(lane.lane, ticket);
+    lock.lock();
+    --lane.in_flight;
+    OnLanded(chunk, status);
+    // The copy threads may all be checksumming; to enqueue the next one takes microseconds.
+    if (!queue_.empty() && queue_.front()->devices != 0)
+      if (Chunk* next = TakeChunk(false)) CopyChunk(next, lock);
+  }
+}
+
+void Engine::OnLanded(Chunk* chunk, const Status& status) {
+  const auto keep = chunk->job->shared_from_this();
+  if (!status.ok()) FailLocked(*keep, status);
+  if (--chunk->copies_left == 0) {
+    if (keep->error.ok())
+      landed_.push_back(chunk);
+    else
+      EndCopy(chunk);
+  }
+  changed_.notify_all();
+}
+
+// Called with the lock held; lets go of it meanwhile.
+void Engine::SumChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
+  const auto keep = chunk->job->shared_from_this();
+  lock.unlock();
+  for (Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource && keep->sources[p.source].device >= 0)
+      p.crc = Crc32(0, chunk->memory + p.at, p.size);
+  lock.lock();
+  EndCopy(chunk);
+  changed_.notify_all();
+}
+
+void Engine::EndCopy(Chunk* chunk) {
+  const auto keep = chunk->job->shared_from_this();
+  Job& job = *keep;
   chunk->copy_end = Clock::now();
   --job.copying;
   job.copy_s += std::chrono::duration<double>(chunk->copy_end - chunk->copy_begin).count();
-  if (!status.ok()) FailLocked(job, status);
   if (job.error.ok())
     OnCopied(chunk);
   else
     Release(chunk);
   CloseIfSettled(job);
-  changed_.notify_all();
 }
 
 void Engine::OnCopied(Chunk* chunk) {
@@ -306,9 +437,8 @@ void Engine::OnCopied(Chunk* chunk) {
   }
   chunk->state = Chunk::State::kBlocked;
   unblock(chunk);
-  if (chunk->eager) --job.eager_left;
   for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) --job.owner_left[std::countr_zero(bits)];
-  if (--job.capture_left == 0) job.captured = Clock::now();
+  if (--job.capture_left == 0) job.captured_at = Clock::now();
   if (any_ready) io_->Wake();
 }
 
@@ -324,12 +454,21 @@ void Engine::CopyLoop() {
   const sched_param priority{};
   pthread_setschedparam(pthread_self(), SCHED_BATCH, &priority);
   std::unique_lock lock(mutex_);
-  while (!stop_) {
-    if (Chunk* chunk = TakeChunk(false))
-      CopyChunk(chunk, lock);
-    else
-      changed_.wait(lock);
+  while (!stop_)
+    if (!Work(false, lock)) changed_.wait(lock);
+}
+
+// Does one thing that there is to do; false if there is none. Copies begin before checksums: devices work meanwhile.
+bool Engine::Work(bool helping, std::unique_lock<std::mutex>& lock) {
+  if (Chunk* chunk = TakeChunk(helping)) {
+    CopyChunk(chunk, lock);
+    return true;
   }
+  if (landed_.empty()) return false;
+  Chunk* chunk = landed_.front();
+  landed_.pop_front();
+  SumChunk(chunk, lock);
+  return true;
 }
 
 // Copies until done() holds: a thread that has to wait for a copy makes it instead.
@@ -337,10 +476,7 @@ bool Engine::HelpUntil(const std::function<bool()>& done, Clock::time_point dead
   std::unique_lock lock(mutex_);
   while (!done()) {
     if (Clock::now() >= deadline) return false;
-    if (Chunk* chunk = TakeChunk(true))
-      CopyChunk(chunk, lock);
-    else
-      changed_.wait_until(lock, deadline);
+    if (!Work(true, lock)) changed_.wait_until(lock, deadline);
   }
   return true;
 }

@@ -1,33 +1,54 @@
-// Where a source's bytes live, and how they reach the staging ring.
+// A device with memory and copy engines of its own, and how its bytes reach the staging ring.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
+#include "cuda_driver.h"
 #include "status.h"
 
 namespace lazyckpt {
 
-struct CopyPiece {
-  std::byte* to;          // in the ring; valid until Finish returns
-  const std::byte* from;  // on the device; its owner keeps it alive until Finish returns
-  size_t size;
-  uint32_t crc;  // out: the CRC-32 of the piece, set when Finish returns
+struct DeviceCopy {
+  std::byte* host;  // no copy leaves the pinned range that it begins in
+  uint64_t device;  // an address there
+  size_t size;      // not 0
 };
 
-// Two steps, so that a device with its own copy engine works while the calling thread does something else:
-// a GPU enqueues copies and an event in Start and waits for the event in Finish; the host copies in Start.
-// Any number of threads may call, each with pieces of its own.
+// A stream for each. Two lead to the host: training waits for eager copies at once, and for lazy ones at its next step.
+enum class Lane : size_t { kEager, kLazy, kRestore };
+inline constexpr size_t kLanes = 3;
+
+// Any thread may call; what is current in that thread, a device or a context, stays as it was. `stream` is the
+// caller's, by its handle; 0 is the default stream of the device.
 class Device {
  public:
-  using Ticket = uint64_t;
+  using Ticket = void*;
 
-  virtual ~Device() = default;
-  virtual Status Start(std::span<CopyPiece> pieces, Ticket* ticket) = 0;
-  virtual Status Finish(std::span<CopyPiece> pieces, Ticket ticket) = 0;
+  virtual ~Device() = default;  // every copy must have been finished
+
+  // What is copied from now on is what it will be when all that `stream` holds by now is done.
+  virtual Status CopyAfter(uint64_t stream) = 0;
+  // What is put into `stream` from now on waits for the copies started so far in `lane`; the caller does not.
+  virtual Status RunAfterCopies(Lane lane, uint64_t stream) = 0;
+  // Whether `stream` is being captured into a graph. May be called even then, as nothing else may.
+  virtual Status IsCapturing(uint64_t stream, bool* capturing) = 0;
+
+  // Puts copies into the lane and returns. On an error none of them is under way any more.
+  // pinned: so is the host memory.
+  virtual Status Start(Lane lane, std::span<const DeviceCopy> copies, bool pinned, Ticket* ticket) = 0;
+  // Returns when these copies are complete: nothing reads the sources or writes to the ring any more. So it is on an
+  // error, too, unless the device is lost.
+  virtual Status Finish(Lane lane, Ticket ticket) = 0;
+
+  // Pins host memory for every device of the process; without, copies work, but at a third of the speed or less.
+  virtual Status Pin(std::span<std::byte> memory) = 0;
+  virtual void Unpin(std::span<std::byte> memory) = 0;
 };
 
-Device& HostDevice();
+// Retains the primary context of a CUDA device, the one that torch uses, until it is destroyed.
+std::unique_ptr<Device> OpenCudaDevice(std::shared_ptr<const cuda::Driver> driver, int ordinal, Status* status);
 
 }  // namespace lazyckpt

@@ -3,8 +3,10 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 namespace lazyckpt {
 
@@ -58,8 +60,11 @@ Engine::~Engine() {
   }
   changed_.notify_all();
   for (auto& t : copiers_) t.join();
+  for (const auto& gpu : gpus_)
+    if (gpu != nullptr) StopLanes(*gpu);
   if (io_ != nullptr) io_->Wake();  // after the copies: the last one may have settled what the writer waits for
   if (writer_.joinable()) writer_.join();
+  for (const auto& pin : pins_) pinner_->Unpin(pin);
 }
 
 bool Engine::Reserve(size_t bytes) {
@@ -75,7 +80,7 @@ bool Engine::Reserve(size_t bytes) {
 std::span<std::byte> Engine::Borrow(size_t bytes) {
   std::lock_guard lock(mutex_);
   const size_t size = std::min(bytes, ring_.capacity());
-  std::byte* region = ring_.Allocate(size);
+  std::byte* region = ring_.Allocate(size, size);
   return region == nullptr ? std::span<std::byte>() : std::span(region, size);
 }
 
@@ -88,11 +93,67 @@ void Engine::GiveBack(std::span<std::byte> region) {
   changed_.notify_all();
 }
 
-std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller) {
+bool Engine::Attach(int ordinal, Status* status) {
+  std::lock_guard attaching(attaching_);
+  *status = Status::Ok();
+  if (ordinal < 0 || static_cast<size_t>(ordinal) >= kMaxDevices) {
+    *status = Status(EINVAL, "ordinal of a device", "");
+    return false;
+  }
+  if (gpus_[ordinal] != nullptr) return true;
+  if (driver_ == nullptr) driver_ = cuda::Driver::Load(status);
+  if (driver_ == nullptr) return false;
+  auto gpu = std::make_unique<Gpu>();
+  gpu->device = OpenCudaDevice(driver_, ordinal, status);
+  if (gpu->device == nullptr) return false;
+  try {
+    for (const Lane lane : {Lane::kEager, Lane::kLazy}) {
+      CopyLane& l = gpu->lanes[static_cast<size_t>(lane)];
+      l.lane = lane;
+      l.thread = std::thread([this, &g = *gpu, &l] { LandLoop(g, l); });
+      pthread_setname_np(l.thread.native_handle(), "lazyckpt-land");
+    }
+  } catch (const std::system_error& error) {
+    StopLanes(*gpu);
+    *status = Status(error.code().value(), "start of an engine thread", "");
+    return false;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (pinner_ == nullptr) pinner_ = gpu->device.get();
+    gpus_[ordinal] = std::move(gpu);
+  }
+  io_->Wake();  // the writer thread pins the ring
+  return true;
+}
+
+void Engine::StopLanes(Gpu& gpu) {
+  {
+    std::lock_guard lock(mutex_);
+    for (CopyLane& lane : gpu.lanes) lane.stop = true;
+  }
+  for (CopyLane& lane : gpu.lanes) {
+    lane.changed.notify_one();
+    if (lane.thread.joinable()) lane.thread.join();
+  }
+}
+
+std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
+                                   std::vector<StreamRef> streams, Status* status) {
   auto job = std::make_shared<Job>();
   job->held = job->eager_by_caller = eager_by_caller;
   job->sources = std::move(sources);
+  job->streams = std::move(streams);
   for (size_t i = 0; i < files; ++i) job->files.emplace_back().job = job.get();
+  *status = CopyAfter(job->streams);
+  if (!status->ok()) return nullptr;
+  uint64_t ready = 0;  // devices
+  for (const StreamRef& s : job->streams) ready |= uint64_t{1} << s.device;
+  for (const Source& s : job->sources) {
+    if (s.device < 0 || (static_cast<size_t>(s.device) < kMaxDevices && (ready >> s.device & 1) != 0)) continue;
+    *status = Status(EINVAL, "a source on a device without a stream", "");
+    return nullptr;
+  }
   std::lock_guard lock(mutex_);
   jobs_.push_back(job);
   return job;
@@ -106,6 +167,15 @@ void Engine::Go(Job& job) {
   // In this order: when the writer thread, which may preempt this one, sleeps again, no copy thread stands in line yet.
   io_->Wake();
   changed_.notify_all();
+}
+
+Status Engine::CopyAfter(std::span<const StreamRef> streams) {
+  for (const StreamRef& s : streams) {
+    Gpu* gpu = s.device >= 0 && static_cast<size_t>(s.device) < kMaxDevices ? gpus_[s.device].get() : nullptr;
+    if (gpu == nullptr) return Status(EINVAL, "a device that is not attached", "");
+    if (Status status = gpu->device->CopyAfter(s.handle); !status.ok()) return status;
+  }
+  return Status::Ok();
 }
 
 Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t size) {
@@ -131,18 +201,41 @@ Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t siz
 }
 
 bool Engine::WaitEager(Job& job, Clock::time_point deadline) {
-  return HelpUntil([&job] { return job.error.ok() ? job.eager_left == 0 : job.copying == 0; }, deadline);
+  if (!HelpUntil([&job] { return job.error.ok() ? job.eager_left == 0 : job.copying == 0; }, deadline)) return false;
+  if (job.streams.empty()) return true;
+  uint64_t devices = 0;
+  Locked([&] {
+    if (job.error.ok()) devices = std::exchange(job.eager_devices, 0);
+  });
+  for (const StreamRef& s : job.streams)
+    if ((devices >> s.device & 1) != 0) RunAfterCopies(job, Lane::kEager, s);
+  return HelpUntil([&job] { return job.captured(0); }, deadline);
+}
+
+// If that fails, so does the checkpoint, and the caller waits on the host until nothing reads the sources any more.
+void Engine::RunAfterCopies(Job& job, Lane lane, const StreamRef& stream) {
+  Status status = gpus_[stream.device]->device->RunAfterCopies(lane, stream.handle);
+  if (!status.ok()) Fail(job, std::move(status));
 }
 
 bool Engine::WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline) {
-  return HelpUntil(
-      [&job, owners] {
-        if (!job.error.ok()) return job.copying == 0;
-        for (size_t bit = 0; bit < 64; ++bit)
-          if ((owners >> bit & 1) != 0 && job.owner_left[bit] > 0) return false;
-        return true;
-      },
-      deadline);
+  return HelpUntil([&job, owners] { return job.captured(owners); }, deadline);
+}
+
+bool Engine::WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> streams, Clock::time_point deadline) {
+  const auto captured = [&job, owners] { return job.captured(owners); };
+  if (Locked(captured)) return true;
+  bool capturing = false;
+  for (const StreamRef& s : streams) {
+    Status status = gpus_[s.device]->device->IsCapturing(s.handle, &capturing);
+    if (!status.ok()) Fail(job, std::move(status));
+    if (capturing) return WaitUntil(captured, deadline);
+  }
+  if (!HelpUntil([&job, owners] { return job.enqueued(owners); }, deadline)) return false;
+  if (Locked(captured)) return true;
+  for (const StreamRef& s : streams)
+    for (const Lane lane : {Lane::kEager, Lane::kLazy}) RunAfterCopies(job, lane, s);
+  return HelpUntil([&job] { return job.captured(0); }, deadline);
 }
 
 bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "device.h"
 #include "io_backend.h"
 #include "job.h"
 #include "ring.h"
@@ -34,7 +35,8 @@ struct EngineOptions {
 //
 // One mutex guards all bookkeeping; bytes are copied, checksummed and written outside it. Chunks are copied in
 // the order of the queue (checkpoint by checkpoint, in the order of the program), by the copy threads and by any
-// thread that waits for them.
+// thread that waits for them. What is on a device they enqueue there; a thread for each lane of the device waits until
+// it has landed in the ring, and the copy threads checksum it.
 class Engine {
  public:
   static std::unique_ptr<Engine> Create(const EngineOptions& options, Status* status);
@@ -47,11 +49,22 @@ class Engine {
   std::span<std::byte> Borrow(size_t bytes);
   void GiveBack(std::span<std::byte> region);
 
+  // Makes the memory of a CUDA device readable: Source::device. False, with the reason, where there is no driver.
+  bool Attach(int ordinal, Status* status);
+
+  // Copies that begin from now on come after what these streams hold by now.
+  Status CopyAfter(std::span<const StreamRef> streams);
+  // Copies to an attached device, by way of its own lane, and waits.
+  Status Upload(int device, std::byte* to, std::span<std::byte> from);
+
+  // streams: the caller's current stream of every device that holds a source. What is copied is what they make of it
+  // by now. If a device refuses, so does Begin.
   // eager_by_caller: the caller will lay it out and call WaitEager and Go at once. Until Go, only threads that wait for
   // the checkpoint copy it: a copy thread may take the caller's core until the next tick of the scheduler, 10 ms in
   // some kernels. Afterwards copy threads leave the last eager chunk to WaitEager, since one of them may not get a core
   // for milliseconds where training keeps all of them busy.
-  std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files, bool eager_by_caller = false);
+  std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
+                             std::vector<StreamRef> streams, Status* status);
 
   void Go(Job& job);  // the copy threads may begin
 
@@ -67,9 +80,13 @@ class Engine {
   Status Open(Job& job, size_t file, const std::string& path, uint64_t size);
 
   // Each returns true when the state is reached or the job has failed, false at the deadline. The first two copy
-  // while they wait; without copy threads the others do, too, since somebody has to.
+  // while they wait; without copy threads the others do, too, since somebody has to. For eager bytes on devices it is
+  // the streams given to Begin that wait from then on; the caller waits only until their copies are enqueued.
   bool WaitEager(Job& job, Clock::time_point deadline);
   bool WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline);
+  // Waits until the copies of these owners are enqueued, and makes these streams wait until they are done. Host memory
+  // of theirs is captured. If one of the streams is being captured, WaitCaptured without help.
+  bool WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> streams, Clock::time_point deadline);
   bool WaitReleased(Job& job, Clock::time_point deadline);  // captured, and nobody reads the sources any more
   bool WaitSettled(Job& job, Clock::time_point deadline);
 
@@ -86,15 +103,49 @@ class Engine {
   Ring& ring() { return ring_; }
   const char* backend_name() const { return io_->name(); }
   const Status& fallback() const { return fallback_; }  // why io_uring is not used; OK if it is
+  const Status& unpinned() const { return unpinned_; }  // under the lock: why the ring is not pinned for devices; or OK
 
  private:
+  static constexpr size_t kMaxInFlight = 4;              // chunks, in each lane: drivers' queues are short
+  static constexpr size_t kPinBytes = size_t{64} << 20;  // what is pinned at once
+
+  // The copies of one lane of a device that are under way.
+  struct CopyLane {
+    struct Flight {
+      Chunk* chunk;
+      Device::Ticket ticket;
+    };
+    Lane lane;
+    size_t in_flight = 0;  // chunks, with those that are about to be
+    std::deque<Flight> flights;
+    bool stop = false;
+    std::condition_variable changed;
+    std::thread thread;  // waits for them
+  };
+  struct Gpu {
+    std::unique_ptr<Device> device;
+    CopyLane lanes[2];  // Lane::kEager, Lane::kLazy
+  };
+
   Engine() = default;
+
+  // engine.cc
+  void StopLanes(Gpu& gpu);
+  void RunAfterCopies(Job& job, Lane lane, const StreamRef& stream);
 
   // capture.cc
   Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
   void CopyLoop();
+  void LandLoop(Gpu& gpu, CopyLane& lane);
+  bool Work(bool helping, std::unique_lock<std::mutex>& lock);
   Chunk* TakeChunk(bool helping);
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
+  Status StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
+                     Device::Ticket* ticket);
+  std::vector<std::byte*> CutsIn(std::span<std::byte> memory) const;
+  void OnLanded(Chunk* chunk, const Status& status);
+  void SumChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
+  void EndCopy(Chunk* chunk);
   void OnCopied(Chunk* chunk);
   void Release(Chunk* chunk);
   void OpenChunk(Job& job, size_t file, uint64_t offset);
@@ -107,6 +158,7 @@ class Engine {
   // writer.cc
   void WriteLoop();
   void PrepareRing();
+  void PinRing(Device& device);
   bool SubmitNext(unsigned* in_flight);
   void QueueSyncs(Job& job);
   void OnResult(const IoResult& result);
@@ -122,11 +174,20 @@ class Engine {
   std::mutex mutex_;
   std::condition_variable changed_;         // anything a thread may wait for
   std::deque<Chunk*> queue_;                // to be copied
+  std::deque<Chunk*> landed_;               // copied from devices, to be checksummed
   std::deque<Chunk*> ready_;                // to be written
   std::deque<File*> syncs_;                 // files to be synced
   std::vector<std::shared_ptr<Job>> jobs_;  // unsettled
   size_t prepared_bytes_ = 0;               // of the ring: faulted in and registered
   bool stop_ = false;
+
+  std::mutex attaching_;
+  std::shared_ptr<const cuda::Driver> driver_;  // guarded by attaching_
+  std::unique_ptr<Gpu> gpus_[kMaxDevices];      // by ordinal
+  Device* pinner_ = nullptr;                    // the first of them
+  size_t pinned_bytes_ = 0;                     // of the ring: devices copy into them
+  std::vector<std::span<std::byte>> pins_;      // in the order of their addresses
+  Status unpinned_;
 
   std::vector<std::thread> copiers_;
   std::thread writer_;

@@ -1,6 +1,7 @@
 // One checkpoint on its way from the training state to its files. Data only: capture.cc and writer.cc move it.
 #pragma once
 
+#include <bit>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -17,6 +18,18 @@ using Clock = std::chrono::steady_clock;
 
 struct Job;
 struct Chunk;
+
+// Which chunks of a checkpoint are copied first. save() waits for the eager ones of the host, and for a device only
+// until the copies are enqueued, so that a device which is still computing does not hold up the others.
+enum class Turn { kEagerHost, kEagerDevice, kLazy };
+
+inline constexpr size_t kMaxDevices = 64;  // in one process: bits of Chunk::devices
+
+// A stream of the caller's, on a device.
+struct StreamRef {
+  int device;
+  uint64_t handle;
+};
 
 // What the writer hands to the I/O backend as a tag: a chunk being written or a file being synced.
 struct IoTag {
@@ -39,15 +52,16 @@ struct Source {
   const std::byte* data;
   uint64_t size;
   uint64_t owners;  // bit set of the gates that protect it; 0: eager, to be captured before save() returns
+  int device = -1;  // the ordinal of the CUDA device whose memory it is; negative: host memory
 
   struct Part {
     uint64_t size;
     uint32_t crc;
   };
-  std::vector<Part> parts;  // its runs in consecutive chunks
-  size_t parts_left = 0;    // not yet copied
-  uint32_t crc = 0;         // valid once no part is left
-  bool in_front = true;     // of the queue: eager, and in no chunk that needs_lazy
+  std::vector<Part> parts;       // its runs in consecutive chunks
+  size_t parts_left = 0;         // not yet copied
+  uint32_t crc = 0;              // valid once no part is left
+  Turn turn = Turn::kEagerHost;  // the latest of the chunks that it is in
   struct Slot {
     Chunk* chunk;
     size_t piece;
@@ -70,9 +84,11 @@ struct Piece {
 //
 //   building -> queued -> copying -> blocked -> ready -> writing -> done
 //
-// blocked: some checksum in it belongs to a source that another thread is still copying; sources stand before
-// their checksums in the order of the queue, so the wait always ends. (Eager chunks go to the front of the queue, in
-// their order, unless they hold the checksum of a source that does not.)
+// copying: host memory is being copied, then copies from devices are under way (they are enqueued first), then their
+// bytes are checksummed.
+// blocked: some checksum in it belongs to a source that is still being copied; sources stand before their checksums in
+// the order of the queue, so the wait always ends. (The queue is in the order of turns: see Turn. A chunk with the
+// checksum of a source has its turn when that has, or later.)
 struct Chunk : IoTag {
   enum class State { kBuilding, kQueued, kCopying, kBlocked, kReady, kWriting, kDone };
 
@@ -85,7 +101,11 @@ struct Chunk : IoTag {
   uint64_t owners = 0;
   bool eager = false;
   bool has_lazy = false;
-  bool needs_lazy = false;  // it has the checksum of a source that is not at the front of the queue
+  Turn turn = Turn::kEagerHost;
+  uint64_t devices = 0;    // those that hold some of its bytes, by ordinal
+  size_t copies_left = 0;  // devices that are still copying
+
+  Lane lane() const { return eager ? Lane::kEager : Lane::kLazy; }
 
   State state = State::kBuilding;
   std::byte* memory = nullptr;  // its region of the ring, from copying to done
@@ -118,15 +138,20 @@ struct Job : std::enable_shared_from_this<Job> {
   bool eager_by_caller = false;  // copy threads leave the last eager chunk to WaitEager
   Status error;                  // the first one
 
-  size_t eager_left = 0;                                     // chunks not yet captured that hold eager bytes
-  size_t capture_left = 0;                                   // chunks not yet captured
-  std::vector<size_t> owner_left = std::vector<size_t>(64);  // lazy chunks not yet captured, per owner bit
-  size_t copying = 0;                                        // chunks being copied now: source memory is being read
-  size_t writes_in_flight = 0;                               // writes and syncs the kernel has not answered yet
+  // Chunks whose copy has not begun. Once it has, host memory is copied and copies from devices are enqueued: what
+  // follows in a stream of the device can wait for them there.
+  size_t eager_left = 0;                                        // with eager bytes
+  std::vector<size_t> owner_waiting = std::vector<size_t>(64);  // with lazy bytes, per owner bit
+  size_t capture_left = 0;                                      // chunks not yet captured
+  std::vector<size_t> owner_left = std::vector<size_t>(64);     // with lazy bytes, per owner bit
+  size_t copying = 0;                                           // chunks being copied now: source memory is being read
+  std::vector<StreamRef> streams;  // of the caller of Begin: those of the devices that hold sources
+  uint64_t eager_devices = 0;      // those with eager bytes, as long as no stream was told to wait for these
+  size_t writes_in_flight = 0;     // writes and syncs the kernel has not answered yet
 
   // Seconds; see metrics.py for what each means.
   Clock::time_point begin = Clock::now();
-  Clock::time_point captured, written, synced;
+  Clock::time_point captured_at, written, synced;
   Clock::time_point ring_wait_begin;
   bool ring_waiting = false;
   double copy_s = 0, ring_wait_s = 0;
@@ -137,10 +162,21 @@ struct Job : std::enable_shared_from_this<Job> {
       if (!f.synced) return false;
     return true;
   }
+  // What these owners protect is copied; or, of host memory copied, and on its way from devices. Of a checkpoint that
+  // has failed: nothing is under way.
+  bool captured(uint64_t owners) const { return error.ok() ? none(owner_left, owners) : copying == 0; }
+  bool enqueued(uint64_t owners) const { return error.ok() ? none(owner_waiting, owners) : copying == 0; }
   // Nobody reads the sources any more.
   bool sources_released() const { return error.ok() ? sealed && capture_left == 0 : copying == 0; }
-  // Neither the engine nor the kernel touches anything of this job any more.
+  // Neither the engine, a device nor the kernel touches anything of this job any more.
   bool settled() const { return durable() || (!error.ok() && copying == 0 && writes_in_flight == 0); }
+
+ private:
+  static bool none(const std::vector<size_t>& chunks, uint64_t owners) {
+    for (; owners != 0; owners &= owners - 1)
+      if (chunks[static_cast<size_t>(std::countr_zero(owners))] > 0) return false;
+    return true;
+  }
 };
 
 }  // namespace lazyckpt

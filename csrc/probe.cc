@@ -1,6 +1,5 @@
 #include "probe.h"
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -9,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "cuda_driver.h"
 #include "io_backend.h"
 
 namespace lazyckpt {
@@ -24,6 +24,30 @@ std::string ProbeDirect(const std::string& dir) {
   if (fd >= 0) close(fd);
   unlink(path.c_str());
   return fd >= 0 ? "yes" : std::string("no: ") + std::strerror(error);
+}
+
+// Makes no context on any device: that takes memory there.
+void ProbeCuda(std::map<std::string, std::string>* facts) {
+  Status status;
+  const auto driver = cuda::Driver::Load(&status);
+  int devices = 0;
+  if (driver != nullptr) status = driver->Call(driver->cuDeviceGetCount, &devices);
+  (*facts)["cuda_driver"] = status.ok() ? "yes" : "no: " + status.operation();
+  if (!status.ok()) return;
+  const int version = driver->version();
+  (*facts)["cuda_version"] = std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  (*facts)["cuda_devices"] = std::to_string(devices);
+  (*facts)["cuda_batches"] = driver->has_batches() ? "yes" : "no";
+  (*facts)["cuda_pinning"] = "yes";
+  for (int ordinal = 0; ordinal < devices; ++ordinal) {
+    cuda::CUdevice device = 0;
+    int supported = 0;
+    status = driver->Call(driver->cuDeviceGet, &device, ordinal);
+    constexpr auto kPinning = cuda::CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED;
+    if (status.ok()) status = driver->Call(driver->cuDeviceGetAttribute, &supported, kPinning, device);
+    if (!status.ok()) (*facts)["cuda_pinning"] = "no: " + status.operation();
+    if (status.ok() && supported == 0) (*facts)["cuda_pinning"] = "no: device " + std::to_string(ordinal) + " cannot";
+  }
 }
 
 }  // namespace
@@ -51,9 +75,7 @@ std::map<std::string, std::string> Probe(const std::string& dir) {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0)
     facts["memlock_bytes"] = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);
-  void* cuda = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-  facts["cuda_driver"] = cuda != nullptr ? "yes" : "no: libcuda.so.1 not found";
-  if (cuda != nullptr) dlclose(cuda);
+  ProbeCuda(&facts);
   return facts;
 }
 

@@ -99,15 +99,17 @@ class Reader::Work {
     return Status::Ok();
   }
 
-  Status ReadInto(const std::vector<std::byte*>& to) {
+  Status ReadInto(const std::vector<std::byte*>& to, const std::vector<int>& devices) {
     for (size_t i = 0; i < ranges_.size(); ++i) {
       ReadRange& r = ranges_[i];
       r.to = to[i];
+      r.device = devices[i];
       // New memory comes in small pages unless somebody asks; only whole huge pages inside the range are touched.
       constexpr size_t kHuge = 2 << 20;
       const auto begin = AlignUp(reinterpret_cast<uintptr_t>(r.to), kHuge);
       const auto end = (reinterpret_cast<uintptr_t>(r.to) + r.size) / kHuge * kHuge;
-      if (r.to != nullptr && end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+      if (r.to != nullptr && r.device < 0 && end > begin)
+        madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
     }
     {
       std::lock_guard lock(mutex_);
@@ -195,26 +197,38 @@ class Reader::Work {
     if (!AwaitPlaces()) return;
     for (size_t i = unit.first_part; i < unit.last_part; ++i) {
       Part& p = parts_[i];
+      const ReadRange& range = ranges_[p.range];
       for (size_t done = 0; done < p.size;) {
         const size_t want = std::min(p.size - done, kFusedBlockBytes);
-        std::byte* base = ranges_[p.range].to;
-        std::byte* to = base == nullptr ? scratch : base + p.in_range + done;
+        std::byte* to = range.to == nullptr ? scratch
+                        : range.device >= 0 ? scratch + done
+                                            : range.to + p.in_range + done;
         const ssize_t n = pread(buffered_.get(), to, want, static_cast<off_t>(p.at + done));
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return Fail(Status(n < 0 ? errno : EIO, n < 0 ? "read" : "short read", path_));
         p.crc = Crc32(p.crc, to, static_cast<size_t>(n));
         done += static_cast<size_t>(n);
       }
+      if (range.device >= 0) Upload(p, scratch);
     }
+  }
+
+  // The other threads read meanwhile, and so does the disk for this one.
+  void Upload(const Part& p, std::byte* from) {
+    const ReadRange& range = ranges_[p.range];
+    Status status = options_.upload(range.device, range.to + p.in_range, {from, p.size});
+    if (!status.ok()) Fail(std::move(status));
   }
 
   void Deliver(const Flight& flight) {
     if (!AwaitPlaces()) return;
     for (size_t i = flight.unit->first_part; i < flight.unit->last_part; ++i) {
       Part& p = parts_[i];
-      const std::byte* from = flight.buffer + (p.at - flight.unit->begin);
-      std::byte* to = ranges_[p.range].to;
-      p.crc = to == nullptr ? Crc32(0, from, p.size) : CopyCrc32(0, to + p.in_range, from, p.size);
+      std::byte* from = flight.buffer + (p.at - flight.unit->begin);
+      const ReadRange& range = ranges_[p.range];
+      const bool copies = range.to != nullptr && range.device < 0;
+      p.crc = copies ? CopyCrc32(0, range.to + p.in_range, from, p.size) : Crc32(0, from, p.size);
+      if (range.device >= 0) Upload(p, from);
     }
   }
 
@@ -338,7 +352,9 @@ std::unique_ptr<Reader> Reader::Start(const std::string& path, const ReadOptions
   return std::unique_ptr<Reader>(new Reader(std::move(work)));
 }
 
-Status Reader::ReadInto(const std::vector<std::byte*>& to) { return work_->ReadInto(to); }
+Status Reader::ReadInto(const std::vector<std::byte*>& to, const std::vector<int>& devices) {
+  return work_->ReadInto(to, devices);
+}
 
 const std::vector<ReadRange>& Reader::ranges() const { return work_->ranges(); }
 

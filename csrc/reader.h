@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -18,6 +19,7 @@ struct ReadRange {
   uint64_t offset;
   uint64_t size;
   std::byte* to = nullptr;  // nullptr: the bytes are checksummed and dropped
+  int device = -1;          // if not negative, `to` is an address on this device
   uint32_t crc = 0;         // out
 };
 
@@ -28,6 +30,8 @@ struct ReadOptions {
   bool direct = true;
   std::string fault;             // test build only
   std::span<std::byte> staging;  // page-aligned memory to read into; without, 16 MiB are mapped
+  // Copies to a device; the bytes may be overwritten when it returns. Called by several threads at once.
+  std::function<Status(int device, std::byte* to, std::span<std::byte> from)> upload;
 };
 
 // Ranges of one file. Reading begins at once, into a few staging buffers; where the bytes go may be said later, so
@@ -42,8 +46,9 @@ class Reader {
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
 
-  // Fills every range, or says why not. `to`: one place for each range, without overlap. To be called once.
-  Status ReadInto(const std::vector<std::byte*>& to);
+  // Fills every range, or says why not. `to`: one place for each range, without overlap, on `devices` (-1: the host).
+  // To be called once.
+  Status ReadInto(const std::vector<std::byte*>& to, const std::vector<int>& devices);
   const std::vector<ReadRange>& ranges() const;  // with their checksums, after ReadInto
 
  private:

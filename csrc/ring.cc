@@ -48,7 +48,7 @@ size_t Ring::SkipSliceEnd(size_t offset, size_t size) const {
   return offset + size <= slice_end ? offset : slice_end;
 }
 
-std::byte* Ring::Allocate(size_t bytes) {
+std::byte* Ring::Allocate(size_t bytes, size_t within) {
   const size_t size = AlignUp(bytes, kBlockBytes);
   if (size == 0 || size > capacity_ || size > slice_bytes_) return nullptr;
   size_t offset = 0;
@@ -64,6 +64,7 @@ std::byte* Ring::Allocate(size_t bytes) {
       return nullptr;
     }
   }
+  if (offset + size > within) return nullptr;
   regions_.push_back({offset, size, true});
   return base_ + offset;
 }

@@ -36,8 +36,9 @@ class Ring {
   // Raises the capacity, up to what was mapped. Only an empty ring grows; otherwise false.
   bool Grow(size_t capacity_bytes);
 
-  // A region of `bytes` rounded up to kBlockBytes, or nullptr while there is no room. Constant time.
-  std::byte* Allocate(size_t bytes);
+  // A region of `bytes` rounded up to kBlockBytes in the first `within` bytes of the ring, or nullptr while there is no
+  // room. Constant time.
+  std::byte* Allocate(size_t bytes, size_t within);
 
   // Gives back a region that Allocate returned. Out of order is fine; its space is reused in order.
   void Free(std::byte* region);

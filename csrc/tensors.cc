@@ -152,7 +152,7 @@ Ref Storages(PyObject* tensors) {
     const Ref identity = Get(storage.get(), n.cdata);
     const Ref size = Call(storage.get(), n.nbytes);
     const bool fills = Integer(Get(tensor, n.nbytes)) == Integer(size) && Truth(Call(tensor, n.is_contiguous));
-    whole.push_back(fills && Truth(Get(tensor, n.is_cpu)) && !Truth(Call(tensor, n.is_inference)));
+    whole.push_back(fills && !Truth(Call(tensor, n.is_inference)));
     if (PyList_Append(identities.get(), identity.get()) < 0) throw PythonError();
     if (PyList_Append(sizes.get(), size.get()) < 0) throw PythonError();
   }

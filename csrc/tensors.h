@@ -14,7 +14,7 @@ namespace lazyckpt {
 PyObject* LookAtTensors(PyObject* tensors);
 
 // Of a list of tensors: the _cdata of their storages, as a list; the sizes of these in bytes, as a list; and as bytes,
-// 1 for a tensor on the host that is contiguous, fills its storage and is no inference tensor, 0 for others. None if
+// 1 for a tensor that is contiguous, fills its storage and is no inference tensor, 0 for others. None if
 // one has no storage. nullptr with a Python error set if a question fails.
 PyObject* StoragesOfTensors(PyObject* tensors);
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
+#include <limits>
 
 #include "checksum.h"
 #include "engine.h"
@@ -46,10 +48,13 @@ void Engine::WriteLoop() {
 // Not while a checkpoint is being laid out: faulting pages in would hold up whoever allocates memory.
 void Engine::PrepareRing() {
   size_t capacity = 0;
+  Device* pinner = nullptr;
   Locked([&] {
+    pinner = pinner_;
     if (std::all_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->sealed && !job->held; }))
       capacity = ring_.capacity();
   });
+  if (pinner != nullptr) PinRing(*pinner);
   if (capacity <= prepared_bytes_) return;
   ring_.Prefault(prepared_bytes_, capacity);
   if (options_.register_buffers) {
@@ -59,6 +64,31 @@ void Engine::PrepareRing() {
     (void)io_->RegisterBuffers(slices);  // without, the kernel pins pages at every request
   }
   prepared_bytes_ = capacity;
+}
+
+// Even while a checkpoint is being laid out: its copies wait for the first range that is pinned. Range by range, so
+// that they wait for no more.
+void Engine::PinRing(Device& device) {
+  size_t at = 0, capacity = 0;
+  const auto look = [&] {
+    at = pinned_bytes_;
+    capacity = ring_.capacity();
+  };
+  for (Locked(look); at < capacity; Locked(look)) {
+    const std::span range(ring_.base() + at, std::min(kPinBytes - at % kPinBytes, capacity - at));
+    ring_.Prefault(at, at + range.size());
+    const Status status = device.Pin(range);
+    Locked([&] {
+      if (status.ok()) {
+        pins_.push_back(range);
+        pinned_bytes_ += range.size();
+      } else {
+        unpinned_ = status;
+        pinned_bytes_ = std::numeric_limits<size_t>::max();  // as far as it goes; the rest is copied all the same
+      }
+    });
+    changed_.notify_all();
+  }
 }
 
 // Submits one write or sync, or fails its checkpoint; false if there is nothing to submit.
@@ -174,6 +204,10 @@ void Engine::FailLocked(Job& job, Status error) {
   const auto of_job = [&job](const IoTag* t) { return t->job == &job; };
   std::erase_if(queue_, of_job);
   std::erase_if(ready_, of_job);
+  std::vector<Chunk*> landed;
+  std::copy_if(landed_.begin(), landed_.end(), std::back_inserter(landed), of_job);
+  std::erase_if(landed_, of_job);
+  for (Chunk* chunk : landed) EndCopy(chunk);
   std::erase_if(syncs_, of_job);
   for (const auto& chunk : job.chunks)
     if (chunk->state == Chunk::State::kBlocked || chunk->state == Chunk::State::kReady) Release(chunk.get());

@@ -28,9 +28,25 @@ class Engine:
     def reserve(self, bytes: int) -> bool:
         """Raises the ring's capacity, up to ring_bytes; False while the ring is in use."""
 
-    def begin(self, pointers: Buffer, sizes: Buffer, owners: Buffer, files: int, eager_by_caller: bool = False) -> Job:
+    def attach(self, device: int) -> bool:
+        """Makes the memory of a CUDA device readable, from then on; False where there is no CUDA driver."""
+
+    def begin(
+        self,
+        pointers: Buffer,
+        sizes: Buffer,
+        owners: Buffer,
+        files: int,
+        eager_by_caller: bool = False,
+        devices: Buffer | None = None,
+        streams: Buffer | None = None,
+    ) -> Job:
         """A checkpoint of sources (three arrays of uint64). owners: bits of the gates that protect it; 0: eager.
-        eager_by_caller: wait_eager() and go() will be called at once; copy threads begin after that."""
+        eager_by_caller: wait_eager() and go() will be called at once; copy threads begin after that.
+
+        devices (int64): the attached CUDA device of each source, or -1: host memory, as without it. streams (uint64):
+        device, handle, device, handle, … of the caller's current stream of every such device. What is copied is what
+        these streams make of it by now."""
 
     @property
     def ring_bytes(self) -> int: ...
@@ -38,6 +54,10 @@ class Engine:
     def ring_used_bytes(self) -> int: ...
     @property
     def backend(self) -> str: ...
+    @property
+    def unpinned(self) -> str:
+        """Why the ring could not be pinned for the attached devices; empty if it was."""
+
     @property
     def fallback(self) -> str:
         """Why io_uring is not used; empty if it is."""
@@ -60,10 +80,15 @@ class Job:
         """Creates the file (it must not exist) and reserves `size` bytes on the disk. If it fails, so does the job."""
 
     def wait_eager(self, timeout_s: float | None = None) -> bool:
-        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits."""
+        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits. Of bytes on
+        devices, when their copies are enqueued: what is put into begin()'s streams from then on waits for them."""
 
     def wait_captured(self, owners: int, timeout_s: float | None = None) -> bool:
         """The same for the lazy bytes of these owners."""
+
+    def wait_enqueued(self, owners: int, streams: Buffer, timeout_s: float | None = None) -> bool:
+        """As wait_captured(), but it is ``streams`` (as in begin()) that wait for the devices, from here on. If one of
+        them is being captured into a graph: wait_captured(), with no other call of the driver by this thread."""
 
     def wait_released(self, timeout_s: float | None = None) -> bool:
         """Until nobody reads the sources any more."""
@@ -101,8 +126,10 @@ class Reader:
     def __init__(
         self, engine: Engine, path: str, offsets: Buffer, sizes: Buffer, *, threads: int = 0, io_depth: int = 0
     ) -> None: ...
-    def read_into(self, pointers: Buffer) -> list[int]:
-        """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. Once."""
+    def read_into(self, pointers: Buffer, devices: Buffer | None = None, streams: Buffer | None = None) -> list[int]:
+        """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. Once.
+
+        devices and streams are as in Engine.begin(): places on a device are written to after what the stream holds."""
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_at(pointer: int, size: int) -> int: ...
@@ -112,8 +139,8 @@ def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch
     negated or conjugated, or is neither on a CPU nor on CUDA."""
 
 def storages_of_tensors(tensors: list[torch.Tensor]) -> tuple[list[int], list[int], bytes] | None:
-    """The _cdata of their storages, the bytes of these, and 1 for each tensor on the host that is contiguous, fills its
-    storage and is no inference tensor, 0 for others. None if one has no storage."""
+    """The _cdata of their storages, the bytes of these, and 1 for each tensor that is contiguous, fills its storage
+    and is no inference tensor, 0 for others. None if one has no storage."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: str, b: str) -> None: ...

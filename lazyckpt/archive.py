@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import _weights_only_unpickler
 
-from lazyckpt import _engine
+from lazyckpt import _engine, devices
 from lazyckpt.containers.base import Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
@@ -61,6 +61,7 @@ class Archive:
         lands: bool = False,
     ) -> None:
         self.path = path
+        self.engine = engine
         self.slots: dict[str, Slot] = {}
         self._records = read_directory(path).records
         self._data = {name.removeprefix("data/"): r for name, r in self._records.items() if name.startswith("data/")}
@@ -101,17 +102,18 @@ class Archive:
         except (NotImplementedError, RuntimeError):
             return None
 
-    def fill(self, elsewhere: dict[str, int]) -> None:
+    def fill(self, elsewhere: dict[str, tuple[int, int]]) -> None:
         """Reads every storage and checks its CRC-32. Does nothing if ``filled``.
 
-        ``elsewhere`` maps keys to pointers of live memory to read into instead. Raises CorruptFileError that
-        names the damaged records; what was read by then stays where it landed.
+        ``elsewhere`` maps keys to live memory to read into instead: a pointer and its device. Raises
+        CorruptFileError that names the damaged records; what was read by then stays where it landed.
         """
         reading, self._reading = self._reading, None
         if reading is None:
             return
-        places = {key: slot.memory.data_ptr() for key, slot in self.slots.items()} | elsewhere
-        reading.read_into([places.get(key, 0) for key in self._data])
+        places = {key: (slot.memory.data_ptr(), devices.HOST) for key, slot in self.slots.items()} | elsewhere
+        found = [places.get(key, (0, devices.HOST)) for key in self._data]
+        reading.read_into([pointer for pointer, _ in found], [device for _, device in found])
 
     @property
     def filled(self) -> bool:
@@ -233,11 +235,13 @@ class Reading:
         with self._load_error():
             self._reader = _engine.Reader(engine, os.fspath(path), offsets, sizes)
 
-    def read_into(self, pointers: list[int]) -> list[int]:
-        """Reads each record to its place (0: nowhere) and returns the CRC-32 of each. Raises CorruptFileError that
-        names the records whose bytes are not what was written."""
+    def read_into(self, pointers: list[int], ordinals: list[int] | None = None) -> list[int]:
+        """Reads each record to its place (0: nowhere), on the host or on attached devices, and returns the CRC-32 of
+        each. Raises CorruptFileError that names the records whose bytes are not what was written."""
+        cuda = set(ordinals or ()) - {devices.HOST}
+        streams = devices.current_streams(cuda) if cuda else None
         with self._load_error():
-            crcs = self._reader.read_into(array("Q", pointers))
+            crcs = self._reader.read_into(array("Q", pointers), array("q", ordinals or ()) if cuda else None, streams)
         bad = [r.name for r, crc in zip(self._records, crcs, strict=True) if r.crc32 is not None and r.crc32 != crc]
         if bad:
             names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")

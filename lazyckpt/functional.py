@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt import _engine, commit
+from lazyckpt import _engine, commit, devices
 from lazyckpt.archive import Archive, MapLocation, Reading
 from lazyckpt.catalog import STATE, read_checkpoint
 from lazyckpt.config import MIB
@@ -41,14 +41,17 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         extents, nbytes = plan.lay_out(views)
     except Exception as error:
         raise SerializationError(unsavable(error), path=target) from error
-    storages = [v.storage if v.storage.device.type == "cpu" else v.storage.cpu() for v in views]
+    engine = process_engine()
     temporary = commit.temporary_name(target)
     try:
-        job = process_engine().begin(
-            array("Q", [s.data_ptr() for s in storages]),
-            array("Q", [s.nbytes() for s in storages]),
-            array("Q", bytes(8 * len(storages))),
+        sources = devices.sources(views.storages, devices.locate(views.storages, engine))
+        job = engine.begin(
+            sources.pointers,
+            array("Q", views.sizes),
+            array("Q", bytes(8 * len(views))),
             files=1,
+            devices=sources.devices,
+            streams=sources.streams,
         )
         try:
             job.open(0, os.fspath(temporary), nbytes)

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lazyckpt import devices
+
 
 class Pending(Protocol):
     """A snapshot that is not copied yet."""
@@ -49,6 +51,8 @@ class Gate:
         self._installed = False
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # Those whose step is in a CUDA graph, which is replayed without any hook; True if the user waits by hand.
+        self.replayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
         """Registers the hooks, once per process."""
@@ -81,6 +85,13 @@ class Gate:
         for pending in self._pending:
             pending.wait_all()
 
+    def wait_by_hand(self) -> None:
+        """See :func:`lazyckpt.wait_captured`. It stands for the hook of steps that are replayed."""
+        self.wait_all()
+        for optimizer in list(self.replayed):
+            self.replayed[optimizer] = True
+            self._count(optimizer)
+
     def guard(self, obj: Any, method: str) -> None:
         """See :func:`lazyckpt.guard`."""
         setattr(obj, method, GatedMethod(obj, getattr(obj, method)))
@@ -112,10 +123,12 @@ class Gate:
         if optimizer not in self._open:  # a subclass that calls super().step() comes by twice
             self._count(optimizer)
         self._open.add(optimizer)
+        if devices.capturing():
+            self.replayed.setdefault(optimizer, False)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
         # Others may not (SAM), and wait up front.
-        if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
+        if not callable(closure) or not is_of_torch(optimizer):
             self._wait(optimizer)
             return None
 
@@ -134,6 +147,11 @@ class Gate:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._open.discard(optimizer)
+
+
+def is_of_torch(optimizer: object) -> bool:
+    """Whether it is exactly one of torch's own optimizers, not of a class derived from them."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 gate = Gate()
@@ -175,8 +193,14 @@ def wait_captured() -> None:
 
     Call it before anything but an optimizer step changes parameters or optimizer state in place: the replay of a
     CUDA graph, a schedule-free swap of weights, a kernel of your own.
+
+    An optimizer whose step was captured into a CUDA graph is copied eagerly, until this was called for the first time:
+    then it is lazy again after every call ::
+
+        lazyckpt.wait_captured()
+        graph.replay()
     """
-    gate.wait_all()
+    gate.wait_by_hand()
 
 
 def guard(obj: Any, method: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lazyckpt import _engine
+from lazyckpt import _engine, devices
 from lazyckpt.archive import Archive
 from lazyckpt.catalog import STATE, Catalog, Checkpoint, read_checkpoint
 from lazyckpt.errors import CorruptFileError, LoadError, RestoreError, UnsupportedFormatError
@@ -68,34 +68,41 @@ def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
         archive.close()
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
-    elsewhere, landed = _choose(archive, landings)
+    try:
+        elsewhere, landed = _choose(archive, landings)
+    except OSError as error:  # a device cannot be used
+        archive.close()
+        raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
     provider.load(archive.tree, landed)
 
 
-def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, int], dict[int, torch.Tensor]]:
-    """Which storages may be read straight into live memory: those that are seen only through tensors that land,
-    whole, in one and the same place, in which nothing else lands."""
+def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[int, int]], dict[int, torch.Tensor]]:
+    """Which storages may be read straight into live memory, on the host or a device: those that are seen only
+    through tensors that land, whole, in one and the same place, in which nothing else lands."""
     by_key: dict[str, list[Landing]] = defaultdict(list)
     for landing in landings if not archive.filled else ():
         if (slot := archive.slot_of(landing.saved)) is not None:
             by_key[slot.record.name.removeprefix("data/")].append(landing)
-    claims: dict[int, int] = defaultdict(int)
+    lives = [landing.live for group in by_key.values() for landing in group]
+    located = devices.locate([live.untyped_storage() for live in lives], archive.engine) or [devices.HOST] * len(lives)
+    place_of = {id(live): (devices.address(live), device) for live, device in zip(lives, located, strict=True)}
+    claims: dict[tuple[int, int], int] = defaultdict(int)
     for group in by_key.values():
-        for pointer in {landing.live.data_ptr() for landing in group}:
-            claims[pointer] += 1
+        for place in {place_of[id(landing.live)] for landing in group}:
+            claims[place] += 1
     elsewhere = {}
     landed = {}
     for key, group in by_key.items():
         slot = archive.slots[key]
-        pointer = group[0].live.data_ptr()
+        place = place_of[id(group[0].live)]
         if (
             len(group) == slot.references
             and slot.record.nbytes > 0
-            and claims[pointer] == 1
+            and claims[place] == 1
+            and place[1] != devices.ELSEWHERE
             and all(
-                landing.live.data_ptr() == pointer
-                and landing.live.device.type == "cpu"
+                place_of[id(landing.live)] == place
                 and landing.live.is_contiguous()
                 and landing.saved.is_contiguous()
                 and landing.saved.is_conj() == landing.live.is_conj()
@@ -104,6 +111,6 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, int], 
                 for landing in group
             )
         ):
-            elsewhere[key] = pointer
+            elsewhere[key] = place
             landed.update({id(landing.saved): landing.live for landing in group})
     return elsewhere, landed

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from lazyckpt import _engine, commit
+from lazyckpt import _engine, commit, devices
 from lazyckpt.background import Background, Flight, SaveHandle, Target
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
@@ -230,7 +230,7 @@ class Saver:
         begin = time.perf_counter()
         self.check_usable()
         self._background.raise_failed()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if devices.capturing():
             raise ConfigError("save() inside a CUDA graph capture; save before or after it")
         self._background.wait_for_room()
         handle.metrics.in_flight_wait_s = time.perf_counter() - begin
@@ -277,7 +277,15 @@ class Saver:
             snapshot.durable = handle
         self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
         handed_over = time.perf_counter()
-        job = self.engine.begin(snapshot.pointers, snapshot.sizes, snapshot.owners, len(plans), eager_by_caller=True)
+        job = self.engine.begin(
+            snapshot.pointers,
+            snapshot.sizes,
+            snapshot.owners,
+            len(plans),
+            eager_by_caller=True,
+            devices=snapshot.devices,
+            streams=snapshot.streams,
+        )
         first_source = 0
         for number, (extents, _) in enumerate(programs):
             for extent in extents:
@@ -301,6 +309,8 @@ class Saver:
             job.fail(errno.ECANCELED, "save() was interrupted")
             gate.discard(snapshot)
             raise
+        if snapshot.devices is not None and self.engine.unpinned:
+            _warn_once(f"the staging buffer is not pinned ({self.engine.unpinned}); copies from the GPU are slow")
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
     def _snapshot(self, files: list[TensorViews], any_order: list[bool], training_step: int | None) -> Snapshot:
@@ -310,7 +320,15 @@ class Saver:
         ownership = Ownership(gate, self._steps_before)
         self._steps = ownership.steps
         frozen = [p for m in self._modules for p in m.parameters() if not p.requires_grad and p.layout is torch.strided]
-        return Snapshot(files, ownership, self._frozen, frozen, any_order=any_order, audit=self.config.audit)
+        return Snapshot(
+            files,
+            ownership,
+            self._frozen,
+            frozen,
+            any_order=any_order,
+            audit=self.config.audit,
+            engine=self.engine,
+        )
 
     def reserve(self, nbytes: int) -> None:
         """Let the staging ring grow to ``nbytes``, if it may."""

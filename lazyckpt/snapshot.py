@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lazyckpt import _engine
-from lazyckpt.gate import Gate, Guarded
+from lazyckpt import _engine, devices
+from lazyckpt.gate import Gate, Guarded, is_of_torch
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.providers.base import TensorView, TensorViews
 
@@ -37,7 +37,7 @@ class _Claim(NamedTuple):
     """What optimizers say of one storage that is not simply one tensor of one of them."""
 
     owners: int  # bits
-    eligible: bool  # all of them are gated, and it is on the host
+    eligible: bool  # all of them are gated
     tensors: tuple[torch.Tensor, ...]
     whole: bool  # a contiguous one fills it
 
@@ -75,7 +75,7 @@ class Ownership:
             bit = 1 << min(number, _SHARED_BIT)
             self.owners[owner] = bit, _parameters_of(owner)
             self.steps[id(owner)] = steps
-            gated = not inside_step and steps != steps_before.get(id(owner), 0)
+            gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
             tensors, identities, nbytes, whole = _storages_of(owner)
             simple = 0 not in whole and len(set(identities)) == len(identities)
             if simple and self.tensors.keys().isdisjoint(identities) and mixed.keys().isdisjoint(identities):
@@ -83,8 +83,7 @@ class Ownership:
                 self.tensors.update(zip(identities, zip(tensors, strict=True), strict=True))
                 continue
             for identity, tensor, size, fills in zip(identities, tensors, nbytes, whole, strict=True):
-                on_host = tensor.is_cpu and not tensor.is_inference()
-                claim = _Claim(bit, gated and on_host, (tensor,), bool(fills))
+                claim = _Claim(bit, gated and not tensor.is_inference(), (tensor,), bool(fills))
                 if identity in self.tensors:  # another owner has it, too
                     bits = self.lazy_owners.pop(identity)
                     claim = _Claim(bits, bits != 0, self.tensors.pop(identity), True).join(claim)
@@ -138,8 +137,11 @@ class Snapshot:
         *,
         any_order: list[bool],
         audit: bool,
+        engine: _engine.Engine,
     ) -> None:
-        """``files``: the storages of each file, which may be laid out in another order where ``any_order``."""
+        """``files``: the storages of each file, which may be laid out in another order where ``any_order``.
+
+        Raises OSError if ``engine`` cannot use a device of theirs."""
         self.torn: str | None = None  # what changed, if something did
         self.job: _engine.Job | None = None  # while it is under way
         self.metrics = CheckpointMetrics()
@@ -151,7 +153,6 @@ class Snapshot:
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
         self._lock = threading.Lock()
         self._verified = 0  # owners whose storages have been looked at after their copy
-        self._staged: list[torch.UntypedStorage] = []
         # The storages of all files: those of the first, of the second, …
         identities = [identity for file in files for identity in map(_identity, file.storages)]
         sizes = list(chain.from_iterable(file.sizes for file in files))
@@ -160,6 +161,9 @@ class Snapshot:
             for bits, nbytes in zip(map(ownership.lazy_owners.get, identities, repeat(0)), sizes, strict=False)
         ]
         frozen_at = self._classify_frozen(files, identities, sizes, owners, frozen_parameters)
+        located = devices.locate(chain.from_iterable(file.storages for file in files), engine)
+        if located is not None:  # a copy by torch is made now
+            owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
         # Eager ones first, since save() waits for them; then the big ones, since they keep the disk busy longest.
         rank = [nbytes - (_HUGE if bits else 0) for bits, nbytes in zip(owners, sizes, strict=True)]
         order: list[int] = []
@@ -172,7 +176,8 @@ class Snapshot:
         self.owners = array("Q", map(owners.__getitem__, order))
         self.sizes = array("Q", map(sizes.__getitem__, order))
         self._storages = list(chain.from_iterable(file.storages for file in self.files))
-        self.pointers = array("Q", self._host_pointers(self._storages))
+        located = located and list(map(located.__getitem__, order))
+        self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         # What must not change until it is copied: the versions of the tensors that view a lazy storage.
         lazy = list(compress(count(), self.owners))
         tensors_of = ownership.tensors
@@ -196,7 +201,7 @@ class Snapshot:
         parameters: Iterable[torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """Frozen parameters, by the place of their storage; enters those that may be lazy into ``owners``."""
-        frozen = {t.untyped_storage()._cdata: t for t in parameters if t.is_cpu and not t.is_inference()}
+        frozen = {t.untyped_storage()._cdata: t for t in parameters if not t.is_inference()}
         found = {}
         for at, identity in enumerate(identities if frozen else ()):
             tensor = frozen.get(identity)
@@ -207,31 +212,29 @@ class Snapshot:
                 owners[at] = _FROZEN
         return found
 
-    def _host_pointers(self, storages: list[torch.UntypedStorage]) -> list[int]:
-        # Until the engine copies from devices itself: a copy by torch, ordered after the current stream.
-        on_host = storages
-        if any(device.type != "cpu" for device in set(map(attrgetter("device"), storages))):
-            on_host = [s if s.device.type == "cpu" else s.cpu() for s in storages]
-        self._staged = on_host
-        return list(map(torch.UntypedStorage.data_ptr, on_host))
-
     def _checksums(self) -> dict[int, int]:
-        return {s: _engine.crc32_at(self.pointers[s], self.sizes[s]) for s in set(self._source_of)}
+        copies = {s: devices.on_host(self._storages[s]) for s in set(self._source_of)}
+        return {s: _engine.crc32_at(copy.data_ptr(), self.sizes[s]) for s, copy in copies.items()}
 
     # gate.Pending
 
     def wait(self, owner: object) -> None:
         bit, parameters = self._owners.get(owner, (0, None))
         # One that is new, or was given other parameters since, may own any of the storages by now.
-        self._wait(bit if parameters == _parameters_of(owner) else ALL_OWNERS)
+        owners = bit if parameters == _parameters_of(owner) else ALL_OWNERS
+        # What torch's optimizers do to a device they put into its current stream. Of others nobody knows.
+        self._wait(owners, on_device=is_of_torch(owner))
 
     def wait_all(self) -> None:
-        self._wait(ALL_OWNERS)
+        self._wait(ALL_OWNERS, on_device=False)
 
-    def _wait(self, owners: int) -> None:
+    def _wait(self, owners: int, *, on_device: bool) -> None:
         begin = time.perf_counter()
         if (job := self.job) is not None:
-            job.wait_captured(owners)
+            if self._cuda and ((on_device and not self._crcs) or devices.capturing()):
+                job.wait_enqueued(owners, devices.current_streams(self._cuda))
+            else:
+                job.wait_captured(owners)
             self.verify(owners)
         if self.durable is not None:
             wait([self.durable])
@@ -256,7 +259,7 @@ class Snapshot:
         """What changed of the storages of ``owners`` that no owner in ``verified`` has been asked about."""
         assert self.job is not None
         versions = list(map(_version, self._tensors))
-        pointers = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        pointers = list(map(devices.data_ptr, self._storages))
         copied = self.job.source_crcs() if self._crcs else []
         now = self._checksums() if self._crcs else {}
         for source, before, version in zip(self._source_of, self._versions, versions, strict=True):
@@ -294,7 +297,7 @@ class Snapshot:
             self.name_of = _key_of
             self.files = []
             self._storages = []
-            self._staged = []
+            self._held = []
             self._tensors = []
             self._frozen_views = []
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lazyckpt
+from fake_cuda import FakeCuda, compiler
 from lazyckpt import commit
 from lazyckpt.gate import gate
 
@@ -112,6 +113,20 @@ def by_torch() -> Callable[[Any], Any]:
         return torch.load(buffer, weights_only=False)
 
     return round_trip
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    """Two devices that exist only in this process, and nobody who broke their rules. A test that means to break one
+    calls ``forget_violations()``."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    fake = FakeCuda()
+    fake.reset()
+    yield fake
+    violations = fake.violations()
+    fake.reset()
+    assert violations == []
 
 
 class Disk:

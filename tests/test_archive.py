@@ -14,6 +14,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.archive import Archive
+from lazyckpt.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.functional import process_engine
 
@@ -43,7 +44,7 @@ def test_what_lands_is_unpickled_first_and_filled_after(plain: Path) -> None:
 def test_bytes_land_where_they_are_told_to(plain: Path) -> None:
     archive = landing(plain)
     place = torch.zeros(3000)
-    archive.fill({"0": place.data_ptr()})
+    archive.fill({"0": (place.data_ptr(), HOST)})
     assert torch.equal(place, torch.arange(3000.0))
     assert torch.equal(archive.tree["c"], torch.ones(3, dtype=torch.bool))
 

@@ -459,6 +459,25 @@ def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pyte
     assert "64.0 KiB" in shown
 
 
+def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plain = {key: text for key, text in _engine.probe(str(tmp_path)).items() if not key.startswith("cuda")}
+    found = {"cuda_driver": "yes", "cuda_version": "12.8", "cuda_batches": "yes", "cuda_pinning": "yes"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+
+    def shown(**facts: str) -> str:
+        monkeypatch.setattr(_engine, "probe", lambda directory: {**plain, **facts})
+        return " ".join(run("doctor", tmp_path).stdout.split())
+
+    assert "NVIDIA H200; driver of CUDA 12.8" in shown(**found)
+    assert "while training computes" in shown(**found) and "in one call" in shown(**found)
+    assert "not pinned" not in shown(**found)
+    assert "not pinned (device 0 cannot)" in shown(**{**found, "cuda_pinning": "no: device 0 cannot"})
+    assert "one by one (CUDA < 12.8)" in shown(**{**found, "cuda_batches": "no"})
+    assert "Let torch copy tensors from the GPU" in shown(cuda_driver="no: no CUDA driver: libcuda.so.1")
+
+
 def test_doctor_warns_of_memory_file_systems() -> None:
     assert "gone after a restart" in run("doctor", "/dev/shm").stdout
     assert "gone after a restart" not in run("doctor", "/proc").stdout

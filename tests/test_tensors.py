@@ -93,7 +93,7 @@ WHOLE: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
     "another order": (lambda: torch.zeros(2, 3).t(), 0),
     "expanded": (lambda: torch.zeros(1).expand(4), 0),
     "inference": (lambda: torch.inference_mode()(lambda: torch.zeros(3))(), 0),
-    "not on the host": (lambda: torch.zeros(3, device="meta"), 0),
+    "not on the host": (lambda: torch.zeros(3, device="meta"), 1),
 }
 
 

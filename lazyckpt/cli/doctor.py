@@ -121,7 +121,8 @@ def _describe(facts: _Facts) -> list[tuple[str, str]]:
 def _cuda(probe: dict[str, str]) -> str:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return ", ".join(names)
+        version = f"; driver of CUDA {probe['cuda_version']}" if "cuda_version" in probe else ""
+        return ", ".join(names) + version
     if probe["cuda_driver"] == "yes":
         return "no: there is a driver, but torch finds no device it can use"
     return probe["cuda_driver"]
@@ -166,10 +167,30 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
             )
         )
     if torch.cuda.is_available():
-        found.append((False, "Copy tensors from the GPU to host memory before save() returns."))
+        found += _conclude_cuda(facts.probe)
     else:
         found.append((False, "Checkpoint tensors in host memory; torch sees no GPU here."))
     found.append((False, f"Refuse a checkpoint larger than {size(facts.free_bytes)} before training is held up."))
+    return found
+
+
+def _conclude_cuda(probe: dict[str, str]) -> list[tuple[bool, str]]:
+    if probe["cuda_driver"] != "yes":
+        reason = probe["cuda_driver"].removeprefix("no: ")
+        return [
+            (
+                True,
+                f"Let torch copy tensors from the GPU before save() returns, since the driver is not found ({reason}).",
+            )
+        ]
+    batches = probe["cuda_batches"] == "yes"
+    found = [
+        (False, "Copy tensors from the GPU while training computes, on streams of its own; no memory is taken there."),
+        (False, "Copy many small tensors in one call." if batches else "Copy small tensors one by one (CUDA < 12.8)."),
+    ]
+    if probe["cuda_pinning"] != "yes":
+        reason = probe["cuda_pinning"].removeprefix("no: ")
+        found.append((True, f"Copy into memory that is not pinned ({reason}): slowly, and save() waits for the GPU."))
     return found
 
 

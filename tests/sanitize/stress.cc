@@ -1,9 +1,11 @@
 // Drives the engine from many threads, for the sanitizers: stress FOLDER SEED ROUNDS. test_sanitizers.py builds it.
+#include <dlfcn.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <random>
 #include <thread>
@@ -32,7 +34,29 @@ struct Random {
   std::mt19937_64 engine;
 };
 
+// The devices that tests/fake_cuda plays.
+struct Fake {
+  explicit Fake(const char* path) : library(dlopen(path, RTLD_NOW)) { CHECK(library != nullptr); }
+  template <class F>
+  F* Find(const char* name) const {
+    return reinterpret_cast<F*>(dlsym(library, name));
+  }
+  void* library;
+  uint64_t (*allocate)(int, uint64_t) = Find<uint64_t(int, uint64_t)>("fake_malloc");
+  int (*write)(uint64_t, const void*, uint64_t) = Find<int(uint64_t, const void*, uint64_t)>("fake_write");
+  int (*free)(uint64_t, int, uint64_t) = Find<int(uint64_t, int, uint64_t)>("fake_free");
+  const char* (*violations)() = Find<const char*()>("fake_violations");
+};
+
+const Fake& TheFake() {
+  static const Fake fake(std::getenv("LAZYCKPT_CUDA_LIBRARY"));
+  return fake;
+}
+
+const std::vector<StreamRef> kStreams{{0, 0}, {1, 0}};  // the default ones
+
 struct Checkpoint {
+  std::vector<uint64_t> on_devices;
   std::vector<std::vector<std::byte>> sources;
   std::vector<Row> rows;
   std::shared_ptr<Job> job;
@@ -48,15 +72,31 @@ Checkpoint Begin(Engine& engine, Random& random, const std::string& path) {
   for (size_t i = 0; i < count; ++i) {
     auto& bytes = c.sources.emplace_back(random(1, 60000));
     for (size_t k = 0; k < bytes.size(); k += 97) bytes[k] = static_cast<std::byte>(random(0, 255));
-    sources.push_back({bytes.data(), bytes.size(), random(0, 3), {}, 0, 0, {}});
+    Source& source = sources.emplace_back();
+    source.data = bytes.data();
+    source.size = bytes.size();
+    source.owners = random(0, 3);
+    source.device = static_cast<int>(random(0, 2)) - 1;
+    if (source.device >= 0) {
+      c.on_devices.push_back(TheFake().allocate(source.device, bytes.size()));
+      CHECK(TheFake().write(c.on_devices.back(), bytes.data(), bytes.size()) == 0);
+      source.data = reinterpret_cast<const std::byte*>(c.on_devices.back());
+    }
     c.rows.push_back({RowKind::kLiteral, 7, 0});
     c.rows.push_back({RowKind::kSource, static_cast<int64_t>(bytes.size()), static_cast<int64_t>(i)});
     c.rows.push_back({RowKind::kCrc32Le, 4, static_cast<int64_t>(i)});
     c.rows.push_back({RowKind::kCrc32Hex, 8, static_cast<int64_t>(i / 2)});
   }
   for (const Row& r : c.rows) c.size += static_cast<uint64_t>(r.size);
-  c.job = engine.Begin(std::move(sources), 1);
+  Status status;
+  c.job = engine.Begin(std::move(sources), 1, false, kStreams, &status);
+  CHECK(status.ok());
   return c;
+}
+
+// When nothing reads them any more.
+void Free(const Checkpoint& c) {
+  for (const uint64_t pointer : c.on_devices) CHECK(TheFake().free(pointer, 0, 0) == 0);
 }
 
 void CheckFile(const Checkpoint& c, Random& random) {
@@ -75,7 +115,7 @@ void CheckFile(const Checkpoint& c, Random& random) {
   Status status;
   if (random(0, 3) == 0) Reader::Start(c.path, options, ranges, &status);  // given up at once
   const auto reader = Reader::Start(c.path, options, std::move(ranges), &status);
-  CHECK(status.ok() && reader->ReadInto(places).ok());
+  CHECK(status.ok() && reader->ReadInto(places, std::vector<int>(places.size(), -1)).ok());
   size_t at = 0;
   size_t source = 0;
   for (const Row& r : c.rows) {
@@ -102,6 +142,7 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
     if (random(0, 20) == 0) {  // abandoned unsealed
       engine.Fail(*c.job, Status(ECANCELED, "abandoned", ""));
       CHECK(engine.WaitReleased(*c.job, kNever));
+      Free(c);
       unlink(c.path.c_str());
       continue;
     }
@@ -122,7 +163,9 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
         });
     });
     CHECK(engine.WaitEager(*c.job, kNever));
-    for (uint64_t owners : {1, 2}) CHECK(engine.WaitCaptured(*c.job, owners, kNever));
+    for (uint64_t owners : {1, 2})
+      CHECK(random(0, 1) != 0 ? engine.WaitCaptured(*c.job, owners, kNever)
+                              : engine.WaitEnqueued(*c.job, owners, kStreams, kNever));
     // Captured: training goes on and changes what these gates protected. Only what is written may be compared.
     const bool cancelled = random(0, 7) == 0;
     if (cancelled) engine.Fail(*c.job, Status(ECANCELED, "cancelled", ""));
@@ -135,6 +178,7 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
     } else {
       CHECK(faulty || cancelled);
     }
+    Free(c);
     unlink(c.path.c_str());
   }
 }
@@ -158,6 +202,7 @@ void Round(const std::string& folder, Random& random) {
   Status status;
   auto engine = Engine::Create(options, &status);
   CHECK(engine != nullptr);
+  for (const StreamRef& s : kStreams) CHECK(engine->Attach(s.device, &status));
   engine->Reserve(options.max_ring_bytes);
   std::vector<std::thread> trainers;
   for (int i = 0; i < 3; ++i)
@@ -172,6 +217,8 @@ void Round(const std::string& folder, Random& random) {
   (void)engine->Seal(*last.job);
   if (random(0, 1) != 0) usleep(static_cast<unsigned>(random(0, 300)));
   engine.reset();
+  Free(last);
+  CHECK(std::strlen(TheFake().violations()) == 0);
   unlink(last.path.c_str());
 }
 
@@ -185,6 +232,7 @@ size_t Descriptors() {
 int main(int count, char** arguments) {
   CHECK(count == 4);
   Random random(std::strtoull(arguments[2], nullptr, 10));
+  CHECK(TheFake().allocate(0, 1) != 0);  // it keeps some open
   const size_t before = Descriptors();
   for (int rounds = std::atoi(arguments[3]); rounds > 0; --rounds) Round(arguments[1], random);
   CHECK(Descriptors() == before);

@@ -1,0 +1,225 @@
+#include <array>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+
+namespace lazyckpt {
+namespace {
+
+using namespace cuda;
+
+constexpr size_t kBatchFrom = 8;  // copies; fewer are as fast one by one
+
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(std::shared_ptr<const Driver> driver, int ordinal) : driver_(std::move(driver)), ordinal_(ordinal) {}
+
+  ~CudaDevice() override {
+    if (context_ == nullptr) return;
+    (void)Inside([this] {
+      for (CUevent event : events_) (void)Call(driver_->cuEventDestroy, event);
+      for (CUstream stream : streams_)
+        if (stream != nullptr) (void)Call(driver_->cuStreamDestroy, stream);
+      return Status::Ok();
+    });
+    (void)Call(driver_->cuDevicePrimaryCtxRelease, device_);
+  }
+
+  Status Open() {
+    Status status = Call(driver_->cuDeviceGet, &device_, ordinal_);
+    if (status.ok()) status = Call(driver_->cuDevicePrimaryCtxRetain, &context_, device_);
+    if (!status.ok()) return status;
+    return Inside([this] {
+      // A blocking stream would wait for the default stream, and that for it.
+      for (CUstream& stream : streams_)
+        if (Status made = Call(driver_->cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING); !made.ok()) return made;
+      return TakeEvent(&mark_);
+    });
+  }
+
+  Status CopyAfter(uint64_t stream) override {
+    return Inside([&] {
+      std::lock_guard lock(marking_);
+      Status status = Call(driver_->cuEventRecord, mark_, Stream(stream));
+      for (CUstream lane : streams_)
+        if (status.ok()) status = Call(driver_->cuStreamWaitEvent, lane, mark_, CU_EVENT_WAIT_DEFAULT);
+      return status;
+    });
+  }
+
+  Status RunAfterCopies(Lane lane, uint64_t stream) override {
+    return Inside([&] {
+      // Recorded anew, behind the copies: no event is handed from thread to thread that might not be recorded yet.
+      std::lock_guard lock(marking_);
+      Status status = Call(driver_->cuEventRecord, mark_, StreamOf(lane));
+      if (status.ok()) status = Call(driver_->cuStreamWaitEvent, Stream(stream), mark_, CU_EVENT_WAIT_DEFAULT);
+      return status;
+    });
+  }
+
+  Status IsCapturing(uint64_t stream, bool* capturing) override {
+    if (Status status = Call(driver_->cuCtxPushCurrent, context_); !status.ok()) return status;
+    CUstreamCaptureStatus found = CU_STREAM_CAPTURE_STATUS_NONE;
+    const CUresult result = driver_->Result(driver_->cuStreamIsCapturing, Stream(stream), &found);
+    const Status left = Leave();
+    // Asked of the default stream while another one is being captured, it is an error to ask.
+    *capturing = result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || found != CU_STREAM_CAPTURE_STATUS_NONE;
+    return *capturing || result == CUDA_SUCCESS ? left : Named(driver_->Check("cuStreamIsCapturing", result));
+  }
+
+  Status Start(Lane lane, std::span<const DeviceCopy> copies, bool pinned, Ticket* ticket) override {
+    CUevent event = nullptr;
+    const Status status = Inside([&] {
+      Status done = TakeEvent(&event);
+      if (done.ok()) done = Enqueue(copies, lane, pinned);
+      if (done.ok()) done = Call(driver_->cuEventRecord, event, StreamOf(lane));
+      return done;
+    });
+    *ticket = event;
+    if (!status.ok() && event != nullptr) {  // some of them may be under way
+      (void)Inside([&] {
+        Status done = Call(driver_->cuEventRecord, event, StreamOf(lane));
+        if (done.ok()) done = Call(driver_->cuEventSynchronize, event);
+        return done;
+      });
+      GiveBack(event);
+    }
+    return status;
+  }
+
+  Status Finish(Lane, Ticket ticket) override {
+    auto* event = static_cast<CUevent>(ticket);
+    const auto wait = [&] { return Call(driver_->cuEventSynchronize, event); };
+    const Status status = Inside(wait);
+    if (!status.ok()) (void)Inside(wait);  // whatever failed, the copies may be under way; a lost device fails again
+    GiveBack(event);
+    return status;
+  }
+
+  Status Pin(std::span<std::byte> memory) override {
+    bool pinned = false;
+    const Status status = Inside([&] {
+      void* const begin = memory.data();
+      const Status done = Call(driver_->cuMemHostRegister, begin, memory.size(), CU_MEMHOSTREGISTER_PORTABLE);
+      pinned = done.ok();
+      return done;
+    });
+    if (pinned && !status.ok()) Unpin(memory);
+    return status;
+  }
+
+  void Unpin(std::span<std::byte> memory) override {
+    (void)Inside([&] { return Call(driver_->cuMemHostUnregister, static_cast<void*>(memory.data())); });
+  }
+
+ private:
+  static CUstream Stream(uint64_t handle) { return reinterpret_cast<CUstream>(handle); }
+  CUstream StreamOf(Lane lane) const { return streams_[static_cast<size_t>(lane)]; }
+
+  template <class F, class... Arguments>
+  Status Call(const F& function, Arguments... arguments) const {
+    return Named(driver_->Call(function, arguments...));
+  }
+
+  Status Named(const Status& status) const {
+    return status.ok() ? status : Status(status.error(), status.operation(), "cuda:" + std::to_string(ordinal_));
+  }
+
+  // Works with the device's context current, since the handle of the default stream names no device. And in a mode in
+  // which a graph that another thread captures is no obstacle, nor spoiled.
+  template <class F>
+  Status Inside(F work) const {
+    Status status = Call(driver_->cuCtxPushCurrent, context_);
+    if (!status.ok()) return status;
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    status = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
+    if (status.ok()) {
+      status = work();
+      const Status restored = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
+      if (status.ok()) status = restored;
+    }
+    const Status left = Leave();
+    return status.ok() ? left : status;
+  }
+
+  Status Leave() const {
+    CUcontext popped;
+    const Status status = Call(driver_->cuCtxPopCurrent, &popped);
+    if (!status.ok()) (void)Call(driver_->cuCtxPopCurrent, &popped);
+    return status;
+  }
+
+  Status Enqueue(std::span<const DeviceCopy> copies, Lane lane, bool pinned) const {
+    // Not all devices take batches that touch pageable memory.
+    if (pinned && copies.size() >= kBatchFrom && driver_->has_batches()) return EnqueueBatch(copies, lane);
+    CUstream const stream = StreamOf(lane);
+    for (const DeviceCopy& c : copies) {
+      const Status status = lane == Lane::kRestore ? Call(driver_->cuMemcpyHtoDAsync, CUdeviceptr{c.device},
+                                                          static_cast<const void*>(c.host), c.size, stream)
+                                                   : Call(driver_->cuMemcpyDtoHAsync, static_cast<void*>(c.host),
+                                                          CUdeviceptr{c.device}, c.size, stream);
+      if (!status.ok()) return status;
+    }
+    return Status::Ok();
+  }
+
+  Status EnqueueBatch(std::span<const DeviceCopy> copies, Lane lane) const {
+    std::vector<CUdeviceptr> host, device;
+    std::vector<size_t> sizes;
+    for (const DeviceCopy& c : copies) {
+      host.push_back(reinterpret_cast<CUdeviceptr>(c.host));
+      device.push_back(c.device);
+      sizes.push_back(c.size);
+    }
+    if (lane == Lane::kRestore) std::swap(host, device);
+    // In the order of the stream: any other lets the driver read before the stream has waited.
+    CUmemcpyAttributes attributes{};
+    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    size_t first = 0, failed = 0;
+    return Call(driver_->cuMemcpyBatchAsync, host.data(), device.data(), sizes.data(), sizes.size(), &attributes,
+                &first, size_t{1}, &failed, StreamOf(lane));
+  }
+
+  Status TakeEvent(CUevent* event) {
+    {
+      std::lock_guard lock(pool_);
+      if (!idle_.empty()) {
+        *event = idle_.back();
+        idle_.pop_back();
+        return Status::Ok();
+      }
+    }
+    const Status status = Call(driver_->cuEventCreate, event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC);
+    std::lock_guard lock(pool_);
+    if (status.ok()) events_.push_back(*event);
+    return status;
+  }
+
+  void GiveBack(CUevent event) {
+    std::lock_guard lock(pool_);
+    idle_.push_back(event);
+  }
+
+  const std::shared_ptr<const Driver> driver_;
+  const int ordinal_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  std::array<CUstream, kLanes> streams_{};
+  std::mutex marking_;  // from the record of mark_ to the last wait for it
+  CUevent mark_ = nullptr;
+  std::mutex pool_;
+  std::vector<CUevent> events_, idle_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> OpenCudaDevice(std::shared_ptr<const Driver> driver, int ordinal, Status* status) {
+  auto device = std::make_unique<CudaDevice>(std::move(driver), ordinal);
+  *status = device->Open();
+  if (!status->ok()) return nullptr;
+  return device;
+}
+
+}  // namespace lazyckpt

@@ -1,0 +1,78 @@
+"""What torch knows of devices, and the engine has to be told: where bytes are, and behind what they are to be copied.
+
+The engine copies from host memory and from CUDA devices. What lives elsewhere (mps, xpu), or on CUDA where the engine
+finds no driver, is copied to the host by torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from lazyckpt import _engine
+
+HOST = -1
+ELSEWHERE = -2
+
+data_ptr = torch.UntypedStorage.data_ptr
+
+
+def locate(storages: Iterable[torch.UntypedStorage], engine: _engine.Engine) -> list[int] | None:
+    """The CUDA device of each storage, now attached to ``engine``; HOST; or ELSEWHERE. None if all are on the host.
+
+    Raises OSError if a device cannot be attached.
+    """
+    found = list(map(attrgetter("device"), storages))
+    numbers = {}
+    for device in set(found):
+        if device.type == "cpu":
+            numbers[device] = HOST
+        elif device.type == "cuda" and engine.attach(device.index):
+            numbers[device] = device.index
+        else:
+            numbers[device] = ELSEWHERE
+    return list(map(numbers.__getitem__, found)) if any(number != HOST for number in numbers.values()) else None
+
+
+class Sources(NamedTuple):
+    """Storages as the engine takes them; see its ``begin()``."""
+
+    pointers: array[int]
+    devices: array[int] | None
+    streams: array[int] | None
+    held: list[torch.UntypedStorage]  # what the pointers point to
+    cuda: list[int]  # the devices, each once
+
+
+def sources(storages: list[torch.UntypedStorage], located: list[int] | None) -> Sources:
+    """``located`` is what :func:`locate` said of these storages."""
+    if located is None:
+        return Sources(array("Q", map(data_ptr, storages)), None, None, storages, [])
+    held = [on_host(s) if device == ELSEWHERE else s for s, device in zip(storages, located, strict=True)]
+    devices = array("q", [max(device, HOST) for device in located])
+    cuda = sorted(set(devices) - {HOST})
+    return Sources(array("Q", map(data_ptr, held)), devices, current_streams(cuda), held, cuda)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Of its first element, on whatever device."""
+    return data_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The storage, or a copy of it in host memory, ordered after the current stream."""
+    return storage if storage.device.type == "cpu" else storage.cpu()
+
+
+def current_streams(devices: Iterable[int]) -> array[int]:
+    """As the engine takes them: device, handle, device, handle, … of this thread's current streams."""
+    return array("Q", [n for d in devices for n in (d, torch.cuda.current_stream(d).cuda_stream)])
+
+
+def capturing() -> bool:
+    """Whether this thread's current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,282 @@
+// What the tests call: the part of PyTorch in a training process, and what the fake saw.
+#include <algorithm>
+#include <cstring>
+
+#include "machine.h"
+
+namespace fake {
+std::vector<int>& Contexts();
+}
+
+using namespace fake;
+
+namespace {
+
+struct Locked {
+  Machine& m = Machine::Get();
+  std::unique_lock<std::mutex> lock{m.mu};
+};
+
+StreamPtr Find(Machine& m, int device, uint64_t handle) {
+  if (handle == 0) return device >= 0 && device < m.devices ? m.legacy[device] : nullptr;
+  auto it = m.streams.find(handle);
+  return it == m.streams.end() ? nullptr : it->second;
+}
+
+const char* Text(std::string text) {
+  thread_local std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
+}
+
+template <typename Map>
+std::string Json(const Map& map) {
+  std::string text;
+  for (const auto& [key, value] : map) text += (text.empty() ? "{\"" : ", \"") + key + "\": " + std::to_string(value);
+  return text.empty() ? "{}" : text + "}";
+}
+
+using Numbers = std::map<std::string, uint64_t>;
+
+}  // namespace
+
+// Everything that is not in the caller's hands begins anew: handles of before are invalid. cuInit stays done, and a
+// thread's stack of contexts stays.
+FAKE_EXPORT void fake_reset(uint64_t seed, int devices) { Machine::Get().Reset(seed, devices); }
+
+FAKE_EXPORT void fake_deinit() { Machine::Get().Deinitialize(); }
+
+FAKE_EXPORT int fake_configure(const char* key, double value) {
+  Locked locked;
+  Config& config = locked.m.config;
+  const std::string name = key;
+  if (name == "bandwidth") {
+    config.bandwidth = value;
+  } else if (name == "latency_us") {
+    config.latency_us = value;
+  } else if (name == "delay_us") {
+    config.delay_us = value;
+  } else if (name == "call_us") {
+    config.call_us = value;
+  } else if (name == "driver_version") {
+    config.driver_version = static_cast<int>(value);
+  } else if (name == "registration_limit") {
+    config.registration_limit = value;
+  } else if (name == "registration_error") {
+    config.registration_error = static_cast<int>(value);
+  } else if (name == "mode") {
+    config.mode = static_cast<Mode>(value);
+  } else {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  return CUDA_SUCCESS;
+}
+
+// While held, copies or kernels do not start, however long.
+FAKE_EXPORT void fake_hold(int copies, int kernels) {
+  Locked locked;
+  locked.m.hold_copies = copies;
+  locked.m.hold_kernels = kernels;
+  locked.m.work.notify_all();
+}
+
+// The nth call of the function from now on returns the code and does nothing else; all after it too if sticky.
+FAKE_EXPORT void fake_fail(const char* function, uint64_t nth, int code, int sticky) {
+  Locked locked;
+  locked.m.failures[function] = {nth, static_cast<CUresult>(code), sticky != 0};
+}
+
+// Every call of the function takes so much longer before it does anything, and others get in between.
+FAKE_EXPORT void fake_delay(const char* function, double microseconds) {
+  Locked locked;
+  locked.m.delays[function] = microseconds;
+}
+
+// ---- Device memory
+
+FAKE_EXPORT uint64_t fake_malloc(int device, uint64_t size) {
+  Locked locked;
+  if (device < 0 || device >= locked.m.devices || size == 0) return 0;
+  return locked.m.Allocate(device, size);
+}
+
+// As a caching allocator frees: in the order of a stream. Without one (has_stream = 0) nothing may be in flight.
+FAKE_EXPORT int fake_free(uint64_t address, int has_stream, uint64_t handle) {
+  Locked locked;
+  Allocation* allocation = locked.m.Find({address, 1});
+  StreamPtr stream = has_stream && allocation ? Find(locked.m, allocation->device, handle) : nullptr;
+  if (!allocation || (has_stream && !stream)) return CUDA_ERROR_INVALID_VALUE;
+  locked.m.Free(stream, address);
+  return CUDA_SUCCESS;
+}
+
+// The test's own eyes and hands, outside of every order.
+FAKE_EXPORT int fake_write(uint64_t address, const void* bytes, uint64_t size) {
+  Locked locked;
+  if (!locked.m.Find({address, size})) return CUDA_ERROR_INVALID_VALUE;
+  locked.m.Poke(address, bytes, size);
+  return CUDA_SUCCESS;
+}
+
+FAKE_EXPORT int fake_read(uint64_t address, void* bytes, uint64_t size) {
+  Locked locked;
+  if (!locked.m.Find({address, size})) return CUDA_ERROR_INVALID_VALUE;
+  locked.m.Peek(address, bytes, size);
+  return CUDA_SUCCESS;
+}
+
+// ---- Streams and kernels
+
+FAKE_EXPORT uint64_t fake_stream(int device, int blocking) {
+  Locked locked;
+  return device >= 0 && device < locked.m.devices ? locked.m.MakeStream(device, blocking, false)->handle : 0;
+}
+
+// A kernel that runs so long, fills ranges with bytes and looks at others; fault: it breaks the context instead.
+// Returns its number, for fake_seen, or minus an error.
+FAKE_EXPORT int64_t fake_kernel(int device, uint64_t handle, const char* name, double microseconds,
+                                const uint64_t* writes, uint64_t write_count, const uint64_t* reads,
+                                uint64_t read_count, int fault) {
+  Locked locked;
+  Machine& m = locked.m;
+  StreamPtr stream = Find(m, device, handle);
+  if (!stream) return -CUDA_ERROR_INVALID_HANDLE;
+  auto op = std::make_shared<Op>(Op{Kind::kKernel});
+  op->name = name;
+  op->duration = std::chrono::microseconds(static_cast<int64_t>(microseconds));
+  op->fault = static_cast<CUresult>(fault);
+  for (uint64_t i = 0; i < write_count; ++i) {
+    op->writes.push_back({{writes[3 * i], writes[3 * i + 1]}, static_cast<uint8_t>(writes[3 * i + 2])});
+  }
+  for (uint64_t i = 0; i < read_count; ++i) op->reads.push_back({reads[2 * i], reads[2 * i + 1]});
+  std::vector<Range> ranges = op->reads;
+  for (const Fill& fill : op->writes) ranges.push_back(fill.range);
+  for (const Range& range : ranges) {
+    Allocation* allocation = m.Find(range);
+    if (!allocation) return -CUDA_ERROR_ILLEGAL_ADDRESS;
+    if (allocation->freed) m.Violation("kernel '" + op->name + "' uses device memory after its free");
+  }
+  static int64_t numbers = 0;
+  const int64_t number = ++numbers;
+  op->seen = &m.seen[number];
+  if (CUresult e = m.Enqueue(stream, op)) return -e;
+  return number;
+}
+
+// What the kernel found in its nth range to read; the number of bytes, or -1 while it has not run.
+FAKE_EXPORT int64_t fake_seen(int64_t kernel, uint64_t range, void* bytes, uint64_t size) {
+  Locked locked;
+  auto it = locked.m.seen.find(kernel);
+  if (it == locked.m.seen.end() || range >= it->second.size()) return -1;
+  const std::string& seen = it->second[range];
+  std::memcpy(bytes, seen.data(), std::min<uint64_t>(size, seen.size()));
+  return static_cast<int64_t>(seen.size());
+}
+
+// What comes next on the stream waits for what is on the other one now.
+FAKE_EXPORT int fake_wait(int device, uint64_t handle, int other_device, uint64_t other_handle) {
+  Locked locked;
+  StreamPtr stream = Find(locked.m, device, handle), other = Find(locked.m, other_device, other_handle);
+  if (!stream || !other) return CUDA_ERROR_INVALID_HANDLE;
+  Event event{other->device, nullptr, nullptr, 0};
+  if (CUresult e = locked.m.Record(other, &event)) return e;
+  return locked.m.Wait(stream, event);
+}
+
+// The host waits for everything on the device (on all with -1), at most so many seconds.
+FAKE_EXPORT int fake_synchronize(int device, int seconds) {
+  Locked locked;
+  Machine& m = locked.m;
+  std::vector<OpPtr> tails;
+  auto add = [&](const StreamPtr& stream) {
+    if (stream->tail && (device < 0 || stream->device == device)) tails.push_back(stream->tail);
+  };
+  for (const auto& [number, stream] : m.streams) add(stream);
+  for (const auto& stream : m.draining) add(stream);
+  for (const auto& stream : m.legacy) add(stream);
+  for (const OpPtr& op : tails) {
+    if (!m.WaitFor(locked.lock, op, std::chrono::seconds(seconds))) return CUDA_ERROR_TIMEOUT;
+    m.Observe(op);
+  }
+  for (int i = 0; i < m.devices; ++i) {
+    if ((device < 0 || device == i) && m.fault[i]) return m.fault[i];
+  }
+  return CUDA_SUCCESS;
+}
+
+FAKE_EXPORT int fake_begin_capture(int device, uint64_t handle, int mode) {
+  Locked locked;
+  StreamPtr stream = Find(locked.m, device, handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  return locked.m.BeginCapture(stream, static_cast<CUstreamCaptureMode>(mode));
+}
+
+// The graph's number, or minus an error.
+FAKE_EXPORT int fake_end_capture(int device, uint64_t handle) {
+  Locked locked;
+  StreamPtr stream = Find(locked.m, device, handle);
+  if (!stream) return -CUDA_ERROR_INVALID_HANDLE;
+  int graph = 0;
+  if (CUresult e = locked.m.EndCapture(stream, &graph)) return -e;
+  return graph;
+}
+
+FAKE_EXPORT int fake_replay(int device, uint64_t handle, int graph) {
+  Locked locked;
+  StreamPtr stream = Find(locked.m, device, handle);
+  if (!stream || graph < 0 || graph >= static_cast<int>(locked.m.graphs.size())) return CUDA_ERROR_INVALID_HANDLE;
+  for (const Op& op : locked.m.graphs[graph]->ops) {
+    if (CUresult e = locked.m.Enqueue(stream, std::make_shared<Op>(op))) return e;
+  }
+  return CUDA_SUCCESS;
+}
+
+// ---- Reports
+
+FAKE_EXPORT const char* fake_violations() { return Text(Machine::Get().Violations()); }
+
+FAKE_EXPORT void fake_forget_violations() { Machine::Get().ForgetViolations(); }
+
+FAKE_EXPORT const char* fake_calls() {
+  Locked locked;
+  return Text(Json(locked.m.calls));
+}
+
+// What the driver's functions made and did not give back.
+FAKE_EXPORT const char* fake_live() {
+  Locked locked;
+  Machine& m = locked.m;
+  uint64_t streams = 0, bytes = 0, contexts = 0;
+  for (const auto& [handle, stream] : m.streams) streams += stream->by_driver;
+  for (const auto& [begin, registration] : m.registrations) bytes += registration.range.size;
+  for (int count : m.retained) contexts += count;
+  return Text(Json(Numbers{{"streams", streams},
+                           {"events", m.events.size()},
+                           {"registrations", m.registrations.size()},
+                           {"registered_bytes", bytes},
+                           {"contexts", contexts}}));
+}
+
+FAKE_EXPORT const char* fake_statistics() {
+  Locked locked;
+  const Statistics& s = locked.m.statistics;
+  return Text(Json(Numbers{{"copies", s.copies},
+                           {"pageable_copies", s.pageable_copies},
+                           {"bytes_to_host", s.bytes_to_host},
+                           {"bytes_to_device", s.bytes_to_device},
+                           {"largest_copy", s.largest_copy},
+                           {"largest_registration", s.largest_registration},
+                           {"peak_in_flight", s.peak_in_flight},
+                           {"contexts_created", s.contexts_created}}));
+}
+
+// One line for each kernel and copy in the order in which they ended: number, kind, device, stream, bytes, name.
+FAKE_EXPORT const char* fake_log() {
+  Locked locked;
+  std::string text;
+  for (const std::string& line : locked.m.log) text += line + "\n";
+  return Text(text);
+}
+
+// How many contexts are on this thread's stack.
+FAKE_EXPORT int fake_context_depth() { return static_cast<int>(Contexts().size()); }

@@ -1,0 +1,586 @@
+"""Copies out of CUDA devices: the engine against a driver that allows every order which the streams permit, and reports
+whatever they do not permit (tests/fake_cuda)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fake_cuda import Capture, FakeCuda, FakeError, Mode, build
+from lazyckpt import _engine
+from lazyckpt.containers.base import CRC32_LE, LITERAL, SOURCE
+
+pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
+
+BLOCK = 4096
+CHUNK = 4 * BLOCK
+HOST = -1
+ALL = (1 << 64) - 1
+
+
+@pytest.fixture
+def driver(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """The fake, found by every engine; whatever they took from it is given back at the end."""
+    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(cuda.path))
+    yield cuda
+    left = cuda.live()
+    assert not any(left.values()), left
+
+
+def make_engine(**knobs: Any) -> _engine.Engine:
+    knobs = {"ring_bytes": 64 * CHUNK, "chunk_bytes": CHUNK, "io_depth": 4, "copy_threads": 2, **knobs}
+    engine = _engine.Engine(**knobs)
+    engine.reserve(knobs["ring_bytes"])
+    return engine
+
+
+class State:
+    """Sources on devices and on the host, random bytes, and one file of them, each followed by its checksum."""
+
+    def __init__(self, driver: FakeCuda, sources: list[tuple[int, int, int]], seed: int = 0) -> None:
+        """``sources``: device, bytes, owners."""
+        self.driver = driver
+        self.devices = [device for device, _, _ in sources]
+        self.owners = [owners for _, _, owners in sources]
+        random = np.random.default_rng(seed)
+        self.data = [random.integers(0, 256, nbytes, np.uint8) for _, nbytes, _ in sources]
+        self.pointers = []
+        for device, data in zip(self.devices, self.data, strict=True):
+            self.pointers.append(data.ctypes.data if device == HOST else driver.device_malloc(device, data.nbytes))
+            if device != HOST:
+                driver.write(self.pointers[-1], data)
+        # Streams of training, by device; the default stream unless a test says otherwise.
+        self.streams = {device: 0 for device in sorted(set(self.devices) - {HOST})}
+
+    def nbytes(self) -> int:
+        return sum(data.nbytes for data in self.data)
+
+    def refs(self) -> array[int]:
+        return array("Q", [number for pair in self.streams.items() for number in pair])
+
+    def overwrite(self, byte: int, owners: bool | None = None, microseconds: float = 0) -> None:
+        """A kernel on every device's stream that writes to the first halves: of lazy ones, of eager ones, of all."""
+        for device, stream in self.streams.items():
+            writes = [
+                (pointer, -(-data.nbytes // 2), byte)
+                for pointer, data, d, o in zip(self.pointers, self.data, self.devices, self.owners, strict=True)
+                if d == device and owners in (None, o != 0)
+            ]
+            self.driver.kernel(stream, writes, device=device, microseconds=microseconds)
+
+    def expect_half(self, byte: int) -> None:
+        for data, device in zip(self.data, self.devices, strict=True):
+            if device != HOST:
+                data[: -(-data.nbytes // 2)] = byte
+
+    def attach(self, engine: _engine.Engine) -> None:
+        for device in self.streams:
+            assert engine.attach(device)
+
+    def begin(self, engine: _engine.Engine, **knobs: Any) -> _engine.Job:
+        self.attach(engine)
+        job = engine.begin(
+            array("Q", self.pointers),
+            array("Q", [data.nbytes for data in self.data]),
+            array("Q", self.owners),
+            1,
+            devices=array("q", self.devices),
+            streams=self.refs(),
+            **knobs,
+        )
+        rows = [(LITERAL, 5, 0)]
+        for index, data in enumerate(self.data):
+            rows += [(SOURCE, data.nbytes, index), (CRC32_LE, 4, index)]
+        job.append(0, 0, array("q", [n for row in rows for n in row]), b"begin")
+        job.seal()
+        return job
+
+    def expected(self) -> bytes:
+        return b"begin" + b"".join(d.tobytes() + _engine.crc32(d).to_bytes(4, "little") for d in self.data)
+
+    def check(self, job: _engine.Job, path: Path) -> None:
+        """The file is whole, and what the state was at begin()."""
+        assert job.wait_settled(30)
+        job.raise_error()
+        assert path.read_bytes() == self.expected()
+        assert job.files() == [(len(self.expected()), _engine.crc32(self.expected()))]
+
+
+def mixed(driver: FakeCuda, seed: int = 0, devices: int = 2) -> State:
+    """Large and small, eager and lazy, of two owners, on two devices and the host."""
+    random = np.random.default_rng(seed)
+    sources = [
+        (int(random.integers(HOST, devices)), int(random.integers(1, 3 * CHUNK)), int(random.choice([0, 1, 2])))
+        for _ in range(24)
+    ]
+    sources += [(0, 100 + n, n % 2) for n in range(40)]
+    return State(driver, sources, seed)
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_checkpoint_is_what_the_streams_made_of_it_at_save(
+    driver: FakeCuda, mode: Mode, seed: int, tmp_path: Path
+) -> None:
+    """Kernels before it are in it, kernels after it are not: neither those that write to eager memory at once, nor
+    those that write to lazy memory behind the gate. And the host waits for none of them."""
+    driver.configure(mode=mode)
+    state = mixed(driver, seed)
+    state.streams = {0: driver.stream(0), 1: 0} if seed % 2 else {0: 0, 1: driver.stream(1, blocking=True)}
+    engine = make_engine(copy_threads=1 + seed % 2)
+    state.overwrite(1, microseconds=3000)
+    job = state.begin(engine)
+    job.wait_eager()
+    state.overwrite(2, owners=False)
+    for owners in (1, 2):
+        job.wait_enqueued(owners, state.refs())
+    state.overwrite(3, owners=True)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.expect_half(1)
+    state.check(job, tmp_path / "file")
+    driver.synchronize()
+    assert driver.context_depth() == 0
+    del job, engine
+
+
+def test_neither_save_nor_step_waits_for_the_device(driver: FakeCuda, tmp_path: Path) -> None:
+    state = State(driver, [(0, 2 * CHUNK, 0), (HOST, 3 * CHUNK, 0), (0, 2 * CHUNK, 1)])
+    engine = make_engine()
+    job = state.begin(engine)
+    job.wait_settled(0.2)  # the ring is pinned meanwhile
+    with driver.hold(copies=True):
+        second = state.begin(engine)
+        assert second.wait_eager(10)
+        assert second.wait_enqueued(1, state.refs(), 10)
+        assert second.pending_chunks(1) > 0, "the copy cannot be done: it is not allowed to begin"
+        assert not second.wait_captured(1, 0.05)
+        state.overwrite(9)
+    for number, each in enumerate((job, second)):
+        each.open(0, str(tmp_path / str(number)), 0)
+        state.check(each, tmp_path / str(number))
+    del job, second, each, engine
+
+
+def test_more_than_the_ring_waits_for_the_disk_on_the_host(driver: FakeCuda, tmp_path: Path) -> None:
+    """What is not enqueued cannot be waited for on the device: save() and the gate wait."""
+    state = State(driver, [(0, 20 * CHUNK, 0), (1, 20 * CHUNK, 1)])
+    engine = make_engine(ring_bytes=2 * CHUNK)
+    job = state.begin(engine)
+    assert not job.wait_eager(0.1)
+    assert not job.wait_enqueued(1, state.refs(), 0.1)
+    job.open(0, str(tmp_path / "file"), 0)
+    job.wait_eager()
+    state.overwrite(7, owners=False)
+    job.wait_enqueued(1, state.refs())
+    state.overwrite(8, owners=True)
+    state.check(job, tmp_path / "file")
+    del job, engine
+
+
+def test_four_chunks_are_in_flight_on_a_stream(driver: FakeCuda, tmp_path: Path) -> None:
+    state = State(driver, [(0, 30 * CHUNK, 1)])
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        assert not job.wait_enqueued(1, state.refs(), 0.3)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert driver.statistics()["peak_in_flight"] == 4
+    del job, engine
+
+
+def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path: Path) -> None:
+    state = State(driver, [(0, 6 * CHUNK, 0), (HOST, 4 * CHUNK - 4, 0)])
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        job.open(0, str(tmp_path / "file"), 0)
+        # Behind the device's in the file: only its checksum has to wait.
+        end = time.monotonic() + 10
+        while time.monotonic() < end and not any(event[6] > 0 for event in job.timeline()):
+            time.sleep(0.01)
+        assert any(event[6] > 0 for event in job.timeline())
+        assert not job.wait_eager(0.05), "of six chunks four are in flight"
+    job.wait_eager()
+    state.check(job, tmp_path / "file")
+    del job, engine
+
+
+def test_many_small_copies_are_one_call(driver: FakeCuda, tmp_path: Path) -> None:
+    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
+    engine = make_engine()
+    job = state.begin(engine)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert driver.calls()["cuMemcpyBatchAsync"] > 0
+    assert driver.calls().get("cuMemcpyDtoHAsync_v2", 0) == 0
+    del job, engine
+
+
+@pytest.mark.parametrize("version", [12080, 12040])
+def test_without_batches_they_are_copied_one_by_one(
+    driver: FakeCuda, version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the driver has no such function, or is older than the one whose arguments are known."""
+    if version == 12080:
+        driver = FakeCuda(build("cuMemcpyBatchAsync"))
+        driver.reset()
+        monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(driver.path))
+    driver.configure(driver_version=version)
+    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
+    engine = make_engine()
+    job = state.begin(engine)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert driver.calls()["cuMemcpyDtoHAsync_v2"] >= 300
+    assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0
+    assert driver.violations() == []
+    del job, engine
+
+
+def test_the_ring_is_pinned_once_in_slices(driver: FakeCuda, tmp_path: Path) -> None:
+    state = State(driver, [(0, 70 << 20, 1)])
+    engine = make_engine(ring_bytes=160 << 20, chunk_bytes=24 << 20)
+    for number in range(2):
+        job = state.begin(engine)
+        job.open(0, str(tmp_path / str(number)), 0)
+        state.check(job, tmp_path / str(number))
+        (tmp_path / str(number)).unlink()
+    assert engine.unpinned == ""
+    assert driver.live()["registered_bytes"] == 160 << 20
+    assert driver.calls()["cuMemHostRegister_v2"] == 3
+    assert driver.statistics()["pageable_copies"] == 0
+    del job, engine
+
+
+def test_where_pinning_is_refused_copies_are_slow_and_right(driver: FakeCuda, tmp_path: Path) -> None:
+    driver.configure(registration_limit=0, registration_error=801)
+    state = mixed(driver)
+    engine = make_engine()
+    job = state.begin(engine)
+    job.wait_eager()
+    state.overwrite(2, owners=False)
+    job.wait_enqueued(3, state.refs())
+    state.overwrite(3, owners=True)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert engine.unpinned == "cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED (801)"
+    assert driver.live()["registrations"] == 0
+    assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0, "not all devices take batches of pageable memory"
+    del job, engine
+
+
+def test_a_limit_in_the_middle_leaves_the_rest_pageable(driver: FakeCuda, tmp_path: Path) -> None:
+    driver.configure(registration_limit=64 << 20)
+    state = State(driver, [(0, 100 << 20, 1)])
+    engine = make_engine(ring_bytes=128 << 20, chunk_bytes=24 << 20)
+    job = state.begin(engine)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert "cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY" in engine.unpinned
+    assert driver.statistics()["pageable_copies"] > 0
+    del job, engine
+
+
+FUNCTIONS = [
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuInit",
+    "cuMemcpyBatchAsync",
+    "cuMemcpyDtoHAsync_v2",
+    "cuStreamCreate",
+    "cuStreamIsCapturing",
+    "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
+]
+
+
+def attempt(state: State, engine: _engine.Engine, path: Path) -> None:
+    """A checkpoint with all that belongs to it; raises what made it fail."""
+    job = state.begin(engine)
+    try:
+        job.wait_eager()
+        state.overwrite(2, owners=False)
+        job.wait_enqueued(3, state.refs())
+        job.open(0, str(path), 0)
+        state.overwrite(3, owners=True)
+        assert job.wait_settled(30)
+        job.raise_error()
+    finally:
+        job.fail(5, "over")
+        assert job.wait_released(30)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_call_that_fails_fails_its_checkpoint_alone(driver: FakeCuda, name: str, tmp_path: Path) -> None:
+    """In turn the first, second, … call of each function. Nothing reads the sources afterwards (they are freed at
+    once), nothing is left behind, and the next checkpoint is whole."""
+    failures = 0
+    for nth in range(1, 100):
+        state = State(driver, [(0, 100 + n, n % 2) for n in range(20)] + [(0, 2 * CHUNK, 1), (0, CHUNK, 0)])
+        before = driver.calls().get(name, 0)
+        engine = make_engine()
+        driver.fail(name, nth, code=1)
+        raised = ""
+        try:
+            attempt(state, engine, tmp_path / f"{nth}")
+        except OSError as error:
+            raised = str(error)
+        for pointer in state.pointers:
+            driver.device_free(pointer, 0)  # behind what training enqueued, but before no copy
+        driver.synchronize()
+        called = driver.calls().get(name, 0) - before
+        if raised:
+            failures += 1
+            assert f"{name}: CUDA_ERROR_INVALID_VALUE" in raised
+        driver.fail(name, 1 << 40)  # if it was not reached
+        again = State(driver, [(0, 3 * CHUNK, 1), (HOST, 50, 0)], nth)
+        job = again.begin(engine)
+        job.open(0, str(tmp_path / f"{nth}-again"), 0)
+        again.check(job, tmp_path / f"{nth}-again")
+        del job, engine
+        assert driver.context_depth() == 0
+        assert not any(driver.live().values()), driver.live()
+        if called < nth:
+            break
+    assert failures > 0
+
+
+def test_a_lost_device_fails_checkpoints_not_the_process(driver: FakeCuda, tmp_path: Path) -> None:
+    state = State(driver, [(1, CHUNK, 0), (0, 8 * CHUNK, 1)])
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        job.wait_eager()
+        driver.kernel(driver.stream(0), fault=700)
+        time.sleep(0.05)
+    job.open(0, str(tmp_path / "file"), 0)
+    assert job.wait_settled(30)
+    with pytest.raises(OSError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        job.raise_error()
+    with pytest.raises(OSError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        state.begin(engine)
+    other = State(driver, [(1, CHUNK, 0)])  # the other device is well
+    second = other.begin(engine)
+    second.open(0, str(tmp_path / "second"), 0)
+    other.check(second, tmp_path / "second")
+    del job, second, engine
+    driver.reset()
+
+
+def test_an_abandoned_checkpoint_lets_go_of_its_sources_after_its_copies(driver: FakeCuda) -> None:
+    state = State(driver, [(0, 30 * CHUNK, 1)])
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        assert not job.wait_enqueued(1, state.refs(), 0.1)
+        job.fail(5, "abandoned")
+        assert not job.wait_released(0.1), "copies are under way"
+    assert job.wait_released(10)
+    driver.device_free(state.pointers[0])
+    del job, engine
+
+
+def test_an_engine_that_ends_in_the_middle_waits_for_its_copies(driver: FakeCuda) -> None:
+    state = State(driver, [(0, 30 * CHUNK, 1)])
+    engine = make_engine()
+    job = state.begin(engine)
+    threading.Timer(0.1, driver.lib.fake_hold, (0, 0)).start()
+    driver.lib.fake_hold(1, 0)
+    del job, engine
+    driver.device_free(state.pointers[0])
+
+
+@pytest.mark.parametrize("mode", [Capture.GLOBAL, Capture.THREAD_LOCAL])
+def test_a_graph_that_is_captured_meanwhile_stays_whole(driver: FakeCuda, mode: Capture, tmp_path: Path) -> None:
+    """By the thread that steps: it is asked whether it captures and nothing else, and the host waits. By another one:
+    no obstacle."""
+    state = State(driver, [(0, 12 * CHUNK, 1), (0, CHUNK, 0)])
+    state.streams = {0: driver.stream(0)}
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        job.open(0, str(tmp_path / "file"), 0)
+        driver.begin_capture(state.streams[0], mode)
+        assert not job.wait_enqueued(1, state.refs(), 0.2)
+    assert job.wait_enqueued(1, state.refs())
+    assert job.pending_chunks(1) == 0, "captured: nothing on the device keeps the graph from running too early"
+    driver.end_capture(state.streams[0])
+    state.check(job, tmp_path / "file")
+
+    other = driver.stream(0)
+    driver.begin_capture(other, mode)
+    second: list[_engine.Job] = []
+
+    def save(engine: _engine.Engine) -> None:
+        job = state.begin(engine)
+        job.wait_eager()
+        job.wait_enqueued(1, state.refs())
+        job.open(0, str(tmp_path / "second"), 0)
+        second.append(job)
+
+    thread = threading.Thread(target=save, args=(engine,))
+    thread.start()
+    thread.join()
+    state.check(second.pop(), tmp_path / "second")
+    driver.end_capture(other)
+    del job, engine
+
+
+def test_the_default_stream_may_not_be_asked_during_a_capture(driver: FakeCuda, tmp_path: Path) -> None:
+    """To ask it is an error (906), which says that something is being captured."""
+    state = State(driver, [(0, 12 * CHUNK, 1)])
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        job.open(0, str(tmp_path / "file"), 0)
+        blocking = driver.stream(0, blocking=True)
+        driver.begin_capture(blocking)
+        assert not job.wait_enqueued(1, state.refs(), 0.2)
+    assert job.wait_enqueued(1, state.refs())
+    driver.end_capture(blocking)
+    state.check(job, tmp_path / "file")
+    del job, engine
+
+
+def test_a_device_that_is_not_attached_is_refused(driver: FakeCuda) -> None:
+    engine = make_engine()
+    assert engine.attach(0)
+    one, zero = array("Q", [1]), array("Q", [0])
+    with pytest.raises(OSError, match="without a stream"):
+        engine.begin(one, one, zero, 1, devices=array("q", [0]))
+    with pytest.raises(OSError, match="not attached"):
+        engine.begin(one, one, zero, 1, devices=array("q", [1]), streams=array("Q", [1, 0]))
+    with pytest.raises(ValueError, match="differ in length"):
+        engine.begin(one, one, zero, 1, devices=array("q"))
+    with pytest.raises(OSError, match="CUDA_ERROR_INVALID_DEVICE"):
+        engine.attach(2)
+    driver.forget_violations()
+    for ordinal in (-1, 64):
+        with pytest.raises(OSError, match="ordinal"):
+            engine.attach(ordinal)
+    del engine
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
+    assert not make_engine().attach(0)
+    # One that lacks most of the functions.
+    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", "libc.so.6")
+    assert not make_engine().attach(0)
+
+
+def test_what_doctor_is_told(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def facts() -> dict[str, str]:
+        return {key: text for key, text in _engine.probe(str(tmp_path)).items() if key.startswith("cuda")}
+
+    there = {"cuda_driver": "yes", "cuda_version": "12.8", "cuda_devices": "2"}
+    assert facts() == {**there, "cuda_batches": "yes", "cuda_pinning": "yes"}
+    assert driver.statistics()["contexts_created"] == 0, "a context takes memory on the device"
+    driver.configure(driver_version=12020)
+    driver.fail("cuDeviceGetAttribute", 1, 1)
+    refused = "no: cuDeviceGetAttribute: CUDA_ERROR_INVALID_VALUE (1)"
+    assert facts() == {**there, "cuda_version": "12.2", "cuda_batches": "no", "cuda_pinning": refused}
+    driver.reset(devices=0)
+    assert facts() == {"cuda_driver": "no: cuInit: CUDA_ERROR_NO_DEVICE (100)"}
+    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
+    assert facts() == {"cuda_driver": f"no: no CUDA driver: {tmp_path}/libcuda.so.1"}
+
+
+CHILD = """
+    import importlib.util, os, sys
+    from array import array
+    from fake_cuda import FakeCuda
+    spec = importlib.util.spec_from_file_location("_engine", sys.argv[2])  # without torch, which takes seconds
+    _engine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(_engine)
+    driver = FakeCuda()
+    driver.reset()
+    engine = _engine.Engine(ring_bytes=1 << 20, chunk_bytes=1 << 14, io_depth=4, copy_threads=2)
+    assert engine.attach(0)
+    pointer = driver.device_malloc(0, 1 << 19)
+    def begin():
+        job = engine.begin(array("Q", [pointer]), array("Q", [1 << 19]), array("Q", [1]), 1,
+                           devices=array("q", [0]), streams=array("Q", [0, 0]))
+        job.append(0, 0, array("q", [1, 1 << 19, 0]), b"")
+        job.seal()
+        return job
+    job = begin()
+    job.open(0, sys.argv[1], 0)
+"""
+
+
+def run_child(code: str, path: Path, driver: FakeCuda) -> None:
+    """In a process of its own; its violations are this one's failure."""
+    report = path.with_suffix(".violations")
+    environment = {**os.environ, "LAZYCKPT_CUDA_LIBRARY": str(driver.path), "FAKE_CUDA_REPORT": str(report)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = textwrap.dedent(CHILD) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", script, path, _engine.__file__],
+        env=environment,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not report.exists(), report.read_text()
+
+
+def test_a_forked_child_calls_nothing(driver: FakeCuda, tmp_path: Path) -> None:
+    code = """
+        for _ in range(10):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    job.wait_captured(1)
+                except RuntimeError:
+                    del job, engine
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(pid, 0)[1] == 0
+        job.wait_settled()
+        job.raise_error()
+        assert driver.live()["registrations"] == 1
+    """
+    run_child(code, tmp_path / "file", driver)
+
+
+@pytest.mark.parametrize("end", ["", "del job, engine", "sys.exit()", "os._exit(0)", "driver.deinit()"])
+def test_a_process_may_end_in_the_middle(driver: FakeCuda, end: str, tmp_path: Path) -> None:
+    run_child(f"job = begin()\n{end}\n", tmp_path / "file", driver)
+
+
+def test_without_the_gate_the_same_steps_are_reported(driver: FakeCuda) -> None:
+    """The orders above are really checked."""
+    state = State(driver, [(0, 4 * CHUNK, 1)])
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        end = time.monotonic() + 10
+        while driver.statistics()["copies"] == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        state.overwrite(1)
+    job.wait_captured(ALL)
+    assert driver.violations()
+    driver.forget_violations()
+    with pytest.raises(FakeError):
+        driver.end_capture(0)
+    del job, engine

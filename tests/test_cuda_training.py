@@ -1,0 +1,554 @@
+"""Training whose state lives on CUDA devices, through Saver and Checkpointer: tests/fake_cuda plays the devices.
+
+torch has no CUDA here. Its CPU tensors stand for tensors on a device (lazyckpt/devices.py is told so): what is saved
+of them is device memory, which kernels of the test fill, on the training stream, in place of those torch would launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import threading
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from fake_cuda import FakeCuda, Mode
+from lazyckpt import _engine, devices
+from lazyckpt.gate import gate
+
+pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
+
+SMALL = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 256 << 10}
+
+
+class Gpu:
+    """Which tensors are on which device, and what their memory holds: one byte, all over."""
+
+    def __init__(self, driver: FakeCuda) -> None:
+        self.driver = driver
+        self.streams = {0: 0, 1: 0}
+        self.captured = False
+        self._memory: dict[int, tuple[int, int, torch.UntypedStorage]] = {}  # by _cdata: device, pointer
+        self._bytes: dict[int, int] = {}
+
+    def place(self, tensors: Iterable[torch.Tensor], device: int = 0) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._memory:
+                pointer = self.driver.device_malloc(device, storage.nbytes())
+                self._memory[storage._cdata] = device, pointer, storage
+                self.driver.write(pointer, bytes(storage.nbytes()))
+                self._bytes[storage._cdata] = 0
+
+    def kernel(self, tensors: Iterable[torch.Tensor], byte: int) -> None:
+        """Writes to tensors, in the order of the training stream."""
+        tensors = list(tensors)
+        for device, stream in self.streams.items():
+            if writes := self.ranges(tensors, device, byte):
+                self.driver.kernel(stream, writes, device=device)
+        for identity in {tensor.untyped_storage()._cdata for tensor in tensors} & self._bytes.keys():
+            self._bytes[identity] = byte
+
+    def ranges(self, tensors: Iterable[torch.Tensor], device: int, byte: int) -> list[tuple[int, int, int]]:
+        places = [(self._memory.get(t.untyped_storage()._cdata), t.untyped_storage().nbytes()) for t in tensors]
+        return [(place[1], nbytes, byte) for place, nbytes in places if place is not None and place[0] == device]
+
+    def not_placed(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [t for t in tensors if t.untyped_storage()._cdata not in self._memory]
+
+    def content(self, tensor: torch.Tensor) -> bytes:
+        place = self._memory.get(tensor.untyped_storage()._cdata)
+        return raw(tensor) if place is None else self.driver.read(place[1], tensor.nbytes)
+
+    def picture(self, state: Any) -> Any:
+        """The bytes of every tensor in a state, as they will be when the streams are done."""
+        if isinstance(state, torch.Tensor):
+            byte = self._bytes.get(state.untyped_storage()._cdata)
+            return raw(state) if byte is None else bytes([byte]) * state.nbytes
+        if isinstance(state, dict):
+            return {key: self.picture(value) for key, value in state.items()}
+        return [self.picture(value) for value in state] if isinstance(state, list) else state
+
+    # lazyckpt.devices
+
+    def locate(self, storages: Iterable[torch.UntypedStorage], engine: _engine.Engine) -> list[int] | None:
+        found = [self._memory[s._cdata][0] if s._cdata in self._memory else devices.HOST for s in storages]
+        for device in set(found) - {devices.HOST}:
+            assert engine.attach(device)
+        return found if any(device != devices.HOST for device in found) else None
+
+    def data_ptr(self, storage: torch.UntypedStorage) -> int:
+        place = self._memory.get(storage._cdata)
+        return storage.data_ptr() if place is None else place[1]
+
+    def current_streams(self, ordinals: Iterable[int]) -> array[int]:
+        return array("Q", [n for d in ordinals for n in (d, self.streams[d])])
+
+    def on_host(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        place = self._memory.get(storage._cdata)
+        if place is None:
+            return storage
+        self.driver.synchronize()
+        copy = torch.frombuffer(bytearray(self.driver.read(place[1], storage.nbytes())), dtype=torch.uint8)
+        return copy.untyped_storage()
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@pytest.fixture
+def gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(cuda.path))
+    gpu = Gpu(cuda)
+    for name in ("locate", "data_ptr", "current_streams", "on_host"):
+        monkeypatch.setattr(devices, name, getattr(gpu, name))
+    monkeypatch.setattr(devices, "capturing", lambda: gpu.captured)
+    yield gpu
+    assert gate._pending == ()
+    gc.collect()  # tracebacks hold on to engines
+    assert not any(cuda.live().values())
+    assert cuda.context_depth() == 0
+
+
+class Net(torch.nn.Module):
+    """With a buffer that changes in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6)))
+        self.register_buffer("seen", torch.zeros(5000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+class Training:
+    """The model and the optimizer's state are on the device, Adam's ``step`` on the host, as torch has it."""
+
+    def __init__(self, gpu: Gpu, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        self.gpu = gpu
+        self.model = Net()
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        gpu.place([*self.model.parameters(), *self.model.buffers()])
+        self.steps = 0
+
+    def backward(self) -> None:
+        self.steps += 1
+        self.optimizer.zero_grad()
+        self.model(torch.ones(1, 128)).square().sum().backward()
+        self.gpu.kernel(self.model.buffers(), 100 + self.steps % 100)
+
+    def owned(self) -> list[torch.Tensor]:
+        states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim]
+        return [*(p for p in self.model.parameters() if p.requires_grad), *states]
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.after_step()
+
+    def after_step(self) -> None:
+        self.gpu.place(self.owned())
+        self.gpu.kernel(self.owned(), self.steps % 100)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def saved(path: Path) -> Any:
+    def walk(state: Any) -> Any:
+        if isinstance(state, torch.Tensor):
+            return raw(state)
+        if isinstance(state, dict):
+            return {key: walk(value) for key, value in state.items()}
+        return [walk(value) for value in state] if isinstance(state, list) else state
+
+    return walk(dict(torch.load(path)))
+
+
+def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
+    job = handle._snapshot.job if handle._snapshot is not None else None
+    return 0 if job is None else job.pending_chunks((1 << 64) - 1)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_step_right_after_every_save(gpu: Gpu, mode: Mode, tmp_path: Path) -> None:
+    """Each checkpoint is the state at its save(), whatever the next steps do to it, bit for bit."""
+    gpu.driver.configure(mode=mode)
+    if mode is Mode.RANDOM:
+        gpu.streams[0] = gpu.driver.stream(0)
+    training = Training(gpu)
+    expected = {}
+    with lazyckpt.Checkpointer(tmp_path, host_buffer_bytes=1 << 20, chunk_bytes=64 << 10) as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        training.step()
+        lazy = 0
+        for step in range(40):
+            handle = ckpt.save(step)
+            lazy += pending_chunks(handle) > 0
+            expected[step] = gpu.picture(training.state())
+            training.step()
+        ckpt._saver.wait()
+        assert ckpt._saver.engine.unpinned == ""
+    assert lazy > 0
+    for step, picture in expected.items():
+        found = saved(tmp_path / f"step-{step:08d}" / "state.pt")
+        assert found["model"] == picture["model"]
+        assert found["optimizer"]["state"] == picture["optimizer"]["state"]
+    assert gpu.driver.statistics()["pageable_copies"] == 0
+
+
+def test_neither_save_nor_step_waits_for_a_busy_device(gpu: Gpu, tmp_path: Path) -> None:
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Saver(host_buffer_bytes=32 << 20, chunk_bytes=2 << 20) as saver:
+        saver.save(training.state(), tmp_path / "warm.pt", blocking=True)
+        training.step()
+        with gpu.driver.hold(copies=True):
+            handle = saver.save(training.state(), tmp_path / "a.pt")
+            picture = gpu.picture(training.state())
+            training.step()  # would hang if the host waited
+            assert pending_chunks(handle) > 0
+            assert not handle.wait_captured(0.05)
+            metrics = handle.metrics
+        handle.result(30)
+    assert saved(tmp_path / "a.pt") == picture
+    assert metrics.eager_bytes > 5000 * 4
+
+
+class Sharp(torch.optim.SGD):
+    """An optimizer of which nobody knows what it does, and on which stream."""
+
+
+@pytest.mark.parametrize("optimizer", [Sharp, torch.optim.SGD])
+def test_only_torchs_own_optimizers_let_the_device_wait(
+    gpu: Gpu, optimizer: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    training = Training(gpu, optimizer)
+    training.step()
+    with lazyckpt.Saver(host_buffer_bytes=32 << 20, chunk_bytes=2 << 20) as saver:
+        saver.save(training.state(), tmp_path / "warm.pt", blocking=True)
+        training.step()
+        gpu.driver.lib.fake_hold(1, 0)
+        release = threading.Timer(0.3, gpu.driver.lib.fake_hold, (0, 0))
+        handle = saver.save(training.state(), tmp_path / "a.pt")
+        picture = gpu.picture(training.state())
+        training.backward()
+        release.start()
+        training.optimizer.step()
+        assert (pending_chunks(handle) == 0) == (optimizer is Sharp)
+        training.after_step()
+        handle.result(30)
+        release.join()
+    assert saved(tmp_path / "a.pt") == picture
+
+
+def test_host_memory_of_an_optimizer_is_copied_before_its_step(gpu: Gpu, tmp_path: Path) -> None:
+    """An optimizer whose state was offloaded: a wait on the device would not keep the host from writing to it."""
+    training = Training(gpu)
+    other = torch.nn.Linear(300, 300)
+    training.optimizer.add_param_group({"params": list(other.parameters())})
+    training.step()
+    with lazyckpt.Saver(**SMALL) as saver:
+        for number in range(10):
+            state = {"other": other.state_dict(), **training.state()}
+            handle = saver.save(state, tmp_path / f"{number}.pt")
+            picture = gpu.picture(state)
+            training.backward()
+            other(torch.ones(1, 300)).sum().backward()
+            training.optimizer.step()
+            training.after_step()
+            handle.result(30)
+            assert saved(tmp_path / f"{number}.pt") == picture
+
+
+def test_more_than_the_ring(gpu: Gpu, tmp_path: Path) -> None:
+    """save() and the step wait on the host until the rest is enqueued."""
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Saver(chunk_bytes=16 << 10, host_buffer_bytes=32 << 10) as saver:
+        for number in range(5):
+            saver.save(training.state(), tmp_path / f"{number}.pt")
+            picture = gpu.picture(training.state())
+            training.step()
+            saver.wait()
+            assert saved(tmp_path / f"{number}.pt") == picture
+
+
+def test_two_devices_each_wait_for_their_own(gpu: Gpu, tmp_path: Path) -> None:
+    gpu.streams[1] = gpu.driver.stream(1)
+    training = Training(gpu)
+    other = torch.nn.Linear(200, 200)
+    gpu.place(other.parameters(), device=1)
+    training.optimizer.add_param_group({"params": list(other.parameters())})
+    training.model.add_module("other", other)
+    training.step()
+    with lazyckpt.Saver(**SMALL) as saver:
+        for number in range(10):
+            handle = saver.save(training.state(), tmp_path / f"{number}.pt")
+            picture = gpu.picture(training.state())
+            training.step()
+            handle.result(30)
+            assert saved(tmp_path / f"{number}.pt") == picture
+    assert {ran.device for ran in gpu.driver.log() if ran.kind == "d2h"} == {0, 1}
+
+
+def test_a_captured_step_makes_its_optimizer_eager_until_somebody_waits_by_hand(gpu: Gpu, tmp_path: Path) -> None:
+    gpu.streams[0] = gpu.driver.stream(0)
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Saver(**SMALL) as saver:
+        handle = saver.save(training.state(), tmp_path / "before.pt")
+        picture = gpu.picture(training.state())
+        gpu.driver.begin_capture(gpu.streams[0])
+        gpu.captured = True
+        with pytest.raises(lazyckpt.ConfigError, match="capture"):
+            saver.save(training.state(), tmp_path / "inside.pt")
+        training.step()  # the capture holds its kernels
+        assert pending_chunks(handle) == 0, "the graph may be replayed without any hook"
+        graph = gpu.driver.end_capture(gpu.streams[0])
+        gpu.captured = False
+        assert saved(handle.result(30)) == picture
+
+        gpu.driver.replay(graph, gpu.streams[0])
+        handle = saver.save(training.state(), tmp_path / "eager.pt")
+        gpu.driver.replay(graph, gpu.streams[0])  # no hook, no wait: a lazy copy would be torn
+        assert handle.metrics.eager_bytes == 0  # told when it is done
+        handle.result(30)
+        assert handle.metrics.eager_bytes > 100_000
+
+        lazyckpt.wait_captured()
+        gpu.driver.replay(graph, gpu.streams[0])
+        handle = saver.save(training.state(), tmp_path / "lazy.pt")
+        lazyckpt.wait_captured()
+        gpu.driver.replay(graph, gpu.streams[0])
+        handle.result(30)
+        assert handle.metrics.eager_bytes < 100_000
+        again = saver.save(training.state(), tmp_path / "again.pt")
+        lazyckpt.wait_captured()
+        again.result(30)
+    assert saved(tmp_path / "lazy.pt") == saved(tmp_path / "eager.pt") == gpu.picture(training.state())
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_who_writes_behind_the_optimizers_back_is_named(gpu: Gpu, audit: bool, tmp_path: Path) -> None:
+    """By the version that torch counts, or, if it does not, by the audit's checksums."""
+    training = Training(gpu)
+    training.step()
+    weight = training.model.layers[0].weight
+    with lazyckpt.Saver(audit=audit, **SMALL) as saver:
+        whole = saver.save(training.state(), tmp_path / "whole.pt")
+        training.step()
+        whole.result(30)
+        with gpu.driver.hold(copies=True) if audit else contextlib.nullcontext():
+            handle = saver.save(training.state(), tmp_path / "torn.pt")
+            if audit:
+                gpu.kernel([weight], 77)
+            else:
+                weight.detach().add_(1)
+        training.step()
+        with pytest.raises(lazyckpt.TornSnapshotError, match=r"layers\.0\.weight.*written"):
+            handle.result(30)
+    if audit:
+        assert gpu.driver.violations()
+        gpu.driver.forget_violations()
+
+
+def test_frozen_parameters_become_lazy(gpu: Gpu, tmp_path: Path) -> None:
+    training = Training(gpu)
+    training.model.layers[0].requires_grad_(False)
+    training.optimizer = torch.optim.AdamW(p for p in training.model.parameters() if p.requires_grad)
+    training.step()
+    eager = []
+    with lazyckpt.Saver(**SMALL) as saver:
+        saver.watch(training.model)
+        for number in range(4):
+            handle = saver.save(training.state(), tmp_path / f"{number}.pt")
+            picture = gpu.picture(training.state())
+            training.step()
+            handle.result(30)
+            eager.append(handle.metrics.eager_bytes)
+            assert saved(tmp_path / f"{number}.pt") == picture
+    assert eager[1] - eager[3] >= 128 * 128 * 4
+
+
+def test_a_call_that_fails_is_named_and_training_goes_on(gpu: Gpu, tmp_path: Path) -> None:
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Saver(**SMALL) as saver:
+        for name, code in [("cuMemcpyDtoHAsync_v2", 719), ("cuEventSynchronize", 1), ("cuStreamWaitEvent", 1)]:
+            gpu.driver.fail(name, 2, code)
+            with pytest.raises(lazyckpt.SaveError, match=f"{name}: CUDA_ERROR.*cuda:0"):
+                saver.save(training.state(), tmp_path / "a.pt").result(30)
+            training.step()
+            saver.save(training.state(), tmp_path / "b.pt")
+            picture = gpu.picture(training.state())
+            training.step()
+            saver.wait()
+            assert saved(tmp_path / "b.pt") == picture
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_device_that_cannot_be_attached_fails_the_save(gpu: Gpu, tmp_path: Path) -> None:
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Saver(**SMALL) as saver:
+        gpu.driver.fail("cuDevicePrimaryCtxRetain", 1, 2)
+        with pytest.raises(lazyckpt.SaveError, match="cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY"):
+            saver.save(training.state(), tmp_path / "a.pt")
+        saver.save(training.state(), tmp_path / "a.pt", blocking=True)
+    assert saved(tmp_path / "a.pt") == gpu.picture(training.state())
+
+
+def test_one_warning_where_the_ring_is_not_pinned(gpu: Gpu, tmp_path: Path) -> None:
+    gpu.driver.configure(registration_limit=0, registration_error=801)
+    training = Training(gpu)
+    training.step()
+    with warnings.catch_warnings(record=True) as caught, lazyckpt.Saver(**SMALL) as saver:
+        warnings.simplefilter("always")
+        for number in range(3):
+            handle = saver.save(training.state(), tmp_path / f"{number}.pt")
+            picture = gpu.picture(training.state())
+            training.step()
+            handle.result(30)
+            assert saved(tmp_path / f"{number}.pt") == picture
+    messages = [str(w.message) for w in caught if "pinned" in str(w.message)]
+    assert len(messages) == 1 and "CUDA_ERROR_NOT_SUPPORTED" in messages[0]
+
+
+def test_lone_files(gpu: Gpu, tmp_path: Path) -> None:
+    from lazyckpt import functional
+
+    tensors = {name: torch.zeros(3000 + n) for n, name in enumerate("abc")}
+    gpu.place([tensors["a"], tensors["c"]], device=1)
+    gpu.kernel(tensors.values(), 9)
+    functional._engine_of.cache_clear()
+    try:
+        lazyckpt.save(tensors, tmp_path / "a.pt")
+        lazyckpt.save(tensors, tmp_path / "a.safetensors")
+    finally:
+        functional._engine_of.cache_clear()
+    assert saved(tmp_path / "a.pt") == gpu.picture(tensors)
+    loaded = lazyckpt.load(tmp_path / "a.safetensors")
+    assert {name: raw(t) for name, t in loaded.items()} == gpu.picture(tensors)
+
+
+def test_the_gil_elsewhere(gpu: Gpu, tmp_path: Path) -> None:
+    """While another thread keeps the GIL, copies go on; while copies wait for room, other threads run."""
+    training = Training(gpu)
+    training.step()
+    stop = threading.Event()
+    busy = threading.Thread(target=lambda: [math.factorial(2000) for _ in iter(stop.is_set, True)])
+    busy.start()
+    try:
+        with lazyckpt.Saver(chunk_bytes=16 << 10, host_buffer_bytes=32 << 10) as saver:
+            for number in range(3):
+                handle = saver.save(training.state(), tmp_path / f"{number}.pt")
+                picture = gpu.picture(training.state())
+                training.step()
+                handle.result(60)
+                assert saved(tmp_path / f"{number}.pt") == picture
+    finally:
+        stop.set()
+        busy.join()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_restore_reads_straight_to_the_device(gpu: Gpu, cached: bool, tmp_path: Path) -> None:
+    """Behind what the training streams hold, from the page cache and past it; what comes after the restore finds it."""
+    gpu.driver.configure(mode=Mode.COPIES_EARLY)
+    gpu.streams = {0: gpu.driver.stream(0), 1: 0}
+    training = Training(gpu)
+    head = torch.nn.Linear(900, 900)  # more than one read
+    gpu.place(head.parameters(), device=1)
+    on_host = torch.nn.Linear(70, 70)
+    training.model.add_module("head", head)
+    training.model.add_module("on_host", on_host)
+    training.optimizer = torch.optim.AdamW(training.model.parameters())
+    with lazyckpt.Checkpointer(tmp_path, direct_io=not cached, host_buffer_bytes=8 << 20, chunk_bytes=64 << 10) as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        training.step()
+        ckpt.save(1, blocking=True)
+        picture = gpu.picture(training.state())
+        tensors = [*training.owned(), *training.model.buffers()]
+        gpu.driver.kernel(gpu.streams[0], gpu.ranges(tensors, 0, 255), device=0, microseconds=20_000)
+        gpu.driver.kernel(gpu.streams[1], gpu.ranges(tensors, 1, 255), device=1, microseconds=20_000)
+        uploads = gpu.driver.statistics()["bytes_to_device"]
+        assert ckpt.restore() == 1
+        gpu.driver.synchronize()
+        found = {name: gpu.content(t) for name, t in training.model.state_dict().items()}
+        assert found == picture["model"]
+        for at, state in training.optimizer.state_dict()["state"].items():
+            assert {k: gpu.content(t) for k, t in state.items()} == picture["optimizer"]["state"][at]
+        there = sum(t.nbytes for t in tensors) - sum(t.nbytes for t in gpu.not_placed(tensors))
+        assert gpu.driver.statistics()["bytes_to_device"] - uploads == there
+        assert gpu.driver.statistics()["pageable_copies"] == 0
+        training.step()
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize", "cuStreamWaitEvent"])
+def test_a_call_that_fails_in_restore_is_named(gpu: Gpu, name: str, tmp_path: Path) -> None:
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Checkpointer(tmp_path, **SMALL) as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        ckpt.save(1, blocking=True)
+        picture = gpu.picture(training.state())
+        gpu.driver.fail(name, 1, 1)
+        with pytest.warns(UserWarning, match=f"{name}: CUDA_ERROR"), pytest.raises(lazyckpt.RestoreError, match=name):
+            ckpt.restore()
+        assert ckpt.restore() == 1
+    gpu.driver.synchronize()
+    assert {name: gpu.content(t) for name, t in training.model.state_dict().items()} == picture["model"]
+
+
+# lazyckpt.devices as it is
+
+
+def test_where_storages_are() -> None:
+    class Engine:
+        def attach(self, device: int) -> bool:
+            return device == 1
+
+    def storage(device: str) -> Any:
+        return SimpleNamespace(device=torch.device(device))
+
+    def locate(*names: str) -> list[int] | None:
+        return devices.locate([storage(name) for name in names], Engine())  # type: ignore[arg-type, misc]
+
+    assert locate("cpu", "cpu") is None
+    assert locate("cpu", "cuda:1") == [devices.HOST, 1]
+    assert locate("cuda:0", "cpu") == [devices.ELSEWHERE, devices.HOST], "no driver: torch copies"
+    assert locate("mps") == [devices.ELSEWHERE]
+    assert not devices.capturing()
+
+
+def test_what_is_elsewhere_is_copied_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In save(), before it returns: nothing of it is lazy."""
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(devices, "locate", lambda storages, engine: [devices.ELSEWHERE for _ in storages])
+    monkeypatch.setattr(devices, "on_host", torch.UntypedStorage.clone)
+    monkeypatch.setattr(devices, "current_streams", lambda ordinals: array("Q"))
+    with lazyckpt.Saver() as saver:
+        handle = saver.save(model.state_dict(), tmp_path / "a.pt")
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        with torch.no_grad():
+            model.weight.zero_()
+        handle.result(30)
+        assert handle.metrics.eager_bytes == (100 * 100 + 100) * 4
+    for name, tensor in torch.load(tmp_path / "a.pt").items():
+        assert torch.equal(tensor, before[name])
