@@ -66,6 +66,14 @@ class Archive:
         self._records = read_directory(path).records
         self._data = {name.removeprefix("data/"): r for name, r in self._records.items() if name.startswith("data/")}
         self._reading: Reading | None = Reading(path, list(self._data.values()), engine)
+        try:
+            self.tree = self._load(map_location, weights_only, lands)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, map_location: MapLocation, weights_only: bool, lands: bool) -> Any:
+        path = self.path
         self._restore_location = torch.serialization._get_restore_location(map_location)
         if "byteorder" in self._records and self._read_small("byteorder") != sys.byteorder.encode():
             raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=path)
@@ -75,11 +83,11 @@ class Archive:
         try:
             if lands:
                 with contextlib.suppress(_NeedsBytes):
-                    self.tree = self._unpickle(_PlainTensors(data), map_location, weights_only=True)
-                    return
+                    return self._unpickle(_PlainTensors(data), map_location, weights_only=True)
             self._read_all()
-            self.tree = self._unpickle(io.BytesIO(data), map_location, weights_only)
+            tree = self._unpickle(io.BytesIO(data), map_location, weights_only)
             torch._utils._validate_loaded_sparse_tensors()
+            return tree
         except (LoadError, MemoryError):
             raise
         except Exception as error:
@@ -120,7 +128,10 @@ class Archive:
         return self._reading is None
 
     def close(self) -> None:
-        """Gives up what is not read yet."""
+        """Gives up what is not read yet, and with it the part of the engine's ring that it was read into: who holds
+        the exception holds this object, and may want to save."""
+        if self._reading is not None:
+            self._reading.close()
         self._reading = None
 
     def _read_all(self) -> None:
@@ -234,6 +245,10 @@ class Reading:
         offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
         with self._load_error():
             self._reader = _engine.Reader(engine, os.fspath(path), offsets, sizes)
+
+    def close(self) -> None:
+        """Gives up."""
+        del self._reader
 
     def read_into(self, pointers: list[int], ordinals: list[int] | None = None) -> list[int]:
         """Reads each record to its place (0: nowhere), on the host or on attached devices, and returns the CRC-32 of

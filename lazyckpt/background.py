@@ -40,7 +40,8 @@ class SaveHandle(Future[Path]):
         self.path = path
         self.metrics = CheckpointMetrics(step)
         self.in_training = False
-        """Whether an optimizer has stepped since the save before: if not, there may be no training to overlap with."""
+        """Whether some of it belongs to an optimizer that has stepped since the save before: if not, there may be no
+        training to overlap with."""
         self._snapshot: Snapshot | None = None
         self._reported = False
 

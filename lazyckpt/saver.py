@@ -270,7 +270,7 @@ class Saver:
         sizes = [nbytes for _, nbytes in programs]
         self._check_space(sum(sizes), handle)
         snapshot.metrics = handle.metrics
-        handle.in_training = self._steps != self._steps_before
+        handle.in_training = snapshot.in_training
         handle.metrics.storages = len(snapshot.sizes)
         handle.metrics.bytes = sum(sizes)
         if self.config.durability == "before_step":

@@ -160,6 +160,8 @@ class Snapshot:
             bits if nbytes > LAZY_MIN_BYTES else 0
             for bits, nbytes in zip(map(ownership.lazy_owners.get, identities, repeat(0)), sizes, strict=False)
         ]
+        # Whether some of it belongs to an optimizer that is at work.
+        self.in_training = any(map(ownership.lazy_owners.get, identities))
         frozen_at = self._classify_frozen(files, identities, sizes, owners, frozen_parameters)
         located = devices.locate(chain.from_iterable(file.storages for file in files), engine)
         if located is not None:  # a copy by torch is made now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -241,3 +242,18 @@ def test_a_damaged_pickle_is_found_by_its_checksum(plain: Path) -> None:
     plain.write_bytes(data[:at] + b"X" + data[at + 1 :])
     with pytest.raises(CorruptFileError, match=r"data\.pkl: checksum"):
         lazyckpt.load(plain)
+
+
+def test_who_holds_the_error_of_a_load_may_save(tmp_path: Path) -> None:
+    """A read that is given up gives its part of the ring back, also while its exception is alive."""
+    damaged = tmp_path / "a.pt"
+    lazyckpt.save(torch.zeros(10 << 20), damaged)
+    data = damaged.read_bytes()
+    at = data.index(b"_rebuild_tensor_v2")
+    damaged.write_bytes(data[:at] + b"X" + data[at + 1 :])
+    with pytest.raises(CorruptFileError) as held:
+        lazyckpt.load(damaged)
+    saving = threading.Thread(target=lazyckpt.save, args=(torch.zeros(10 << 20), tmp_path / "b.pt"), daemon=True)
+    saving.start()
+    saving.join(30)
+    assert not saving.is_alive() and held.value is not None
