@@ -41,6 +41,10 @@ class LazyCkpt(Arm):
             self.metrics.append(handle.metrics)
         self._handles.clear()
 
+    def restore(self) -> None:
+        """The newest checkpoint, in place."""
+        self._checkpointer.restore()
+
     def discard(self) -> None:
         """Nothing to do: the catalog keeps two, and is not to be deleted under a living checkpointer."""
 

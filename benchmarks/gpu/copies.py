@@ -158,7 +158,7 @@ def measure_peak(part: Part) -> None:
             shares = spread([100 * share for share in ratios(seconds["torch, pinned"], values)], 0)
             rate.add(name, spread([copier.nbytes / s / 1e9 for s in values]), f"{shares} %")
         part.publish([rate])
-        if part.left_s < 5:
+        if part.left_s < 0.25 * part.seconds:
             break
     part.publish([rate, _latency(copier, flat, pinned)])
 
