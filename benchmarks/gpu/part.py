@@ -45,7 +45,7 @@ class Part:
 
     def fitting_bytes(self, *, in_memory: float, on_disk: float) -> int:
         """The largest state of which so many copies fit into host memory and into `directory`, which may be in memory
-        itself, with room to spare; on a GPU, into that four times over: gradients, and what computing takes."""
+        itself, with room to spare. On a GPU, two and a half have to fit there: gradients, and what some peer clones."""
         free = shutil.disk_usage(self.directory).free
         memory = available_memory_bytes()
         if on_tmpfs(self.directory):
@@ -53,7 +53,7 @@ class Part:
         else:
             fitting = min(memory / in_memory, free / on_disk)
         if self.device.type == "cuda":
-            fitting = min(fitting, torch.cuda.mem_get_info(self.device)[0] / 4)
+            fitting = min(fitting, torch.cuda.mem_get_info(self.device)[0] / 2.5)
         return int(min(0.8 * fitting, self.state_bytes))
 
 

@@ -78,7 +78,7 @@ class Training:
         self.scaler.update()
 
     def state(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         return {name: part.state_dict() for name, part in parts.items()}
 
 
