@@ -18,7 +18,7 @@ from benchmarks.arms import NONE, Arm, ArmKind
 from benchmarks.floor import Floor
 from benchmarks.paired import differences, median, ratios, spread
 from benchmarks.report import Table
-from benchmarks.workload import Training
+from benchmarks.workload import Mark, Training, seconds_between
 
 WARM_UP_STEPS = 3
 COMPUTE_OVER_WRITE = 2.0  # forward + backward last this many times the raw write of the state
@@ -47,30 +47,33 @@ class Series:
 
 def run_block(training: Training, arm: Arm, steps: int, first: int) -> Block:
     """Train `steps` steps with a checkpoint in each; numbers begin at `first`."""
-    begun = 0.0
+    begun = training.mark()
 
     def optimizer_begins(*_: object) -> None:
         nonlocal begun
-        begun = time.perf_counter()
+        begun = training.mark()
 
     # Runs after the global pre-hooks, where lazyckpt's gate stands.
     hook = training.optimizer.register_step_pre_hook(optimizer_begins)
-    blocked = []
+    waits: list[tuple[Mark, Mark]] = []
+    training.synchronize()
     start = time.perf_counter()
     for step in range(first, first + steps):
-        called = time.perf_counter()
+        called = training.mark()
         arm.save(step)
-        save_s = time.perf_counter() - called
+        waits.append((called, training.mark()))
         training.compute()
-        called = time.perf_counter()
+        called = training.mark()
         arm.before_step()
         training.optimizer.step()
         arm.after_step()
-        blocked.append(save_s + begun - called)
+        waits.append((called, begun))
+        training.synchronize()
     arm.drain()
     seconds = time.perf_counter() - start
     hook.remove()
-    return Block(seconds, blocked)
+    blocked = [seconds_between(*wait) for wait in waits]
+    return Block(seconds, [saving + gated for saving, gated in zip(blocked[::2], blocked[1::2], strict=True)])
 
 
 def durable_seconds(arm: Arm, step: int) -> float:

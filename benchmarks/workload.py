@@ -13,6 +13,7 @@ VOCABULARY = 4096
 CONTEXT = 128  # tokens in a sequence
 LAYERS = 8
 HEAD_WIDTH = 64
+HOST = torch.device("cpu")
 BYTES_PER_PARAMETER = 12  # fp32 weight, exp_avg and exp_avg_sq: what a checkpoint holds
 
 
@@ -31,7 +32,7 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, time) token ids -> (batch, time, vocabulary) logits."""
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
@@ -50,7 +51,18 @@ def _width_for(state_bytes: int) -> int:
     def state(width: int) -> int:
         return BYTES_PER_PARAMETER * (12 * LAYERS * width**2 + 2 * VOCABULARY * width)
 
-    return min(range(HEAD_WIDTH, 4096, HEAD_WIDTH), key=lambda width: abs(state(width) - state_bytes))
+    return min(range(HEAD_WIDTH, 8192, HEAD_WIDTH), key=lambda width: abs(state(width) - state_bytes))
+
+
+Mark = float | torch.cuda.Event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Of two marks that have passed."""
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return float(begin.elapsed_time(end)) / 1e3
+    assert isinstance(begin, float) and isinstance(end, float)
+    return end - begin
 
 
 @dataclass
@@ -59,21 +71,40 @@ class Training:
 
     state_bytes: int
     sequences: int = 2
+    device: torch.device = HOST
+    micro_batches: int = 1
     model: Gpt = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.model = Gpt(_width_for(self.state_bytes))
+        self.model = Gpt(_width_for(self.state_bytes)).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.compute()
         self.optimizer.step()
 
     def compute(self) -> None:
-        """Forward and backward: what a checkpoint may hide behind."""
-        loss = self.model.loss(torch.randint(VOCABULARY, (self.sequences, CONTEXT + 1)))
+        """Forward and backward, until they are done: what a checkpoint may hide behind. In bfloat16 on a GPU."""
         self.optimizer.zero_grad(set_to_none=False)
-        torch.autograd.backward(loss)
+        for _ in range(self.micro_batches):
+            tokens = torch.randint(VOCABULARY, (self.sequences, CONTEXT + 1), device=self.device)
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+                loss = self.model.loss(tokens)
+            torch.autograd.backward(loss)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def mark(self) -> Mark:
+        """A moment of the training: of its thread on the host, of its stream on a GPU, which may be made to wait where
+        the thread is not."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def calibrate(self, compute_s: float) -> float:
         """Choose the batch so that `compute` takes at least `compute_s`; returns the seconds it now takes."""

@@ -1,8 +1,7 @@
 """torch.distributed.checkpoint's `async_save` in its best case.
 
 One stager with reused buffers, staging awaited only before the step, the upload before the next save, plan
-caching, one writing thread per core, files synced. What needs an accelerator (pinned memory, non-blocking
-copies) is off.
+caching, one writing thread per core, files synced; pinned memory and copies that do not block, for state on a GPU.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ class DcpAsync(Arm):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._async_save = async_save
         self._writer = FileSystemWriter
+        on_gpu = training.device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=False,
+                use_pinned_memory=on_gpu,
                 use_shared_memory=process,
                 use_async_staging=True,
-                use_non_blocking_copy=False,
+                use_non_blocking_copy=on_gpu,
             )
         )
         self._planner = DefaultSavePlanner(enable_plan_caching=True)

@@ -15,10 +15,10 @@ class LazyCkpt(Arm):
     """`ring` is the ring's size as a fraction of the state; the full ring has room for the eager bytes too.
 
     The gate stands inside `optimizer.step()`, so `before_step` has nothing to do; the loop's clock sees it
-    all the same. It keeps two checkpoints and pays for deleting the others, which no other arm does.
+    all the same. It keeps `keep_last` checkpoints and pays for deleting the others, which no other arm does.
     """
 
-    def __init__(self, training: Training, directory: Path, *, ring: float) -> None:
+    def __init__(self, training: Training, directory: Path, *, ring: float, keep_last: int = 2) -> None:
         super().__init__(training, directory)
         import lazyckpt
 
@@ -26,10 +26,11 @@ class LazyCkpt(Arm):
         spare_bytes = 2 * CHUNK_BYTES if ring >= 1 else 0
         ring_bytes = -(-int(ring * state_bytes) // CHUNK_BYTES) * CHUNK_BYTES + spare_bytes
         self._checkpointer = lazyckpt.Checkpointer(
-            directory, host_buffer_bytes=ring_bytes, max_in_flight=2, keep_last=2
+            directory, host_buffer_bytes=ring_bytes, max_in_flight=2, keep_last=keep_last
         )
         self._checkpointer.track(model=training.model, optimizer=training.optimizer)
         self._handles: list[Any] = []
+        self.metrics: list[Any] = []  # of the checkpoints that were drained
 
     def save(self, step: int) -> None:
         self._handles.append(self._checkpointer.save(step))
@@ -37,7 +38,12 @@ class LazyCkpt(Arm):
     def drain(self) -> None:
         for handle in self._handles:
             handle.result(timeout=600)
+            self.metrics.append(handle.metrics)
         self._handles.clear()
+
+    def restore(self) -> None:
+        """The newest checkpoint, in place."""
+        self._checkpointer.restore()
 
     def discard(self) -> None:
         """Nothing to do: the catalog keeps two, and is not to be deleted under a living checkpointer."""

@@ -1,0 +1,75 @@
+"""What every part shares: what it is told, its time, and how it hands over what it has so far."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import Table
+from lazyckpt.config import available_memory_bytes
+
+GB = 1_000_000_000
+
+
+@dataclass
+class Part:
+    """`seconds` from now on it may take; it is stopped soon after."""
+
+    name: str
+    device: torch.device
+    seconds: float
+    state_bytes: int  # at most
+    directory: Path  # where checkpoints go
+    output: Path  # its tables, as JSON; figures go beside it
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def publish(self, tables: Sequence[Table]) -> None:
+        """Replaces what was handed over before. A part that is stopped has handed over all but the last of it."""
+        unfinished = self.output.with_suffix(".part")
+        unfinished.write_text(json.dumps([asdict(table) for table in tables]))
+        os.replace(unfinished, self.output)
+
+    def fitting_bytes(self, *, in_memory: float, on_disk: float) -> int:
+        """The largest state of which so many copies fit into host memory and into `directory`, which may be in memory
+        itself, with room to spare. On a GPU, two and a half have to fit there: gradients, and what some peer clones."""
+        free = shutil.disk_usage(self.directory).free
+        memory = available_memory_bytes()
+        if on_tmpfs(self.directory):
+            fitting = min(memory / (in_memory + on_disk), free / on_disk)
+        else:
+            fitting = min(memory / in_memory, free / on_disk)
+        if self.device.type == "cuda":
+            fitting = min(fitting, torch.cuda.mem_get_info(self.device)[0] / 2.5)
+        return int(min(0.8 * fitting, self.state_bytes))
+
+
+def on_tmpfs(directory: Path) -> bool:
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    above = [(len(mount), kind) for mount, kind in mounts if directory.resolve().is_relative_to(mount)]
+    return max(above)[1] == "tmpfs"
+
+
+def main(parts: dict[str, Callable[[Part], None]]) -> None:
+    parser = argparse.ArgumentParser(description="One part of `python -m benchmarks.gpu`, which starts it.")
+    parser.add_argument("name", choices=parts)
+    parser.add_argument("--device", type=torch.device, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--state-bytes", type=int, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    part = Part(**vars(parser.parse_args()))
+    parts[part.name](part)
