@@ -296,6 +296,7 @@ SLOW = [
         (bert, {"gradient_checkpointing": True}),
         (frozen, {"gradient_checkpointing": True}),
         (bert, {"torch_compile_backend": "aot_eager"}),
+        (bert, {"compiled_step": "eager"}),
         pytest.param(bert, {"torch_compile_backend": "inductor"}, marks=SLOW),
     ],
 )
@@ -305,8 +306,16 @@ def test_a_lazy_checkpoint_is_what_torch_would_have_saved_at_that_step(
     callback = lazy()
     expected: dict[int, Any] = {}
     late: list[bool] = []
+    options = dict(options)
+    compiled_step = options.pop("compiled_step", None)
 
     class Referenced(Trainer):  # type: ignore[misc]
+        def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+            scheduler = super().create_scheduler(*args, **kwargs)
+            if compiled_step is not None:
+                self.optimizer.step = torch.compile(self.optimizer.step, backend=compiled_step)
+            return scheduler
+
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             expected[self.state.global_step] = copied([self.model.state_dict(), self.optimizer.state_dict()])
             disk.free.clear()
