@@ -257,10 +257,9 @@ def test_copying_goes_on_after_save_state_has_returned(tmp_path: Path) -> None:
     assert metrics.save_blocked_s < metrics.captured_s < metrics.durable_s
 
 
-def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is nothing to overlap with; who saves before training, or after it, may look at once."""
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder gets its name a while after its bytes are there."""
     publish = commit.Staging.publish
 
     def late(self: commit.Staging) -> Path | None:
@@ -268,6 +267,11 @@ def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(
         return publish(self)
 
     monkeypatch.setattr(commit.Staging, "publish", late)
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(tmp_path: Path) -> None:
+    """There is nothing to overlap with; who saves before training, or after it, may look at once."""
     another = Run()
     enable(another.accelerator)
     another.step()  # other optimizers of the process do not count
@@ -282,16 +286,8 @@ def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(
     run.accelerator.end_training()
 
 
-def test_another_accelerator_of_the_process_waits_for_what_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish = commit.Staging.publish
-
-    def late(self: commit.Staging) -> Path | None:
-        time.sleep(0.3)
-        return publish(self)
-
-    monkeypatch.setattr(commit.Staging, "publish", late)
+@pytest.mark.usefixtures("slow_disk")
+def test_another_accelerator_of_the_process_waits_for_what_it_loads(tmp_path: Path) -> None:
     run = Run()
     enable(run.accelerator)
     run.step()
