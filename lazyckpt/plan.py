@@ -17,7 +17,8 @@ from lazyckpt.containers.base import Extent
 from lazyckpt.errors import ConfigError
 from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.composite import UnpicklableError
-from lazyckpt.providers.objects import StateProvider, pickle_of
+from lazyckpt.providers.objects import StateProvider
+from lazyckpt.providers.pickles import pickle_of
 
 ARCHIVE_NAME = "archive"  # the folder inside the zip, as torch.save names it for a buffer
 

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt.providers import objects
+from lazyckpt.providers import pickles
 from lazyckpt.providers.base import Bytes, StorageTable
-from lazyckpt.providers.objects import MIN_ARRAY_BYTES, Skeleton, StateProvider
+from lazyckpt.providers.objects import StateProvider
+from lazyckpt.providers.pickles import MIN_ARRAY_BYTES, Skeleton
 
 BIG = MIN_ARRAY_BYTES  # bytes from which on an array is a storage record
 
@@ -651,8 +652,8 @@ def many_kinds() -> dict[str, Any]:
     """More words in common than there are places for them, tensors in several places, and views."""
     shared = torch.randn(6, 4)
     dtypes = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
-    plain = [d for d in dtypes if d in objects._PLAIN_DTYPES]
-    assert len(plain) > objects._PLACES
+    plain = [d for d in dtypes if d in pickles._PLAIN_DTYPES]
+    assert len(plain) > pickles._PLACES
     return {
         "kinds": {str(d): torch.zeros(3, dtype=d) for d in sorted(set(plain), key=str)},
         "shared": [shared, shared, shared.t(), shared[2:, 1], shared.detach().requires_grad_()],
@@ -672,11 +673,11 @@ def test_what_changes_beside_the_tensors_costs_them_nothing(
             state["step"] = step
             saved = torch.load(ckpt.save(1).result() / "state.pt", weights_only=False)["whole"]
             assert graph(saved) == graph(state)
-            monkeypatch.setattr(objects, "_spell", lambda *_: pytest.fail("the tensors were pickled again"))
+            monkeypatch.setattr(pickles, "_spell", lambda *_: pytest.fail("the tensors were pickled again"))
 
 
 def test_bytes_that_look_like_the_place_of_a_tensor(tmp_path: Path, graph: Any) -> None:
-    looks_so = objects._PLACEHOLDER_OPCODES.decode("latin-1")
+    looks_so = pickles._PLACEHOLDER_OPCODES.decode("latin-1")
     state = {"w": torch.randn(4), "note": "", "v": torch.randn(5)}
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(whole=Whole(state))

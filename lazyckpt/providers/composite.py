@@ -10,7 +10,7 @@ import torch
 
 from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
-from lazyckpt.providers.objects import dict_opcodes
+from lazyckpt.providers.pickles import dict_opcodes
 
 
 class CompositeProvider(Provider):
