@@ -50,7 +50,9 @@ bench-full: setup
 	$(BIN)/python -m benchmarks --full
 
 torture: setup
+	rm -f build/trials.jsonl
 	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python tests/trials.py
 
 clean:
 	rm -rf $(VENV) build dist

@@ -133,8 +133,14 @@ class Engine {
   void StopLanes(Gpu& gpu);
   void RunAfterCopies(Job& job, Lane lane, const StreamRef& stream);
 
-  // capture.cc
+  // layout.cc
   Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
+  void OpenChunk(Job& job, size_t file, uint64_t offset);
+  void AddPiece(Job& job, Piece piece);
+  void SplitAtLastBlock(Job& job);
+  void QueueOpenChunk(Job& job);
+
+  // capture.cc
   void CopyLoop();
   void LandLoop(Gpu& gpu, CopyLane& lane);
   bool Work(bool helping, std::unique_lock<std::mutex>& lock);
@@ -148,10 +154,6 @@ class Engine {
   void EndCopy(Chunk* chunk);
   void OnCopied(Chunk* chunk);
   void Release(Chunk* chunk);
-  void OpenChunk(Job& job, size_t file, uint64_t offset);
-  void AddPiece(Job& job, Piece piece);
-  void SplitAtLastBlock(Job& job);
-  void QueueOpenChunk(Job& job);
   bool HelpUntil(const std::function<bool()>& done, Clock::time_point deadline);
   bool WaitUntil(const std::function<bool()>& done, Clock::time_point deadline);
 

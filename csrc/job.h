@@ -1,4 +1,5 @@
-// One checkpoint on its way from the training state to its files. Data only: capture.cc and writer.cc move it.
+// One checkpoint on its way from the training state to its files. Data only: layout.cc makes chunks of it,
+// capture.cc and writer.cc move them.
 #pragma once
 
 #include <bit>

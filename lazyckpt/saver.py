@@ -21,10 +21,11 @@ from lazyckpt.background import Background, Flight, SaveHandle, Target
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
+from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
-from lazyckpt.snapshot import FrozenParameters, Ownership, Snapshot
+from lazyckpt.snapshot import FrozenParameters, Snapshot
 
 _EAGER_FIRST_S = 0.002
 

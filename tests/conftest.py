@@ -18,11 +18,18 @@ import lazyckpt
 from fake_cuda import FakeCuda, compiler
 from lazyckpt import commit
 from lazyckpt.gate import gate
+from trials import Trials
 
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
 torch.set_num_threads(1)
 
 Graph = Callable[[Any], Any]
+
+
+@pytest.fixture
+def trials(request: pytest.FixtureRequest) -> Trials:
+    """How many trials of a safety to run, their seed, and where they are reported."""
+    return Trials(request.node.nodeid)
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ MUTANTS = {
         "self._wait(owners, on_device=is_of_torch(owner))",
         "self._wait(owners, on_device=True)",
     ),
-    "replayed steps are lazy": ("lazyckpt/snapshot.py", " and gate.replayed.get(owner, True)", ""),
+    "replayed steps are lazy": ("lazyckpt/ownership.py", " and gate.replayed.get(owner, True)", ""),
 }
 
 

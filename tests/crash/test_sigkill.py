@@ -1,6 +1,6 @@
 """SIGKILL at random instants of a save: what was acknowledged is there, and whole; nothing half has a final name.
 
-A kill counts only if the dead trainer left a temporary folder: it was saving. LAZYCKPT_TORTURE=1 runs a thousand.
+A kill counts only if the dead trainer left a temporary folder: it was saving.
 SIGKILL leaves the page cache alone: this tests atomicity; what survives a power cut is tested elsewhere.
 """
 
@@ -24,9 +24,9 @@ import torch
 
 import lazyckpt
 from lazyckpt.catalog import Catalog
+from trials import Trials
 
 TRAINER = Path(__file__).with_name("trainer.py")
-TRIALS = 1000 if os.environ.get("LAZYCKPT_TORTURE") else 50
 FINAL = re.compile(r"step-\d{8}")
 PHASES = ("empty", "writing", "written", "manifest")
 
@@ -150,15 +150,14 @@ def check_catalog(trainers: Trainers) -> int:
 
 
 @pytest.mark.timeout(60 * 60)
-def test_sigkill_while_saving(trainers: Trainers, capsys: pytest.CaptureFixture[str]) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    chance = random.Random(seed)
+def test_sigkill_while_saving(trainers: Trainers, trials: Trials) -> None:
+    chance = trials.random
+    wanted = trials.count(50, 1000)
     phases: Counter[str] = Counter()
     counted = attempts = newest = 0
-    begin = time.monotonic()
-    while counted < TRIALS:
+    while counted < wanted:
         attempts += 1
-        assert attempts < 4 * TRIALS + 20, f"too few kills hit a save: {counted} of {attempts}"
+        assert attempts < 4 * wanted + 20, f"too few kills hit a save: {counted} of {attempts}"
         leftovers = set(trainers.temporaries())
         lines = len(trainers.logged())
         pid = trainers.start()
@@ -177,10 +176,5 @@ def test_sigkill_while_saving(trainers: Trainers, capsys: pytest.CaptureFixture[
             counted += 1
             phases.update(phase_of(folder) for folder in left)
         newest = check_catalog(trainers)
-    with capsys.disabled():
-        summary = ", ".join(f"{phase} {phases[phase]}" for phase in PHASES)
-        print(
-            f"\n{counted} kills while saving ({attempts} in all), {newest} steps, {time.monotonic() - begin:.0f} s, "
-            f"seed {seed}; temporary folders by phase: {summary}"
-        )
     assert len(phases) >= 2
+    trials.report("random SIGKILLs while saving", counted, trainers.run, **{p: phases[p] for p in PHASES})

@@ -1,0 +1,204 @@
+// A checkpoint's program, cut into chunks in the order in which they are copied.
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+
+#include "engine.h"
+
+namespace lazyckpt {
+namespace {
+
+size_t Crc32Size(RowKind kind) { return kind == RowKind::kCrc32Le ? 4 : 8; }
+
+// Every byte of every file has one chunk, and every byte of every source has been laid out.
+bool IsComplete(const Job& job) {
+  std::vector<std::vector<const Chunk*>> chunks(job.files.size());
+  for (const auto& c : job.chunks) chunks[c->file].push_back(c.get());
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    std::sort(chunks[i].begin(), chunks[i].end(), [](const Chunk* a, const Chunk* b) { return a->offset < b->offset; });
+    uint64_t end = 0;
+    for (const Chunk* c : chunks[i]) {
+      if (c->offset != end) return false;
+      end += c->size;
+    }
+    if (end != job.files[i].size) return false;
+  }
+  return std::all_of(job.sources.begin(), job.sources.end(),
+                     [](const Source& s) { return s.size == 0 || !s.parts.empty(); });
+}
+
+}  // namespace
+
+Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
+  std::lock_guard lock(mutex_);
+  if (!job.error.ok()) return job.error;
+  Status status = LayOut(job, file, offset, rows, std::move(blob));
+  if (!status.ok()) FailLocked(job, status);  // part of it may be in the ring
+  changed_.notify_all();
+  return status;
+}
+
+Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
+  const Status invalid(EINVAL, "program of a checkpoint", "");
+  if (file >= job.files.size() || job.sealed) return invalid;
+  const std::string& literals = job.blobs.emplace_back(std::move(blob));
+  const bool continues = job.open != nullptr && job.open->file == file && job.open->offset + job.open->size == offset;
+  if (!continues) {
+    QueueOpenChunk(job);
+    if (offset % kBlockBytes != 0) return invalid;
+  }
+  for (const Row& row : rows) {
+    const auto size = static_cast<uint64_t>(row.size);
+    const auto arg = static_cast<size_t>(row.arg);
+    if (row.kind < RowKind::kLiteral || row.kind > RowKind::kCrc32Hex || row.size < 0 || row.arg < 0) return invalid;
+    if (row.kind == RowKind::kLiteral) {
+      if (arg > literals.size() || size > literals.size() - arg) return invalid;
+    } else {
+      if (arg >= job.sources.size()) return invalid;
+      Source& source = job.sources[arg];
+      const bool laid_out = !source.parts.empty() || source.size == 0;
+      if (row.kind == RowKind::kSource) {
+        if (size != source.size || (laid_out && size > 0)) return invalid;
+      } else if (!laid_out || size != Crc32Size(row.kind)) {
+        return invalid;
+      }
+    }
+    const bool eager = row.kind == RowKind::kSource && job.sources[arg].owners == 0;
+    const bool lazy = row.kind == RowKind::kSource && job.sources[arg].owners != 0;
+    for (uint64_t done = 0; done < size;) {
+      if (job.open == nullptr) OpenChunk(job, file, offset);
+      // Eager and lazy bytes share at most a block, so that save() waits for eager chunks alone.
+      if (eager && job.open->has_lazy && !job.open->eager) SplitAtLastBlock(job);
+      Chunk* chunk = job.open;
+      if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
+      const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);
+      if (n > 0) {
+        Piece piece{.kind = row.kind, .size = n, .at = chunk->size};
+        if (row.kind == RowKind::kLiteral) {
+          piece.literal = reinterpret_cast<const std::byte*>(literals.data()) + arg + done;
+        } else {
+          piece.source = arg;
+          piece.source_offset = done;
+        }
+        if (row.kind == RowKind::kSource) {
+          Source& source = job.sources[arg];
+          piece.part = source.parts.size();
+          source.parts.push_back({n, 0});
+          ++source.parts_left;
+        }
+        AddPiece(job, piece);
+        offset += n;
+        done += n;
+      }
+      if (chunk->size == chunk->limit) QueueOpenChunk(job);
+    }
+  }
+  job.files[file].size = std::max(job.files[file].size, offset);
+  return Status::Ok();
+}
+
+void Engine::OpenChunk(Job& job, size_t file, uint64_t offset) {
+  Chunk* chunk = job.chunks.emplace_back(std::make_unique<Chunk>()).get();
+  chunk->job = &job;
+  chunk->file = file;
+  chunk->offset = offset;
+  chunk->limit = options_.chunk_bytes;
+  job.open = chunk;
+}
+
+// At the end of the open chunk.
+void Engine::AddPiece(Job& job, Piece piece) {
+  Chunk* chunk = job.open;
+  piece.at = chunk->size;
+  if (piece.kind == RowKind::kSource) {
+    const Source& source = job.sources[piece.source];
+    chunk->owners |= source.owners;
+    (source.owners == 0 ? chunk->eager : chunk->has_lazy) = true;
+    if (source.device >= 0) chunk->devices |= uint64_t{1} << source.device;
+  } else if (piece.kind != RowKind::kLiteral) {
+    chunk->turn = std::max(chunk->turn, job.sources[piece.source].turn);
+  }
+  chunk->pieces.push_back(piece);
+  chunk->size += piece.size;
+}
+
+// Queues the open chunk, but for what lies behind its last block boundary: that begins the next one, and may be shared.
+void Engine::SplitAtLastBlock(Job& job) {
+  Chunk* chunk = job.open;
+  const size_t end = chunk->size / kBlockBytes * kBlockBytes;
+  if (end == 0) return;
+  std::vector<Piece> rest;
+  while (!chunk->pieces.empty() && chunk->pieces.back().at + chunk->pieces.back().size > end) {
+    Piece& last = chunk->pieces.back();
+    const size_t keep = last.at < end ? end - last.at : 0;
+    Piece moved = last;
+    moved.size -= keep;
+    if (moved.kind == RowKind::kLiteral)
+      moved.literal += keep;
+    else
+      moved.source_offset += keep;
+    if (moved.kind == RowKind::kSource && keep > 0) {  // it is the last part so far: a source is laid out in one go
+      Source& source = job.sources[moved.source];
+      source.parts[last.part].size = keep;
+      moved.part = source.parts.size();
+      source.parts.push_back({moved.size, 0});
+      ++source.parts_left;
+    }
+    rest.push_back(moved);
+    last.size = keep;
+    if (keep == 0) chunk->pieces.pop_back();
+  }
+  chunk->size = end;  // its owners may be one too many now, who then waits for a chunk more; its devices, too
+  const size_t file = chunk->file;
+  const uint64_t offset = chunk->offset + end;
+  QueueOpenChunk(job);
+  OpenChunk(job, file, offset);
+  for (auto piece = rest.rbegin(); piece != rest.rend(); ++piece) AddPiece(job, *piece);
+}
+
+Status Engine::Seal(Job& job) {
+  Status status;
+  {
+    std::lock_guard lock(mutex_);
+    if (job.error.ok() && !job.sealed) {
+      QueueOpenChunk(job);
+      if (!IsComplete(job)) {
+        status = Status(EINVAL, "program of a checkpoint: holes or overlaps", "");
+        FailLocked(job, status);
+      } else {
+        job.sealed = true;
+        QueueSyncs(job);
+        CloseIfSettled(job);  // a checkpoint of no files is durable at once
+      }
+    }
+  }
+  changed_.notify_all();
+  io_->Wake();
+  return status;
+}
+
+void Engine::QueueOpenChunk(Job& job) {
+  Chunk* chunk = job.open;
+  if (chunk == nullptr) return;
+  job.open = nullptr;
+  chunk->state = Chunk::State::kQueued;
+  ++job.files[chunk->file].chunks_left;
+  ++job.capture_left;
+  if (chunk->eager) {
+    ++job.eager_left;
+    job.eager_devices |= chunk->devices;
+  }
+  for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) {
+    ++job.owner_waiting[std::countr_zero(bits)];
+    ++job.owner_left[std::countr_zero(bits)];
+  }
+  const Turn own = !chunk->eager ? Turn::kLazy : chunk->devices != 0 ? Turn::kEagerDevice : Turn::kEagerHost;
+  const Turn turn = chunk->turn = std::max(chunk->turn, own);
+  for (const Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource) job.sources[p.source].turn = std::max(job.sources[p.source].turn, turn);
+  const auto later = [turn](const Chunk* c) { return c->turn > turn; };
+  const auto at = turn == Turn::kLazy ? queue_.end() : std::find_if(queue_.begin(), queue_.end(), later);
+  queue_.insert(at, chunk);
+}
+
+}  // namespace lazyckpt

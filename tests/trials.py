@@ -1,0 +1,80 @@
+"""The safety trials: how many are run, from which seed, and a line for what they found.
+
+``make test`` runs a few of each; ``make torture`` (LAZYCKPT_TORTURE=1) runs all. LAZYCKPT_SEED repeats a run. Each test
+adds a line to ``build/trials.jsonl``; ``python tests/trials.py`` prints them as the table of docs/durability.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TORTURE = bool(os.environ.get("LAZYCKPT_TORTURE"))
+LOG = Path(__file__).parent.parent / "build" / "trials.jsonl"
+
+
+class Trials:
+    """Those of one test: the fixture ``trials``."""
+
+    def __init__(self, test: str) -> None:
+        self.test = test
+        self.seed = int(os.environ.get("LAZYCKPT_SEED") or random.SystemRandom().randrange(1 << 32))
+        self.random = random.Random(self.seed)
+        self._begin = time.monotonic()
+
+    def count(self, few: int, all_of_them: int) -> int:
+        return all_of_them if TORTURE else few
+
+    def report(self, figure: str, trials: int, folder: Path, **counts: object) -> None:
+        """``figure``: the row of the table; ``folder``: where the trials wrote; ``counts``: what else is to be told,
+        kills per phase for instance. Call it once nothing was violated."""
+        assert trials > 0, "nothing was tried"
+        line = {
+            "figure": figure,
+            "trials": trials,
+            "counts": counts,
+            "seed": self.seed,
+            "seconds": round(time.monotonic() - self._begin, 1),
+            "file_system": file_system(folder),
+            "kernel": platform.release(),
+            "torture": TORTURE,
+            "test": self.test,
+        }
+        LOG.parent.mkdir(exist_ok=True)
+        with LOG.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def file_system(path: Path) -> str:
+    """The type of the one that holds a path."""
+    path = path.resolve()
+    best = ("", "unknown")
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, kind, *_ = line.split()
+        if path.is_relative_to(mount) and len(mount) >= len(best[0]):
+            best = mount, kind
+    return best[1]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The newest line of each test, as Markdown."""
+    rows = ["| figure | trials | found | seed | seconds | file system |", "|---|--:|---|--:|--:|---|"]
+    for line in {line["test"]: line for line in lines}.values():
+        counts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in line["counts"].items())
+        rows.append(
+            f"| {line['figure']} | {line['trials']:,} | no violation{'; ' if counts else ''}{counts} "
+            f"| {line['seed']} | {line['seconds']:,.0f} | {line['file_system']} |"
+        )
+    kernels = ", ".join(sorted({line["kernel"] for line in lines}))
+    return "\n".join([*rows, "", f"Kernel {kernels}."])
+
+
+if __name__ == "__main__":
+    log = Path(sys.argv[1]) if len(sys.argv) > 1 else LOG
+    print(table([json.loads(line) for line in log.read_text().splitlines()]))
