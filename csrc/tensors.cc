@@ -21,35 +21,52 @@ Ref Own(PyObject* object) {
   return Ref(object);
 }
 
-// Made once and kept: interned names are looked up by address.
-struct Names {
-  PyObject* cdata = PyUnicode_InternFromString("_cdata");
-  PyObject* dict = PyUnicode_InternFromString("__dict__");
-  PyObject* backward_hooks = PyUnicode_InternFromString("_backward_hooks");
-  PyObject* dtype = PyUnicode_InternFromString("dtype");
-  PyObject* get_device = PyUnicode_InternFromString("get_device");
-  PyObject* is_complex = PyUnicode_InternFromString("is_complex");
-  PyObject* is_conj = PyUnicode_InternFromString("is_conj");
-  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
-  PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
-  PyObject* is_cuda = PyUnicode_InternFromString("is_cuda");
-  PyObject* is_inference = PyUnicode_InternFromString("is_inference");
-  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
-  PyObject* is_nested = PyUnicode_InternFromString("is_nested");
-  PyObject* nbytes = PyUnicode_InternFromString("nbytes");
-  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
-  PyObject* shape = PyUnicode_InternFromString("shape");
-  PyObject* storage_offset = PyUnicode_InternFromString("storage_offset");
-  PyObject* stride = PyUnicode_InternFromString("stride");
-  PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
+PyObject* Named(PyObject* object, const char* name) { return Own(PyObject_GetAttrString(object, name)).release(); }
+
+// An attribute of a class, or a method without arguments, found once: to look it up takes as long as to ask it.
+class Question {
+ public:
+  Question(PyObject* type, const char* name)
+      : found_(Named(type, name)), get_(PyCallable_Check(found_) != 0 ? nullptr : Py_TYPE(found_)->tp_descr_get) {}
+
+  Ref operator()(PyObject* object) const {
+    if (get_ != nullptr) return Own(get_(found_, object, nullptr));
+    return Own(PyObject_Vectorcall(found_, &object, 1, nullptr));
+  }
+
+ private:
+  PyObject* found_;   // for good, as its class
+  descrgetfunc get_;  // of an attribute
 };
-const Names& names() {
-  static const Names all;
+
+struct Questions {
+  PyObject* torch = Own(PyImport_ImportModule("torch")).release();
+
+  PyObject* storage = Named(torch, "UntypedStorage");
+  Question cdata{storage, "_cdata"};
+  Question storage_nbytes{storage, "nbytes"};
+
+  PyObject* tensor = Named(torch, "Tensor");
+  Question backward_hooks{tensor, "_backward_hooks"};
+  Question dtype{tensor, "dtype"};
+  Question get_device{tensor, "get_device"};
+  Question is_conj{tensor, "is_conj"};
+  Question is_contiguous{tensor, "is_contiguous"};
+  Question is_cpu{tensor, "is_cpu"};
+  Question is_cuda{tensor, "is_cuda"};
+  Question is_inference{tensor, "is_inference"};
+  Question is_neg{tensor, "is_neg"};
+  Question nbytes{tensor, "nbytes"};
+  Question requires_grad{tensor, "requires_grad"};
+  Question shape{tensor, "shape"};
+  Question storage_offset{tensor, "storage_offset"};
+  Question stride{tensor, "stride"};
+  Question untyped_storage{tensor, "untyped_storage"};
+};
+const Questions& Ask() {
+  static const Questions all;
   return all;
 }
-
-Ref Get(PyObject* object, PyObject* name) { return Own(PyObject_GetAttr(object, name)); }
-Ref Call(PyObject* object, PyObject* method) { return Own(PyObject_CallMethodNoArgs(object, method)); }
 
 int64_t Integer(const Ref& object) {
   const int64_t value = PyLong_AsLongLong(object.get());
@@ -63,10 +80,12 @@ bool Truth(const Ref& object) {
   return truth != 0;
 }
 
-// The storage of a tensor; sparse tensors and wrapper subclasses have none.
-Ref StorageOf(PyObject* tensor) {
-  PyObject* storage = PyObject_CallMethodNoArgs(tensor, names().untyped_storage);
-  if (storage != nullptr) return Ref(storage);
+// Sparse tensors and wrapper subclasses have no storage, nested ones no shape.
+Ref IfPlain(const Question& question, PyObject* tensor) {
+  try {
+    return question(tensor);
+  } catch (const PythonError&) {
+  }
   if (PyErr_ExceptionMatches(PyExc_NotImplementedError) == 0 && PyErr_ExceptionMatches(PyExc_RuntimeError) == 0)
     throw PythonError();
   PyErr_Clear();
@@ -87,19 +106,20 @@ void AppendIntegers(const Ref& tuple, std::vector<int64_t>* out) {
 }
 
 bool IsPlain(PyObject* tensor, bool is_complex) {
-  const Names& n = names();
-  return !Truth(Get(tensor, n.dict)) && !Truth(Get(tensor, n.backward_hooks)) && !Truth(Get(tensor, n.is_nested)) &&
-         !Truth(Call(tensor, n.is_neg)) && !(is_complex && Truth(Call(tensor, n.is_conj)));
+  const Questions& ask = Ask();
+  static PyObject* const dict = PyUnicode_InternFromString("__dict__");
+  return !Truth(Own(PyObject_GetAttr(tensor, dict))) && !Truth(ask.backward_hooks(tensor)) &&
+         !Truth(ask.is_neg(tensor)) && !(is_complex && Truth(ask.is_conj(tensor)));
 }
 
 int64_t DeviceOf(PyObject* tensor) {
-  if (Truth(Get(tensor, names().is_cpu))) return -1;
-  if (Truth(Get(tensor, names().is_cuda))) return Integer(Call(tensor, names().get_device));
+  if (Truth(Ask().is_cpu(tensor))) return -1;
+  if (Truth(Ask().is_cuda(tensor))) return Integer(Ask().get_device(tensor));
   throw NotPlain();
 }
 
 Ref Look(PyObject* tensors) {
-  const Names& n = names();
+  const Questions& ask = Ask();
   Ref storages = Own(PyDict_New());
   std::unordered_map<int64_t, int64_t> positions;
   std::vector<int64_t> looks;
@@ -110,28 +130,28 @@ Ref Look(PyObject* tensors) {
   for (Py_ssize_t i = 0; i < count && i < PyList_GET_SIZE(tensors); ++i) {
     const Ref held(Py_NewRef(PyList_GET_ITEM(tensors, i)));
     PyObject* tensor = held.get();
-    const Ref dtype = Get(tensor, n.dtype);
-    const Ref storage = StorageOf(tensor);
+    const Ref dtype = ask.dtype(tensor);
+    const Ref storage = IfPlain(ask.untyped_storage, tensor);
     if (dtype.get() != last_dtype) {
       last_dtype = dtype.get();
-      is_complex = Truth(Get(dtype.get(), n.is_complex));
+      is_complex = Truth(Own(PyObject_GetAttrString(dtype.get(), "is_complex")));
     }
     if (!IsPlain(tensor, is_complex)) throw NotPlain();
-    const Ref identity = Get(storage.get(), n.cdata);
+    const Ref identity = ask.cdata(storage.get());
     const auto [known, is_new] = positions.try_emplace(Integer(identity), positions.size());
     looks.push_back(known->second);
     if (is_new) {
       if (PyDict_SetItem(storages.get(), identity.get(), storage.get()) < 0) throw PythonError();
       looks.push_back(DeviceOf(tensor));
-      looks.push_back(Integer(Call(storage.get(), n.nbytes)));
+      looks.push_back(Integer(ask.storage_nbytes(storage.get())));
     }
     looks.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(dtype.get())));  // a dtype lives forever
-    looks.push_back(Truth(Get(tensor, n.requires_grad)));
-    looks.push_back(Integer(Call(tensor, n.storage_offset)));
-    const Ref shape = Get(tensor, n.shape);
+    looks.push_back(Truth(ask.requires_grad(tensor)));
+    looks.push_back(Integer(ask.storage_offset(tensor)));
+    const Ref shape = IfPlain(ask.shape, tensor);
     looks.push_back(PyTuple_Size(shape.get()));
     AppendIntegers(shape, &looks);
-    AppendIntegers(Call(tensor, n.stride), &looks);
+    AppendIntegers(ask.stride(tensor), &looks);
   }
   const Ref bytes = Own(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(looks.data()),
                                                   static_cast<Py_ssize_t>(looks.size() * sizeof looks[0])));
@@ -139,7 +159,7 @@ Ref Look(PyObject* tensors) {
 }
 
 Ref Storages(PyObject* tensors) {
-  const Names& n = names();
+  const Questions& ask = Ask();
   const Py_ssize_t count = PyList_GET_SIZE(tensors);
   Ref identities = Own(PyList_New(0));
   Ref sizes = Own(PyList_New(0));
@@ -148,11 +168,11 @@ Ref Storages(PyObject* tensors) {
   for (Py_ssize_t i = 0; i < count && i < PyList_GET_SIZE(tensors); ++i) {
     const Ref held(Py_NewRef(PyList_GET_ITEM(tensors, i)));
     PyObject* tensor = held.get();
-    const Ref storage = StorageOf(tensor);
-    const Ref identity = Get(storage.get(), n.cdata);
-    const Ref size = Call(storage.get(), n.nbytes);
-    const bool fills = Integer(Get(tensor, n.nbytes)) == Integer(size) && Truth(Call(tensor, n.is_contiguous));
-    whole.push_back(fills && !Truth(Call(tensor, n.is_inference)));
+    const Ref storage = IfPlain(ask.untyped_storage, tensor);
+    const Ref identity = ask.cdata(storage.get());
+    const Ref size = ask.storage_nbytes(storage.get());
+    const bool fills = Integer(ask.nbytes(tensor)) == Integer(size) && Truth(ask.is_contiguous(tensor));
+    whole.push_back(fills && !Truth(ask.is_inference(tensor)));
     if (PyList_Append(identities.get(), identity.get()) < 0) throw PythonError();
     if (PyList_Append(sizes.get(), size.get()) < 0) throw PythonError();
   }

@@ -28,7 +28,6 @@ from lazyckpt.providers.base import TensorView, TensorViews
 
 LAZY_MIN_BYTES = 4096
 ALL_OWNERS = (1 << 64) - 1
-_HUGE = 1 << 62  # more bytes than a storage has
 _FROZEN = 1 << 63  # owned by nobody: no step waits for it
 
 
@@ -90,27 +89,27 @@ class Snapshot:
         self._lock = threading.Lock()
         self._verified = 0  # owners whose storages have been looked at after their copy
         # The storages of all files: those of the first, of the second, …
-        identities = [identity for file in files for identity in map(_identity, file.storages)]
+        identities = list(chain.from_iterable(file.identities for file in files))
         sizes = list(chain.from_iterable(file.sizes for file in files))
-        owners = [
-            bits if nbytes > LAZY_MIN_BYTES else 0
-            for bits, nbytes in zip(map(ownership.lazy_owners.get, identities, repeat(0)), sizes, strict=False)
-        ]
+        may_be_lazy = list(map(ownership.lazy_owners.get, identities, repeat(0)))
         # Whether some of it belongs to an optimizer that is at work.
-        self.in_training = any(map(ownership.lazy_owners.get, identities))
+        self.in_training = any(may_be_lazy)
+        owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
         frozen_at = self._classify_frozen(files, identities, sizes, owners, frozen_parameters)
         located = devices.locate(chain.from_iterable(file.storages for file in files), engine)
         if located is not None:  # a copy by torch is made now
             owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
-        # Eager ones first, since save() waits for them; then the big ones, since they keep the disk busy longest.
-        rank = [nbytes - (_HUGE if bits else 0) for bits, nbytes in zip(owners, sizes, strict=True)]
         order: list[int] = []
         self.files: list[TensorViews] = []
         for file, movable in zip(files, any_order, strict=True):
             first = len(order)
-            here = range(first, first + len(file))
-            order += sorted(here, key=rank.__getitem__, reverse=True) if movable else here
-            self.files.append(file.take([at - first for at in order[first:]]) if movable else file)
+            here = list(range(first, first + len(file)))
+            if movable:
+                # Eager ones first, since save() waits for them; then the big ones: they keep the disk busy longest.
+                by_size = sorted(here, key=sizes.__getitem__, reverse=True)
+                here = [at for at in by_size if not owners[at]] + [at for at in by_size if owners[at]]
+            order += here
+            self.files.append(file.take([at - first for at in here]) if movable else file)
         self.owners = array("Q", map(owners.__getitem__, order))
         self.sizes = array("Q", map(sizes.__getitem__, order))
         self._storages = list(chain.from_iterable(file.storages for file in self.files))
@@ -118,12 +117,10 @@ class Snapshot:
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         # What must not change until it is copied: the versions of the tensors that view a lazy storage.
         lazy = list(compress(count(), self.owners))
-        tensors_of = ownership.tensors
-        watched = [
-            (frozen_at[at],) if at in frozen_at else tensors_of[identities[at]] for at in map(order.__getitem__, lazy)
-        ]
+        tensors_of = ownership.tensors | {identities[at]: (tensor,) for at, tensor in frozen_at.items()}
+        watched = [tensors_of[identities[order[source]]] for source in lazy]
         self._tensors: list[torch.Tensor] = list(chain.from_iterable(watched))
-        self._source_of: list[int] = [s for s, tensors in zip(lazy, watched, strict=True) for _ in tensors]
+        self._source_of: list[int] = list(chain.from_iterable(map(repeat, lazy, map(len, watched))))
         self._versions = list(map(_version, self._tensors))
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
@@ -253,5 +250,4 @@ def _view_at(files: Iterable[TensorViews], at: int) -> TensorView:
     raise IndexError
 
 
-_identity = attrgetter("_cdata")
 _version = attrgetter("_version")

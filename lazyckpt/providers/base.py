@@ -40,6 +40,7 @@ class TensorViews(Sequence[TensorView]):
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes
     dtypes: list[torch.dtype] = field(default_factory=list)
+    identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -50,7 +51,7 @@ class TensorViews(Sequence[TensorView]):
     def __getitem__(self, at: slice) -> TensorViews: ...
     def __getitem__(self, at: int | slice) -> TensorView | TensorViews:
         if isinstance(at, slice):
-            return TensorViews(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
+            return TensorViews(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at], self.identities[at])
         return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
 
     def append(self, view: TensorView) -> None:
@@ -58,14 +59,17 @@ class TensorViews(Sequence[TensorView]):
         self.storages.append(view.storage)
         self.sizes.append(view.nbytes)
         self.dtypes.append(view.dtype)
+        self.identities.append(view.storage._cdata)
 
     def extend(
-        self, keys: list[str], storages: list[torch.UntypedStorage], sizes: list[int], dtypes: list[torch.dtype]
+        self, keys: list[str], storages: dict[int, torch.UntypedStorage], sizes: list[int], dtypes: list[torch.dtype]
     ) -> None:
+        """``storages``: by identity."""
         self.keys += keys
-        self.storages += storages
+        self.storages += storages.values()
         self.sizes += sizes
         self.dtypes += dtypes
+        self.identities += storages
 
     def take(self, order: Sequence[int]) -> TensorViews:
         """Those at these places, in this order."""
@@ -74,6 +78,7 @@ class TensorViews(Sequence[TensorView]):
             list(map(self.storages.__getitem__, order)),
             list(map(self.sizes.__getitem__, order)),
             list(map(self.dtypes.__getitem__, order)),
+            list(map(self.identities.__getitem__, order)),
         )
 
 
@@ -132,7 +137,7 @@ class StorageTable:
             return False
         self._keys.update(keys)
         self._positions.update(zip(storages, count(len(self.views))))
-        self.views.extend(keys, list(storages.values()), sizes, dtypes)
+        self.views.extend(keys, storages, sizes, dtypes)
         return True
 
 
