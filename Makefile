@@ -1,15 +1,17 @@
 # make demo    sets up and runs the main job: train, checkpoint, kill, resume bit for bit
 # make test    sets up and passes the tests
-# make check   format, lint, types
+# make check   format, lint, types, documentation
+# make docs    the documentation as a site, in build/site
 # make bench   a quick table against peers; make bench-full: everything
 # make torture the long safety trials
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check format bench bench-full torture clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
@@ -27,13 +29,21 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -m 'not slow'
 
-check: setup
+check: setup build/types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h tests/*/*.cc tests/*/*.h
-	rm -rf build/types && mkdir -p build/types
-	cp -r lazyckpt build/types/lazyckpt && cp -r integrations build/types/lazyckpt/integrations  # as they are installed
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
+	$(DOCS) build --strict --quiet
+
+# The documentation as a site, in build/site.
+docs: setup build/types
+	$(DOCS) build --strict
+
+# The package as it is installed.
+build/types:
+	rm -rf $@ && mkdir -p $@
+	cp -r lazyckpt $@/lazyckpt && cp -r integrations $@/lazyckpt/integrations
 
 format: setup
 	$(BIN)/ruff format .

@@ -1,7 +1,5 @@
 """Hugging Face Accelerate: ``save_state()`` returns in milliseconds, and its folder appears when it is durable.
 
-::
-
     accelerator = Accelerator(...)
     lazyckpt.integrations.accelerate.enable(accelerator)
 
@@ -52,7 +50,7 @@ _alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
 def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
 
-    Keyword arguments are the fields of :class:`lazyckpt.Config` (but for retention: that is ``total_limit`` of
+    Keyword arguments are the fields of ``Config`` (but for retention: that is ``total_limit`` of
     accelerate's ProjectConfiguration), and ``enabled``. They go before ``LAZYCKPT_*`` variables, and these before
     ``lazyckpt.yaml`` beside accelerate's ``default_config.yaml``. Called again, it replaces what the earlier call set.
 
@@ -92,7 +90,7 @@ def _on_several_nodes(accelerator: Accelerator) -> bool:
 
 
 class StateSaver:
-    """What :func:`enable` returns; it stands behind ``save_state``, ``load_state``, ``end_training`` and
+    """What ``enable`` returns; it stands behind ``save_state``, ``load_state``, ``end_training`` and
     ``free_memory`` of one Accelerator.
 
     The main process saves. The others take part in every ``save_state`` and ``load_state``, over a group of their own:
@@ -132,7 +130,7 @@ class StateSaver:
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Path:
-        """:meth:`accelerate.Accelerator.save_state`, but it returns when the state is captured or guarded, and the
+        """``accelerate.Accelerator.save_state``, but it returns when the state is captured or guarded, and the
         folder appears when it is durable; that is before it returns, if no optimizer has stepped since the last one.
         Files that an existing folder of that name holds besides stay in it.
 
@@ -161,7 +159,7 @@ class StateSaver:
         return target
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """:meth:`accelerate.Accelerator.load_state`, after everything saved before is durable, by other Accelerators
+        """``accelerate.Accelerator.load_state``, after everything saved before is durable, by other Accelerators
         of this process, too.
 
         Raises the SaveError of what is not, and was not told before; called again it loads what there is.
@@ -173,7 +171,7 @@ class StateSaver:
         self._accelerates_own["load_state"](*args, **kwargs)
 
     def end_training(self) -> None:
-        """:meth:`accelerate.Accelerator.end_training`, after everything is durable. The main process raises the
+        """``accelerate.Accelerator.end_training``, after everything is durable. The main process raises the
         SaveError of what is not."""
         try:
             self.wait()
@@ -181,7 +179,7 @@ class StateSaver:
             self._accelerates_own["end_training"]()
 
     def free_memory(self, *objects: Any) -> Any:
-        """:meth:`accelerate.Accelerator.free_memory`, and the memory of lazyckpt, after everything is durable.
+        """``accelerate.Accelerator.free_memory``, and the memory of lazyckpt, after everything is durable.
 
         Raises the SaveError of what is not.
         """
@@ -207,7 +205,7 @@ class StateSaver:
             self._saver.wait(path)
 
     def close(self) -> None:
-        """Wait until everything is durable, and give the Accelerator its own methods back. Raises like :meth:`wait`."""
+        """Wait until everything is durable, and give the Accelerator its own methods back. Raises like ``wait``."""
         for name, method in self._accelerates_own.items():
             setattr(self._accelerator, name, method)
         self._close_saver()

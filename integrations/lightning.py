@@ -65,7 +65,7 @@ _ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, Learning
 class LazyCheckpointIO(TorchCheckpointIO):
     """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
 
-    Keyword arguments are the fields of :class:`lazyckpt.Config`; ConfigError if one makes no sense. Make it before
+    Keyword arguments are the fields of ``Config``; ConfigError if one makes no sense. Make it before
     training begins. Paths that are not local go to ``torch.save``, as ever.
 
     A Trainer's saves block, that is, are durable when they return, outside of ``fit`` and its like, after an exception,
@@ -138,7 +138,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         return True
 
     def _save_at_once(self, checkpoint: dict[str, Any], target: Path) -> None:
-        """Without a Saver: nobody may call :meth:`teardown` after this."""
+        """Without a Saver: nobody may call ``teardown`` after this."""
         self.wait()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,7 @@ def _replace_by_link(name: Path, target: Path) -> None:
 
 
 class LazyCheckpointCallback(Callback):
-    """What a Trainer with a :class:`LazyCheckpointIO` needs besides. Lightning adds it to every Trainer by itself;
+    """What a Trainer with a ``LazyCheckpointIO`` needs besides. Lightning adds it to every Trainer by itself;
     with any other CheckpointIO it does nothing.
 
     - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, and wherever you
@@ -307,7 +307,7 @@ class LazyCheckpointCallback(Callback):
       of ``fit`` is raised there
 
     For that time it is in front of ``trainer.callbacks``, before whoever swaps weights. Who writes to weights
-    elsewhere calls :func:`lazyckpt.wait_captured` first.
+    elsewhere calls ``lazyckpt.wait_captured`` first.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """The Hugging Face Trainer, saving lazily.
 
-::
-
     from lazyckpt.integrations.transformers import LazyCheckpointCallback
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[LazyCheckpointCallback()])
@@ -14,7 +12,7 @@ ends the process, ``resume_from_checkpoint=True`` never finds half a checkpoint.
 How: a callback neither sees its Trainer nor can it replace a save. So importing this module wraps a few methods of
 ``transformers.Trainer`` (they stand at the end of this file); in a Trainer without the callback they do what they
 always did. ``_save_checkpoint`` still writes the folder, but into a staged one, and what is large (weights, optimizer)
-is handed to a :class:`lazyckpt.Saver` instead of being written. What has to find the folder on disk (other
+is handed to a ``Saver`` instead of being written. What has to find the folder on disk (other
 callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``) follows when it is durable, at the beginning of the next
 training step or at the end of training.
 
@@ -81,7 +79,7 @@ class _Save:
 class LazyCheckpointCallback(TrainerCallback):
     """Makes the Trainer that it is given to save lazily.
 
-    Keyword arguments are the fields of :class:`lazyckpt.Config`, except ``keep_last`` and ``keep_every``: retention is
+    Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
     ``TrainingArguments.save_total_limit``. Raises ConfigError for one that makes no sense.
 
     A checkpoint that fails in the background raises its SaveError when the next one is saved, or at the end of
@@ -169,7 +167,7 @@ class LazyCheckpointCallback(TrainerCallback):
                 self._announce()
 
     def close(self) -> None:
-        """:meth:`wait`, and until what is superfluous is removed. The next save starts the threads anew."""
+        """``wait``, and until what is superfluous is removed. The next save starts the threads anew."""
         if self._saver is None:
             return
         try:
@@ -269,12 +267,12 @@ class LazyCheckpointCallback(TrainerCallback):
 
 
 class LazyCheckpointTrainerMixin:
-    """For a Trainer with a ``_save_checkpoint`` of its own, which adds files to the folder::
+    """For a Trainer with a ``_save_checkpoint`` of its own, which adds files to the folder:
 
         class LazyTrainer(LazyCheckpointTrainerMixin, MyTrainer): ...
 
     Its files become part of the staged folder if it writes them to ``self._get_output_dir(trial)``, as the Trainer
-    does. A :class:`LazyCheckpointCallback` is added unless there is one among ``callbacks``.
+    does. A ``LazyCheckpointCallback`` is added unless there is one among ``callbacks``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

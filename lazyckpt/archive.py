@@ -45,7 +45,7 @@ class Slot:
 class Archive:
     """``tree`` is what was saved; ``slots`` are its storages by key.
 
-    With ``lands`` the storages are not filled until :meth:`fill` is called, unless they had to be (``filled``).
+    With ``lands`` the storages are not filled until ``fill`` is called, unless they had to be (``filled``).
 
     Raises CorruptFileError for what is damaged or hostile, UnsupportedFormatError for what ``weights_only`` forbids
     and for what only ``torch.load`` reads (another byte order), and LoadError if unpickling fails otherwise.

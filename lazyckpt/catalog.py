@@ -123,7 +123,7 @@ def _as_utc(time: datetime) -> datetime:
 
 
 class Catalog:
-    """The checkpoints of one folder. Reads the folder anew at every call of :meth:`scan`."""
+    """The checkpoints of one folder. Reads the folder anew at every call of ``scan``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

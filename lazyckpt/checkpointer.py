@@ -30,8 +30,6 @@ _READ_AHEAD_BYTES = 64 * MIB
 class Checkpointer:
     """Saves and restores a training run in the folder ``directory``, which is made if it is missing.
 
-    ::
-
         with lazyckpt.Checkpointer("runs/a") as ckpt:
             ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler)
             loader = ckpt.track_loader(loader)
@@ -40,7 +38,7 @@ class Checkpointer:
             optimizer.step()
             ckpt.save(step)
 
-    Keyword arguments are the fields of :class:`lazyckpt.Config`. One thread at a time may call.
+    Keyword arguments are the fields of ``Config``. One thread at a time may call.
     Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to.
     """
 
@@ -70,7 +68,7 @@ class Checkpointer:
 
     def track(self, **state: Any) -> None:
         """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
-        tensors, dicts and lists (restored in place), or a :class:`lazyckpt.StateProvider`.
+        tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
         The random number generators are tracked as ``rng``. Raises ConfigError for anything else.
         """

@@ -215,7 +215,7 @@ def remove(path: Path) -> None:
 
 
 def hide(path: Path) -> Path | None:
-    """The first half of :func:`remove`: the name is free now. Returns what :func:`unlink` is to be given, or None if
+    """The first half of ``remove``: the name is free now. Returns what ``unlink`` is to be given, or None if
     there was nothing."""
     trash = path.with_name(f"{TRASH}{path.name.removeprefix(TEMPORARY)}-{uuid.uuid4().hex}")
     try:
@@ -250,7 +250,7 @@ def _remove_abandoned(path: Path) -> bool:
     """Removes a staged folder unless a live process holds its lock.
 
     The lock is held here until the folder is gone: a process that made it an instant ago and is about to lock it
-    finds that out then (:class:`Staging`), and not when its checkpoint disappears.
+    finds that out then (``Staging``), and not when its checkpoint disappears.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a :class:`lazyckpt.Checkpointer` works. All fields are keyword arguments of it."""
+    """How a ``Checkpointer`` works. All fields are keyword arguments of it."""
 
     host_buffer_bytes: int | Literal["auto"] = "auto"
     """The staging ring. "auto": as much as one checkpoint needs plus two chunks, at most a quarter of the memory
@@ -52,6 +52,8 @@ class Config:
     """Threads that copy while training computes."""
 
     io_backend: Literal["auto", "io_uring", "posix"] = "auto"
+    """"posix" is a thread pool; "auto" is io_uring where the machine has it. "io_uring" fails where it does not."""
+
     direct_io: bool = True
     """O_DIRECT where the file system has it."""
 

@@ -49,7 +49,7 @@ class Sources(NamedTuple):
 
 
 def sources(storages: list[torch.UntypedStorage], located: list[int] | None) -> Sources:
-    """``located`` is what :func:`locate` said of these storages."""
+    """``located`` is what ``locate`` said of these storages."""
     if located is None:
         return Sources(array("Q", map(data_ptr, storages)), None, None, storages, [])
     held = [on_host(s) if device == ELSEWHERE else s for s, device in zip(storages, located, strict=True)]

@@ -37,7 +37,7 @@ class ClosedError(LazyCkptError):
 class SaveError(LazyCkptError):
     """A checkpoint failed. What was committed before is untouched.
 
-    Attributes: ``step`` (None for :func:`lazyckpt.save`) and ``path``, the place the checkpoint was meant for;
+    Attributes: ``step`` (None for ``lazyckpt.save``) and ``path``, the place the checkpoint was meant for;
     the underlying error, if any, is ``__cause__``.
     """
 

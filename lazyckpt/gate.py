@@ -86,14 +86,14 @@ class Gate:
             pending.wait_all()
 
     def wait_by_hand(self) -> None:
-        """See :func:`lazyckpt.wait_captured`. It stands for the hook of steps that are replayed."""
+        """See ``lazyckpt.wait_captured``. It stands for the hook of steps that are replayed."""
         self.wait_all()
         for optimizer in list(self.replayed):
             self.replayed[optimizer] = True
             self._count(optimizer)
 
     def guard(self, obj: Any, method: str) -> None:
-        """See :func:`lazyckpt.guard`."""
+        """See ``lazyckpt.guard``."""
         setattr(obj, method, GatedMethod(obj, getattr(obj, method)))
 
     @contextlib.contextmanager
@@ -195,7 +195,7 @@ def wait_captured() -> None:
     CUDA graph, a schedule-free swap of weights, a kernel of your own.
 
     An optimizer whose step was captured into a CUDA graph is copied eagerly, until this was called for the first time:
-    then it is lazy again after every call ::
+    then it is lazy again after every call:
 
         lazyckpt.wait_captured()
         graph.replay()

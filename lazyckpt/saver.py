@@ -33,18 +33,16 @@ _EAGER_FIRST_S = 0.002
 class Saver:
     """Saves any objects, lazily and durably; each save is one file or one folder, which appears whole under its name.
 
-    ::
-
         with lazyckpt.Saver() as saver:
             ...
             optimizer.step()
             saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"runs/step{step}.pt")
 
     What only the steps of an optimizer change is copied while the next forward and backward compute: its parameters and
-    its state, whatever object they are saved in. Everything else is frozen before :meth:`save` returns.
-    A :class:`lazyckpt.Checkpointer` adds a folder of checkpoints, their retention and their restoration.
+    its state, whatever object they are saved in. Everything else is frozen before ``save`` returns.
+    A ``Checkpointer`` adds a folder of checkpoints, their retention and their restoration.
 
-    Keyword arguments are the fields of :class:`lazyckpt.Config`. One thread at a time may call. Saves become durable in
+    Keyword arguments are the fields of ``Config``. One thread at a time may call. Saves become durable in
     the order in which they were called. Raises ConfigError for a knob that makes no sense.
     """
 
@@ -215,7 +213,7 @@ class Saver:
     # for those who build on it: Checkpointer
 
     def drain(self) -> None:
-        """Like :meth:`wait`, but failures keep for the next save."""
+        """Like ``wait``, but failures keep for the next save."""
         self._background.drain()
 
     def submit(
@@ -227,7 +225,7 @@ class Saver:
         name_of: Callable[[TensorView], str | None],
         training_step: int | None = None,
     ) -> SaveHandle:
-        """From the plans of the files to the engine and the background; what :meth:`save` says holds."""
+        """From the plans of the files to the engine and the background; what ``save`` says holds."""
         begin = time.perf_counter()
         self.check_usable()
         self._background.raise_failed()
@@ -364,7 +362,7 @@ class Saver:
         self._swept.add(folder)
 
     def check_usable(self) -> None:
-        """Raises ClosedError after :meth:`close` and in a forked child."""
+        """Raises ClosedError after ``close`` and in a forked child."""
         if os.getpid() != self._pid:
             raise ClosedError(f"this {type(self).__name__} belongs to the parent of this process; make one here")
         if self._closed:
@@ -372,7 +370,7 @@ class Saver:
 
 
 class StagedFolder:
-    """A folder on its way; made by :meth:`Saver.stage`. As a context manager it discards what is not saved."""
+    """A folder on its way; made by ``Saver.stage``. As a context manager it discards what is not saved."""
 
     def __init__(self, saver: Saver, staging: commit.Staging, step: int | None) -> None:
         self._saver = saver
@@ -383,7 +381,7 @@ class StagedFolder:
         """Where small files can be written with any library; they are made durable, too."""
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
-        """A file of the folder, captured at :meth:`save`: ``name`` is relative to the folder. ``.safetensors`` takes a
+        """A file of the folder, captured at ``save``: ``name`` is relative to the folder. ``.safetensors`` takes a
         dict of tensors and ``metadata``, any other name gives what ``torch.save`` writes.
 
         Raises ConfigError for a name outside the folder, or one that was added before.
@@ -394,7 +392,7 @@ class StagedFolder:
         self._files[name] = obj, metadata
 
     def save(self, *, blocking: bool = False) -> SaveHandle:
-        """Snapshot what was added; the folder gets its name when all in it is durable. See :meth:`Saver.save`."""
+        """Snapshot what was added; the folder gets its name when all in it is durable. See ``Saver.save``."""
         staging, saver = self._staging, self._saver
         if staging is None:
             raise ConfigError("a staged folder is saved once")

@@ -61,7 +61,7 @@ class FrozenParameters:
 
 
 class Snapshot:
-    """The storages of one checkpoint from ``save()`` until they are copied. Implements :class:`gate.Pending`."""
+    """The storages of one checkpoint from ``save()`` until they are copied. Implements ``gate.Pending``."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Snapshot:
 
     def verify(self, owners: int = ALL_OWNERS) -> None:
         """Checks that what these owners protect did not change between ``save()`` and its copy; each storage once,
-        after its copy and before its owner may step. Sets :attr:`torn` and fails the job otherwise."""
+        after its copy and before its owner may step. Sets ``torn`` and fails the job otherwise."""
         with self._lock:
             todo = owners & ~self._verified
             self._verified |= owners

@@ -158,7 +158,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """See :class:`Disk`."""
+    """See ``Disk``."""
     disk = Disk()
     make = commit.Staging.__init__
 
@@ -208,7 +208,7 @@ TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 
 @pytest.fixture
 def make_run(tmp_path: Path, disk: Disk) -> Iterator[MakeRun]:
-    """A function that makes a :class:`Run` which has taken one step; 2 MiB of state, a ring of 128 KiB."""
+    """A function that makes a ``Run`` which has taken one step; 2 MiB of state, a ring of 128 KiB."""
     runs: list[Run] = []
 
     def make(optimizer: Any = None, model: torch.nn.Module | None = None, warm: bool = True, **knobs: Any) -> Run:

@@ -1,7 +1,7 @@
 """What a ``torch.save`` archive holds, told from its pickle alone: no code of the file runs, no tensor is read.
 
 Loading, even restricted, must allocate tensors, sometimes read them, and refuses types that nobody allowed. To
-*show* a file none of that is needed: here every name in the pickle becomes an inert :class:`Opaque`, which only
+*show* a file none of that is needed: here every name in the pickle becomes an inert ``Opaque``, which only
 remembers what it was given, but for those few that make plain tensors and containers.
 """
 
@@ -87,7 +87,7 @@ class Opaque:
 
 
 def read_skeleton(path: str | os.PathLike[str], directory: Directory) -> Any:
-    """The saved object, made of containers, plain values, :class:`Tensor`, :class:`Storage` and :class:`Opaque`.
+    """The saved object, made of containers, plain values, ``Tensor``, ``Storage`` and ``Opaque``.
 
     Raises CorruptFileError if the pickle is damaged or contradicts the archive, LoadError if it cannot be read.
     """

@@ -52,7 +52,7 @@ class Node:
 
 
 class Tree:
-    """``root`` is the tree of ``obj``, which is made of what :mod:`lazyckpt.cli.skeleton` gives."""
+    """``root`` is the tree of ``obj``, which is made of what ``cli.skeleton`` gives."""
 
     def __init__(self, name: str, obj: Any) -> None:
         self._opened: dict[int, str] = {}  # id of a container, alive as long as obj -> path

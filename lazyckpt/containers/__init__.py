@@ -1,6 +1,6 @@
 """File formats: how a checkpoint is laid out in a standard file, and how one is read back.
 
-Start with :mod:`~lazyckpt.containers.base`; then one module per format. This package knows nothing of
+Start with ``containers.base``; then one module per format. This package knows nothing of
 modules, optimizers or pickles, and touches no tensor's bytes.
 """
 

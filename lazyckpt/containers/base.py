@@ -1,6 +1,6 @@
 """What containers and the engine tell each other: programs on the way out, records on the way back.
 
-A container lays a file out once, from names and sizes alone, as a *program*: a few :class:`Extent`, each a
+A container lays a file out once, from names and sizes alone, as a *program*: a few ``Extent``, each a
 table of rows that the engine runs with live pointers. A program holds no pointer and no tensor, so it can be
 cached and run for every checkpoint whose metadata is the same.
 
@@ -98,8 +98,8 @@ class Record:
 class FileReader:
     """A regular file open for parsing: bounded, exact reads whose failures are typed errors.
 
-    Use it as a context manager. Raises :class:`LoadError` if ``path`` is missing, a folder, or unreadable,
-    and :class:`CorruptFileError` if it is empty.
+    Use it as a context manager. Raises ``LoadError`` if ``path`` is missing, a folder, or unreadable,
+    and ``CorruptFileError`` if it is empty.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -126,7 +126,7 @@ class FileReader:
         os.close(self.fd)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes at ``offset``; :class:`CorruptFileError` if the file ends before."""
+        """Exactly ``nbytes`` bytes at ``offset``; ``CorruptFileError`` if the file ends before."""
         if offset < 0 or offset + nbytes > self.size:
             raise self.corrupt(f"truncated: {nbytes} bytes at offset {offset}, file has {self.size}")
         parts = []

@@ -70,7 +70,7 @@ class Layout:
     file order; the i-th is source i of the program.
 
     ``head`` holds the storages: one extent at offset 0, or none if there is no storage. ``head_end`` is the
-    exact offset behind it, where :meth:`finish` continues.
+    exact offset behind it, where ``finish`` continues.
     """
 
     def __init__(self, archive_name: str, keys: Sequence[str], sizes: Sequence[int]) -> None:

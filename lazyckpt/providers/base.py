@@ -6,9 +6,9 @@ A provider knows its state; the containers and the engine behind it know bytes. 
     Bytes         the rest of its state: pickle opcodes that leave one object on the unpickler's stack
 
 and `Deferred`, the third kind of segment, is what a container adds: checksums that are known only when the
-bytes before them are copied (the CRC rows of :mod:`lazyckpt.containers.base`).
+bytes before them are copied (the CRC rows of ``containers.base``).
 
-To make a provider of your own, derive from :class:`lazyckpt.StateProvider` (objects.py); from :class:`Provider`
+To make a provider of your own, derive from ``StateProvider`` (objects.py); from ``Provider``
 itself only to write the opcodes yourself.
 """
 
@@ -165,7 +165,7 @@ class Provider(ABC):
         """Checks ``saved`` against the live state, before a byte of it is read; says what may land in place.
 
         ``saved`` is the unpickled state, its tensors allocated but not filled. Raises
-        :class:`RestoreError` that lists every missing, unexpected and misshapen entry.
+        ``RestoreError`` that lists every missing, unexpected and misshapen entry.
         """
 
     @abstractmethod

@@ -28,7 +28,7 @@ def track_loader(loader: Any) -> Any:
     """What to iterate instead of `loader`, with ``state_dict()`` and ``load_state_dict()``.
 
     A loader that has both methods itself (such as torchdata's StatefulDataLoader) comes back untouched, any
-    other as a :class:`TrackedLoader`. Raises :class:`ConfigError` for an iterator: it cannot begin again.
+    other as a ``TrackedLoader``. Raises ``ConfigError`` for an iterator: it cannot begin again.
     """
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return loader
@@ -52,7 +52,7 @@ class _Epoch:
 class TrackedLoader:
     """Iterates a DataLoader and knows where it is; every other attribute is the loader's own.
 
-    After :meth:`load_state_dict` the next ``iter()`` continues the saved epoch: its remaining batches, and
+    After ``load_state_dict`` the next ``iter()`` continues the saved epoch: its remaining batches, and
     all random numbers drawn from then on, are those of the run that was not interrupted. The batches already
     consumed are fetched again and dropped, which takes its time. Any other ``iter()`` begins a new epoch.
 
@@ -98,8 +98,8 @@ class TrackedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` at the next ``iter()``. Iterators handed out before no longer count.
 
-        The global generators are left alone: restoring these is :func:`restore_rng`'s part, before or after.
-        Raises :class:`RestoreError` for a state that is malformed or of a differently built loader.
+        The global generators are left alone: restoring these is ``restore_rng``'s part, before or after.
+        Raises ``RestoreError`` for a state that is malformed or of a differently built loader.
         """
         try:
             epoch = _Epoch(state["start"], int(state["yielded"]))

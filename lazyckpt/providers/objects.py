@@ -16,7 +16,7 @@ from lazyckpt.providers.pickles import Skeleton, dict_opcodes
 class StateProvider(Provider):
     """A provider of one's own: say what the state is, and take it back.
 
-    Derive, implement :meth:`state` and :meth:`load_state`, hand an instance to ``Checkpointer.track``. The tensors
+    Derive, implement ``state`` and ``load_state``, hand an instance to ``Checkpointer.track``. The tensors
     in the state are copied out of the step like all others; they must stay unchanged until then only if an
     optimizer owns them (see gate.py), otherwise they are copied before ``save()`` returns.
     """
@@ -35,7 +35,7 @@ class StateProvider(Provider):
 
     @abstractmethod
     def load_state(self, state: Any) -> None:
-        """Takes back what :meth:`state` gave."""
+        """Takes back what ``state`` gave."""
 
     def segments(self, table: StorageTable) -> Iterator[Segment]:
         state = self.state()

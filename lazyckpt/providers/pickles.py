@@ -8,7 +8,7 @@ milliseconds instead:
 3. these opcodes are kept, and used again while nothing that they say of the tensors changed. Whether it did is
    asked of every tensor in every save: nothing is ever taken to be unchanged because it was before.
 
-What holds other tensors (sparse, quantised, of subclasses) or big NumPy arrays is pickled by :class:`_Pickler`, which
+What holds other tensors (sparse, quantised, of subclasses) or big NumPy arrays is pickled by ``_Pickler``, which
 asks torch's reducers.
 """
 
@@ -250,7 +250,7 @@ class Skeleton:
 def _spell(
     tensors: list[torch.Tensor], table: StorageTable, reusable_keys: Iterator[str]
 ) -> tuple[list[bytes], TensorViews]:
-    """The opcodes of plain tensors, to be put into an outline in this order, and their storages: what :class:`_Pickler`
+    """The opcodes of plain tensors, to be put into an outline in this order, and their storages: what ``_Pickler``
     writes, at a third of the time."""
     places: dict[Any, bytes] = {}
     views: dict[str, TensorView] = {}

@@ -38,10 +38,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put every generator back to a state from :func:`capture_rng`; all of them or, on an error, none.
+    """Put every generator back to a state from ``capture_rng``; all of them or, on an error, none.
 
     The tensors may be on any device. On a machine with another number of CUDA devices those that both have
-    are restored, with a warning. Raises :class:`RestoreError` for a state that is malformed.
+    are restored, with a warning. Raises ``RestoreError`` for a state that is malformed.
     """
     before = capture_rng()
     try:

@@ -213,7 +213,7 @@ class FakeCuda:
         fault: int = 0,
     ) -> int:
         """Launch a kernel that fills ``(pointer, nbytes, byte)`` ranges and reads others. ``fault`` is an error that
-        it breaks its context with. Returns its number, for :meth:`seen`."""
+        it breaks its context with. Returns its number, for ``seen``."""
         flat_writes = [number for write in writes for number in write]
         flat_reads = [number for read in reads for number in read]
         return _check(
