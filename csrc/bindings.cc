@@ -460,6 +460,8 @@ PYBIND11_MODULE(_engine, m) {
                                const Status why = e.get().Locked([&] { return e.get().unpinned(); });
                                return why.ok() ? "" : why.operation();
                              })
+      .def_property_readonly("bounces",
+                             [](EngineHandle& e) { return e.get().Locked([&] { return e.get().bounces(); }); })
       .def_property_readonly("ring_bytes",
                              [](EngineHandle& e) { return e.get().Locked([&] { return e.get().ring().capacity(); }); })
       .def_property_readonly("ring_used_bytes",

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "checksum.h"
 #include "engine.h"
@@ -51,6 +52,8 @@ Chunk* Engine::TakeChunk(bool helping) {
   const auto lane = static_cast<size_t>(chunk->lane());
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1)
     if (gpus_[std::countr_zero(bits)]->lanes[lane].in_flight == kMaxInFlight) return nullptr;
+  const bool bounces = chunk->devices != 0 && bounce_ != nullptr;
+  if (bounces && idle_bounces_.empty()) return nullptr;
   chunk->memory = ring_.Allocate(chunk->size, chunk->devices != 0 ? pinned_bytes_ : ring_.capacity());
   const auto now = Clock::now();
   if (chunk->memory == nullptr) {
@@ -60,6 +63,10 @@ Chunk* Engine::TakeChunk(bool helping) {
   }
   if (job.ring_waiting) job.ring_wait_s += std::chrono::duration<double>(now - job.ring_wait_begin).count();
   job.ring_waiting = false;
+  if (bounces && !IsPinned({chunk->memory, chunk->size})) {
+    chunk->bounce = idle_bounces_.back();
+    idle_bounces_.pop_back();
+  }
   queue_.pop_front();
   chunk->state = Chunk::State::kCopying;
   chunk->copy_begin = now;
@@ -77,7 +84,7 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   Job& job = *keep;
   std::vector<std::byte*> cuts;
   if (chunk->devices != 0) cuts = CutsIn({chunk->memory, chunk->size});
-  const bool pinned = unpinned_.ok();
+  const bool pinned = chunk->bounce != nullptr || IsPinned({chunk->memory, chunk->size});
   lock.unlock();
   Status status;
   std::vector<std::pair<Gpu*, Device::Ticket>> started;
@@ -115,16 +122,18 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
 Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
                            Device::Ticket* ticket) {
   std::vector<DeviceCopy> copies;
+  std::byte* const to = chunk.bounce != nullptr ? chunk.bounce : chunk.memory;
   for (const Piece& p : chunk.pieces) {
     if (p.kind != RowKind::kSource || chunk.job->sources[p.source].device != device) continue;
     const std::byte* from = chunk.job->sources[p.source].data + p.source_offset;
-    AddCopies({chunk.memory + p.at, p.size}, reinterpret_cast<uint64_t>(from), cuts, &copies);
+    AddCopies({to + p.at, p.size}, reinterpret_cast<uint64_t>(from), cuts, &copies);
   }
   return gpus_[device]->device->Start(chunk.lane(), copies, pinned, ticket);
 }
 
 Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
-  std::vector<DeviceCopy> copies;
+  std::vector<std::byte*> cuts;
+  std::byte* bounce = nullptr;
   bool pinned = false;
   {
     std::unique_lock lock(mutex_);
@@ -132,9 +141,30 @@ Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
     const bool in_ring = from.data() >= base && from.data() < base + ring_.capacity();
     const size_t end = in_ring ? static_cast<size_t>(from.data() - base) + from.size() : 0;
     changed_.wait(lock, [&] { return pinned_bytes_ >= end; });
-    pinned = in_ring && unpinned_.ok();
-    AddCopies(from, reinterpret_cast<uint64_t>(to), CutsIn(from), &copies);
+    cuts = CutsIn(from);
+    pinned = IsPinned(from);
+    if (!pinned && bounce_ != nullptr) {
+      changed_.wait(lock, [&] { return !idle_bounces_.empty(); });
+      bounce = idle_bounces_.back();
+      idle_bounces_.pop_back();
+    }
   }
+  if (bounce == nullptr) return Send(device, to, from, cuts, pinned);
+  Status status;
+  for (size_t done = 0; status.ok() && done < from.size(); done += options_.chunk_bytes) {
+    const std::span piece(bounce, std::min(options_.chunk_bytes, from.size() - done));
+    std::memcpy(bounce, from.data() + done, piece.size());
+    status = Send(device, to + done, piece, {}, true);
+  }
+  Locked([&] { idle_bounces_.push_back(bounce); });
+  changed_.notify_all();
+  return status;
+}
+
+Status Engine::Send(int device, std::byte* to, std::span<std::byte> from, const std::vector<std::byte*>& cuts,
+                    bool pinned) {
+  std::vector<DeviceCopy> copies;
+  AddCopies(from, reinterpret_cast<uint64_t>(to), cuts, &copies);
   Device& target = *gpus_[device]->device;
   Device::Ticket ticket = nullptr;
   const Status status = target.Start(Lane::kRestore, copies, pinned, &ticket);
@@ -149,6 +179,12 @@ std::vector<std::byte*> Engine::CutsIn(std::span<std::byte> memory) const {
     if (end > memory.data() && end < memory.data() + memory.size()) cuts.push_back(end);
   }
   return cuts;
+}
+
+// All of it, if it lies in the ring: that is pinned from its begin on.
+bool Engine::IsPinned(std::span<std::byte> memory) const {
+  return !pins_.empty() && memory.data() >= ring_.base() &&
+         memory.data() + memory.size() <= pins_.back().data() + pins_.back().size();
 }
 
 // One for each lane of a device: waits for its copies, in their order, and keeps the lane busy.
@@ -185,10 +221,13 @@ void Engine::OnLanded(Chunk* chunk, const Status& status) {
 // Called with the lock held; lets go of it meanwhile.
 void Engine::SumChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   const auto keep = chunk->job->shared_from_this();
+  const std::byte* const bounce = chunk->bounce;
   lock.unlock();
-  for (Piece& p : chunk->pieces)
-    if (p.kind == RowKind::kSource && keep->sources[p.source].device >= 0)
-      p.crc = Crc32(0, chunk->memory + p.at, p.size);
+  for (Piece& p : chunk->pieces) {
+    if (p.kind != RowKind::kSource || keep->sources[p.source].device < 0) continue;
+    std::byte* const at = chunk->memory + p.at;
+    p.crc = bounce == nullptr ? Crc32(0, at, p.size) : CopyCrc32(0, at, bounce + p.at, p.size);
+  }
   lock.lock();
   EndCopy(chunk);
   changed_.notify_all();
@@ -199,6 +238,7 @@ void Engine::EndCopy(Chunk* chunk) {
   Job& job = *keep;
   chunk->copy_end = Clock::now();
   --job.copying;
+  if (chunk->bounce != nullptr) idle_bounces_.push_back(std::exchange(chunk->bounce, nullptr));
   job.copy_s += std::chrono::duration<double>(chunk->copy_end - chunk->copy_begin).count();
   if (job.error.ok())
     OnCopied(chunk);

@@ -27,8 +27,12 @@ inline constexpr unsigned CU_EVENT_BLOCKING_SYNC = 1;
 inline constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
 inline constexpr unsigned CU_EVENT_WAIT_DEFAULT = 0;
 inline constexpr unsigned CU_MEMHOSTREGISTER_PORTABLE = 1;
+inline constexpr unsigned CU_MEMHOSTALLOC_PORTABLE = 1;
 
-enum CUdevice_attribute : int { CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99 };
+enum CUdevice_attribute : int {
+  CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,
+  CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID = 134,
+};
 enum CUstreamCaptureMode : int { CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1 };
 enum CUstreamCaptureStatus : int { CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 enum CUmemcpySrcAccessOrder : int { CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1 };
@@ -123,6 +127,8 @@ class Driver {
   const Function<CUdeviceptr, const void*, size_t, CUstream> cuMemcpyHtoDAsync = Find_{this, "cuMemcpyHtoDAsync_v2"};
   const Function<void*, size_t, unsigned> cuMemHostRegister = Find_{this, "cuMemHostRegister_v2"};
   const Function<void*> cuMemHostUnregister = Find_{this, "cuMemHostUnregister"};
+  const Function<void**, size_t, unsigned> cuMemHostAlloc = Find_{this, "cuMemHostAlloc"};
+  const Function<void*> cuMemFreeHost = Find_{this, "cuMemFreeHost"};
   // CUDA 12.8's, with failIdx. CUDA 13 declares another one under this name, which the library exports with _v2.
   const Function<CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, size_t*, CUstream>
       cuMemcpyBatchAsync = Find_{this, "cuMemcpyBatchAsync", false};

@@ -46,6 +46,9 @@ class Device {
   // Pins host memory for every device of the process; without, copies work, but at a third of the speed or less.
   virtual Status Pin(std::span<std::byte> memory) = 0;
   virtual void Unpin(std::span<std::byte> memory) = 0;
+  // Makes host memory that is pinned so; a device may take this where it refuses to pin what is there already.
+  virtual Status AllocatePinned(size_t bytes, std::byte** memory) = 0;
+  virtual void FreePinned(std::byte* memory) = 0;
 };
 
 // Retains the primary context of a CUDA device, the one that torch uses, until it is destroyed.

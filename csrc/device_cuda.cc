@@ -114,6 +114,18 @@ class CudaDevice final : public Device {
     (void)Inside([&] { return Call(driver_->cuMemHostUnregister, static_cast<void*>(memory.data())); });
   }
 
+  Status AllocatePinned(size_t bytes, std::byte** memory) override {
+    void* made = nullptr;
+    const Status status = Inside([&] { return Call(driver_->cuMemHostAlloc, &made, bytes, CU_MEMHOSTALLOC_PORTABLE); });
+    if (made != nullptr && !status.ok()) FreePinned(static_cast<std::byte*>(std::exchange(made, nullptr)));
+    *memory = static_cast<std::byte*>(made);
+    return status;
+  }
+
+  void FreePinned(std::byte* memory) override {
+    (void)Inside([&] { return Call(driver_->cuMemFreeHost, static_cast<void*>(memory)); });
+  }
+
  private:
   static CUstream Stream(uint64_t handle) { return reinterpret_cast<CUstream>(handle); }
   CUstream StreamOf(Lane lane) const { return streams_[static_cast<size_t>(lane)]; }

@@ -65,6 +65,7 @@ Engine::~Engine() {
   if (io_ != nullptr) io_->Wake();  // after the copies: the last one may have settled what the writer waits for
   if (writer_.joinable()) writer_.join();
   for (const auto& pin : pins_) pinner_->Unpin(pin);
+  if (bounce_ != nullptr) pinner_->FreePinned(bounce_);
 }
 
 bool Engine::Reserve(size_t bytes) {

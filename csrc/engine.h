@@ -103,11 +103,14 @@ class Engine {
   Ring& ring() { return ring_; }
   const char* backend_name() const { return io_->name(); }
   const Status& fallback() const { return fallback_; }  // why io_uring is not used; OK if it is
-  const Status& unpinned() const { return unpinned_; }  // under the lock: why the ring is not pinned for devices; or OK
+  // Under the lock: why the ring is not pinned for devices, or OK; and whether there is a pinned buffer in its stead.
+  const Status& unpinned() const { return unpinned_; }
+  bool bounces() const { return bounce_ != nullptr; }
 
  private:
   static constexpr size_t kMaxInFlight = 4;              // chunks, in each lane: drivers' queues are short
   static constexpr size_t kPinBytes = size_t{64} << 20;  // what is pinned at once
+  static constexpr size_t kBounces = kMaxInFlight;       // chunks, where the ring cannot be pinned
 
   // The copies of one lane of a device that are under way.
   struct CopyLane {
@@ -146,9 +149,11 @@ class Engine {
   bool Work(bool helping, std::unique_lock<std::mutex>& lock);
   Chunk* TakeChunk(bool helping);
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
+  Status Send(int device, std::byte* to, std::span<std::byte> from, const std::vector<std::byte*>& cuts, bool pinned);
   Status StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
                      Device::Ticket* ticket);
   std::vector<std::byte*> CutsIn(std::span<std::byte> memory) const;
+  bool IsPinned(std::span<std::byte> memory) const;
   void OnLanded(Chunk* chunk, const Status& status);
   void SumChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   void EndCopy(Chunk* chunk);
@@ -190,6 +195,8 @@ class Engine {
   size_t pinned_bytes_ = 0;                     // of the ring: devices copy into them
   std::vector<std::span<std::byte>> pins_;      // in the order of their addresses
   Status unpinned_;
+  std::byte* bounce_ = nullptr;           // kBounces pinned chunks, if the ring is not pinned and a device gave them
+  std::vector<std::byte*> idle_bounces_;  // those of them that hold nothing
 
   std::vector<std::thread> copiers_;
   std::thread writer_;

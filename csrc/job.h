@@ -110,6 +110,7 @@ struct Chunk : IoTag {
 
   State state = State::kBuilding;
   std::byte* memory = nullptr;  // its region of the ring, from copying to done
+  std::byte* bounce = nullptr;  // pinned, while copying: what comes from devices lands there, where the ring is not
   size_t blockers = 0;
   size_t written = 0;
   unsigned retries = 0;

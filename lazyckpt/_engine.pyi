@@ -59,6 +59,10 @@ class Engine:
         """Why the ring could not be pinned for the attached devices; empty if it was."""
 
     @property
+    def bounces(self) -> bool:
+        """Whether copies from and to devices pass a small pinned buffer, since the ring could not be pinned."""
+
+    @property
     def fallback(self) -> str:
         """Why io_uring is not used; empty if it is."""
 

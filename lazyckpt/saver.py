@@ -309,7 +309,8 @@ class Saver:
             gate.discard(snapshot)
             raise
         if snapshot.devices is not None and self.engine.unpinned:
-            _warn_once(f"the staging buffer is not pinned ({self.engine.unpinned}); copies from the GPU are slow")
+            way = "pass a small buffer that is" if self.engine.bounces else "are slow, and save() may wait for them"
+            _warn_once(f"the staging buffer is not pinned ({self.engine.unpinned}); copies from the GPU {way}")
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
     def _snapshot(self, files: list[TensorViews], any_order: list[bool], training_step: int | None) -> Snapshot:

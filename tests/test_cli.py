@@ -472,8 +472,8 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
 
     assert "NVIDIA H200; driver of CUDA 12.8" in shown(**found)
     assert "while training computes" in shown(**found) and "in one call" in shown(**found)
-    assert "not pinned" not in shown(**found)
-    assert "not pinned (device 0 cannot)" in shown(**{**found, "cuda_pinning": "no: device 0 cannot"})
+    assert "cannot be pinned" not in shown(**found)
+    assert "cannot be pinned (device 0 cannot)" in shown(**{**found, "cuda_pinning": "no: device 0 cannot"})
     assert "one by one (CUDA < 12.8)" in shown(**{**found, "cuda_batches": "no"})
     assert "Let torch copy tensors from the GPU" in shown(cuda_driver="no: no CUDA driver: libcuda.so.1")
 

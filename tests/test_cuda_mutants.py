@@ -88,6 +88,23 @@ MUTANTS = {
         "      StopLanes(*gpu);\n"
         "    }",
     ),
+    "the small buffer is filled again before it is emptied": (
+        "csrc/capture.cc",
+        "const std::byte* const bounce = chunk->bounce;",
+        "const std::byte* const bounce = chunk->bounce;\n"
+        "if (bounce != nullptr) idle_bounces_.push_back(std::exchange(chunk->bounce, nullptr));\n"
+        "changed_.notify_all();",
+    ),
+    "the small buffer is filled again before it is full": (
+        "csrc/capture.cc",
+        "if (chunk->eager) --job.eager_left;",
+        "if (chunk->eager) --job.eager_left;\nif (chunk->bounce) idle_bounces_.push_back(chunk->bounce);",
+    ),
+    "restore fills the small buffer again before it is copied": (
+        "csrc/capture.cc",
+        "std::memcpy(bounce, from.data() + done, piece.size());",
+        "std::memcpy(bounce, from.data() + done, piece.size());\nLocked([&] { idle_bounces_.push_back(bounce); });",
+    ),
     "any optimizer is trusted to the stream": (
         "lazyckpt/snapshot.py",
         "self._wait(owners, on_device=is_of_torch(owner))",

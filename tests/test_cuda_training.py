@@ -23,6 +23,7 @@ import torch
 import lazyckpt
 from fake_cuda import FakeCuda, Mode
 from lazyckpt import _engine, devices
+from lazyckpt import saver as saver_module
 from lazyckpt.gate import gate
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
@@ -411,8 +412,14 @@ def test_a_device_that_cannot_be_attached_fails_the_save(gpu: Gpu, tmp_path: Pat
     assert saved(tmp_path / "a.pt") == gpu.picture(training.state())
 
 
-def test_one_warning_where_the_ring_is_not_pinned(gpu: Gpu, tmp_path: Path) -> None:
+@pytest.mark.parametrize("allocates", [True, False])
+def test_one_warning_where_the_ring_is_not_pinned(
+    gpu: Gpu, allocates: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(saver_module, "_warned", set())
     gpu.driver.configure(registration_limit=0, registration_error=801)
+    if not allocates:
+        gpu.driver.fail("cuMemHostAlloc", code=2, sticky=True)
     training = Training(gpu)
     training.step()
     with warnings.catch_warnings(record=True) as caught, lazyckpt.Saver(**SMALL) as saver:
@@ -425,6 +432,7 @@ def test_one_warning_where_the_ring_is_not_pinned(gpu: Gpu, tmp_path: Path) -> N
             assert saved(tmp_path / f"{number}.pt") == picture
     messages = [str(w.message) for w in caught if "pinned" in str(w.message)]
     assert len(messages) == 1 and "CUDA_ERROR_NOT_SUPPORTED" in messages[0]
+    assert ("small buffer" in messages[0]) == allocates
 
 
 def test_lone_files(gpu: Gpu, tmp_path: Path) -> None:
@@ -464,10 +472,13 @@ def test_the_gil_elsewhere(gpu: Gpu, tmp_path: Path) -> None:
         busy.join()
 
 
+@pytest.mark.filterwarnings("ignore:the staging buffer is not pinned")
+@pytest.mark.parametrize("pinnable", [True, False])
 @pytest.mark.parametrize("cached", [True, False])
-def test_restore_reads_straight_to_the_device(gpu: Gpu, cached: bool, tmp_path: Path) -> None:
-    """Behind what the training streams hold, from the page cache and past it; what comes after the restore finds it."""
-    gpu.driver.configure(mode=Mode.COPIES_EARLY)
+def test_restore_reads_straight_to_the_device(gpu: Gpu, cached: bool, pinnable: bool, tmp_path: Path) -> None:
+    """Behind what the training streams hold, from the page cache and past it; what comes after the restore finds it.
+    Where the ring cannot be pinned, by way of the small buffer."""
+    gpu.driver.configure(mode=Mode.COPIES_EARLY, registration_limit=1e18 if pinnable else 0)
     gpu.streams = {0: gpu.driver.stream(0), 1: 0}
     training = Training(gpu)
     head = torch.nn.Linear(900, 900)  # more than one read

@@ -231,13 +231,19 @@ def test_calls_before_init() -> None:
 def test_what_is_alive_is_counted(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
     stream, event = drv.stream(), drv.event()
     cuda.stream(0)  # not the caller's
+    made = ctypes.c_void_p()
+    assert drv.cuMemHostAlloc(ctypes.byref(made), 4096, 1) == 0
     counted = {"contexts": 2, "streams": 1, "events": 1, "registrations": 1, "registered_bytes": 1 << 20}
-    assert cuda.live() == counted
+    assert cuda.live() == {**counted, "host_allocations": 1}
+    assert drv.cuMemHostUnregister(made) == 713
+    assert drv.cuMemFreeHost(ring[1]) == INVALID_VALUE
+    expect(cuda, "no such registration", "not memory of the driver")
+    assert drv.cuMemFreeHost(made) == 0
     assert drv.cuStreamDestroy_v2(stream) == drv.cuEventDestroy_v2(event) == drv.cuMemHostUnregister(ring[1]) == 0
     assert drv.cuStreamDestroy_v2(stream) == drv.cuEventDestroy_v2(event) == INVALID_HANDLE
     expect(cuda, "no such stream", "no such event")
     assert drv.cuDevicePrimaryCtxRelease_v2(1) == 0
-    assert cuda.live() == {**dict.fromkeys(counted, 0), "contexts": 1}
+    assert cuda.live() == {**dict.fromkeys(cuda.live(), 0), "contexts": 1}
     assert drv.cuDevicePrimaryCtxRelease_v2(1) == INVALID_CONTEXT
     expect(cuda, "not retained")
     assert cuda.calls()["cuDevicePrimaryCtxRelease_v2"] == 2

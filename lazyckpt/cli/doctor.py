@@ -190,7 +190,13 @@ def _conclude_cuda(probe: dict[str, str]) -> list[tuple[bool, str]]:
     ]
     if probe["cuda_pinning"] != "yes":
         reason = probe["cuda_pinning"].removeprefix("no: ")
-        found.append((True, f"Copy into memory that is not pinned ({reason}): slowly, and save() waits for the GPU."))
+        found.append(
+            (
+                True,
+                f"Copy by way of a small pinned buffer, since the staging buffer cannot be pinned ({reason}); if that is "
+                "refused, too, slowly, and save() waits for the GPU.",
+            )
+        )
     return found
 
 

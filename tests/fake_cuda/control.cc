@@ -250,13 +250,18 @@ FAKE_EXPORT const char* fake_calls() {
 FAKE_EXPORT const char* fake_live() {
   Locked locked;
   Machine& m = locked.m;
-  uint64_t streams = 0, bytes = 0, contexts = 0;
+  uint64_t streams = 0, registrations = 0, bytes = 0, contexts = 0;
   for (const auto& [handle, stream] : m.streams) streams += stream->by_driver;
-  for (const auto& [begin, registration] : m.registrations) bytes += registration.range.size;
+  for (const auto& [begin, registration] : m.registrations) {
+    if (registration.by_driver) continue;
+    ++registrations;
+    bytes += registration.range.size;
+  }
   for (int count : m.retained) contexts += count;
   return Text(Json(Numbers{{"streams", streams},
                            {"events", m.events.size()},
-                           {"registrations", m.registrations.size()},
+                           {"host_allocations", m.registrations.size() - registrations},
+                           {"registrations", registrations},
                            {"registered_bytes", bytes},
                            {"contexts", contexts}}));
 }

@@ -1,5 +1,7 @@
 // The driver's functions as lazyckpt uses them, with their names, their ABI and their errors. Whatever a caller may not
 // do is an error as it is in the driver, and a violation too: a caller that copes with it is wrong all the same.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -537,10 +539,35 @@ FAKE_EXPORT CUresult cuMemHostRegister_v2(void* host, size_t size, unsigned flag
 FAKE_EXPORT CUresult cuMemHostUnregister(void* host) {
   ENTER(cuMemHostUnregister, kContextToo | kUnsafe);
   auto it = m.registrations.find(reinterpret_cast<uint64_t>(host));
-  if (it == m.registrations.end()) return call.Fail(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "no such registration");
+  if (it == m.registrations.end() || it->second.by_driver)
+    return call.Fail(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "no such registration");
   std::string by;
   if (m.InUse(it->second.range, &by)) m.Violation("host memory was unregistered while " + by + " is in flight");
   if (!m.HostReadable(it->second.range)) m.Violation("host memory was unmapped before it was unregistered");
+  m.registrations.erase(it);
+  return CUDA_SUCCESS;
+}
+
+FAKE_EXPORT CUresult cuMemHostAlloc(void** host, size_t size, unsigned flags) {
+  ENTER(cuMemHostAlloc, kContextToo | kUnsafe);
+  if (!host || size == 0 || flags > 7) return call.Fail(CUDA_ERROR_INVALID_VALUE, "arguments");
+  void* made = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (made == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  std::memset(made, 0xA5, size);  // poison, as of fresh device memory
+  const Range range{reinterpret_cast<uint64_t>(made), size};
+  m.registrations[range.begin] = {range, call.device(), (flags & CU_MEMHOSTALLOC_PORTABLE) != 0, true};
+  *host = made;
+  return CUDA_SUCCESS;
+}
+
+FAKE_EXPORT CUresult cuMemFreeHost(void* host) {
+  ENTER(cuMemFreeHost, kContextToo | kUnsafe);
+  auto it = m.registrations.find(reinterpret_cast<uint64_t>(host));
+  if (it == m.registrations.end() || !it->second.by_driver)
+    return call.Fail(CUDA_ERROR_INVALID_VALUE, "not memory of the driver");
+  std::string by;
+  if (m.InUse(it->second.range, &by)) m.Violation("pinned memory was freed while " + by + " is in flight");
+  munmap(host, it->second.range.size);
   m.registrations.erase(it);
   return CUDA_SUCCESS;
 }

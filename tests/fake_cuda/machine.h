@@ -125,6 +125,7 @@ struct Registration {
   Range range;
   int device;
   bool portable;
+  bool by_driver = false;  // memory that the driver made, pinned
 };
 
 struct Access {
