@@ -398,6 +398,7 @@ class RingHandle {
     return static_cast<size_t>(region - ring_.base());
   }
   void Free(size_t offset) { ring_.Free(ring_.base() + offset); }
+  int NodeOf(size_t offset) { return ring_.NodeOf(offset); }
   size_t used() const { return ring_.used(); }
 
  private:
@@ -492,6 +493,7 @@ PYBIND11_MODULE(_engine, m) {
       .def(py::init<size_t, size_t>(), "capacity"_a, "slice_bytes"_a)
       .def("allocate", &RingHandle::Allocate)
       .def("free", &RingHandle::Free)
+      .def("node_of", &RingHandle::NodeOf)
       .def_property_readonly("used", &RingHandle::used);
 
   py::class_<ReaderHandle>(m, "Reader")

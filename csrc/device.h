@@ -29,6 +29,8 @@ class Device {
 
   virtual ~Device() = default;  // every copy must have been finished
 
+  virtual int numa_node() const = 0;  // of the host memory next to it; negative if the driver knows none
+
   // What is copied from now on is what it will be when all that `stream` holds by now is done.
   virtual Status CopyAfter(uint64_t stream) = 0;
   // What is put into `stream` from now on waits for the copies started so far in `lane`; the caller does not.

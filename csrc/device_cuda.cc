@@ -31,6 +31,8 @@ class CudaDevice final : public Device {
     Status status = Call(driver_->cuDeviceGet, &device_, ordinal_);
     if (status.ok()) status = Call(driver_->cuDevicePrimaryCtxRetain, &context_, device_);
     if (!status.ok()) return status;
+    if (!Call(driver_->cuDeviceGetAttribute, &numa_node_, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_).ok())
+      numa_node_ = -1;  // a driver before CUDA 12.2
     return Inside([this] {
       // A blocking stream would wait for the default stream, and that for it.
       for (CUstream& stream : streams_)
@@ -38,6 +40,8 @@ class CudaDevice final : public Device {
       return TakeEvent(&mark_);
     });
   }
+
+  int numa_node() const override { return numa_node_; }
 
   Status CopyAfter(uint64_t stream) override {
     return Inside([&] {
@@ -217,6 +221,7 @@ class CudaDevice final : public Device {
   const std::shared_ptr<const Driver> driver_;
   const int ordinal_;
   CUdevice device_ = 0;
+  int numa_node_ = -1;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
   std::mutex marking_;  // from the record of mark_ to the last wait for it

@@ -166,6 +166,7 @@ class Engine {
   void WriteLoop();
   void PrepareRing();
   void PinRing(Device& device);
+  int NearestNode() const;
   bool SubmitNext(unsigned* in_flight);
   void QueueSyncs(Job& job);
   void OnResult(const IoResult& result);

@@ -46,6 +46,11 @@ class Ring {
   // Faults pages [from, to) in, in huge pages where the kernel has them. Any thread, any time.
   void Prefault(size_t from, size_t to) const;
 
+  // Pages [from, to) will be on a NUMA node, if that has room. move: so will those that are there, unless somebody
+  // pinned them; it takes milliseconds. Elsewhere is as right, only slower.
+  void Prefer(int node, size_t from, size_t to, bool move) const;
+  int NodeOf(size_t offset) const;  // where this page is; faults it in. -1: not known
+
   size_t capacity() const { return capacity_; }
   size_t used() const;  // bytes between the oldest live region and the newest, gaps included
   size_t slice_bytes() const { return slice_bytes_; }

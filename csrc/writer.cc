@@ -69,13 +69,23 @@ void Engine::PrepareRing() {
 // Even while a checkpoint is being laid out: its copies wait for the first range that is pinned. Range by range, so
 // that they wait for no more.
 void Engine::PinRing(Device& device) {
+  const size_t touched = prepared_bytes_;
   size_t at = 0, capacity = 0;
+  int node = -1;
   const auto look = [&] {
     at = pinned_bytes_;
     capacity = ring_.capacity();
+    node = NearestNode();
   };
   for (Locked(look); at < capacity; Locked(look)) {
     const std::span range(ring_.base() + at, std::min(kPinBytes - at % kPinBytes, capacity - at));
+    const int now = node >= 0 && at < touched ? ring_.NodeOf(at) : -1;
+    const bool move = now >= 0 && now != node;
+    if (move && prepared_bytes_ > 0) {
+      (void)io_->RegisterBuffers({});  // which keep pages where they are
+      prepared_bytes_ = 0;
+    }
+    ring_.Prefer(node, at, at + range.size(), move);
     ring_.Prefault(at, at + range.size());
     const Status status = device.Pin(range);
     std::byte* bounce = nullptr;
@@ -94,6 +104,14 @@ void Engine::PinRing(Device& device) {
     });
     changed_.notify_all();
   }
+}
+
+// The NUMA node next to the attached devices; negative if they differ.
+int Engine::NearestNode() const {
+  const int nearest = pinner_->numa_node();
+  for (const auto& gpu : gpus_)
+    if (gpu != nullptr && gpu->device->numa_node() != nearest) return -1;
+  return nearest;
 }
 
 // Submits one write or sync, or fails its checkpoint; false if there is nothing to submit.

@@ -476,6 +476,12 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
     assert "cannot be pinned (device 0 cannot)" in shown(**{**found, "cuda_pinning": "no: device 0 cannot"})
     assert "one by one (CUDA < 12.8)" in shown(**{**found, "cuda_batches": "no"})
     assert "Let torch copy tensors from the GPU" in shown(cuda_driver="no: no CUDA driver: libcuda.so.1")
+    numa = {"cuda_numa_nodes": "1 1", "numa_placement": "yes"}
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("node0"), Path("node1")])
+    assert "on NUMA node 1, next to the GPU" in shown(**{**found, **numa})
+    assert "one of 0, 1" in shown(**{**found, **numa, "cuda_numa_nodes": "0 1"})
+    assert "does not say which" in shown(**{**found, **numa, "cuda_numa_nodes": "-1"})
+    assert "may not choose one (no)" in shown(**{**found, **numa, "numa_placement": "no: no"})
 
 
 def test_doctor_warns_of_memory_file_systems() -> None:

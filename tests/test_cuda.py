@@ -4,6 +4,7 @@ whatever they do not permit (tests/fake_cuda)."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -342,6 +343,33 @@ def test_a_limit_in_the_middle_leaves_the_rest_to_the_small_buffer(driver: FakeC
     del job, engine
 
 
+def placed_mib(node: int) -> float:
+    """Of this process's memory: what is preferably on a node."""
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    preferred = [line for line in lines if re.search(rf" prefer(?: \(many\))?:{node} ", line)]
+    return sum(int(pages) for line in preferred for pages in re.findall(r" anon=(\d+)", line)) * BLOCK / (1 << 20)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/numa_maps").exists() or _engine.Ring(BLOCK, BLOCK).node_of(0) < 0,
+    reason="this kernel, or a sandbox, places no memory",
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_ring_is_placed_next_to_the_devices(driver: FakeCuda, nodes: int) -> None:
+    """If they are next to the same node; what is pinned once a device of another node is there is placed anywhere."""
+    driver.configure(numa_nodes=nodes)
+    driver.delay("cuMemHostRegister_v2", 2e5)
+    engine = make_engine(ring_bytes=128 << 20)
+    time.sleep(0.1)
+    assert placed_mib(0) == 0
+    assert engine.attach(0) and engine.attach(1)
+    end = time.monotonic() + 10
+    while driver.live()["registered_bytes"] < 128 << 20 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (placed_mib(0) == 128) == (nodes == 1)
+    del engine
+
+
 FUNCTIONS = [
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
@@ -456,10 +484,12 @@ def test_an_engine_that_ends_in_the_middle_waits_for_its_copies(driver: FakeCuda
     state = State(driver, [(0, 30 * CHUNK, 1)])
     engine = make_engine()
     job = state.begin(engine)
-    threading.Timer(0.1, driver.lib.fake_hold, (0, 0)).start()
     driver.lib.fake_hold(1, 0)
+    release = threading.Timer(0.1, driver.lib.fake_hold, (0, 0))
+    release.start()
     del job, engine
     driver.device_free(state.pointers[0])
+    release.join()
 
 
 @pytest.mark.parametrize("mode", [Capture.GLOBAL, Capture.THREAD_LOCAL])
@@ -545,7 +575,7 @@ def test_what_doctor_is_told(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, 
     def facts() -> dict[str, str]:
         return {key: text for key, text in _engine.probe(str(tmp_path)).items() if key.startswith("cuda")}
 
-    there = {"cuda_driver": "yes", "cuda_version": "12.8", "cuda_devices": "2"}
+    there = {"cuda_driver": "yes", "cuda_version": "12.8", "cuda_devices": "2", "cuda_numa_nodes": "0 1"}
     assert facts() == {**there, "cuda_batches": "yes", "cuda_pinning": "yes"}
     assert driver.statistics()["contexts_created"] == 0, "a context takes memory on the device"
     driver.configure(driver_version=12020)

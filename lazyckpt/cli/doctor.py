@@ -57,6 +57,7 @@ class _Facts:
     ring_bytes: int
     locks_freely: bool
     probe: dict[str, str]
+    numa_nodes: int
 
     @staticmethod
     def of(asked: Path) -> _Facts:
@@ -77,6 +78,7 @@ class _Facts:
             ring_bytes=auto_ring_bytes(Config.chunk_bytes),
             locks_freely=_may_lock_memory(),
             probe=_engine.probe(str(directory)),
+            numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         )
 
     @property
@@ -168,6 +170,8 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
         )
     if torch.cuda.is_available():
         found += _conclude_cuda(facts.probe)
+        if facts.numa_nodes > 1 and "cuda_numa_nodes" in facts.probe:
+            found.append(_conclude_numa(facts.probe))
     else:
         found.append((False, "Checkpoint tensors in host memory; torch sees no GPU here."))
     found.append((False, f"Refuse a checkpoint larger than {size(facts.free_bytes)} before training is held up."))
@@ -193,11 +197,27 @@ def _conclude_cuda(probe: dict[str, str]) -> list[tuple[bool, str]]:
         found.append(
             (
                 True,
-                f"Copy by way of a small pinned buffer, since the staging buffer cannot be pinned ({reason}); if that is "
-                "refused, too, slowly, and save() waits for the GPU.",
+                f"Copy by way of a small pinned buffer, since the staging buffer cannot be pinned ({reason}); if that "
+                "is refused, too, slowly, and save() waits for the GPU.",
             )
         )
     return found
+
+
+def _conclude_numa(probe: dict[str, str]) -> tuple[bool, str]:
+    """Of a machine with several nodes."""
+    nodes = sorted(set(probe["cuda_numa_nodes"].split()))
+    if "-1" in nodes:
+        return False, "Leave the staging buffer on any NUMA node: the driver does not say which is next to the GPU."
+    if probe["numa_placement"] != "yes":
+        reason = probe["numa_placement"].removeprefix("no: ")
+        return True, f"Leave the staging buffer on any NUMA node: this process may not choose one ({reason})."
+    if len(nodes) == 1:
+        return False, f"Put the staging buffer on NUMA node {nodes[0]}, next to the GPU."
+    return (
+        False,
+        f"Put the staging buffer on the GPU's NUMA node (one of {', '.join(nodes)}), if a process uses one node.",
+    )
 
 
 def _file_system(directory: Path) -> str:

@@ -64,6 +64,8 @@ FAKE_EXPORT int fake_configure(const char* key, double value) {
     config.call_us = value;
   } else if (name == "driver_version") {
     config.driver_version = static_cast<int>(value);
+  } else if (name == "numa_nodes") {
+    config.numa_nodes = static_cast<int>(value);
   } else if (name == "registration_limit") {
     config.registration_limit = value;
   } else if (name == "registration_error") {

@@ -270,7 +270,7 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribu
       *value = 0;
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID:
-      *value = device % 2;
+      *value = device % m.config.numa_nodes;
       return CUDA_SUCCESS;
     default:
       break;

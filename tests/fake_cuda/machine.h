@@ -149,6 +149,7 @@ struct Config {
   double delay_us = 300;  // how long a ready operation is held back at most, for others to come before it
   double call_us = 0;     // how long a call takes at most, by chance: it mixes the threads of the caller
   int driver_version = 12080;
+  int numa_nodes = 2;                // devices are next to one after the other
   double registration_limit = 1e18;  // bytes in all; beyond it registration is refused
   int registration_error = CUDA_ERROR_OUT_OF_MEMORY;
   Mode mode = Mode::kRandom;
