@@ -17,7 +17,7 @@ from lazyckpt.errors import (
     UnsupportedFormatError,
 )
 from lazyckpt.functional import load, save
-from lazyckpt.gate import guard, wait_captured
+from lazyckpt.gate import CUDAGraph, guard, wait_captured
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.saver import Saver, StagedFolder
@@ -25,6 +25,7 @@ from lazyckpt.saver import Saver, StagedFolder
 __version__ = "0.1.0"
 
 __all__ = [
+    "CUDAGraph",
     "CheckpointMetrics",
     "Checkpointer",
     "ChunkEvent",

@@ -51,8 +51,10 @@ class Gate:
         self._installed = False
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # Those whose step is in a CUDA graph, which is replayed without any hook; True if the user waits by hand.
+        # Those whose step is in a CUDA graph of torch's, which is replayed without any hook; True if the user waits by
+        # hand.
         self.replayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._capturing = threading.local()  # `steps`: of the CUDAGraph below that this thread captures
 
     def install(self) -> None:
         """Registers the hooks, once per process."""
@@ -96,16 +98,21 @@ class Gate:
         """See ``lazyckpt.guard``."""
         setattr(obj, method, GatedMethod(obj, getattr(obj, method)))
 
+    def capture_into(self, steps: weakref.WeakSet[Any] | None) -> None:
+        """From here on, the optimizers whose step this thread captures go into ``steps``; None: the capture is over."""
+        self._capturing.steps = steps
+
     @contextlib.contextmanager
-    def step(self, owner: Guarded) -> Iterator[None]:
-        """What ``owner`` changes is changed in here."""
-        self._wait(owner)
-        self._count(owner)
-        self._open.add(owner)
+    def step(self, *owners: Any) -> Iterator[None]:
+        """What ``owners`` change is changed in here."""
+        for owner in owners:
+            self._wait(owner)
+            self._count(owner)
+        self._open.update(owners)
         try:
             yield
         finally:
-            self._open.discard(owner)
+            self._open.difference_update(owners)
 
     def _count(self, owner: Any) -> None:
         with self._lock:
@@ -124,7 +131,11 @@ class Gate:
             self._count(optimizer)
         self._open.add(optimizer)
         if devices.capturing():
-            self.replayed.setdefault(optimizer, False)
+            steps = getattr(self._capturing, "steps", None)
+            if steps is None:
+                self.replayed.setdefault(optimizer, False)
+            else:
+                steps.add(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
         # Others may not (SAM), and wait up front.
@@ -155,6 +166,40 @@ def is_of_torch(optimizer: object) -> bool:
 
 
 gate = Gate()
+
+
+class CUDAGraph(torch.cuda.CUDAGraph):
+    """A ``torch.cuda.CUDAGraph`` whose replay waits as the steps would that were captured into it.
+
+    torch calls no hook when a graph is replayed. So an optimizer whose step is in a graph of torch's own is copied
+    before ``save()`` returns; in a graph of this class, lazily:
+
+        graph = lazyckpt.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ...
+            optimizer.step()
+
+    An optimizer that is in graphs of both kinds is copied before ``save()`` returns.
+    """
+
+    _steps: weakref.WeakSet[Any] | tuple[()] = ()
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's."""
+        gate.install()
+        super().capture_begin(*args, **kwargs)
+        self._steps = weakref.WeakSet()
+        gate.capture_into(self._steps)
+
+    def capture_end(self) -> None:
+        """As torch's."""
+        gate.capture_into(None)
+        super().capture_end()
+
+    def replay(self) -> None:
+        """As torch's, behind the gate: the GPU waits for copies of what the graph writes, not the host."""
+        with gate.step(*self._steps):
+            super().replay()
 
 
 class GatedMethod:
@@ -194,8 +239,8 @@ def wait_captured() -> None:
     Call it before anything but an optimizer step changes parameters or optimizer state in place: the replay of a
     CUDA graph, a schedule-free swap of weights, a kernel of your own.
 
-    An optimizer whose step was captured into a CUDA graph is copied eagerly, until this was called for the first time:
-    then it is lazy again after every call:
+    An optimizer whose step was captured into a graph other than a ``lazyckpt.CUDAGraph`` is copied eagerly, until
+    this was called for the first time: then it is lazy again after every call:
 
         lazyckpt.wait_captured()
         graph.replay()

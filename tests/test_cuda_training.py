@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import lazyckpt
-from fake_cuda import FakeCuda, Mode
+from fake_cuda import Capture, FakeCuda, Mode
 from lazyckpt import _engine, devices
 from lazyckpt import saver as saver_module
 from lazyckpt.gate import gate
@@ -340,6 +340,58 @@ def test_a_captured_step_makes_its_optimizer_eager_until_somebody_waits_by_hand(
         lazyckpt.wait_captured()
         again.result(30)
     assert saved(tmp_path / "lazy.pt") == saved(tmp_path / "eager.pt") == gpu.picture(training.state())
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch's own graphs need a GPU; see tests/gpu")
+def test_a_graph_that_knows_its_steps_is_gated_and_they_are_lazy(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu.streams[0] = gpu.driver.stream(0)
+    graphs: dict[Any, int] = {}
+
+    def begin(graph: Any, mode: Capture) -> None:
+        gpu.driver.begin_capture(gpu.streams[0], mode)
+        gpu.captured = True
+
+    def end(graph: Any) -> None:
+        graphs[graph] = gpu.driver.end_capture(gpu.streams[0])
+        gpu.captured = False
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", end)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: gpu.driver.replay(graphs[graph], gpu.streams[0]))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "__new__", lambda kind: object.__new__(kind))
+    monkeypatch.setattr(lazyckpt.CUDAGraph, "__init__", lambda graph: None)
+
+    training = Training(gpu)
+    training.step()
+    graph = lazyckpt.CUDAGraph()
+    graph.capture_begin(Capture.THREAD_LOCAL)
+    training.step()
+    graph.capture_end()
+    with lazyckpt.Saver(host_buffer_bytes=32 << 20, chunk_bytes=2 << 20) as saver:
+        graph.replay()
+        saver.save(training.state(), tmp_path / "warm.pt", blocking=True)
+        for number in range(3):
+            graph.replay()
+            gpu.kernel(training.owned(), 50 + number)
+            with gpu.driver.hold(copies=True):
+                handle = saver.save(training.state(), tmp_path / f"{number}.pt")
+                picture = gpu.picture(training.state())
+                graph.replay()  # would hang if the host waited
+                assert pending_chunks(handle) > 0
+            assert saved(handle.result(30)) == picture
+            assert handle.metrics.eager_bytes < 100_000
+        again = saver.save(training.state(), tmp_path / "again.pt")
+        graph.replay()
+        again.result(30)
+        other: Any = torch.cuda.CUDAGraph.__new__(torch.cuda.CUDAGraph)
+        torch.cuda.CUDAGraph.capture_begin(other, Capture.THREAD_LOCAL)
+        training.step()
+        torch.cuda.CUDAGraph.capture_end(other)
+        graph.replay()
+        handle = saver.save(training.state(), tmp_path / "eager.pt", blocking=True)
+        assert handle.metrics.eager_bytes > 100_000, "the other graph's replay is not gated"
 
 
 @pytest.mark.parametrize("audit", [False, True])

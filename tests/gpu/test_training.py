@@ -287,8 +287,8 @@ def test_nothing_is_allocated_on_the_device(large: tuple[Large, lazyckpt.Saver],
         job.optimizer.step()
 
 
-def graphed(training: Training) -> torch.cuda.CUDAGraph:
-    """A whole step of it, warmed up as torch demands."""
+def graphed(training: Training, graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
+    """With a whole step of it, warmed up as torch demands."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -296,7 +296,6 @@ def graphed(training: Training) -> torch.cuda.CUDAGraph:
             training.step()
     torch.cuda.current_stream().wait_stream(side)
     training.optimizer.zero_grad()
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         training.step()
     return graph
@@ -306,7 +305,7 @@ def test_steps_that_are_replayed(gpu: torch.device, tmp_path: Path) -> None:
     """Eager until somebody waits by hand in front of a replay, lazy from then on."""
     training = Training(gpu, RECIPES["capturable"])
     with lazyckpt.Saver() as saver:
-        graph = graphed(training)
+        graph = graphed(training, torch.cuda.CUDAGraph())
         graph.replay()
         eager = []
         for number in range(2 * STEPS):
@@ -321,6 +320,21 @@ def test_steps_that_are_replayed(gpu: torch.device, tmp_path: Path) -> None:
             handle.path.unlink()
     assert min(eager[:STEPS]) > 0.9
     assert max(eager[STEPS + 1 :]) < 0.1
+
+
+def test_steps_of_a_graph_that_is_gated(gpu: torch.device, tmp_path: Path) -> None:
+    """Lazy, and nobody waits by hand."""
+    training = Training(gpu, RECIPES["capturable"])
+    with lazyckpt.Saver() as saver:
+        graph = graphed(training, lazyckpt.CUDAGraph())
+        for number in range(2 * STEPS):
+            graph.replay()
+            expected = blocking_copy(training.state())
+            handle = saver.save(training.state(), tmp_path / f"{number}.pt")
+            graph.replay()
+            assert wrong_in(handle.result(60), expected) == []
+            assert handle.metrics.eager_bytes < 0.1 * handle.metrics.bytes
+            handle.path.unlink()
 
 
 def test_a_graph_is_captured_while_copies_are_under_way(
