@@ -37,8 +37,8 @@ class Slot:
     """One storage of the archive: what is to be filled, and from where."""
 
     record: Record
-    memory: torch.UntypedStorage  # on the CPU; what the engine reads into
-    final: torch.UntypedStorage | None = None  # where the tensors look; another one if they are on a device
+    memory: torch.UntypedStorage  # what the engine reads into
+    final: torch.UntypedStorage | None = None  # where the tensors look; another one if torch copies them to a device
     references: int = 0  # how many tensors of the archive view it
 
 
@@ -63,6 +63,7 @@ class Archive:
         self.path = path
         self.engine = engine
         self.slots: dict[str, Slot] = {}
+        self._device = devices.target(map_location, engine)  # all is read to there
         self._records = read_directory(path).records
         self._data = {name.removeprefix("data/"): r for name, r in self._records.items() if name.startswith("data/")}
         self._reading: Reading | None = Reading(path, list(self._data.values()), engine)
@@ -88,7 +89,7 @@ class Archive:
             tree = self._unpickle(io.BytesIO(data), map_location, weights_only)
             torch._utils._validate_loaded_sparse_tensors()
             return tree
-        except (LoadError, MemoryError):
+        except (LoadError, MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
             if weights_only and ("weights_only" in str(error) or "allowed global" in str(error)):
@@ -119,7 +120,7 @@ class Archive:
         reading, self._reading = self._reading, None
         if reading is None:
             return
-        places = {key: (slot.memory.data_ptr(), devices.HOST) for key, slot in self.slots.items()} | elsewhere
+        places = {key: (devices.data_ptr(slot.memory), self._device) for key, slot in self.slots.items()} | elsewhere
         found = [places.get(key, (0, devices.HOST)) for key in self._data]
         reading.read_into([pointer for pointer, _ in found], [device for _, device in found])
 
@@ -135,7 +136,9 @@ class Archive:
         self._reading = None
 
     def _read_all(self) -> None:
-        self.slots = {key: Slot(record, torch.UntypedStorage(record.nbytes)) for key, record in self._data.items()}
+        self.slots = {
+            key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self._data.items()
+        }
         self.fill({})
 
     def _unpickle(self, stream: io.BytesIO, map_location: MapLocation, weights_only: bool) -> Any:
@@ -178,7 +181,8 @@ class Archive:
         if slot is None:
             slot = self.slots[key] = Slot(record, torch.UntypedStorage(nbytes))
         if slot.final is None:
-            slot.final = self._restore_location(slot.memory, _text(location))
+            there = self._device != devices.HOST
+            slot.final = slot.memory if there else self._restore_location(slot.memory, _text(location))
         slot.references += 1
         typed = self._typed.get(key)
         if typed is None or typed.dtype != dtype:

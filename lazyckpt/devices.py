@@ -6,10 +6,11 @@ finds no driver, is copied to the host by torch.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +57,23 @@ def sources(storages: list[torch.UntypedStorage], located: list[int] | None) -> 
     devices = array("q", [max(device, HOST) for device in located])
     cuda = sorted(set(devices) - {HOST})
     return Sources(array("Q", map(data_ptr, held)), devices, current_streams(cuda), held, cuda)
+
+
+def target(map_location: Any, engine: _engine.Engine) -> int:
+    """The CUDA device, now attached to ``engine``, that all of a file goes to; HOST if there is no such device, or none
+    that the engine can write to: torch then copies, or says what is wrong."""
+    with contextlib.suppress(RuntimeError, OSError):
+        device = torch.device(map_location) if isinstance(map_location, str | torch.device) else None
+        if device is not None and device.type == "cuda" and torch.cuda.is_available():
+            index = torch.cuda.current_device() if device.index is None else device.index
+            if index < torch.cuda.device_count() and engine.attach(index):
+                return index
+    return HOST
+
+
+def new_storage(nbytes: int, device: int) -> torch.UntypedStorage:
+    """On what :func:`target` has found; nobody has touched it."""
+    return torch.UntypedStorage(nbytes, device="cpu" if device == HOST else f"cuda:{device}")
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ import torch
 
 import lazyckpt
 from fake_cuda import Capture, FakeCuda, Mode
-from lazyckpt import _engine, devices
+from lazyckpt import _engine, devices, functional
 from lazyckpt import saver as saver_module
 from lazyckpt.gate import gate
 
@@ -87,6 +87,17 @@ class Gpu:
             assert engine.attach(device)
         return found if any(device != devices.HOST for device in found) else None
 
+    def target(self, map_location: Any, engine: _engine.Engine) -> int:
+        device = None if map_location is None else torch.device(map_location).index
+        assert device is None or engine.attach(device)
+        return devices.HOST if device is None else device
+
+    def new_storage(self, nbytes: int, device: int) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(nbytes)
+        if device != devices.HOST and nbytes:
+            self.place([torch.empty(0, dtype=torch.uint8).set_(storage)], device)
+        return storage
+
     def data_ptr(self, storage: torch.UntypedStorage) -> int:
         place = self._memory.get(storage._cdata)
         return storage.data_ptr() if place is None else place[1]
@@ -111,7 +122,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(cuda.path))
     gpu = Gpu(cuda)
-    for name in ("locate", "data_ptr", "current_streams", "on_host"):
+    for name in ("locate", "target", "new_storage", "data_ptr", "current_streams", "on_host"):
         monkeypatch.setattr(devices, name, getattr(gpu, name))
     monkeypatch.setattr(devices, "capturing", lambda: gpu.captured)
     yield gpu
@@ -488,8 +499,6 @@ def test_one_warning_where_the_ring_is_not_pinned(
 
 
 def test_lone_files(gpu: Gpu, tmp_path: Path) -> None:
-    from lazyckpt import functional
-
     tensors = {name: torch.zeros(3000 + n) for n, name in enumerate("abc")}
     gpu.place([tensors["a"], tensors["c"]], device=1)
     gpu.kernel(tensors.values(), 9)
@@ -502,6 +511,44 @@ def test_lone_files(gpu: Gpu, tmp_path: Path) -> None:
     assert saved(tmp_path / "a.pt") == gpu.picture(tensors)
     loaded = lazyckpt.load(tmp_path / "a.safetensors")
     assert {name: raw(t) for name, t in loaded.items()} == gpu.picture(tensors)
+
+
+@pytest.mark.parametrize("pinnable", [True, False])
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_load_reads_straight_to_the_device(gpu: Gpu, name: str, pinnable: bool, tmp_path: Path) -> None:
+    """Behind what the current stream holds, since that may have used the memory before; nothing is left to torch."""
+    gpu.driver.configure(mode=Mode.COPIES_EARLY, registration_limit=1e18 if pinnable else 0)
+    gpu.streams[1] = gpu.driver.stream(1)
+    tensors = {f"{n}": torch.rand(n * n * 300) for n in range(40)}
+    tensors["part"] = tensors["39"][1000:3000] if name == "a.pt" else torch.rand(3)
+    functional._engine_of.cache_clear()
+    try:
+        lazyckpt.save(tensors, tmp_path / name)
+        waited = gpu.driver.device_malloc(1, 8)
+        gpu.driver.kernel(gpu.streams[1], [(waited, 8, 1)], device=1, microseconds=20_000)
+        loaded = lazyckpt.load(tmp_path / name, map_location="cuda:1")
+        assert gpu.driver.log()[0].kind == "kernel", "no copy has come before it"
+        assert loaded.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            storage = torch.empty(0, dtype=torch.uint8).set_(loaded[key].untyped_storage())
+            whole = gpu.content(storage) if storage.numel() else b""
+            at = 4 * loaded[key].storage_offset()
+            assert whole[at : at + tensor.nbytes] == raw(tensor)
+        assert gpu.driver.statistics()["bytes_to_device"] == sum(
+            t.nbytes for key, t in tensors.items() if key != "part" or name != "a.pt"
+        )
+        assert gpu.driver.statistics()["pageable_copies"] == 0
+        gpu.driver.fail("cuMemcpyHtoDAsync_v2", 3, 1)
+        with pytest.raises(lazyckpt.LoadError, match="cuMemcpyHtoDAsync_v2: CUDA_ERROR_INVALID_VALUE"):
+            lazyckpt.load(tmp_path / name, map_location="cuda:1")
+        damaged = bytearray((tmp_path / name).read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        if name == "a.pt":  # which has checksums
+            (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(lazyckpt.CorruptFileError):
+                lazyckpt.load(tmp_path / name, map_location="cuda:1")
+    finally:
+        functional._engine_of.cache_clear()
 
 
 def test_the_gil_elsewhere(gpu: Gpu, tmp_path: Path) -> None:
@@ -595,6 +642,25 @@ def test_where_storages_are() -> None:
     assert locate("cuda:0", "cpu") == [devices.ELSEWHERE, devices.HOST], "no driver: torch copies"
     assert locate("mps") == [devices.ELSEWHERE]
     assert not devices.capturing()
+
+
+def test_where_a_file_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def attach(self, device: int) -> bool:
+            if device == 2:
+                raise OSError("no such context")
+            return device == 1
+
+    def target(map_location: Any) -> int:
+        return devices.target(map_location, Engine())  # type: ignore[arg-type]
+
+    assert target("cuda:1") == devices.HOST, "torch says that it has no CUDA"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert target("cuda") == target("cuda:1") == target(torch.device("cuda", 1)) == 1
+    for other in (None, "cpu", {"cpu": "cuda:1"}, lambda storage, location: storage, "cuda:0", "cuda:2", "cuda:3", "x"):
+        assert target(other) == devices.HOST
 
 
 def test_what_is_elsewhere_is_copied_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -403,6 +403,31 @@ def test_restore_into_parameters_on_the_device(device: torch.device, tmp_path: P
         training.step()
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_load_straight_to_the_device(
+    gpu: torch.device, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is left to torch, which would copy from host memory; into memory that a kernel still writes to."""
+    training = Training(gpu)
+    training.step()
+    state = training.state() if name == "a.pt" else training.model.state_dict()
+    lazyckpt.save(state, tmp_path / name)
+
+    def copied_by_torch(*_: Any) -> None:
+        raise AssertionError("torch copies")
+
+    monkeypatch.setattr(torch.serialization, "default_restore_location", copied_by_torch)
+    for _ in range(3):
+        used = torch.empty(sum(t.nbytes for t in training.model.parameters()), dtype=torch.uint8, device=gpu)
+        torch.cuda._sleep(10_000_000)  # cycles
+        used.fill_(255)
+        del used  # its memory may be given out again, in the order of this stream
+        loaded = lazyckpt.load(tmp_path / name, map_location="cuda")
+        assert differences(dict(loaded), state) == []
+        model = loaded["model"] if name == "a.pt" else loaded
+        assert {t.device for t in model.values()} == {torch.device("cuda", torch.cuda.current_device())}
+
+
 # Last, since to compile takes longest.
 
 
