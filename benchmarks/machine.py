@@ -53,5 +53,8 @@ def _disk(directory: Path) -> str:
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return "unknown"
     return found.stdout.strip() or "unknown"

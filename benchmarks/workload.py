@@ -78,7 +78,8 @@ class Training:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.model = Gpt(_width_for(self.state_bytes)).to(self.device)
+        with self.device:  # on the host one thread would draw billions of random numbers
+            self.model = Gpt(_width_for(self.state_bytes))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.compute()
         self.optimizer.step()

@@ -51,7 +51,7 @@ Chunk* Engine::TakeChunk(bool helping) {
   if (!helping && (job.held || (job.eager_by_caller && chunk->eager && job.eager_left == 1))) return nullptr;
   const auto lane = static_cast<size_t>(chunk->lane());
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1)
-    if (gpus_[std::countr_zero(bits)]->lanes[lane].in_flight == kMaxInFlight) return nullptr;
+    if (gpus_[std::countr_zero(bits)]->lanes[lane].in_flight == options_.copies_in_flight) return nullptr;
   const bool bounces = chunk->devices != 0 && bounce_ != nullptr;
   if (bounces && idle_bounces_.empty()) return nullptr;
   chunk->memory = ring_.Allocate(chunk->size, chunk->devices != 0 ? pinned_bytes_ : ring_.capacity());

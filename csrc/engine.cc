@@ -15,7 +15,7 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
   engine->options_ = options;
   const size_t chunk = options.chunk_bytes;
   if (chunk == 0 || chunk % kBlockBytes != 0 || chunk > Ring::kSliceBytes || options.max_ring_bytes < chunk ||
-      options.io_depth == 0) {
+      options.io_depth == 0 || options.copies_in_flight == 0) {
     *status = Status(EINVAL, "engine options", "");
     return nullptr;
   }

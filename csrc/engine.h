@@ -27,7 +27,8 @@ struct EngineOptions {
   std::string backend = "auto";
   bool direct = true;
   bool register_buffers = true;
-  std::string fault;  // test build only: see MakeFaultBackend
+  size_t copies_in_flight = 4;  // chunks, in each lane of a device: drivers' queues are short
+  std::string fault;            // test build only: see MakeFaultBackend
 };
 
 // Any thread may call. Only the process that made an engine may use it: a forked child has its memory but not
@@ -108,9 +109,7 @@ class Engine {
   bool bounces() const { return bounce_ != nullptr; }
 
  private:
-  static constexpr size_t kMaxInFlight = 4;              // chunks, in each lane: drivers' queues are short
   static constexpr size_t kPinBytes = size_t{64} << 20;  // what is pinned at once
-  static constexpr size_t kBounces = kMaxInFlight;       // chunks, where the ring cannot be pinned
 
   // The copies of one lane of a device that are under way.
   struct CopyLane {
@@ -196,7 +195,7 @@ class Engine {
   size_t pinned_bytes_ = 0;                     // of the ring: devices copy into them
   std::vector<std::span<std::byte>> pins_;      // in the order of their addresses
   Status unpinned_;
-  std::byte* bounce_ = nullptr;           // kBounces pinned chunks, if the ring is not pinned and a device gave them
+  std::byte* bounce_ = nullptr;  // copies_in_flight pinned chunks, if the ring is not pinned and a device gave them
   std::vector<std::byte*> idle_bounces_;  // those of them that hold nothing
 
   std::vector<std::thread> copiers_;

@@ -89,7 +89,7 @@ void Engine::PinRing(Device& device) {
     ring_.Prefault(at, at + range.size());
     const Status status = device.Pin(range);
     std::byte* bounce = nullptr;
-    if (!status.ok()) (void)device.AllocatePinned(kBounces * options_.chunk_bytes, &bounce);
+    if (!status.ok()) (void)device.AllocatePinned(options_.copies_in_flight * options_.chunk_bytes, &bounce);
     Locked([&] {
       if (status.ok()) {
         pins_.push_back(range);
@@ -97,7 +97,7 @@ void Engine::PinRing(Device& device) {
       } else {
         unpinned_ = status;
         bounce_ = bounce;
-        for (size_t i = 0; i < kBounces && bounce != nullptr; ++i)
+        for (size_t i = 0; i < options_.copies_in_flight && bounce != nullptr; ++i)
           idle_bounces_.push_back(bounce + i * options_.chunk_bytes);
         pinned_bytes_ = std::numeric_limits<size_t>::max();  // as far as it goes; the rest is copied all the same
       }

@@ -11,7 +11,7 @@ FAULTS: bool  # whether this is the test build, with fault injection
 
 class Engine:
     """A staging ring and the threads that copy and write. Belongs to the process that made it: in a forked child
-    every call raises RuntimeError."""
+    every call raises RuntimeError. copies_in_flight: chunks on their way from a device, eager and lazy ones each."""
 
     def __init__(
         self,
@@ -23,6 +23,7 @@ class Engine:
         backend: str = "auto",
         direct: bool = True,
         register_buffers: bool = True,
+        copies_in_flight: int = 4,
         fault: str = "",
     ) -> None: ...
     def reserve(self, bytes: int) -> bool:

@@ -72,7 +72,7 @@ def target(map_location: Any, engine: _engine.Engine) -> int:
 
 
 def new_storage(nbytes: int, device: int) -> torch.UntypedStorage:
-    """On what :func:`target` has found; nobody has touched it."""
+    """On what ``target`` has found; nobody has touched it."""
     return torch.UntypedStorage(nbytes, device="cpu" if device == HOST else f"cuda:{device}")
 
 

@@ -6,8 +6,10 @@ import csv
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ import pytest
 import torch
 from test_cuda_training import Gpu
 
-from benchmarks.arms import KINDS, ArmKind
-from benchmarks.gpu import copies, training
+from benchmarks.arms import KINDS, Arm, ArmKind
+from benchmarks.gpu import copies, restore, training
 from benchmarks.gpu.__main__ import run
 from benchmarks.gpu.part import Part
 from benchmarks.report import Table
@@ -74,9 +76,12 @@ def test_the_copy_alone_out_of_a_device(cuda: FakeCuda, monkeypatch: pytest.Monk
 
 def test_the_sweep_takes_the_chunks_that_fit(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "THREADS", (1,))
-    monkeypatch.setattr(part, "state_bytes", 20_000_000)
+    monkeypatch.setattr(part, "state_bytes", 40_000_000)
     copies.measure_sweep(part)
-    assert [row[0] for row in published(part)["torch's"].rows] == ["1 MiB", "2 MiB"]
+    tables = published(part)
+    assert [row[0] for row in tables["torch's"].rows] == ["1 MiB", "2 MiB"]
+    cases = [row[0] for row in tables["The"].rows]
+    assert cases == ["1 MiB, 2, 4", "2 MiB, 2, 4", *(f"2 MiB, 2, {depth}" for depth in (1, 2, 3, 8))]
 
 
 def test_the_loop_over_chunks_copies_all() -> None:
@@ -111,6 +116,35 @@ def test_training_with_and_without(part: Part, monkeypatch: pytest.MonkeyPatch) 
 def test_one_large_checkpoint(part: Part) -> None:
     training.measure_large(part)
     assert len(published(part)["One"].rows) == 1
+
+
+def test_back_from_a_cold_cache(part: Part) -> None:
+    restore.measure_restore(part)
+    rows = {row[0]: row[1] for row in published(part)["Onto"].rows}
+    assert list(rows) == [restore.RAW, "lazyckpt restore, in place", "lazyckpt.load", "torch.load"]
+    assert all(float(gbps.split()[0]) > 0 for gbps in rows.values())
+
+
+def test_the_disk_alone_is_all_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(2 * restore.READ_BYTES + 4711))
+    restore.forget(file)
+    assert restore.read_past_cache(file) == file.stat().st_size
+
+
+def test_a_peer_that_hangs_is_out(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hangs(Arm):
+        def save(self, step: int) -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)  # what is left of its time
+            threading.Event().wait()
+
+    monkeypatch.setitem(KINDS, "hangs", ArmKind("hangs", Hangs))
+    monkeypatch.setattr(training, "ARMS", ("lazyckpt", "hangs"))
+    monkeypatch.setattr(training, "ROUNDS", 1)
+    training.measure_pairs(part)
+    table = published(part)["Training"]
+    assert any("hangs is missing: TimeoutError: took more than" in note for note in table.notes)
+    assert float(table.rows[0][1].split()[0]) > 0
 
 
 def test_a_part_without_time_ends_at_once(part: Part) -> None:

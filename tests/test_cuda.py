@@ -189,15 +189,19 @@ def test_more_than_the_ring_waits_for_the_disk_on_the_host(driver: FakeCuda, tmp
     del job, engine
 
 
-def test_four_chunks_are_in_flight_on_a_stream(driver: FakeCuda, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("knobs", "depth"), [({}, 4), ({"copies_in_flight": 7}, 7)])
+def test_four_chunks_are_in_flight_on_a_stream(
+    driver: FakeCuda, knobs: dict[str, Any], depth: int, tmp_path: Path
+) -> None:
+    """Or another number."""
     state = State(driver, [(0, 30 * CHUNK, 1)])
-    engine = make_engine()
+    engine = make_engine(**knobs)
     with driver.hold(copies=True):
         job = state.begin(engine)
         assert not job.wait_enqueued(1, state.refs(), 0.3)
     job.open(0, str(tmp_path / "file"), 0)
     state.check(job, tmp_path / "file")
-    assert driver.statistics()["peak_in_flight"] == 4
+    assert driver.statistics()["peak_in_flight"] == depth
     del job, engine
 
 

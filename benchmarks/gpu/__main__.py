@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import machine
+from benchmarks.gpu.part import roomiest_tmpfs
 from benchmarks.report import Table, show, write_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ STEPS = (
     Step("memory", "benchmarks.gpu.training", 3.0, 12, in_memory=True),
     Step("disk", "benchmarks.gpu.training", 1.5, 12),
     Step("large", "benchmarks.gpu.training", 1.0, 36, in_memory=True),
+    Step("restore", "benchmarks.gpu.restore", 0.7, 8),
 )
 SPARE = 0.5
 
@@ -58,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", help=f"comma-separated parts; of {', '.join(step.name for step in STEPS)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal of the program")
     parser.add_argument("--dir", type=Path, default=ROOT / "benchmarks" / "build", help="a folder on the disk to test")
-    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory")
+    parser.add_argument("--tmpfs", type=Path, default=roomiest_tmpfs(), help="a folder in memory (default %(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="a folder")
     arguments = parser.parse_args()
     known = [step.name for step in STEPS]
@@ -94,7 +96,11 @@ class Run:
                 self._add([_word(step.name, "no time was left for it")])
                 continue
             self._console.print(f"{step.name}: at most {seconds:.0f} s", highlight=False)
-            self._add(self._tests(seconds) if step.module.startswith("tests/") else self._part(step, seconds))
+            try:
+                tables = self._tests(seconds) if step.module.startswith("tests/") else self._part(step, seconds)
+            except Exception as error:  # the others are not to go with it
+                tables = [_word(step.name, repr(error))]
+            self._add(tables)
 
     def write(self) -> None:
         write_markdown(self._output / "report.md", self.about, self._command, self.tables)
@@ -152,7 +158,7 @@ def run(command: Sequence[str], limit_s: float, log: Path, environment: dict[str
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},  # if it is killed, its log says more
             start_new_session=True,
         )
         try:

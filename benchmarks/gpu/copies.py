@@ -31,20 +31,28 @@ MIB = 1 << 20
 DEFAULT = Config()
 CHUNKS_MIB = (1, 2, 4, 8, 16, 32, 64)
 THREADS = (1, 2, 4, 8, 12)
+DEPTH = 4  # the engine's, of chunks in flight
 DEPTHS = (1, 2, 3, 4, 8)
+CHUNKS_BY_DEPTH_MIB = (2, 8, 32)
 ITEMS = 300
 
 
 class Copier:
     """An engine, and a state on the device or the host that fits into its ring."""
 
-    def __init__(self, device: torch.device, state_bytes: int, chunk_bytes: int, copy_threads: int) -> None:
+    def __init__(
+        self, device: torch.device, state_bytes: int, chunk_bytes: int, copy_threads: int, depth: int = DEPTH
+    ) -> None:
         self.device = device
         self.tensors = [torch.rand(state_bytes // TENSORS // 4, device=device) for _ in range(TENSORS)]
         self.nbytes = sum(t.nbytes for t in self.tensors)
         ring_bytes = (-(-self.nbytes // chunk_bytes) + 2) * chunk_bytes
         self.engine = _engine.Engine(
-            ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, io_depth=DEFAULT.io_depth, copy_threads=copy_threads
+            ring_bytes=ring_bytes,
+            chunk_bytes=chunk_bytes,
+            io_depth=DEFAULT.io_depth,
+            copy_threads=copy_threads,
+            copies_in_flight=depth,
         )
         self.engine.reserve(ring_bytes)
         storages = [t.untyped_storage() for t in self.tensors]
@@ -125,7 +133,7 @@ def host_memory(device: torch.device, nbytes: int) -> torch.Tensor:
 
 
 def measure_peak(part: Part) -> None:
-    state_bytes = part.fitting_bytes(in_memory=3.5, on_disk=0.1)
+    state_bytes = part.fitting_bytes(in_memory=3.5)
     rate = Table(f"Copies of {state_bytes / 1e9:.2f} GB, within the ring", ["copy", "GB/s", "of the peak"])
     rate.notes.append(
         "The peak is torch's copy of one tensor into pinned memory. The engine's is of "
@@ -137,7 +145,8 @@ def measure_peak(part: Part) -> None:
     copier.copy()
     rate.notes.append(f"The engine's first copy, its ring faulted in and pinned: {time.perf_counter() - start:.2f} s.")
     if copier.engine.unpinned:
-        rate.notes.append(f"The ring is not pinned: {copier.engine.unpinned}.")
+        way = "copies pass a small pinned buffer" if copier.engine.bounces else "copies are pageable"
+        rate.notes.append(f"The ring is not pinned ({copier.engine.unpinned}): {way}.")
     on_device = torch.cat(copier.tensors)
     pinned, pageable = host_memory(part.device, copier.nbytes), torch.zeros(copier.nbytes, dtype=torch.uint8)
     flat = on_device.view(torch.uint8)
@@ -204,24 +213,28 @@ def _latency(copier: Copier, flat: torch.Tensor, pinned: torch.Tensor) -> Table:
 
 
 def measure_sweep(part: Part) -> None:
-    state_bytes = part.fitting_bytes(in_memory=3.5, on_disk=0.1) // 2
+    state_bytes = part.fitting_bytes(in_memory=3.5) // 4
     engine = Table(
-        f"The engine's copies of {state_bytes / 1e9:.2f} GB by chunk and copy threads, GB/s",
-        ["chunk, copy threads", "landed", "and checksummed"],
+        f"The engine's copies of {state_bytes / 1e9:.2f} GB by chunk, copy threads and depth, GB/s",
+        ["chunk, copy threads, in flight", "landed", "and checksummed"],
     )
-    depth = Table("torch's copies by chunk and depth, GB/s", ["chunk", *(f"{depth} in flight" for depth in DEPTHS)])
-    engine.notes.append("Landed: nothing reads the training state any more. The engine has at most four in flight.")
-    depth.notes.append("A loop over pinned chunks, each awaited before it is used again: what a depth can give.")
+    by_depth = Table("torch's copies by chunk and depth, GB/s", ["chunk", *(f"{depth} in flight" for depth in DEPTHS)])
+    engine.notes.append("Landed: nothing reads the training state any more.")
+    by_depth.notes.append("A loop over pinned chunks, each awaited before it is used again: what a depth can give.")
     default = DEFAULT.chunk_bytes // MIB, DEFAULT.copy_threads
-    for chunk, threads in [(c, default[1]) for c in CHUNKS_MIB] + [(default[0], t) for t in THREADS]:
-        if part.left_s < 0.4 * part.seconds or state_bytes < 4 * chunk * MIB:
+    cases = [(chunk, default[1], DEPTH) for chunk in CHUNKS_MIB]
+    cases += [(chunk, default[1], depth) for depth in DEPTHS for chunk in CHUNKS_BY_DEPTH_MIB if depth != DEPTH]
+    cases += [(default[0], threads, DEPTH) for threads in THREADS if threads != default[1]]
+    for chunk, threads, in_flight in cases:
+        if part.left_s < 0.3 * part.seconds or state_bytes < 4 * chunk * MIB:
             continue
-        copier = Copier(part.device, state_bytes, chunk * MIB, threads)
+        copier = Copier(part.device, state_bytes, chunk * MIB, threads, in_flight)
         copier.copy()
         times = [copier.copy() for _ in range(ROUNDS // 2)]
         rates = [spread([copier.nbytes / s / 1e9 for s in column]) for column in zip(*times, strict=True)]
-        engine.add(f"{chunk} MiB, {threads}", *rates)
-        part.publish([engine, depth])
+        engine.add(f"{chunk} MiB, {threads}, {in_flight}", *rates)
+        part.publish([engine, by_depth])
+        del copier  # before the next one takes its memory
     source = torch.zeros(state_bytes, dtype=torch.uint8, device=part.device)
     for chunk in CHUNKS_MIB:
         if part.left_s < 3 or state_bytes < 4 * chunk * MIB:
@@ -231,8 +244,8 @@ def measure_sweep(part: Part) -> None:
             ring = [host_memory(part.device, chunk * MIB) for _ in range(slots)]
             seconds = [timed(part.device, partial(_through, ring, source)) for _ in range(ROUNDS // 2)]
             cells.append(f"{source.nbytes / median(seconds) / 1e9:.2f}")
-        depth.add(f"{chunk} MiB", *cells)
-        part.publish([engine, depth])
+        by_depth.add(f"{chunk} MiB", *cells)
+        part.publish([engine, by_depth])
 
 
 def _through(ring: list[torch.Tensor], source: torch.Tensor) -> None:

@@ -43,24 +43,34 @@ class Part:
         unfinished.write_text(json.dumps([asdict(table) for table in tables]))
         os.replace(unfinished, self.output)
 
-    def fitting_bytes(self, *, in_memory: float, on_disk: float) -> int:
+    def fitting_bytes(self, *, in_memory: float, on_disk: float = 0) -> int:
         """The largest state of which so many copies fit into host memory and into `directory`, which may be in memory
         itself, with room to spare. On a GPU, two and a half have to fit there: gradients, and what some peer clones."""
         free = shutil.disk_usage(self.directory).free
         memory = available_memory_bytes()
-        if on_tmpfs(self.directory):
-            fitting = min(memory / (in_memory + on_disk), free / on_disk)
-        else:
-            fitting = min(memory / in_memory, free / on_disk)
+        fitting = memory / (in_memory + on_disk if on_tmpfs(self.directory) else in_memory)
+        if on_disk:
+            fitting = min(fitting, free / on_disk)
         if self.device.type == "cuda":
             fitting = min(fitting, torch.cuda.mem_get_info(self.device)[0] / 2.5)
         return int(min(0.8 * fitting, self.state_bytes))
 
 
+def _mounts() -> list[tuple[str, str]]:
+    """Folder and type of each."""
+    lines = Path("/proc/mounts").read_text().splitlines()
+    return [(mount, kind) for _, mount, kind, *_ in map(str.split, lines)]
+
+
 def on_tmpfs(directory: Path) -> bool:
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    above = [(len(mount), kind) for mount, kind in mounts if directory.resolve().is_relative_to(mount)]
+    above = [(len(mount), kind) for mount, kind in _mounts() if directory.resolve().is_relative_to(mount)]
     return max(above)[1] == "tmpfs"
+
+
+def roomiest_tmpfs() -> Path:
+    """The folder in memory with the most room: in a container, /dev/shm may have 64 MB."""
+    writable = [Path(mount) for mount, kind in _mounts() if kind == "tmpfs" and os.access(mount, os.W_OK)]
+    return max(writable, key=lambda mount: shutil.disk_usage(mount).free, default=Path("/dev/shm"))
 
 
 def main(parts: dict[str, Callable[[Part], None]]) -> None:
