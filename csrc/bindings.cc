@@ -420,8 +420,8 @@ PYBIND11_MODULE(_engine, m) {
 
   py::class_<EngineHandle, std::shared_ptr<EngineHandle>>(m, "Engine")
       .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
-                       const std::string& backend, bool direct, bool register_buffers, size_t copies_in_flight,
-                       const std::string& fault) {
+                       const std::string& backend, bool direct, bool register_buffers, bool pin_ring,
+                       size_t copies_in_flight, const std::string& fault) {
              EngineOptions o;
              o.max_ring_bytes = ring_bytes;
              o.chunk_bytes = chunk_bytes;
@@ -430,12 +430,14 @@ PYBIND11_MODULE(_engine, m) {
              o.backend = backend;
              o.direct = direct;
              o.register_buffers = register_buffers;
+             o.pin_ring = pin_ring;
              o.copies_in_flight = copies_in_flight;
              o.fault = fault;
              return std::make_shared<EngineHandle>(o);
            }),
            py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
-           "direct"_a = true, "register_buffers"_a = true, "copies_in_flight"_a = 4, "fault"_a = "")
+           "direct"_a = true, "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
+           "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
       .def(
           "begin",

@@ -27,6 +27,7 @@ struct EngineOptions {
   std::string backend = "auto";
   bool direct = true;
   bool register_buffers = true;
+  bool pin_ring = true;         // for devices; without, what they do where that is refused
   size_t copies_in_flight = 4;  // chunks, in each lane of a device: drivers' queues are short
   std::string fault;            // test build only: see MakeFaultBackend
 };

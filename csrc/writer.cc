@@ -87,7 +87,7 @@ void Engine::PinRing(Device& device) {
     }
     ring_.Prefer(node, at, at + range.size(), move);
     ring_.Prefault(at, at + range.size());
-    const Status status = device.Pin(range);
+    const Status status = options_.pin_ring ? device.Pin(range) : Status(EPERM, "not asked for", "");
     std::byte* bounce = nullptr;
     if (!status.ok()) (void)device.AllocatePinned(options_.copies_in_flight * options_.chunk_bytes, &bounce);
     Locked([&] {

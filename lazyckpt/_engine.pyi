@@ -23,6 +23,7 @@ class Engine:
         backend: str = "auto",
         direct: bool = True,
         register_buffers: bool = True,
+        pin_ring: bool = True,
         copies_in_flight: int = 4,
         fault: str = "",
     ) -> None: ...

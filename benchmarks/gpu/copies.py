@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ class Copier:
     """An engine, and a state on the device or the host that fits into its ring."""
 
     def __init__(
-        self, device: torch.device, state_bytes: int, chunk_bytes: int, copy_threads: int, depth: int = DEPTH
+        self, device: torch.device, state_bytes: int, chunk_bytes: int, copy_threads: int, **knobs: Any
     ) -> None:
         self.device = device
         self.tensors = [torch.rand(state_bytes // TENSORS // 4, device=device) for _ in range(TENSORS)]
@@ -52,7 +53,7 @@ class Copier:
             chunk_bytes=chunk_bytes,
             io_depth=DEFAULT.io_depth,
             copy_threads=copy_threads,
-            copies_in_flight=depth,
+            **knobs,
         )
         self.engine.reserve(ring_bytes)
         storages = [t.untyped_storage() for t in self.tensors]
@@ -219,20 +220,25 @@ def measure_sweep(part: Part) -> None:
         ["chunk, copy threads, in flight", "landed", "and checksummed"],
     )
     by_depth = Table("torch's copies by chunk and depth, GB/s", ["chunk", *(f"{depth} in flight" for depth in DEPTHS)])
-    engine.notes.append("Landed: nothing reads the training state any more.")
+    engine.notes.append(
+        "Landed: nothing reads the training state any more. Not pinned: by way of the small buffer, as where the ring "
+        "cannot be pinned."
+    )
     by_depth.notes.append("A loop over pinned chunks, each awaited before it is used again: what a depth can give.")
     default = DEFAULT.chunk_bytes // MIB, DEFAULT.copy_threads
-    cases = [(chunk, default[1], DEPTH) for chunk in CHUNKS_MIB]
-    cases += [(chunk, default[1], depth) for depth in DEPTHS for chunk in CHUNKS_BY_DEPTH_MIB if depth != DEPTH]
-    cases += [(default[0], threads, DEPTH) for threads in THREADS if threads != default[1]]
-    for chunk, threads, in_flight in cases:
+    cases = [(chunk, default[1], DEPTH, True) for chunk in CHUNKS_MIB]
+    cases += [(chunk, default[1], depth, True) for depth in DEPTHS for chunk in CHUNKS_BY_DEPTH_MIB if depth != DEPTH]
+    cases += [(default[0], threads, DEPTH, False) for threads in (default[1], 4 * default[1])]
+    cases += [(default[0], threads, DEPTH, True) for threads in THREADS if threads != default[1]]
+    for chunk, threads, in_flight, pinned in cases:
         if part.left_s < 0.3 * part.seconds or state_bytes < 4 * chunk * MIB:
             continue
-        copier = Copier(part.device, state_bytes, chunk * MIB, threads, in_flight)
+        knobs = {"copies_in_flight": in_flight, "pin_ring": pinned}
+        copier = Copier(part.device, state_bytes, chunk * MIB, threads, **knobs)
         copier.copy()
         times = [copier.copy() for _ in range(ROUNDS // 2)]
         rates = [spread([copier.nbytes / s / 1e9 for s in column]) for column in zip(*times, strict=True)]
-        engine.add(f"{chunk} MiB, {threads}, {in_flight}", *rates)
+        engine.add(f"{chunk} MiB, {threads}, {in_flight}" + ("" if pinned else ", not pinned"), *rates)
         part.publish([engine, by_depth])
         del copier  # before the next one takes its memory
     source = torch.zeros(state_bytes, dtype=torch.uint8, device=part.device)

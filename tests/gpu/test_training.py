@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt import _engine
 from lazyckpt.snapshot import Snapshot
 
 Pending = Callable[[lazyckpt.SaveHandle], int]
@@ -164,6 +166,23 @@ def torn_trials(training: Training, trials: int, folder: Path, **knobs: Any) -> 
 def test_a_thousand_steps_right_after_a_save(device: torch.device, ring: str, tmp_path: Path) -> None:
     training = Training(device, width=WIDTH["cpu"])
     assert sum(torn_trials(training, TRIALS[device.type] // 2, tmp_path, **RINGS[ring])) == 0
+
+
+def test_steps_right_after_a_save_where_the_ring_cannot_be_pinned(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Copies pass the small buffer, and so do those of a restore."""
+    monkeypatch.setattr(_engine, "Engine", partial(_engine.Engine, pin_ring=False))
+    training = Training(gpu)
+    with pytest.warns(UserWarning, match="pass a small buffer"):
+        assert sum(torn_trials(training, 50, tmp_path, chunk_bytes=256 * KIB, host_buffer_bytes=16 * MIB)) == 0
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        ckpt.save(1, blocking=True)
+        expected = blocking_copy(training.state())
+        training.step()
+        ckpt.restore()
+        assert differences(training.state(), expected) == []
 
 
 def test_without_the_gate_checkpoints_are_torn(
