@@ -192,6 +192,8 @@ void Round(const std::string& folder, Random& random) {
   options.backend = random(0, 1) != 0 ? "auto" : "posix";
   options.direct = random(0, 1) != 0;
   options.register_buffers = random(0, 1) != 0;
+  options.pin_ring = random(0, 1) != 0;
+  options.copies_in_flight = random(1, 4);
   if (random(0, 1) != 0)
     for (int i = 0; i < 12; ++i) {
       static const char* kOperations[] = {"write", "sync", "create", "allocate", "truncate"};
