@@ -76,7 +76,7 @@ def test_the_copy_alone_out_of_a_device(cuda: FakeCuda, monkeypatch: pytest.Monk
 
 def test_the_sweep_takes_the_chunks_that_fit(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "THREADS", (1,))
-    monkeypatch.setattr(part, "state_bytes", 40_000_000)
+    monkeypatch.setattr(part, "state_bytes", 80_000_000)
     copies.measure_sweep(part)
     tables = published(part)
     assert [row[0] for row in tables["torch's"].rows] == ["1 MiB", "2 MiB"]
