@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import random
@@ -20,36 +19,16 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
 import lazyckpt
+from commands import fails, run, run_json
 from lazyckpt import _engine
-from lazyckpt.cli import app, verify
+from lazyckpt.cli import verify
 from lazyckpt.cli.output import size
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import MAX_DEPTH, Tree
 from lazyckpt.config import auto_ring_bytes
 from lazyckpt.containers.torch_zip_reader import read_directory
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def run_json(*arguments: str | Path) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def fails(code: int, *arguments: str | Path) -> str:
-    """The one line on stderr of a command that exits with ``code``."""
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 def flip(path: Path, offset: int) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from lazyckpt import _engine, commit
 from lazyckpt.archive import Reading
 from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
-from lazyckpt.cli.output import count, plain, print_error, size, stderr, stdout
+from lazyckpt.cli.contents import SUFFIXES
+from lazyckpt.cli.output import count, plain, print_error, progress, size, stdout
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import Tree
 from lazyckpt.containers import safetensors, sniff
@@ -25,8 +25,6 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.functional import process_engine
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
-
-_SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
 
 Advance = Callable[[int], None]
 
@@ -81,7 +79,7 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
         yield LoadError(f"cannot be read: {error.strerror}", path=path)
         return
     if not checkpoints and not catalog.broken:  # a trainer's: by the names of its files, since damage may be anywhere
-        files = [entry for entry in sorted(path.iterdir()) if entry.suffix in _SUFFIXES and not entry.is_symlink()]
+        files = [entry for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES and not entry.is_symlink()]
         yield from files
         if not files:
             yield LoadError("no checkpoint in this folder", path=path)
@@ -143,9 +141,9 @@ def _verify_file(file: Path, entry: FileEntry | None) -> _Report:
         report.damage.append(str(error).removeprefix(f"{file.parent}/"))
     with FileReader(file) as opened:
         report.nbytes = opened.size
-    with _progress() as progress:
-        task = progress.add_task(plain(file), total=report.nbytes)
-        whole, found = _checksums(file, records, report.nbytes, lambda nbytes: progress.advance(task, nbytes))
+    with progress() as bar:
+        task = bar.add_task(plain(file), total=report.nbytes)
+        whole, found = _checksums(file, records, report.nbytes, lambda nbytes: bar.advance(task, nbytes))
     report.records = len(records)
     report.without_checksum = sum(record.crc32 is None for record in records)
     damaged = [(r, crc) for r, crc in zip(records, found, strict=True) if r.crc32 is not None and r.crc32 != crc]
@@ -225,20 +223,3 @@ def _meanings(file: Path) -> dict[str, str]:
     except LoadError:
         pass  # damage in the pickle: the records have no names then
     return names
-
-
-def _progress() -> Progress:
-    """By bytes; on a terminal only, and gone when it is done."""
-    console = stderr()
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
