@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import lazyckpt
-from lazyckpt.cli import accelerate, diff, doctor, inspect, ls, verify
+from lazyckpt.cli import accelerate, diff, doctor, inspect, ls, pin, prune, verify
 from lazyckpt.cli.output import print_error
 from lazyckpt.errors import LazyCkptError
 
@@ -75,5 +75,8 @@ app.command("ls")(ls.ls)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
+app.command("prune")(prune.prune)
+app.command("pin")(pin.pin)
+app.command("unpin")(pin.unpin)
 app.command("doctor")(doctor.doctor)
 app.add_typer(accelerate.app, name="accelerate")
