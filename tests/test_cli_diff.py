@@ -44,6 +44,11 @@ def test_what_is_the_same_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
     save_file(state()["model"], tmp_path / "a.safetensors")
     saved(state()["model"], tmp_path / "weights.pt")
     assert run_json("diff", tmp_path / "a.safetensors", tmp_path / "weights.pt")["same"]
+    save_file(state()["model"], tmp_path / "b.safetensors", {"who": "me"})
+    found = entries(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert found["__metadata__.who"]["text"] == "nothing -> 'me'"
+    conjugated = saved({"x": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "c.pt")
+    assert entries(saved({"x": torch.ones(2, dtype=torch.complex64)}, tmp_path / "d.pt"), conjugated)
 
 
 @pytest.mark.parametrize("piece_bytes", [diff._PIECE_BYTES, 64])

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import lazyckpt
-from lazyckpt.cli import accelerate, diff, doctor, inspect, ls, pin, prune, verify
+from lazyckpt.cli import accelerate, convert, diff, doctor, inspect, ls, pin, prune, verify
 from lazyckpt.cli.output import print_error
 from lazyckpt.errors import LazyCkptError
 
@@ -75,6 +75,7 @@ app.command("ls")(ls.ls)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
+app.command("convert")(convert.convert)
 app.command("prune")(prune.prune)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)

@@ -26,13 +26,14 @@ _MAX_INDEX_BYTES = 100_000_000
 
 @dataclass
 class Contents:
-    """``obj`` is what was saved, as ``cli.skeleton`` tells it; ``nbytes`` the length of its file or files."""
+    """``obj`` is what was saved, as ``cli.skeleton`` tells it; ``nbytes`` the length of its file or files; ``metadata``
+    is None if the format has none."""
 
     file: Path
     format: str
     nbytes: int
     obj: Any
-    metadata: dict[str, str]
+    metadata: dict[str, str] | None
 
     def tree(self, *, join: bool = True) -> Tree:
         return Tree(self.file.name, self.obj, join=join)
@@ -82,7 +83,7 @@ def read(file: Path) -> Contents:
     if kind == "safetensors":
         header = safetensors.read_header(file)
         return Contents(file, "safetensors", nbytes, _tensors_of(file, header.tensors), header.metadata)
-    return Contents(file, "torch.save archive", nbytes, read_skeleton(file, read_directory(file)), {})
+    return Contents(file, "torch.save archive", nbytes, read_skeleton(file, read_directory(file)), None)
 
 
 def _tensors_of(file: Path, infos: Mapping[str, safetensors.TensorInfo]) -> dict[str, Tensor]:

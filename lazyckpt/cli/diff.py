@@ -120,13 +120,15 @@ class _Comparison:
             self._advance: Callable[[int], None] = lambda nbytes: bar.advance(task, nbytes)
             self.root = _Row(name, "", "module", 0)
             self._compare_children(self.root, root_a, root_b)
-        for key in sorted(contents_a.metadata.keys() | contents_b.metadata.keys()):
-            told_a, told_b = (c.metadata.get(key) for c in (contents_a, contents_b))
-            if told_a != told_b:
-                told = f"{'nothing' if told_a is None else short(told_a)} -> "
-                told += "nothing" if told_b is None else short(told_b)
-                self._note(self.root, Node(key, f"__metadata__.{key}", "value", 1), "changed", told)
+        if contents_a.metadata is not None and contents_b.metadata is not None:
+            self._compare_metadata(contents_a.metadata, contents_b.metadata)
         join_single_children(self.root)
+
+    def _compare_metadata(self, a: dict[str, str], b: dict[str, str]) -> None:
+        for key in sorted(a.keys() | b.keys()):
+            if a.get(key) != b.get(key):
+                told = " -> ".join(short(text) if text is not None else "nothing" for text in (a.get(key), b.get(key)))
+                self._note(self.root, Node(key, f"__metadata__.{key}", "value", 1), "changed", told)
 
     def _compare_children(self, into: _Row, a: Node, b: Node) -> None:
         ours, theirs = _by_name(a), _by_name(b)
@@ -150,7 +152,7 @@ class _Comparison:
                     row.norms = _Norms()
                     for part in norms:
                         row.norms.add(part)
-        elif a.kind == b.kind == "tensor" and (a.dtype, a.shape) == (b.dtype, b.shape):
+        elif a.kind == b.kind == "tensor" and _describe(a) == _describe(b):
             self._compare_tensors(into, a, b)
         elif a.kind == b.kind == "value" and a.text == b.text and _equal(a.value, b.value):
             self.same += 1
@@ -236,7 +238,7 @@ def _by_name(node: Node) -> dict[tuple[str, int], Node]:
 
 def _describe(node: Node) -> str:
     if node.kind == "tensor":
-        return f"{node.dtype} {shown_shape(node.shape)}"
+        return f"{node.dtype} {shown_shape(node.shape)}" + (f", {node.value.kind}" if node.value.kind else "")
     return node.text if node.kind == "value" else f"{node.text} {count(node.tensors, 'tensor')}".strip()
 
 

@@ -37,7 +37,7 @@ def inspect(
         return
     console = stdout()
     console.print(_heading(contents, root, checkpoint), soft_wrap=True)
-    for key, text in contents.metadata.items():
+    for key, text in (contents.metadata or {}).items():
         console.print(Text(plain(f"{key}: {short(text)}"), style="dim"), soft_wrap=True)
     _print_rows(console, root, depth)
 

@@ -139,7 +139,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> T
     dtype = next((item for item in rest if isinstance(item, torch.dtype)), None) or storage.dtype
     if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in (offset, *shape)):
         raise ValueError("a malformed tensor")
-    return Tensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage)
+    lazily = next((item for item in rest if type(item) is dict), {})  # what torch calls metadata
+    kind = " and ".join(word for bit, word in (("conj", "conjugated"), ("neg", "negated")) if lazily.get(bit))
+    return Tensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage, kind)
 
 
 def _same(data: Any, *_: Any) -> Any:
