@@ -111,7 +111,7 @@ class _Buffers:
     """Two, used in turns. Their memory is given back as soon as it may be."""
 
     def __init__(self, nbytes: int) -> None:
-        self._maps = [mmap.mmap(-1, max(nbytes, 1)) for _ in range(2)]
+        self._maps = [mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
         self._tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in self._maps]
         self.pointers = [tensor.data_ptr() for tensor in self._tensors]
 
