@@ -29,3 +29,8 @@ def fails(code: int, *arguments: str | Path) -> str:
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     return line
+
+
+def commands() -> list[str]:
+    """The names of all."""
+    return [str(info.name) for info in app.registered_commands] + [str(group.name) for group in app.registered_groups]
