@@ -17,14 +17,16 @@ import typer
 from typer.core import TyperGroup
 
 import lazyckpt
-from lazyckpt.cli import accelerate, convert, diff, doctor, inspect, ls, pin, prune, verify
+from lazyckpt.cli import accelerate, bench, convert, diff, doctor, inspect, ls, pin, prune, verify
 from lazyckpt.cli.output import print_error
 from lazyckpt.errors import LazyCkptError
 
 _EXIT_TROUBLE = 2
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that ignored nothing
 _DEBUG = "--debug"
-_USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[1])  # click's, wherever this version of typer keeps that
+_USAGE_ERROR = cast(
+    type[Exception], typer.BadParameter.__mro__[1]
+)  # click's, wherever this version of typer keeps that
 
 
 class _OneLineErrors(TyperGroup):
@@ -101,4 +103,5 @@ app.command("prune")(prune.prune)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)
 app.command("doctor")(doctor.doctor)
+app.command("bench")(bench.bench)
 app.add_typer(accelerate.app, name="accelerate")

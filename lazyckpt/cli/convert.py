@@ -77,7 +77,9 @@ def convert(
     written = sorted(dst.iterdir()) if sharded else [dst]
     nbytes = sum(file.stat().st_size for file in written)
     unchecked = sum(record.crc32 is None for record in loader.records.values())
-    left_out = sorted(contents.metadata or {}) if dst.suffix != ".safetensors" and not sharded else []
+    left_out = (
+        sorted((contents.metadata or {}).keys() - {"format"}) if dst.suffix != ".safetensors" and not sharded else []
+    )
     if as_json:
         about = {"path": str(dst), "files": [file.name for file in written], "bytes": nbytes}
         print_json(
