@@ -49,6 +49,7 @@ class Checkpoint:
     parent: int | None
     created: datetime
     files: tuple[FileEntry, ...]
+    pinned: bool = False  # kept by retention, whatever the settings
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +95,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             None if data["parent"] is None else _whole(data["parent"]),
             _as_utc(datetime.fromisoformat(data["created"])),
             tuple(FileEntry(str(f["name"]), _whole(f["bytes"]), int(f["crc32"], 16)) for f in data["files"]),
+            os.path.lexists(pin_of(path)),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
@@ -120,6 +122,23 @@ def _whole(value: Any) -> int:
 
 def _as_utc(time: datetime) -> datetime:
     return time if time.tzinfo is not None else time.replace(tzinfo=timezone.utc)
+
+
+def pin_of(checkpoint: Path) -> Path:
+    """The empty file beside a checkpoint that pins it. It belongs to the name: who saves the step again, keeps it."""
+    return checkpoint.with_name(checkpoint.name + ".pin")
+
+
+def pin(checkpoint: Path) -> None:
+    """Retention keeps this checkpoint from now on; durable when this returns. Raises OSError."""
+    os.close(os.open(pin_of(checkpoint), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    commit.sync_path(checkpoint.parent)
+
+
+def unpin(checkpoint: Path) -> None:
+    """Undoes ``pin``; of one that is not pinned nothing happens. Raises OSError."""
+    pin_of(checkpoint).unlink(missing_ok=True)
+    commit.sync_path(checkpoint.parent)
 
 
 class Catalog:
@@ -157,11 +176,11 @@ def chain(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def superfluous(checkpoints: list[Checkpoint], keep_last: int | None, keep_every: int | None) -> list[Checkpoint]:
-    """What retention lets go of. Without ``keep_last`` everything is kept."""
+    """What retention lets go of: never what is pinned. Without ``keep_last`` everything is kept."""
     if keep_last is None:
         return []
     lineage = chain(checkpoints)
     keep = set(lineage[:keep_last])
     if keep_every is not None:
         keep |= {c for c in lineage if c.step % keep_every == 0}
-    return [c for c in checkpoints if c not in keep]
+    return [c for c in checkpoints if c not in keep and not c.pinned]

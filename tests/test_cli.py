@@ -20,36 +20,16 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
 import lazyckpt
+from commands import commands, fails, run, run_json
 from lazyckpt import _engine
-from lazyckpt.cli import app, verify
+from lazyckpt.cli import verify
 from lazyckpt.cli.output import size
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import MAX_DEPTH, Tree
 from lazyckpt.config import auto_ring_bytes
 from lazyckpt.containers.torch_zip_reader import read_directory
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def run_json(*arguments: str | Path) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def fails(code: int, *arguments: str | Path) -> str:
-    """The one line on stderr of a command that exits with ``code``."""
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 def flip(path: Path, offset: int) -> None:
@@ -496,6 +476,60 @@ def test_version_and_usage() -> None:
     assert run("--version").stdout.startswith(f"lazyckpt {lazyckpt.__version__} (torch {torch.__version__}")
     for wrong in (["nonsense"], ["inspect"], ["inspect", "x", "--depth", "-1"]):
         assert run(*wrong).exit_code == 2
+
+
+def test_an_error_is_one_line_unless_debug_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the command and behind it; what nobody expected says so, and has the same exit code."""
+    assert "No such file" in fails(2, "inspect", tmp_path / "missing")
+    for words in (["--debug", "inspect", tmp_path / "missing"], ["inspect", tmp_path / "missing", "--debug"]):
+        result = run(*words)
+        assert result.exit_code == 2 and "Traceback" in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("error: ")
+    torch.save({}, tmp_path / "--debug")
+    monkeypatch.chdir(tmp_path)
+    assert run("inspect", "--", "--debug").exit_code == 0
+    monkeypatch.setattr(lazyckpt.cli.inspect, "read", lambda file: {}[file])
+    assert "KeyError" in (line := fails(2, "inspect", tmp_path / "missing")) and "--debug tells where" in line
+
+
+def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.pt"
+    damaged.write_bytes((folder / "step-00000020/state.pt").read_bytes())
+    flip(damaged, offset_of(damaged, "data/0"))
+    verified = json.loads(run("verify", folder, damaged, tmp_path / "missing", "--json").stdout)["targets"]
+    assert [target["state"] for target in verified] == ["ok"] * 4 + ["damaged", "unreadable"]
+    assert "data/0" in verified[4]["damage"][0] and "No such file" in verified[5]["damage"][0]
+    assert verified[0]["bytes"] == (folder / "step-00000015/state.pt").stat().st_size
+    doctor = run_json("doctor", tmp_path)
+    assert doctor["facts"]["io_uring"] == _engine.probe(str(tmp_path))["io_uring"]
+    assert any("Refuse a checkpoint larger than" in found["text"] for found in doctor["conclusions"])
+    helped = {name: run(name, "--help").stdout for name in commands()}
+    assert [name for name, text in helped.items() if "--json" not in text and name != "accelerate"] == []
+
+
+def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
+    lazyckpt.save({"h.0.w": torch.zeros(1), "h.1.w": torch.zeros(1)}, tmp_path / "a.pt")
+    command = [sys.executable, "-m", "lazyckpt", "verify", "a.pt"]
+    shown = {}
+    for no_color in ("", "1"):
+        master, slave = pty.openpty()
+        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+        environment = kept | {"TERM": "xterm", "NO_COLOR": no_color}
+        subprocess.run(command, stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path, env=environment, check=True)
+        os.close(slave)
+        shown[no_color] = os.read(master, 10_000).decode()
+        os.close(master)
+    assert "\x1b[32mok" in shown[""] and "\x1b[3" not in shown["1"]
+
+
+def test_the_shell_completes_commands_and_steps(folder: Path) -> None:
+    assert all(option in run("--help").stdout for option in ("--install-completion", "--show-completion"))
+    for words, completed in ((["ver"], "verify"), (["pin", str(folder), "1"], "15\n10")):
+        line = " ".join(["lazyckpt", *words])
+        asked = {"_LAZYCKPT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+        command = [sys.executable, "-m", "lazyckpt"]
+        told = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True).stdout
+        assert told.strip() == completed
 
 
 def test_sizes() -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import lazyckpt
+from commands import commands
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -27,6 +28,11 @@ def test_every_public_name_is_in_the_reference() -> None:
     listed = set(re.findall(r"^::: lazyckpt\.(\w+)$", text, re.MULTILINE))
     public = {name for name in lazyckpt.__all__ if not name.endswith("Error")}
     assert listed - {"errors"} == public
+
+
+def test_every_command_is_explained() -> None:
+    headings = re.findall(r"^## (.+)$", (DOCS / "cli.md").read_text(), re.MULTILINE)[1:]
+    assert {heading.split()[0] for heading in ", ".join(headings).split(", ")} == set(commands())
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -9,23 +9,35 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from typing import Annotated, Any
+import traceback
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 from typer.core import TyperGroup
 
 import lazyckpt
-from lazyckpt.cli import accelerate, doctor, inspect, ls, verify
+from lazyckpt.cli import accelerate, bench, convert, diff, doctor, inspect, ls, pin, prune, verify
 from lazyckpt.cli.output import print_error
 from lazyckpt.errors import LazyCkptError
 
-_EXIT_UNREADABLE = 2
+_EXIT_TROUBLE = 2
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that ignored nothing
+_DEBUG = "--debug"
+_USAGE_ERROR = cast(
+    type[Exception], typer.BadParameter.__mro__[1]
+)  # click's, wherever this version of typer keeps that
 
 
 class _OneLineErrors(TyperGroup):
-    """Expected failures are one line on stderr, and a reader that went away ends the program quietly."""
+    """Failures are one line on stderr, and a reader that went away ends the program quietly."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        """``--debug`` may stand before the command or behind it."""
+        options = args[: args.index("--")] if "--" in args else args
+        self._debug = _DEBUG in options
+        kept = [word for word in options if word != _DEBUG] + args[len(options) :]
+        return super().make_context(info_name, kept, *rest, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         if hasattr(sys.stdout, "reconfigure"):
@@ -38,13 +50,22 @@ class _OneLineErrors(TyperGroup):
             # What is still buffered goes nowhere, or the interpreter would complain when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(_EXIT_BROKEN_PIPE) from None
-        except LazyCkptError as error:
-            print_error(str(error))
-            raise typer.Exit(_EXIT_UNREADABLE) from error
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename is not None else ""
-            print_error(f"{where}{error.strerror or error}")
-            raise typer.Exit(_EXIT_UNREADABLE) from error
+        except (typer.Exit, typer.Abort, _USAGE_ERROR):
+            raise
+        except Exception as error:
+            if self._debug:
+                traceback.print_exc()
+            print_error(_in_words(error))
+            raise typer.Exit(_EXIT_TROUBLE) from error
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, LazyCkptError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{error.strerror or error}"
+    return f"{type(error).__name__}: {error} (a fault of lazyckpt; {_DEBUG} tells where)"
 
 
 def _print_version(wanted: bool) -> None:
@@ -56,7 +77,6 @@ def _print_version(wanted: bool) -> None:
 app = typer.Typer(
     cls=_OneLineErrors,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -67,6 +87,9 @@ def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option(_DEBUG, help="Show where an error comes from. Also behind the command.")
+    ] = False,
 ) -> None:
     """Look into checkpoints: torch.save archives, safetensors files, and the folders that lazyckpt writes."""
 
@@ -74,5 +97,11 @@ def _main(
 app.command("ls")(ls.ls)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("diff")(diff.diff)
+app.command("convert")(convert.convert)
+app.command("prune")(prune.prune)
+app.command("pin")(pin.pin)
+app.command("unpin")(pin.unpin)
 app.command("doctor")(doctor.doctor)
+app.command("bench")(bench.bench)
 app.add_typer(accelerate.app, name="accelerate")

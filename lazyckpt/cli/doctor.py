@@ -16,7 +16,7 @@ from rich.text import Text
 
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.cli.output import columns, plain, show, size, stdout
+from lazyckpt.cli.output import columns, plain, print_json, show, size, stdout
 from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
 from lazyckpt.errors import ConfigError
 
@@ -26,9 +26,14 @@ _CAP_IPC_LOCK = 14
 
 def doctor(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where checkpoints are to go.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell what this machine offers, and what lazyckpt will therefore do."""
     facts = _Facts.of(directory)
+    if as_json:
+        conclusions = [{"serious": serious, "text": sentence} for serious, sentence in _conclude(facts)]
+        print_json({"facts": dict(_describe(facts)), "conclusions": conclusions})
+        return
     console = stdout()
     console.print(Text("What there is", style="bold"))
     table = columns("", "", wrap=("",))

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from lazyckpt import commit
-from lazyckpt.catalog import Catalog, Checkpoint
+from lazyckpt.catalog import Catalog, Checkpoint, pin_of
 from lazyckpt.cli.output import age, columns, plain, print_json, show, size, stdout
 from lazyckpt.errors import LoadError
 
@@ -20,20 +20,18 @@ def ls(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the checkpoints of a run, newest first.
+    """List the checkpoints of a run, newest first: step, age, size, whether it is pinned.
 
     Newest is the one saved last, whatever its step. A checkpoint is ok if its manifest can be read and its files
     have the lengths told there; only 'lazyckpt verify' reads the files.
     """
-    if (directory / commit.MANIFEST).is_file():
-        raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
-    catalog = Catalog(directory)
+    catalog = catalog_of(directory)
     checkpoints = catalog.scan()
     rows = [_row(checkpoint, newest=index == 0) for index, checkpoint in enumerate(checkpoints)]
     rows += sorted((_broken_row(directory, error) for error in catalog.broken), key=lambda row: row["name"])
-    leftovers = _leftovers(directory)
+    found = leftovers(directory)
     if as_json:
-        print_json({"directory": str(directory), "checkpoints": rows, "leftovers": leftovers})
+        print_json({"directory": str(directory), "checkpoints": rows, "leftovers": found})
         return
     console = stdout()
     if not rows:
@@ -52,9 +50,16 @@ def ls(
                 style="bold" if row["newest"] else None,
             )
         show(console, table)
-    for leftover in leftovers:
+    for leftover in found:
         name = f"{plain(leftover['name'])} ({size(leftover['bytes'])})"
         console.print(Text(f"{name}: {_LEFTOVER[leftover['state']]}", style="yellow"))
+
+
+def catalog_of(directory: Path) -> Catalog:
+    """Raises LoadError if a checkpoint is given in place of the folder it is in."""
+    if (directory / commit.MANIFEST).is_file():
+        raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
+    return Catalog(directory)
 
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")
@@ -75,6 +80,7 @@ def _row(checkpoint: Checkpoint, *, newest: bool) -> dict[str, Any]:
         "bytes": checkpoint.nbytes,
         "ok": True,
         "newest": newest,
+        "pinned": checkpoint.pinned,
         "reason": None,
     }
 
@@ -90,6 +96,7 @@ def _broken_row(directory: Path, error: LoadError) -> dict[str, Any]:
         "bytes": _bytes_on_disk(folder),
         "ok": False,
         "newest": False,
+        "pinned": os.path.lexists(pin_of(folder)),
         "reason": str(error).removeprefix(f"{error.path}: "),
     }
 
@@ -99,12 +106,13 @@ def _cell(number: int | None) -> str:
 
 
 def _state(row: dict[str, Any]) -> Text:
+    pinned = ", pinned" if row["pinned"] else ""
     if not row["ok"]:
-        return Text.assemble(("broken: ", "bold red"), plain(row["reason"]))
-    return Text.assemble(("ok", "green"), ", newest" if row["newest"] else "")
+        return Text.assemble(("broken: ", "bold red"), plain(row["reason"]), pinned)
+    return Text.assemble(("ok", "green"), ", newest" if row["newest"] else "", pinned)
 
 
-def _leftovers(directory: Path) -> list[dict[str, Any]]:
+def leftovers(directory: Path) -> list[dict[str, Any]]:
     """What is staged, or was when its process died. A staged folder is locked by its process for its lifetime."""
     found = []
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):

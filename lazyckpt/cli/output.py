@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -46,6 +49,55 @@ def show(console: Console, table: Table | Padding) -> None:
         console.print(table)
     for line in capture.get().splitlines():
         print(line.rstrip())
+
+
+@dataclass
+class TreeLine:
+    """A line of a tree: cells, those before the name to the right; ``drawn`` are the lines that draw the tree."""
+
+    before: tuple[str, ...]
+    drawn: str
+    name: str
+    behind: tuple[str, ...]
+    note: str = ""
+    style: str = ""
+
+
+def print_tree(console: Console, lines: list[TreeLine]) -> None:
+    """By hand, not with rich's tables: those take seconds for ten thousand rows."""
+    before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
+    names = max(cell_len(line.drawn + line.name) for line in lines)
+    behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
+    text = Text()
+    for line in lines:
+        text.append("".join(f"{cell:>{cells}}  " for cell, cells in zip(line.before, before, strict=True)))
+        text.append(line.drawn, "dim").append(line.name, line.style)
+        text.append(" " * (names - cell_len(line.drawn + line.name) + 2))
+        *middle, last = zip(line.behind, behind, strict=True)
+        text.append("".join(cell + " " * (cells - cell_len(cell) + 2) for cell, cells in middle))
+        text.append(last[0], "dim" if line.style == "bold" else "")
+        text.append(f"  {line.note}" if line.note else "", "yellow").append("\n")
+    if console.is_terminal:
+        console.print(text, no_wrap=True, overflow="ellipsis", end="")
+    else:
+        print("\n".join(line.rstrip() for line in text.plain.splitlines()))
+
+
+def progress() -> Progress:
+    """By bytes; on a terminal only, and gone when it is done."""
+    console = stderr()
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
 def print_error(message: str) -> None:

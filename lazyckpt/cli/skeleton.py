@@ -8,13 +8,16 @@ remembers what it was given, but for those few that make plain tensors and conta
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import operator
 import os
 import pickle
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +29,11 @@ from lazyckpt.errors import CorruptFileError
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """A record of the archive; ``dtype`` is None if the pickle leaves that to the tensors."""
+    """A record of ``file``; ``dtype`` is None if the pickle leaves that to the tensors."""
 
     record: Record
     dtype: torch.dtype | None
+    file: Path
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +130,8 @@ class _Unpickler(pickle._Unpickler):
         record = self._records.get(f"data/{key.decode() if isinstance(key, bytes) else key}")
         if record is None:
             raise CorruptFileError(f"record data/{key} is missing, the pickle refers to it", path=self._path)
-        return Storage(record, _STORAGE_DTYPES.get(getattr(kind, "global_name", "").rpartition(".")[2]))
+        dtype = _STORAGE_DTYPES.get(getattr(kind, "global_name", "").rpartition(".")[2])
+        return Storage(record, dtype, Path(self._path))
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
@@ -134,7 +139,9 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> T
     dtype = next((item for item in rest if isinstance(item, torch.dtype)), None) or storage.dtype
     if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in (offset, *shape)):
         raise ValueError("a malformed tensor")
-    return Tensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage)
+    lazily = next((item for item in rest if type(item) is dict), {})  # what torch calls metadata
+    kind = " and ".join(word for bit, word in (("conj", "conjugated"), ("neg", "negated")) if lazily.get(bit))
+    return Tensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage, kind)
 
 
 def _same(data: Any, *_: Any) -> Any:
@@ -185,3 +192,10 @@ _STORAGE_DTYPES: dict[str, torch.dtype] = {
 
 def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "?"
+
+
+def strides_of(shape: tuple[int, ...], first_fastest: bool = False) -> tuple[int, ...]:
+    """Of a tensor without gaps: the last dimension is the fastest, or the first."""
+    lengths = [max(n, 1) for n in (shape if first_fastest else reversed(shape))]
+    strides = tuple(itertools.accumulate([1, *lengths[:-1]], operator.mul))[: len(shape)]
+    return strides if first_fastest else strides[::-1]

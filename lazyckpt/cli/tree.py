@@ -17,10 +17,11 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt.cli.output import count
-from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name
+from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name, strides_of
 from lazyckpt.containers.base import Record
 
 MAX_DEPTH = 32
+STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a row, by its kind
 _MAX_TEXT = 60
 _MAX_ITEMS = 6
 _SMALL_ARRAY = "multiarray._reconstruct"  # how NumPy pickles an array with its bytes
@@ -28,7 +29,8 @@ _SMALL_ARRAY = "multiarray._reconstruct"  # how NumPy pickles an array with its 
 
 @dataclass
 class Node:
-    """A row of the tree. ``nbytes`` counts what is below, too; ``note`` says how a tensor shares its memory."""
+    """A row of the tree. ``nbytes`` counts what is below, too; ``note`` says how a tensor shares its memory; ``value``
+    is what was saved, a ``Tensor`` if ``kind`` says so."""
 
     name: str
     path: str
@@ -42,6 +44,7 @@ class Node:
     note: str = ""
     tied_to: str | None = None
     record: Record | None = None
+    value: Any = None
     children: list[Node] = field(default_factory=list)
     modules: dict[str, Node] = field(default_factory=dict)
 
@@ -52,9 +55,10 @@ class Node:
 
 
 class Tree:
-    """``root`` is the tree of ``obj``, which is made of what ``cli.skeleton`` gives."""
+    """``root`` is the tree of ``obj``, which is made of what ``cli.skeleton`` gives. ``join``: a module with one entry
+    is one row with it."""
 
-    def __init__(self, name: str, obj: Any) -> None:
+    def __init__(self, name: str, obj: Any, *, join: bool = True) -> None:
         self._opened: dict[int, str] = {}  # id of a container, alive as long as obj -> path
         self._storages: dict[str, tuple[str, Any]] = {}  # record -> path of the first tensor there, and its view
         self.root = Node(name, "", "module", 0)
@@ -64,7 +68,8 @@ class Tree:
         else:
             self.root.children.append(self._node("(object)", "(object)", 1, obj))
         _sum(self.root)
-        _join_single_children(self.root)
+        if join:
+            join_single_children(self.root)
 
     def _open(self, parent: Node, obj: Any, container: Mapping[Any, Any]) -> None:
         self._opened[id(obj)] = parent.path or "the whole"
@@ -98,7 +103,7 @@ class Tree:
             return self._tensor(name, path, depth, value)
         container = _contents(value)
         if not container:
-            return Node(name, path, "value", depth, text=short(value))
+            return Node(name, path, "value", depth, text=short(value), value=value)
         if id(value) in self._opened:
             return Node(name, path, "value", depth, text=f"the same object as {self._opened[id(value)]}")
         if depth >= MAX_DEPTH:
@@ -110,7 +115,7 @@ class Tree:
         return node
 
     def _tensor(self, name: str, path: str, depth: int, tensor: Tensor) -> Node:
-        node = Node(name, path, "tensor", depth, 0, 1, tensor.dtype, tensor.shape, note=tensor.kind)
+        node = Node(name, path, "tensor", depth, 0, 1, tensor.dtype, tensor.shape, note=tensor.kind, value=tensor)
         if tensor.storage is None:
             return node
         record = node.record = tensor.storage.record
@@ -162,7 +167,12 @@ def _numpy_array(value: Opaque) -> Tensor | None:
     tensor = memory.args[0] if isinstance(memory, Opaque) and memory.args else None
     if not isinstance(tensor, Tensor) or not isinstance(shape, tuple) or not isinstance(dtype, Opaque):
         return None
-    return Tensor(str(dtype.args[0]) if dtype.args else "?", shape, tensor.offset, (), tensor.storage, "NumPy array")
+    if not all(type(n) is int and n >= 0 for n in shape):
+        return None
+    kind = str(dtype.args[0]) if dtype.args else "?"
+    return Tensor(
+        kind, shape, tensor.offset, strides_of(shape, value.args[5:] == ("F",)), tensor.storage, "NumPy array"
+    )
 
 
 def _sum(node: Node) -> None:
@@ -172,7 +182,7 @@ def _sum(node: Node) -> None:
         node.tensors += child.tensors
 
 
-def _join_single_children(node: Node) -> None:
+def join_single_children(node: Node) -> None:
     """A module with one entry is one row with it: ``h.0.attn`` instead of three rows of the same size."""
     for index, child in enumerate(node.children):
         while child.kind == "module" and len(child.children) == 1:
@@ -180,7 +190,26 @@ def _join_single_children(node: Node) -> None:
             only.name = f"{child.name}.{only.name}"
             child = only
         node.children[index] = child
-        _join_single_children(child)
+        join_single_children(child)
+
+
+def drawn_rows(node: Node, depth: int | None) -> Iterator[tuple[str, Node]]:
+    """Every node to be shown but the root, behind the lines that draw the tree; so many levels."""
+    return _drawn_rows(node, depth, "")
+
+
+def _drawn_rows(node: Node, depth: int | None, above: str) -> Iterator[tuple[str, Node]]:
+    if depth == 0:
+        return
+    for index, child in enumerate(node.children):
+        last = index == len(node.children) - 1
+        yield above + ("└─ " if last else "├─ "), child
+        below = above + ("   " if last else "│  ")
+        yield from _drawn_rows(child, None if depth is None else depth - 1, below)
+
+
+def shown_shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def short(value: Any, *, nested: bool = False) -> str:

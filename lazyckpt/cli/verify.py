@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from lazyckpt import _engine, commit
 from lazyckpt.archive import Reading
 from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
-from lazyckpt.cli.output import count, plain, print_error, size, stderr, stdout
+from lazyckpt.cli.contents import SUFFIXES
+from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import Tree
 from lazyckpt.containers import safetensors, sniff
@@ -25,8 +25,6 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.functional import process_engine
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
-
-_SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
 
 Advance = Callable[[int], None]
 
@@ -38,17 +36,30 @@ def verify(
             metavar="FILE|DIR...", help="Files, checkpoints, or folders: all checkpoints in them, or else all files."
         ),
     ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read files and checkpoints, and compare every checksum in them.
 
     Exit code: 0 all is whole, 1 something is damaged (it is named), 2 something could not be read.
     """
-    findings = [_verify_and_print(target, named=target == path) for path in paths for target in _targets(path)]
-    if len(findings) > 1:
-        whole, damaged, unreadable = (findings.count(code) for code in (0, 1, 2))
+    findings = []
+    for path in paths:
+        for target in _targets(path):
+            finding = _verify(target, named=target == path)
+            findings.append(finding)
+            if not as_json:
+                _print(finding)
+    codes = [_CODES[finding.state] for finding in findings]
+    if as_json:
+        print_json({"targets": [finding.to_json() for finding in findings]})
+    elif len(findings) > 1:
+        whole, damaged, unreadable = (codes.count(code) for code in (0, 1, 2))
         stdout().print(f"{whole} ok, {damaged} damaged, {unreadable} unreadable")
     # Damage is what was looked for: it is not hidden by a path that could not be read.
-    raise typer.Exit(1 if 1 in findings else max(findings))
+    raise typer.Exit(1 if 1 in codes else max(codes))
+
+
+_CODES = {"ok": 0, "gone": 0, "damaged": 1, "unreadable": 2}
 
 
 @dataclass
@@ -81,7 +92,7 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
         yield LoadError(f"cannot be read: {error.strerror}", path=path)
         return
     if not checkpoints and not catalog.broken:  # a trainer's: by the names of its files, since damage may be anywhere
-        files = [entry for entry in sorted(path.iterdir()) if entry.suffix in _SUFFIXES and not entry.is_symlink()]
+        files = [entry for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES and not entry.is_symlink()]
         yield from files
         if not files:
             yield LoadError("no checkpoint in this folder", path=path)
@@ -89,26 +100,55 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
     yield from (checkpoint.path for checkpoint in checkpoints)
 
 
-def _verify_and_print(target: Path | LoadError, *, named: bool) -> int:
-    """Returns the exit code. ``named``: the user asked for just this, it was not found in a run's folder."""
+@dataclass
+class _Finding:
+    """Of one target. ``why`` says in one line what is wrong, if nothing was read."""
+
+    target: Path
+    state: str  # of _CODES
+    report: _Report = field(default_factory=_Report)
+    why: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        report = self.report
+        about = {"path": str(self.target), "state": self.state, "bytes": report.nbytes, "records": report.records}
+        about["without_checksum"] = report.without_checksum
+        return {**about, "damage": [self.why] if self.why else report.damage}
+
+
+def _verify(target: Path | LoadError, *, named: bool) -> _Finding:
+    """``named``: the user asked for just this, it was not found in a run's folder."""
     begin = time.perf_counter()
+    path = target if isinstance(target, Path) else target.path
     try:
         if isinstance(target, LoadError):
             raise target
         report = _verify_checkpoint(target) if target.is_dir() else _verify_file(target, None)
     except CorruptFileError as error:
-        stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(error)}"))
-        return 1
+        return _Finding(path, "damaged", why=str(error))
     except LoadError as error:
         if isinstance(target, Path) and not named and not target.exists():
-            stdout().print(f"gone  {plain(target)}  removed meanwhile: the run goes on, and keeps only some")
-            return 0
-        print_error(str(error))
-        return 2
-    seconds = time.perf_counter() - begin
-    facts = f"{count(report.records, 'record')}, {size(report.nbytes)}, {report.nbytes / seconds / 1e9:.2f} GB/s"
+            return _Finding(path, "gone", why="removed meanwhile: the run goes on, and keeps only some")
+        return _Finding(path, "unreadable", why=str(error))
+    return _Finding(path, "damaged" if report.damage else "ok", report, seconds=time.perf_counter() - begin)
+
+
+def _print(finding: _Finding) -> None:
+    report = finding.report
+    if finding.state == "gone":
+        stdout().print(f"gone  {plain(finding.target)}  {finding.why}")
+        return
+    if finding.state == "unreadable":
+        print_error(finding.why)
+        return
+    if finding.why:
+        stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(finding.why)}"))
+        return
+    facts = f"{count(report.records, 'record')}, {size(report.nbytes)}, "
+    facts += f"{report.nbytes / finding.seconds / 1e9:.2f} GB/s"
     word = ("damaged", "bold red") if report.damage else ("ok", "green")
-    text = Text.assemble(word, "  ", (plain(target), "bold"), f"  {facts}")
+    text = Text.assemble(word, "  ", (plain(finding.target), "bold"), f"  {facts}")
     if report.without_checksum == report.records and not report.whole_file_checked:
         text.append("\n    carries no checksums: it can be read, more cannot be told", style="yellow")
     elif report.without_checksum and not report.whole_file_checked:
@@ -118,7 +158,6 @@ def _verify_and_print(target: Path | LoadError, *, named: bool) -> int:
     for line in report.damage:
         text.append(f"\n    {plain(line)}")
     stdout().print(text)
-    return 1 if report.damage else 0
 
 
 def _verify_checkpoint(folder: Path) -> _Report:
@@ -143,9 +182,9 @@ def _verify_file(file: Path, entry: FileEntry | None) -> _Report:
         report.damage.append(str(error).removeprefix(f"{file.parent}/"))
     with FileReader(file) as opened:
         report.nbytes = opened.size
-    with _progress() as progress:
-        task = progress.add_task(plain(file), total=report.nbytes)
-        whole, found = _checksums(file, records, report.nbytes, lambda nbytes: progress.advance(task, nbytes))
+    with progress() as bar:
+        task = bar.add_task(plain(file), total=report.nbytes)
+        whole, found = _checksums(file, records, report.nbytes, lambda nbytes: bar.advance(task, nbytes))
     report.records = len(records)
     report.without_checksum = sum(record.crc32 is None for record in records)
     damaged = [(r, crc) for r, crc in zip(records, found, strict=True) if r.crc32 is not None and r.crc32 != crc]
@@ -225,20 +264,3 @@ def _meanings(file: Path) -> dict[str, str]:
     except LoadError:
         pass  # damage in the pickle: the records have no names then
     return names
-
-
-def _progress() -> Progress:
-    """By bytes; on a terminal only, and gone when it is done."""
-    console = stderr()
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )

@@ -1,0 +1,197 @@
+"""``lazyckpt bench``: what this disk can do, what lazyckpt makes of it, and what to expect of a checkpoint here."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+
+from lazyckpt import _engine, commit
+from lazyckpt.cli.output import columns, count, plain, print_json, progress, show, size, stdout
+from lazyckpt.config import MIB, available_memory_bytes
+from lazyckpt.errors import ConfigError, NoSpaceError, save_error
+from lazyckpt.functional import load, save
+
+_ROUNDS = 3
+_PATIENCE_S = 15.0  # a round begins no later
+_ROUND_S = 1.0  # of one way to write or read
+_MIN_BYTES, _MAX_BYTES = 64 * MIB, 4096 * MIB
+_CHUNK_BYTES = 8 * MIB
+_DEPTH = 8
+_TENSORS = 64
+_SIZES = (10**9, 10**10, 10**11)  # of the checkpoints that are told about
+
+RAW_WRITE, WRITE, RAW_READ, READ = "raw write", "lazyckpt.save", "raw read", "lazyckpt.load"
+
+
+def bench(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where checkpoints are to go.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure this disk and what lazyckpt reaches of it, for some seconds; tell what to expect of a checkpoint.
+
+    Raw is the disk's ceiling: a file written or read past the page cache (O_DIRECT), eight requests of 8 MiB at once,
+    nothing copied, nothing checked. Writes end when they are durable. What is written is removed again.
+    """
+    try:
+        staging = commit.Staging(directory / "bench")  # locked, and swept by the next run if this one is killed
+    except OSError as error:
+        raise save_error(error, path=directory) from error
+    try:
+        direct = _engine.probe(str(directory))["o_direct"] == "yes"
+        raw = _Raw(direct)
+        try:
+            nbytes = _choose_bytes(staging.path, raw)
+            rates = _measure(staging.path, nbytes, raw)
+        finally:
+            raw.close()
+    except OSError as error:
+        raise save_error(error, path=directory) from error
+    finally:
+        staging.discard()
+    median = {name: statistics.median(found) for name, found in rates.items()}
+    expected = {n: (n / median[WRITE], n / median[READ]) for n in _SIZES}
+    if as_json:
+        print_json(
+            {
+                "directory": str(directory),
+                "o_direct": direct,
+                "bytes": nbytes,
+                "bytes_per_s": {name: {"median": median[name], "all": found} for name, found in rates.items()},
+                "expected": [{"bytes": n, "durable_s": out, "restored_s": back} for n, (out, back) in expected.items()],
+            }
+        )
+        return
+    _show(directory, nbytes, direct, rates, expected)
+
+
+def _show(
+    directory: Path,
+    nbytes: int,
+    direct: bool,
+    rates: dict[str, list[float]],
+    expected: dict[int, tuple[float, float]],
+) -> None:
+    console = stdout()
+    title = Text.assemble((plain(directory), "bold"), f"  {count(len(rates[WRITE]), 'round')} of {size(nbytes)}")
+    console.print(title, soft_wrap=True)
+    if not direct:
+        console.print(Text("no O_DIRECT here: all goes through the page cache, reads come from memory", style="yellow"))
+    table = columns("", "median", "least", "most", "of raw", right=("median", "least", "most", "of raw"))
+    for name, raw in ((RAW_WRITE, RAW_WRITE), (WRITE, RAW_WRITE), (RAW_READ, RAW_READ), (READ, RAW_READ)):
+        found = rates[name]
+        share = statistics.median(ours / theirs for ours, theirs in zip(found, rates[raw], strict=True))
+        numbers = [f"{rate / 1e9:.2f} GB/s" for rate in (statistics.median(found), min(found), max(found))]
+        table.add_row(name, *numbers, f"{share:.0%}" if name != raw else "")
+    show(console, table)
+    for checkpoint, (durable_s, restored_s) in expected.items():
+        told = f"a checkpoint of {checkpoint // 10**9} GB: durable in {_seconds(durable_s)}"
+        console.print(f"{told}, loaded in {_seconds(restored_s)}")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def _choose_bytes(folder: Path, raw: _Raw) -> int:
+    """So many that one way takes about a second. Raises NoSpaceError if the disk has no room for twice as much."""
+    disk = os.statvfs(folder)
+    room = min(disk.f_bavail * disk.f_frsize, available_memory_bytes()) // 4
+    if room < _MIN_BYTES:
+        if available_memory_bytes() // 4 < _MIN_BYTES:
+            raise ConfigError(f"needs {size(4 * _MIN_BYTES)} of memory; {size(available_memory_bytes())} are available")
+        what = f"needs {size(4 * _MIN_BYTES)} for a moment; {size(disk.f_bavail * disk.f_frsize)} are free"
+        raise NoSpaceError(what, path=folder.parent)
+    begin = time.perf_counter()
+    raw.write(folder / "try", _MIN_BYTES)
+    rate = _MIN_BYTES / (time.perf_counter() - begin)
+    (folder / "try").unlink()
+    wanted = min(max(int(rate * _ROUND_S), _MIN_BYTES), _MAX_BYTES, room)
+    return wanted // (_TENSORS * mmap.PAGESIZE) * _TENSORS * mmap.PAGESIZE
+
+
+def _measure(folder: Path, nbytes: int, raw: _Raw) -> dict[str, list[float]]:
+    """Bytes a second. The ways take turns in every round, so that a disk that becomes slower does so for all."""
+    random = torch.frombuffer(bytearray(os.urandom(nbytes // _TENSORS)), dtype=torch.uint8)  # some disks know zeros
+    state = {f"t{i}": random.clone() for i in range(_TENSORS)}
+    plain_file, saved = folder / "raw", folder / "saved.pt"
+    arms: list[tuple[str, Path, Callable[[], Any]]] = [
+        (RAW_WRITE, plain_file, lambda: raw.write(plain_file, nbytes)),
+        (WRITE, saved, lambda: save(state, saved)),
+        (RAW_READ, plain_file, lambda: raw.read(plain_file, nbytes)),
+        (READ, saved, lambda: load(saved)),
+    ]
+    rates: dict[str, list[float]] = defaultdict(list)
+    latest = time.perf_counter() + _PATIENCE_S
+    with progress() as bar:
+        task = bar.add_task("", total=_ROUNDS * len(arms) * nbytes)
+        for number in range(_ROUNDS):
+            if number and time.perf_counter() > latest:
+                break
+            for name, path, run in arms:
+                bar.update(task, description=name)
+                if name in (RAW_WRITE, WRITE):
+                    path.unlink(missing_ok=True)
+                    os.sync()
+                begin = time.perf_counter()
+                run()
+                rates[name].append(nbytes / (time.perf_counter() - begin))
+                bar.advance(task, nbytes)
+    return dict(rates)
+
+
+class _Raw:
+    """Threads with one request each under way, and their memory: page-aligned, as O_DIRECT wants it, and in place."""
+
+    def __init__(self, direct: bool) -> None:
+        self._flags = os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        self._buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(_DEPTH)]
+        random = os.urandom(mmap.PAGESIZE) * (_CHUNK_BYTES // mmap.PAGESIZE)  # some disks know zeros
+        for buffer in self._buffers:
+            buffer[:] = random
+        self._pool = ThreadPoolExecutor(_DEPTH)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for buffer in self._buffers:
+            buffer.close()
+
+    def write(self, path: Path, nbytes: int) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            self.run(nbytes, lambda part, at: os.pwrite(fd, part, at))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        commit.sync_path(path.parent)
+
+    def read(self, path: Path, nbytes: int) -> None:
+        fd = os.open(path, os.O_RDONLY | self._flags)
+        try:
+            self.run(nbytes, lambda part, at: os.preadv(fd, [part], at))
+        finally:
+            os.close(fd)
+
+    def run(self, nbytes: int, transfer: Callable[[memoryview, int], int]) -> None:
+        """All chunks of a file."""
+        offsets = iter(range(0, nbytes, _CHUNK_BYTES))
+
+        def work(memory: mmap.mmap) -> None:
+            for at in offsets:  # a thread that is slow takes fewer
+                length = min(_CHUNK_BYTES, nbytes - at)
+                with memoryview(memory) as whole, whole[:length] as part:
+                    if transfer(part, at) != length:
+                        raise OSError(f"a transfer of {length} bytes at {at} was cut short")
+
+        list(self._pool.map(work, self._buffers))

@@ -1,0 +1,247 @@
+"""``lazyckpt convert``: from one standard format to another, whatever the size."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+
+from lazyckpt import commit
+from lazyckpt.cli import stream
+from lazyckpt.cli.contents import INDEX_SUFFIX, SUFFIXES, documents_in, read
+from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
+from lazyckpt.cli.skeleton import Opaque, Storage, Tensor
+from lazyckpt.cli.stream import Origin
+from lazyckpt.errors import ConfigError, CorruptFileError, LoadError, NoSpaceError, save_error
+from lazyckpt.plan import FilePlan, SafetensorsPlan, plan_for
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("", "i")
+}
+
+
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text)
+    unit = match and {name.upper(): factor for name, factor in _UNITS.items()}.get(match[2].upper())
+    if not match or not unit or (nbytes := int(float(match[1]) * unit)) < 1:
+        raise typer.BadParameter(f"{text!r} is not a size: 5GB, 500MB, 2GiB")
+    return nbytes
+
+
+def convert(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="A file, an index of shards, a checkpoint or a folder.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="A new .safetensors or .pt file; a folder for shards.")],
+    key: Annotated[str | None, typer.Option(help="Take only this part of what is saved, e.g. model.")] = None,
+    max_shard_size: Annotated[
+        Any,
+        typer.Option(
+            metavar="SIZE",
+            parser=_parse_size,
+            help="Write a folder of safetensors files of at most this size, e.g. 5GB, and their index.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Convert between torch.save archives and safetensors files, one or several.
+
+    Tensors are streamed, so the memory this takes is that of the largest one. Every checksum in SRC is compared on the
+    way. DST appears under its name when it is whole and durable. Runs no code from SRC: what is neither a tensor nor a
+    plain value is refused. safetensors holds named tensors and nothing else; --key takes them out of a checkpoint.
+    """
+    if os.path.lexists(dst):
+        raise ConfigError(f"{dst}: exists already")
+    found = documents_in(src)
+    if len(found) > 1:
+        raise LoadError(f"holds several files; give one of them: {', '.join(found)}", path=src)
+    contents = read(*found.values())
+    obj = contents.obj if key is None else _part(contents.obj, key, contents.file)
+    sharded = max_shard_size is not None
+    loader = _Hollow(contents.file)
+    if sharded or dst.suffix == ".safetensors":
+        tensors = loader.tensors(obj)
+        metadata = contents.metadata or {"format": "pt"}
+        files, index = _shards(tensors, metadata, max_shard_size) if sharded else ({dst.name: tensors}, None)
+        plans: dict[str, FilePlan] = {name: SafetensorsPlan(part, metadata) for name, part in files.items()}
+    elif dst.suffix in SUFFIXES:
+        plans, index = {dst.name: plan_for(dst.name, loader.whole(obj))}, None
+    else:
+        raise ConfigError(f"{dst}: give it a name that ends in .safetensors or .pt, or --max-shard-size for a folder")
+    _write(dst, plans, index, loader, folder=sharded)
+    written = sorted(dst.iterdir()) if sharded else [dst]
+    nbytes = sum(file.stat().st_size for file in written)
+    unchecked = sum(record.crc32 is None for record in loader.records.values())
+    left_out = (
+        sorted((contents.metadata or {}).keys() - {"format"}) if dst.suffix != ".safetensors" and not sharded else []
+    )
+    if as_json:
+        about = {"path": str(dst), "files": [file.name for file in written], "bytes": nbytes}
+        print_json(
+            about | {"records": len(loader.records), "without_checksum": unchecked, "metadata_left_out": left_out}
+        )
+        return
+    facts = f"{count(len(loader.records), 'storage')}, {size(nbytes)}" + f" in {len(written)} files" * sharded
+    text = Text.assemble(("written", "green"), "  ", (plain(dst), "bold"), f"  {facts}")
+    if unchecked:
+        text.append(f"\n    {count(unchecked, 'record')} without a checksum: not compared", style="yellow")
+    if left_out:
+        text.append(
+            f"\n    left out, since torch.save has no place for it: {plain(', '.join(left_out))}", style="yellow"
+        )
+    stdout().print(text, soft_wrap=True)
+
+
+def _part(obj: Any, key: str, file: Path) -> Any:
+    """``obj["a"]["b"]`` for a.b; a key that holds the dot itself goes first."""
+    if isinstance(obj, Mapping):
+        for head, rest in [(key, "")] + [(key[:i], key[i + 1 :]) for i, c in enumerate(key) if c == "."]:
+            if head in obj:
+                return _part(obj[head], rest, file) if rest else obj[head]
+        there = ", ".join(map(str, list(obj)[:10])) + (", …" if len(obj) > 10 else "")
+        raise ConfigError(f"{file}: there is no {key!r}; there is: {there or 'nothing'}")
+    raise ConfigError(f"{file}: there is no {key!r}: what would hold it is not a dict")
+
+
+class _Hollow:
+    """Makes objects of what ``cli.skeleton`` told. Their tensors have memory that nobody touches: it costs nothing."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.origins: dict[int, Origin] = {}
+        self.records: dict[tuple[Path, str], Any] = {}
+        self._storages: dict[tuple[Path, str], torch.UntypedStorage] = {}
+        self._made: dict[int, Any] = {}
+
+    def tensors(self, obj: Any) -> dict[str, torch.Tensor]:
+        """Of a dict of tensors: each dense, with a storage of its own. Raises ConfigError for anything else."""
+        if not isinstance(obj, Mapping):
+            raise ConfigError(f"{self._file}: safetensors holds a dict of tensors, this is a {_kind(obj)}")
+        owner: dict[tuple[Path, str], str] = {}
+        made = {}
+        for name, value in obj.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor) or value.storage is None:
+                what = f"{name!r} is a {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
+                parts = [str(k) for k, v in obj.items() if isinstance(v, Mapping)]
+                hint = f"; take a part with --key: {', '.join(parts[:10])}" if parts else ""
+                raise ConfigError(f"{self._file}: safetensors holds named tensors and nothing else: {what}{hint}")
+            record = value.storage.record
+            place = value.storage.file, record.name
+            if record.nbytes and place in owner:
+                raise ConfigError(
+                    f"{self._file}: {owner[place]!r} and {name!r} share memory, which safetensors cannot express"
+                )
+            owner[place] = name
+            tensor = self._tensor(value, name)
+            if not tensor.is_contiguous() or tensor.nbytes != record.nbytes:
+                view = (tensor.dtype, value.offset, value.shape, value.stride)
+                tensor = torch.empty(value.shape, dtype=tensor.dtype)
+                self.origins[tensor.untyped_storage()._cdata] = Origin(value.storage.file, record, view)
+            made[name] = tensor
+        return made
+
+    def whole(self, obj: Any, name: str = "") -> Any:
+        """Of anything made of plain values and tensors; ties stay. Raises ConfigError for the rest."""
+        if (known := self._made.get(id(obj))) is not None:
+            return known
+        if isinstance(obj, Tensor) and obj.storage is not None:
+            tensor = self._made[id(obj)] = self._tensor(obj, name)
+            return tensor
+        if isinstance(obj, Tensor | Storage | Opaque):
+            raise ConfigError(
+                f"{self._file}: {name or 'it'} is a {_kind(obj)}; only tensors and plain values are converted (--key "
+                "takes a part)"
+            )
+        if not isinstance(obj, Mapping | list | tuple | set | frozenset):
+            return obj
+        if isinstance(obj, tuple | set | frozenset):  # which cannot hold themselves
+            made: Any = type(obj)(self.whole(item, f"{name}.{i}") for i, item in enumerate(obj))
+            self._made[id(obj)] = made
+            return made
+        made = self._made[id(obj)] = type(obj)()
+        if isinstance(obj, list):
+            made.extend(self.whole(item, f"{name}.{i}") for i, item in enumerate(obj))
+        else:
+            for key, value in obj.items():
+                made[self.whole(key, f"{name}: a key")] = self.whole(value, f"{name}.{key}".removeprefix("."))
+        return made
+
+    def _tensor(self, tensor: Tensor, name: str) -> torch.Tensor:
+        assert tensor.storage is not None
+        dtype = getattr(torch, tensor.dtype, None)
+        if tensor.kind or not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"{self._file}: {name!r} is a {_kind(tensor)}, which is not converted")
+        record = tensor.storage.record
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+        if 0 not in tensor.shape and (tensor.offset + last + 1) * dtype.itemsize > record.nbytes:
+            raise CorruptFileError(f"record {record.name}: too short for a tensor that views it", path=self._file)
+        place = tensor.storage.file, record.name
+        storage = self._storages.get(place)
+        if storage is None:
+            self.records[place] = record
+            storage = self._storages[place] = torch.UntypedStorage(record.nbytes)
+            self.origins[storage._cdata] = Origin(tensor.storage.file, record)
+        return torch.empty(0, dtype=dtype).set_(storage, tensor.offset, tensor.shape, tensor.stride)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Opaque):
+        return value.global_name
+    if isinstance(value, Tensor):
+        return f"tensor {value.kind}" if value.kind else f"tensor of {value.dtype}"
+    return "storage" if isinstance(value, Storage) else type(value).__name__
+
+
+def _shards(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str], max_bytes: int
+) -> tuple[dict[str, dict[str, torch.Tensor]], str | None]:
+    """The files of a folder, named and filled as Hugging Face does it; and the index, if there are several."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if tensor.nbytes > max_bytes:  # by itself, without an end to the shard that is being filled
+            shards.insert(len(shards) - 1, {name: tensor})
+            continue
+        if held + tensor.nbytes > max_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += tensor.nbytes
+    if len(shards) > 1 and not shards[-1]:
+        shards.pop()
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}, None
+    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    places = {name: file for file, shard in files.items() for name in shard}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _write(dst: Path, plans: dict[str, FilePlan], index: str | None, loader: _Hollow, *, folder: bool) -> None:
+    """``dst`` appears when all of it is durable. Raises SaveError."""
+    nbytes = sum(record.nbytes for record in loader.records.values())
+    try:
+        disk = os.statvfs(dst.absolute().parent)
+        if disk.f_bavail * disk.f_frsize < nbytes:
+            raise NoSpaceError(f"needs {nbytes} bytes, {disk.f_bavail * disk.f_frsize} are free", path=dst)
+        staging = commit.Staging(dst) if folder else commit.FileStaging(dst)
+        try:
+            with progress() as bar:
+                task = bar.add_task(plain(dst), total=nbytes)
+                files = {staging.path / name: plan for name, plan in plans.items()}
+                stream.write(files, loader.origins, lambda done: bar.advance(task, done))
+            if index is not None:
+                (staging.path / f"model{INDEX_SUFFIX}").write_text(index)
+            staging.describe(None, plans)
+            staging.publish()
+        except BaseException:
+            staging.discard()
+            raise
+    except OSError as error:
+        raise save_error(error, path=dst) from error

@@ -1,0 +1,55 @@
+"""``lazyckpt pin`` and ``unpin``: which checkpoints stay, whatever retention says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lazyckpt import catalog
+from lazyckpt.cli.ls import catalog_of
+from lazyckpt.cli.output import plain, print_json, stdout
+from lazyckpt.errors import LazyCkptError, LoadError
+
+
+def _steps(context: typer.Context, incomplete: str) -> list[str]:
+    """Of the run's folder that stands before, for the shell to complete."""
+    try:
+        found = catalog_of(Path(context.params["directory"])).scan()
+    except (OSError, LazyCkptError, KeyError, TypeError):
+        return []
+    return [str(checkpoint.step) for checkpoint in found if str(checkpoint.step).startswith(incomplete)]
+
+
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
+_Step = Annotated[int, typer.Argument(metavar="STEP", min=0, autocompletion=_steps)]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def pin(directory: _Directory, step: _Step, as_json: _Json = False) -> None:
+    """Keep a checkpoint, whatever keep_last, keep_every and 'lazyckpt prune' say.
+
+    A Checkpointer that is running heeds it, too. A pin belongs to the step: if that is saved again, it stays pinned.
+    """
+    checkpoint = catalog_of(directory).root / catalog.folder_name(step)
+    catalog.read_checkpoint(checkpoint)
+    catalog.pin(checkpoint)
+    _tell(checkpoint, True, as_json)
+
+
+def unpin(directory: _Directory, step: _Step, as_json: _Json = False) -> None:
+    """Undo 'lazyckpt pin': retention decides again."""
+    checkpoint = catalog_of(directory).root / catalog.folder_name(step)
+    if not checkpoint.exists() and not catalog.pin_of(checkpoint).exists():
+        raise LoadError("no such checkpoint", path=checkpoint)
+    catalog.unpin(checkpoint)
+    _tell(checkpoint, False, as_json)
+
+
+def _tell(checkpoint: Path, pinned: bool, as_json: bool) -> None:
+    found: dict[str, Any] = {"path": str(checkpoint), "pinned": pinned}
+    if as_json:
+        print_json(found)
+    else:
+        stdout().print(f"{plain(checkpoint)} is {'pinned' if pinned else 'not pinned'}", soft_wrap=True)

@@ -1,0 +1,188 @@
+"""Writes files whose storages are read from other files, a few megabytes of them in memory at a time.
+
+A plan lays a file out from names and sizes alone, so its storages need no bytes yet: they are allocated and never
+touched. What the engine is given instead is two buffers. The program is cut into batches; a batch is read into one
+buffer, appended, and copied into the engine's ring, while the batch before it is still being written from there.
+
+The engine begins to copy a chunk when it is full. So of a batch, what went into the last chunk may not be copied yet
+when the next one is read; that is why there are two buffers, and why a batch is never smaller than a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lazyckpt.archive import Reading
+from lazyckpt.containers.base import LITERAL, SOURCE, Extent, Record
+from lazyckpt.errors import SaveError, save_error
+from lazyckpt.functional import _CHUNK_BYTES as CHUNK_BYTES
+from lazyckpt.functional import process_engine
+from lazyckpt.plan import FilePlan
+from lazyckpt.providers.base import TensorViews
+
+_BATCH_BYTES = 16 << 20  # at most, unless one storage is larger
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the bytes of a storage are to be read: a record of ``file``. With ``view`` (dtype, offset, shape, strides)
+    they are what that shows of the record, dense."""
+
+    file: Path
+    record: Record
+    view: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass
+class _Batch:
+    """A part of a file's program, and the sources in it, which are at ``place`` in a buffer, one after the other."""
+
+    file: int
+    first_source: int  # of the file
+    extent: Extent
+    sources: list[int]
+
+
+def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Callable[[int], None]) -> None:
+    """Writes and syncs new files. ``origins``: of every storage, by its ``_cdata``. ``advance`` hears of bytes read.
+
+    Raises SaveError, CorruptFileError if a checksum does not match, LoadError if an origin cannot be read, and what the
+    plans raise; what is written by then stays.
+    """
+    files = [(path, plan, plan.gather()) for path, plan in plans.items()]
+    views = TensorViews()
+    batches: list[_Batch] = []
+    sizes = []
+    for number, (_, plan, own) in enumerate(files):
+        extents, nbytes = plan.lay_out(own)
+        sizes.append(nbytes)
+        for extent in extents:
+            batches += _cut(number, len(views), extent)
+        for view in own:
+            views.append(view)
+    engine = process_engine()
+    with _Buffers(max((sum(views.sizes[i] for i in batch.sources) for batch in batches), default=0)) as buffers:
+        pointers = array("Q", bytes(8 * len(views)))
+        for turn, batch in enumerate(batches):
+            at = buffers.pointers[turn % 2]
+            for source in batch.sources:
+                pointers[source], at = at, at + views.sizes[source]
+        job = engine.begin(pointers, array("Q", views.sizes), array("Q", bytes(8 * len(views))), files=len(files))
+        path = next(iter(plans))
+        try:
+            for number, (path, _, _) in enumerate(files):
+                job.open(number, os.fspath(path), sizes[number])
+            crcs: dict[int, int] = {}
+            for turn, batch in enumerate(batches):
+                path = files[batch.file][0]
+                wanted = [(source, origins[views.identities[source]]) for source in batch.sources]
+                crcs |= _read(wanted, pointers)
+                job.append(batch.file, batch.extent.offset, batch.extent.rows, batch.extent.blob, batch.first_source)
+                job.wait_eager()
+                job.raise_error()
+                nbytes = sum(views.sizes[source] for source in batch.sources)
+                buffers.drop(turn % 2, nbytes - CHUNK_BYTES)
+                advance(nbytes)
+            job.seal()
+            job.wait_settled()
+            job.raise_error()
+            written = job.source_crcs()
+        except OSError as error:
+            raise save_error(error, path=path) from error
+        finally:
+            job.fail(errno.ECANCELED, "abandoned")  # nothing, of one that is done
+            job.wait_settled()
+    if wrong := [views.keys[source] for source, crc in crcs.items() if written[source] != crc]:
+        raise SaveError(f"what was written is not what was read: {', '.join(wrong[:5])}", path=path)
+
+
+class _Buffers:
+    """Two, used in turns. Their memory is given back as soon as it may be."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._maps = [mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
+        self._tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in self._maps]
+        self.pointers = [tensor.data_ptr() for tensor in self._tensors]
+
+    def __enter__(self) -> _Buffers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.clear()
+        for each in self._maps:
+            with contextlib.suppress(BufferError):
+                each.close()
+
+    def drop(self, which: int, nbytes: int) -> None:
+        """The first ``nbytes`` are not needed any more."""
+        nbytes -= nbytes % mmap.PAGESIZE
+        if nbytes > 0:
+            self._maps[which].madvise(mmap.MADV_DONTNEED, 0, nbytes)
+
+
+def _cut(file: int, first_source: int, extent: Extent) -> Iterator[_Batch]:
+    """Before sources; the parts follow one another in the file."""
+    rows = extent.rows.tolist()
+    begin = first_literal = 0
+    held = 0
+    sources: list[int] = []
+    offset = extent.offset
+
+    def batch(end: int, last_literal: int) -> _Batch:
+        own = array("q", rows[begin:end])
+        for at in range(0, len(own), 3):
+            if own[at] == LITERAL:
+                own[at + 2] -= first_literal
+        part = Extent(offset, own, extent.blob[first_literal:last_literal])
+        return _Batch(file, first_source, part, [first_source + source for source in sources])
+
+    literal = 0  # where the next one begins in the blob
+    for at in range(0, len(rows), 3):
+        kind, nbytes, arg = rows[at : at + 3]
+        if kind == SOURCE:
+            if held >= CHUNK_BYTES and held + nbytes > _BATCH_BYTES:
+                part = batch(at, literal)
+                yield part
+                offset += part.extent.nbytes
+                begin, first_literal, held, sources = at, literal, 0, []
+            held += nbytes
+            sources.append(arg)
+        elif kind == LITERAL:
+            literal = arg + nbytes
+    yield batch(len(rows), len(extent.blob))
+
+
+def _read(wanted: list[tuple[int, Origin]], pointers: array[int]) -> dict[int, int]:
+    """Reads sources to their places; the CRC-32 of those that are records, whole."""
+    crcs: dict[int, int] = {}
+    by_file: dict[Path, list[tuple[int, Record]]] = defaultdict(list)
+    for source, origin in wanted:
+        if origin.view is None:
+            by_file[origin.file].append((source, origin.record))
+        else:
+            _read_view(origin, pointers[source])
+    for file, found in by_file.items():
+        reading = Reading(file, [record for _, record in found], process_engine())
+        sums = reading.read_into([pointers[source] for source, _ in found])
+        crcs |= {source: crc for (source, _), crc in zip(found, sums, strict=True)}
+    return crcs
+
+
+def _read_view(origin: Origin, pointer: int) -> None:
+    assert origin.view is not None
+    dtype, offset, shape, stride = origin.view
+    storage = torch.UntypedStorage(origin.record.nbytes)
+    Reading(origin.file, [origin.record], process_engine()).read_into([storage.data_ptr()])
+    dense = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).contiguous()
+    ctypes.memmove(pointer, dense.data_ptr(), dense.nbytes)

@@ -1,0 +1,74 @@
+"""``lazyckpt bench``: its figures belong together, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from commands import fails, run, run_json
+from lazyckpt import commit
+from lazyckpt.cli import bench
+from lazyckpt.config import MIB
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_MIN_BYTES", 16 * MIB)
+    monkeypatch.setattr(bench, "_MAX_BYTES", 16 * MIB)
+    monkeypatch.setattr(bench, "_PATIENCE_S", 1000.0)
+
+
+def test_bench_measures_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = run_json("bench", tmp_path)
+    assert told["bytes"] == 16 * MIB and list(told["bytes_per_s"]) == [
+        "raw write",
+        "lazyckpt.save",
+        "raw read",
+        "lazyckpt.load",
+    ]
+    for rate in told["bytes_per_s"].values():
+        assert len(rate["all"]) == bench._ROUNDS and sorted(rate["all"])[1] == rate["median"] > 0
+    ten = told["expected"][1]
+    assert ten["bytes"] == 10**10
+    assert ten["durable_s"] == pytest.approx(1e10 / told["bytes_per_s"]["lazyckpt.save"]["median"])
+    assert ten["restored_s"] == pytest.approx(1e10 / told["bytes_per_s"]["lazyckpt.load"]["median"])
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(bench, "_PATIENCE_S", 0.0)
+    shown = run("bench", tmp_path).stdout
+    assert "1 round of 16.0 MiB" in shown
+    assert "a checkpoint of 10 GB: durable in " in shown and "lazyckpt.save" in shown
+
+
+def test_the_raw_loops_move_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file does not end with a chunk."""
+    monkeypatch.setattr(bench, "_CHUNK_BYTES", 3 * 4096)
+    raw = bench._Raw(True)
+    seen: list[tuple[int, int]] = []
+    raw.run(100 * 4096, lambda part, at: seen.append((at, at + len(part))) or len(part))
+    assert [begin for begin, _ in sorted(seen)] == [0, *(end for _, end in sorted(seen))][:-1]
+    assert max(end for _, end in seen) == 100 * 4096
+    with pytest.raises(OSError, match="cut short"):
+        raw.run(4096, lambda part, at: 1)
+    raw.close()
+
+
+def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "No such file" in fails(2, "bench", tmp_path / "missing")
+
+    class Full:
+        f_bavail, f_frsize = 3, 4096
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: Full)
+        assert "needs 64.0 MiB for a moment; 12.0 KiB are free" in fails(2, "bench", tmp_path)
+
+    def break_off(*_: object) -> None:
+        assert [name.startswith(commit.TEMPORARY) for name in os.listdir(tmp_path)] == [True]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "save", break_off)
+        assert run("bench", tmp_path).exit_code != 0
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,209 @@
+"""``lazyckpt convert``: the same tensors in another format, in little memory, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Graph
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import lazyckpt
+from commands import fails, run, run_json
+from lazyckpt.cli import stream
+from lazyckpt.containers.torch_zip_reader import read_directory
+
+
+def weights(count: int = 12, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Sizes from nothing to several chunks, in every order, of several dtypes."""
+    random = torch.Generator().manual_seed(seed)
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64]
+    found = {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
+    for i in range(count):
+        numel = int(10 ** (1 + 5.3 * torch.rand(1, generator=random).item()))
+        found[f"h.{i}.weight"] = torch.randint(0, 200, (numel,), generator=random).to(dtypes[i % len(dtypes)])
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("batch_bytes", [stream._BATCH_BYTES, 1])
+def test_there_and_back(tmp_path: Path, batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batches as small as they may be, every buffer is used again while what it held may still be copied."""
+    monkeypatch.setattr(stream, "_BATCH_BYTES", batch_bytes)
+    tensors = weights(40)
+    torch.save(tensors, tmp_path / "a.pt")
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b.safetensors").exit_code == 0
+    assert same(load_file(tmp_path / "b.safetensors"), tensors)
+    assert run("convert", tmp_path / "b.safetensors", tmp_path / "shards", "--max-shard-size", "1MB").exit_code == 0
+    assert run("convert", tmp_path / "shards", tmp_path / "c.pt").exit_code == 0
+    assert same(torch.load(tmp_path / "c.pt"), tensors)
+    result = run("convert", tmp_path / "c.pt", tmp_path / "d.pt")
+    assert result.exit_code == 0 and same(torch.load(tmp_path / "d.pt"), tensors)
+    assert "without a checksum" not in result.stdout  # those that lazyckpt wrote have them
+    paths = [tmp_path / name for name in ("b.safetensors", "c.pt", "d.pt", "shards")]
+    assert "carries no checksums" not in (shown := run("verify", *paths).stdout) and " 0 damaged, 0 unread" in shown
+    assert run("diff", tmp_path / "a.pt", tmp_path / "shards").exit_code == 0
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_shards_are_named_filled_and_indexed_as_hugging_face_does(tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    tensors = weights(30)
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "who": "me"})
+    told = run_json("convert", tmp_path / "a.safetensors", tmp_path / "shards", "--max-shard-size", "300KB")
+    index = json.loads((tmp_path / "shards/model.safetensors.index.json").read_text())
+    ordered = {name: tensors[name] for name in safe_open(tmp_path / "a.safetensors", "pt").offset_keys()}
+    split = hub.split_torch_state_dict_into_shards(ordered, max_shard_size="300KB")
+    assert index == {"metadata": split.metadata, "weight_map": split.tensor_to_filename} and split.is_sharded
+    assert told["files"] == sorted([*split.filename_to_tensors, "model.safetensors.index.json"])
+    assert same(
+        hub.load_state_dict_from_file(tmp_path / "shards" / told["files"][0]),
+        {name: tensors[name] for name in split.filename_to_tensors[told["files"][0]]},
+    )
+    for file in split.filename_to_tensors:
+        assert safe_open(tmp_path / "shards" / file, "pt").metadata()["who"] == "me"
+    assert run("convert", tmp_path / "shards", tmp_path / "one", "--max-shard-size", "5GB").exit_code == 0
+    assert os.listdir(tmp_path / "one") == ["model.safetensors"]
+    assert same(load_file(tmp_path / "one/model.safetensors"), tensors)
+
+
+def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
+    """What else is in the file does not matter: here, what torch would not load, and no part of it is run."""
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        model = torch.nn.Linear(4, 3)
+        ckpt.track(model=model, extra={"a": 1})
+        ckpt.save(1, blocking=True)
+    assert run("convert", tmp_path / "run", tmp_path / "model.safetensors", "--key", "model").exit_code == 0
+    assert same(load_file(tmp_path / "model.safetensors"), model.state_dict())
+    assert safe_open(tmp_path / "model.safetensors", "pt").metadata()["format"] == "pt"  # transformers asks for it
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"args": Evil(), "a.b": {"c": {"w": torch.ones(2)}}, "w": torch.ones(3)}, tmp_path / "evil.pt")
+    assert run("convert", tmp_path / "evil.pt", tmp_path / "w.pt", "--key", "a.b.c").exit_code == 0
+    assert same(torch.load(tmp_path / "w.pt"), {"w": torch.ones(2)})
+    line = fails(2, "convert", tmp_path / "evil.pt", tmp_path / "x.pt")
+    assert "args is a posix.mkdir" in line and not (tmp_path / "ran").exists()
+    assert "there is no 'nope'; there is: args, a.b, w" in fails(
+        2, "convert", tmp_path / "evil.pt", tmp_path / "x.pt", "--key", "nope"
+    )
+
+
+def test_a_torch_archive_keeps_ties_views_and_values(tmp_path: Path, graph: Graph) -> None:
+    base = torch.arange(100.0)
+    obj = OrderedDict(
+        model={"a": base, "tied": base, "view": base[10:20], "strided": base.view(10, 10).t()[2:5]},
+        optimizer={
+            "state": {0: {"step": torch.tensor(3.0), "exp": base * 2}},
+            "groups": [{"lr": 0.1, "betas": (1, 2)}],
+        },
+        values=[None, True, "x", b"y", {1, 2}, torch.bfloat16, 2 + 3j],
+    )
+    lazyckpt.save(obj, tmp_path / "a.pt")
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b.pt").exit_code == 0
+    assert graph(torch.load(tmp_path / "b.pt", weights_only=False)) == graph(obj)
+
+
+def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
+    base = torch.ones(4)
+    target = tmp_path / "x.safetensors"
+    for obj, why in [
+        ({"model": {"w": base}, "epoch": 3}, "'model' is a dict; take a part with --key: model"),
+        ({"w": base, "epoch": 3}, "'epoch' is a int"),
+        ({7: base}, "7 is not a name"),
+        ([base], "a dict of tensors, this is a list"),
+        ({"a": base, "b": base}, "'a' and 'b' share memory"),
+        ({"a": base[:2], "b": base[2:]}, "'a' and 'b' share memory"),
+        ({"a": torch.eye(3).to_sparse()}, "'a' is a torch._utils._rebuild_sparse_tensor"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "cannot hold torch.complex128"),
+        ({"a": torch.ones(2, dtype=torch.complex64).conj()}, "conjugated"),
+    ]:
+        torch.save(obj, tmp_path / "x.pt")
+        assert why in fails(2, "convert", tmp_path / "x.pt", target), why
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:
+    """As ``lazyckpt.save`` does, which ``safetensors.torch.save_file`` leaves to its caller."""
+    tensors = {"t": torch.randn(6, 4).t(), "part": torch.randn(50)[10:20:3], "plain": torch.randn(3)}
+    torch.save(tensors, tmp_path / "a.pt")
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b.safetensors").exit_code == 0
+    assert same(load_file(tmp_path / "b.safetensors"), tensors)
+
+
+def test_nothing_appears_unless_all_of_it_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "a.pt"
+    lazyckpt.save(weights(), source)
+    assert "exists already" in fails(2, "convert", source, source)
+    assert "name that ends in" in fails(2, "convert", source, tmp_path / "b.zip")
+    assert "No such file" in fails(2, "convert", source, tmp_path / "no/b.pt")
+    assert run("convert", source, tmp_path / "b", "--max-shard-size", "5 apples").exit_code == 2
+    record = max(read_directory(source).records.values(), key=lambda record: record.nbytes)
+    with source.open("r+b") as file:
+        file.seek(record.offset + record.nbytes // 2)
+        file.write(bytes([file.read(1)[0] ^ 1]))
+    for target, options in (("b.safetensors", []), ("b.pt", []), ("b", ["--max-shard-size", "1MB"])):
+        assert f"checksum does not match: {record.name}" in fails(2, "convert", source, tmp_path / target, *options)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_what_is_written_is_compared_with_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a buffer be overwritten before it is copied, the file does not appear."""
+    torch.save(weights(), tmp_path / "a.pt")
+    read = stream._read
+
+    def read_and_spoil(wanted: Any, pointers: Any) -> dict[int, int]:
+        crcs = read(wanted, pointers)
+        return {source: crc ^ (source == 5) for source, crc in crcs.items()}
+
+    monkeypatch.setattr(stream, "_read", read_and_spoil)
+    assert "what was written is not what was read" in fails(2, "convert", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_full_disk_is_told_before_and_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazyckpt.save(weights(), tmp_path / "a.pt")
+    statvfs = os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail, f_frsize = 1, statvfs.f_frsize
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: Full)
+        assert "are free" in fails(2, "convert", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_peak_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
+    """In a process of its own, above what converting the largest tensor alone takes: 40 MiB, of 240."""
+    large = {f"x{i}": torch.full((10 << 20,), float(i)) for i in range(6)}
+    lazyckpt.save(large, tmp_path / "large.pt")
+    lazyckpt.save({"x": torch.full((10 << 20,), 1.0)}, tmp_path / "one.pt")
+    code = (
+        "import pathlib, re, lazyckpt.cli\n"
+        "for name in ('one', 'one', 'large'):\n"
+        "    pathlib.Path('/proc/self/clear_refs').write_text('5')\n"  # forgets the peak
+        "    for source, target in (('.pt', '.safetensors'), ('.safetensors', '-2.pt')):\n"
+        "        pathlib.Path(name + target).unlink(missing_ok=True)\n"
+        "        try: lazyckpt.cli.app(['convert', name + source, name + target])\n"
+        "        except SystemExit as end: assert not end.code\n"
+        "    print(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])\n"
+    )
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    _, one, many = (int(line) << 10 for line in shown.splitlines() if line.isdecimal())
+    assert same(torch.load(tmp_path / "large-2.pt", mmap=True), large)
+    assert many - one < 36 << 20

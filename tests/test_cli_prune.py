@@ -1,0 +1,121 @@
+"""``lazyckpt prune``, ``pin`` and ``unpin``: only what retention lets go of goes, and only when told to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from commands import fails, run, run_json
+from lazyckpt import catalog
+from lazyckpt.cli import prune
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Steps 10, 20, 30, 40, then a rollback to 20, and step 25: the newest."""
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(model=torch.nn.Linear(2, 2))
+        for step in (10, 20, 30, 40):
+            ckpt.save(step, blocking=True)
+        ckpt.restore(step=20)
+        ckpt.save(25, blocking=True)
+    return tmp_path / "run"
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(checkpoint.step for checkpoint in catalog.Catalog(folder).scan())
+
+
+def test_prune_shows_first_and_removes_when_told(folder: Path) -> None:
+    leftover = folder / ".tmp-step-00000050-x"
+    leftover.mkdir()
+    (leftover / "state.pt").write_bytes(bytes(4096))
+    shown = run("prune", folder, "--keep-last", "2").stdout
+    assert "would remove 3 checkpoints and 1 leftover" in shown and "--yes does it" in shown
+    assert steps(folder) == [10, 20, 25, 30, 40] and leftover.exists()
+    told = run_json("prune", folder, "--keep-last", "2")
+    assert [row["step"] for row in told["checkpoints"]] == [40, 30, 10] and not told["removed"]
+    files = [folder / f"step-000000{step}" / "state.pt" for step in (10, 30, 40)]
+    assert told["bytes"] == 4096 + sum(file.stat().st_size for file in files)
+    shown = run("prune", folder, "--keep-last", "2", "--yes").stdout
+    assert "removed 3 checkpoints and 1 leftover" in shown and "kept 2 checkpoints" in shown
+    assert steps(folder) == [20, 25] and sorted(os.listdir(folder)) == ["step-00000020", "step-00000025"]
+
+
+@pytest.mark.parametrize("rules", [{"keep_last": 1}, {"keep_last": 2}, {"keep_last": 1, "keep_every": 20}])
+def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, int]) -> None:
+    told = run_json("prune", folder, *(f"--{name.replace('_', '-')}={n}" for name, n in rules.items()))
+    with lazyckpt.Checkpointer(folder, **rules) as ckpt:
+        ckpt.track(model=torch.nn.Linear(2, 2))
+        ckpt._retain()
+    assert steps(folder) == sorted(row["step"] for row in told["kept"])
+
+
+def test_without_rules_only_leftovers_go(folder: Path) -> None:
+    (folder / ".trash-x").mkdir()
+    shown = run("prune", folder, "-y").stdout
+    assert "removed 0 checkpoints and 1 leftover" in shown and steps(folder) == [10, 20, 25, 30, 40]
+    assert "would remove 0 checkpoints and 0 leftovers" in run("prune", folder).stdout
+    assert "give keep_last" in fails(2, "prune", folder, "--keep-every", "10")
+    assert "at least 1" in fails(2, "prune", folder, "--keep-last", "0")
+    assert "a checkpoint itself" in fails(2, "prune", folder / "step-00000010")
+
+
+def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path) -> None:
+    assert "is pinned" in run("pin", folder, "10").stdout
+    assert run_json("pin", folder, "30") == {"path": str(folder / "step-00000030"), "pinned": True}
+    assert [row["step"] for row in run_json("ls", folder)["checkpoints"] if row["pinned"]] == [30, 10]
+    assert "ok, pinned" in run("ls", folder).stdout
+    run("prune", folder, "--keep-last", "1", "--yes")
+    assert steps(folder) == [10, 25, 30]
+    with lazyckpt.Checkpointer(folder, keep_last=1) as ckpt:
+        ckpt.track(model=torch.nn.Linear(2, 2))
+        ckpt.save(60, blocking=True)
+        ckpt._saver.drain()
+        assert steps(folder) == [10, 30, 60]
+        ckpt.save(30, blocking=True)  # again: it stays pinned
+        ckpt.save(61, blocking=True)
+    assert steps(folder) == [10, 30, 61]
+    run("unpin", folder, "10")
+    run("unpin", folder, "30")
+    run("prune", folder, "--keep-last", "1", "--yes")
+    assert os.listdir(folder) == ["step-00000061"]
+    assert "no checkpoint" in fails(2, "pin", folder, "10") and "no such checkpoint" in fails(2, "unpin", folder, "10")
+
+
+def test_a_broken_checkpoint_and_one_being_written_stay(folder: Path) -> None:
+    os.truncate(folder / "step-00000025/state.pt", 10)
+    os.truncate(folder / "step-00000010/state.pt", 10)
+    (folder / ".tmp-step-00000050-x").mkdir()
+    lock = os.open(folder / ".tmp-step-00000050-x", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        run("prune", folder, "--keep-last", "1", "--yes")
+    finally:
+        os.close(lock)
+    left = {".tmp-step-00000050-x", "step-00000010", "step-00000025", "step-00000040"}
+    assert set(os.listdir(folder)) == left  # 40: the newest that is not broken
+
+
+def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run goes on while prune is at work: what it looked at is not what it would remove."""
+    decide = prune.superfluous
+
+    def decide_and_be_overtaken(*rules: Any) -> Any:
+        doomed = decide(*rules)
+        with lazyckpt.Checkpointer(folder) as ckpt:
+            ckpt.track(model=torch.nn.Linear(2, 2))
+            ckpt.save(40, blocking=True)
+        catalog.pin(folder / "step-00000030")
+        return doomed
+
+    monkeypatch.setattr(prune, "superfluous", decide_and_be_overtaken)
+    told = run_json("prune", folder, "--keep-last", "1", "--yes")
+    assert [row["step"] for row in told["checkpoints"]] == [20, 10]
+    assert steps(folder) == [25, 30, 40] and catalog.Catalog(folder).scan()[0].step == 40
