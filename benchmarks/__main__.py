@@ -12,6 +12,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from benchmarks import machine
 from benchmarks.arms import BEST, KINDS, QUICK
+from benchmarks.paired import reason
 from benchmarks.parts import PARTS
 from benchmarks.report import Section, load_section, show, write_report
 from benchmarks.settings import Settings
@@ -31,6 +33,7 @@ FULL_PAIRS, QUICK_PAIRS = 7, 3
 REPORT_WIDTH = 130  # of tables that go into a file
 STEPS = 8  # in a block
 GB = 1_000_000_000
+LOG = "stderr.log"
 LOG_EVERY_S = 20.0  # a line of progress, where there is no terminal
 EVERY_ENGINE = ("train", "memory")  # parts in which --full means all arms, not the best of each engine
 
@@ -154,21 +157,29 @@ def main() -> None:
     arguments.dir.mkdir(parents=True, exist_ok=True)
     before = {name: load_section(folder, name) for name in PARTS}
     names = [name for name in arguments.only if not (arguments.resume and before[name])]
-    with _stderr_into(folder / "stderr.log") as stderr:
+    failed: list[str] = []
+    with _stderr_into(folder / LOG) as stderr:
         progress = Progress(Console(file=stderr))
         for name in names:
             last = before[name]
             estimate = f"; took {last.seconds:.0f} s with `{last.command}`" if last else ""
             progress.say(f"{name}: {PARTS[name].about}{estimate}")
             progress.part = name
-            with tempfile.TemporaryDirectory(dir=arguments.dir) as scratch, progress.shown():
-                section = _measure(arguments, name, Path(scratch), progress)
+            try:
+                with tempfile.TemporaryDirectory(dir=arguments.dir) as scratch, progress.shown():
+                    section = _measure(arguments, name, Path(scratch), progress)
+            except Exception as error:  # the others go on
+                traceback.print_exc()
+                progress.say(f"{name} failed: {reason(error)}; see {folder / LOG}")
+                failed.append(name)
+                continue
             section.store(folder)
             for table in section.tables:
                 show(console, table)
             found = (load_section(folder, known) for known in PARTS)
             report = write_report(folder, [known for known in found if known is not None])
             progress.say(f"{name}: {section.seconds:.0f} s; report: {report}")
+    sys.exit(f"not measured: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

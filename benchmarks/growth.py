@@ -135,7 +135,7 @@ def over_sizes(settings: Settings, progress: Progress) -> Iterator[Table]:
                 table.picture.add(name, gigabytes, values)
         nbytes *= FACTOR
     table.notes.append(
-        f"At most {settings.largest_bytes / 1e9:g} GB: besides, AdamW needs a third of it for gradients, and the ring up to "
+        f"At most {settings.largest_bytes / 1e9:g} GB: AdamW needs a third more for gradients, and the ring up to "
         "a quarter of the memory that is free. Nothing runs beside the checkpoint."
     )
     yield table

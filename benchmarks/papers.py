@@ -135,26 +135,25 @@ def phases(settings: Settings, progress: Progress) -> Iterator[Table]:
             os.sync()
     finally:
         ours.close()
-    table = Table("Where the time of a checkpoint goes, ms", ["", "lazyckpt", "", "torch.save + fsync"])
+    table = Table("Where the time of a checkpoint goes, ms", ["", "lazyckpt", "torch.save + fsync"])
     metrics = ours.metrics[1:]
 
-    def of(*fields: str) -> str:
-        return spread([1e3 * sum(getattr(m, name) for name in fields) for m in metrics], 1)
+    def of(field: str) -> str:
+        return spread([1e3 * getattr(m, field) for m in metrics], 1)
 
     writing = [whole - made for whole, made in zip(saved[1:], serialized[1:], strict=True)]
-    table.add(
-        "training waits: walk, pickle, lay out", of("plan_s"), "waits", spread([1e3 * s for s in serialized[1:]], 1)
-    )
-    table.add("training waits: eager bytes copied", of("eager_wait_s"), "-", "-")
-    table.add("training waits: gate", of("gate_blocked_s"), "-", "-")
-    table.add("background: copy and CRC, all threads added", of("copy_s"), "-", "-")
-    table.add("background: no room in the ring", of("ring_wait_s"), "-", "-")
-    table.add("background: write, first to last byte", of("write_s"), "waits", spread([1e3 * s for s in writing], 1))
-    table.add("background: sync and commit", of("commit_s"), "in the line above", "-")
-    table.notes.append(
-        f"{metrics[0].bytes / 1e9:.2f} GB, {metrics[0].storages} storages, {len(metrics)} checkpoints after the first. "
-        "torch.save serializes into a file that keeps nothing; what it takes longer with fsync counts as writing."
-    )
+    table.add("waits: walk the state, pickle, lay out", of("plan_s"), spread([1e3 * s for s in serialized[1:]], 1))
+    table.add("waits: eager bytes", of("eager_wait_s"), "-")
+    table.add("waits: gate", of("gate_blocked_s"), "-")
+    table.add("background: copy and CRC, all threads added", of("copy_s"), "-")
+    table.add("background: no room in the ring", of("ring_wait_s"), "-")
+    table.add("background: first byte to last byte written", of("write_s"), spread([1e3 * s for s in writing], 1))
+    table.add("background: sync and commit", of("commit_s"), "-")
+    table.notes += [
+        f"{metrics[0].bytes / 1e9:.2f} GB, {metrics[0].storages} storages, {len(metrics)} checkpoints after the first.",
+        "Training waits for all of torch.save. What it takes to serialize into a file that keeps nothing stands in the "
+        "first line, what it takes longer with a file and fsync in the line of writing.",
+    ]
     yield table
 
 

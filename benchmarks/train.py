@@ -225,7 +225,7 @@ def contest(*arguments: Any, **options: Any) -> Iterator[Contest]:
 
 def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
     training = Training(settings.state_bytes, device=settings.device)
-    with contest(settings.kinds, training, settings.steps, settings.directory, **settings.compute) as one:
+    with contest(settings.kinds, training, settings.steps, settings.directory / "arms", **settings.compute) as one:
         one.run(settings.pairs, progress)
     yield _table(one, settings.pairs)
 

@@ -108,8 +108,8 @@ def _in_training(finalists: dict[str, Knobs], settings: Settings, progress: Prog
             table.missing(series.name, series.failure)
         else:
             table.add(series.name, spread(series.ratio), spread([1e3 * s for s in series.blocked_s], 1))
-    default = one.series[DEFAULT].step_s
-    table.notes.append(_verdict({s.name: ratios(s.step_s, default) for s in one.series.values()}))
+    default = one.series[DEFAULT].ratio
+    table.notes.append(_verdict({s.name: ratios(s.ratio, default) for s in one.series.values()}))
     return table
 
 
