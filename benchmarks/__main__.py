@@ -169,7 +169,8 @@ def main() -> None:
                 with tempfile.TemporaryDirectory(dir=arguments.dir) as scratch, progress.shown():
                     section = _measure(arguments, name, Path(scratch), progress)
             except Exception as error:  # the others go on
-                traceback.print_exc()
+                with open(folder / LOG, "a") as log:
+                    traceback.print_exc(file=log)
                 progress.say(f"{name} failed: {reason(error)}; see {folder / LOG}")
                 failed.append(name)
                 continue

@@ -93,7 +93,9 @@ def load_section(folder: Path, part: str) -> Section | None:
     except FileNotFoundError:
         return None
     for table in fields["tables"]:
-        table["picture"] = table["picture"] and Picture(**table["picture"])
+        if picture := table["picture"]:
+            lines = {name: [(x, y) for x, y in points] for name, points in picture["lines"].items()}
+            table["picture"] = Picture(**{**picture, "lines": lines})
     return Section(**{**fields, "tables": [Table(**table) for table in fields["tables"]]})
 
 
