@@ -1,4 +1,4 @@
-"""Run the benchmarks and write a report: `python -m benchmarks` takes minutes, `--full` most of an hour.
+"""Run the benchmarks and write a report: `python -m benchmarks` takes minutes, `--full` hours.
 
 Every part is kept beside the report when it is done, and the report is made of all that are there: measure a few parts
 in one quiet hour (`--only`) and others in another, or go on after an interruption (`--resume`).
@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="leave out parts that the report has")
     parser.add_argument("--arms", help=f"comma-separated; of {', '.join(KINDS)}")
     parser.add_argument("--pairs", type=int, help=f"default {QUICK_PAIRS}, with --full {FULL_PAIRS}")
-    parser.add_argument("--steps", type=int, default=STEPS, help="in a block (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="in a block (default %(default)s; half outside train)")
     parser.add_argument("--train-gb", type=float, default=0.5, help="AdamW state of the training job")
     parser.add_argument("--disk-gb", type=float, default=1.0, help="tensors that are written and read without training")
     parser.add_argument("--largest-gb", type=float, help="the largest state of all; default 1, with --full 3")
@@ -89,7 +89,7 @@ def _measure(arguments: argparse.Namespace, name: str, directory: Path, progress
         directory=directory,
         kinds=[KINDS[arm] for arm in arms],
         pairs=arguments.pairs,
-        steps=arguments.steps,
+        steps=arguments.steps if name in ("train", "frameworks") else max(2, arguments.steps // 2),
         state_bytes=int(arguments.train_gb * GB),
         disk_bytes=int(arguments.disk_gb * GB),
         largest_bytes=int(arguments.largest_gb * GB),

@@ -26,7 +26,7 @@ from benchmarks.settings import Settings
 from benchmarks.train import Contest, Series, contest
 from benchmarks.workload import Training
 
-MODEL_SHARES = (0.1, 0.3, 1.0)  # of the state of `train`; --full adds the last one, twice that
+MODEL_SHARES = (0.1, 0.3, 1.0)  # of the state of `train`; --full adds twice that
 INTERVALS = (1, 2, 5, 10)
 BUFFER_MIB = (1, 2, 4, 8, 16, 32, 64, 128)
 BUFFERED_BYTES = (16 << 20, 512 << 20)

@@ -2,7 +2,8 @@
 
 A block is N cycles of (save, forward and backward, optimizer step) and the final drain: every arm saves as
 often, and nothing is left dirty when its clock stops. A pair is a block of the arm next to a block without
-checkpoints, in alternating order; the arms take turns in one process. Blocks that warm up are dropped.
+checkpoints, in alternating order; the arms take turns in one process. Blocks that warm up are dropped. Where arms are
+compared with each other, one block without serves all of a round.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Contest:
     """The arms, the one training job they share, and their results.
 
     Forward and backward are made to last `compute_over_write` times the raw write of the state, and no less than
-    `min_compute_s`; or, if that is 0, what they last with the batch that `training` has.
+    `min_compute_s`; or, if both are 0, what they last with the batch that `training` has.
     """
 
     def __init__(
@@ -110,11 +111,13 @@ class Contest:
         directory: Path,
         *,
         every: int = 1,
+        none_in_every_pair: bool = False,
         compute_over_write: float = COMPUTE_OVER_WRITE,
         min_compute_s: float = MIN_COMPUTE_S,
     ) -> None:
         self.steps = steps
         self.every = every
+        self.none_in_every_pair = none_in_every_pair
         self.directory = directory
         directory.mkdir(parents=True)
         self.training = training
@@ -144,18 +147,22 @@ class Contest:
         """One pair of every living arm, beginning with another arm each time."""
         names = list(self._arms)
         turn = number % len(names) if names else 0
+        none = None if self.none_in_every_pair else self._block(self._none)
         for name in names[turn:] + names[:turn]:
             progress(name)
-            self._guarded(name, self._pair, name, number % 2 == 0)
+            self._guarded(name, self._pair, name, none, number % 2 == 0)
 
     def close(self) -> None:
         for arm in self._arms.values():
             arm.close()
         self._raw.close()
 
-    def _pair(self, name: str, none_first: bool) -> None:
+    def _pair(self, name: str, none: Block | None, none_first: bool) -> None:
         arm, series = self._arms[name], self.series[name]
-        blocks = {a: self._block(a) for a in ((self._none, arm) if none_first else (arm, self._none))}
+        if none is not None:
+            blocks = {self._none: none, arm: self._block(arm)}
+        else:
+            blocks = {a: self._block(a) for a in ((self._none, arm) if none_first else (arm, self._none))}
         ceiling = self.state_bytes / self._raw_write_s() / 1e9
         durable_s = durable_seconds(arm, self._step())
         self._settle(arm)
@@ -225,7 +232,10 @@ def contest(*arguments: Any, **options: Any) -> Iterator[Contest]:
 
 def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
     training = Training(settings.state_bytes, device=settings.device)
-    with contest(settings.kinds, training, settings.steps, settings.directory / "arms", **settings.compute) as one:
+    directory = settings.directory / "arms"
+    with contest(
+        settings.kinds, training, settings.steps, directory, none_in_every_pair=True, **settings.compute
+    ) as one:
         one.run(settings.pairs, progress)
     yield _table(one, settings.pairs)
 
