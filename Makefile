@@ -2,7 +2,7 @@
 # make test    sets up and passes the tests
 # make check   format, lint, types, documentation
 # make docs    the documentation as a site, in build/site
-# make bench   a quick table against peers; make bench-full: everything
+# make bench   a quick table against peers, in minutes; make bench-full: everything, with pictures, in hours
 # make torture the long safety trials
 PYTHON ?= python3
 VENV := .venv
@@ -50,14 +50,15 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/*/*.cc tests/*/*.h
 
+# BENCH: further arguments, as in `make bench-full BENCH=--resume`, which goes on where the last one ended.
 # Without the peers, which take a minute to install; an arm whose package is missing is reported as missing.
 bench: setup
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(BENCH)
 
 bench-full: setup
 	$(BIN)/python -m pip install --quiet --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
 	    --editable '.[dev,peers]'
-	$(BIN)/python -m benchmarks --full
+	$(BIN)/python -m benchmarks --full $(BENCH)
 
 torture: setup
 	rm -f build/trials.jsonl

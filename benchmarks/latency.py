@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.paired import differences, spread
+from benchmarks.paired import Progress, differences, reason, spread
 from benchmarks.report import Table
+from benchmarks.settings import Settings
+from benchmarks.workload import HOST
+from lazyckpt import CheckpointMetrics
 
 FORKS = 4
 TIMEOUT_S = 600
+LEAST_SAVES = 7
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,11 @@ class Case:
     name: str
     parameters: tuple[tuple[int, int], ...]  # (count, bytes of one)
 
-    def build(self) -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
+    def build(self, device: torch.device = HOST) -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
         model = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(nbytes // 4)) for count, nbytes in self.parameters for _ in range(count)
+            torch.nn.Parameter(torch.randn(nbytes // 4, device=device))
+            for count, nbytes in self.parameters
+            for _ in range(count)
         )
         for parameter in model:
             parameter.grad = torch.zeros_like(parameter)
@@ -46,26 +53,28 @@ CASES = (
 ACTIVATION_BYTES = 16 << 20
 
 
-def measure(*, saves: int, directory: Path, progress: Callable[[str], None]) -> list[Table]:
-    """`saves` saves of every case after the first, and as many rounds of forks; each save is awaited."""
+def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
+    """Some saves of every case after the first, and as many rounds of forks; each save is awaited."""
+    saves = max(LEAST_SAVES, settings.pairs)
     table = Table("save() returns, ms", ["state", "first save", "later saves", "blocked at the gate"])
     for case in CASES:
         progress(case.name)
         try:
-            saved, gated = _save_times(case, saves, directory / "saves")
+            saved, gated = save_times(case, saves, settings.directory / "saves", settings.device)
         except Exception as error:
-            table.missing(case.name, f"{type(error).__name__}: {error}")
+            table.missing(case.name, reason(error))
             continue
         table.add(case.name, f"{saved[0]:.1f}", spread(saved[1:], 1), spread(gated[1:], 1))
     table.notes.append("The optimizer steps as soon as save() returns: the gate then costs the copy that nothing hid.")
-    return [table, _fork_table(saves, directory / "forks", progress)]
+    yield table
+    yield _fork_table(saves, settings.directory / "forks", progress)
 
 
-def _save_times(case: Case, saves: int, directory: Path) -> tuple[list[float], list[float]]:
+def save_times(case: Case, saves: int, directory: Path, device: torch.device = HOST) -> tuple[list[float], list[float]]:
     """Milliseconds in `save()` and from then until the optimizer begins; the first save and `saves` more."""
     import lazyckpt
 
-    model, optimizer = case.build()
+    model, optimizer = case.build(device)
     begun = 0.0
 
     def optimizer_begins(*_: object) -> None:
@@ -91,13 +100,41 @@ def _save_times(case: Case, saves: int, directory: Path) -> tuple[list[float], l
     return saved, gated
 
 
-def _fork_table(rounds: int, directory: Path, progress: Callable[[str], None]) -> Table:
+class DurableSave:
+    """Called, takes a step and saves once with nothing beside it: the seconds until that is durable. A context manager
+    for its checkpointer, whose knobs are `knobs`."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path, **knobs: Any) -> None:
+        import lazyckpt
+
+        self.metrics: list[CheckpointMetrics] = []  # of every save
+        self._optimizer = optimizer
+        self._checkpointer = lazyckpt.Checkpointer(directory, keep_last=1, **knobs)
+        self._checkpointer.track(model=model, optimizer=optimizer)
+
+    def __call__(self) -> float:
+        self._optimizer.step()
+        start = time.perf_counter()
+        handle = self._checkpointer.save(len(self.metrics) + 1)
+        handle.result(timeout=TIMEOUT_S)
+        seconds = time.perf_counter() - start
+        self.metrics.append(handle.metrics)
+        return seconds
+
+    def __enter__(self) -> DurableSave:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+
+def _fork_table(rounds: int, directory: Path, progress: Progress) -> Table:
     table = Table(f"{FORKS} forks, children alive together, ms each", ["process", "fork() returns", "slowest"])
     progress("forks")
     try:
         idle, busy = _fork_times(rounds, directory)
     except Exception as error:
-        table.missing("during a save of 1 GB", f"{type(error).__name__}: {error}")
+        table.missing("during a save of 1 GB", reason(error))
         return table
     for name, times in (
         ("with nothing in flight", idle),

@@ -13,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import torch
 
-from benchmarks.paired import median
+from benchmarks.paired import Countdown, Progress, median, spread
 from benchmarks.report import Table
+from benchmarks.settings import Settings
 
 _SAMPLE_S = 0.02
 _STEPS = 4
@@ -57,33 +59,31 @@ def _field_bytes(path: str, name: str) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def measure(
-    names: Sequence[str], *, runs: int, state_bytes: int, directory: Path, progress: Callable[[str], None]
-) -> tuple[dict[str, float], dict[str, str]]:
-    """MiB above none, median of `runs`, by the name of the arm; and why the arms that are not there failed."""
-    peaks: dict[str, list[float]] = {}
+def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
+    names = [kind.name for kind in settings.kinds]
+    peaks: dict[str, list[float]] = {name: [] for name in ("none", *names)}
     failures: dict[str, str] = {}
-    for run in range(runs):
-        for name in ["none", *names]:
-            progress(f"run {run + 1}/{runs}: {name}")
-            command = [sys.executable, "-m", "benchmarks.memory", name]
-            command += ["--state-bytes", str(state_bytes), "--directory", str(directory)]
+    runs = 3 if settings.full else 1
+    tell = Countdown(progress, runs * len(peaks))
+    for _ in range(runs):
+        for name in peaks:
+            tell(name)
+            command = [sys.executable, "-m", "benchmarks.memory", name, "--device", settings.device.type]
+            command += ["--state-bytes", str(settings.state_bytes), "--directory", str(settings.directory)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
-                peaks.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]) / 2**20)
+                peaks[name].append(json.loads(done.stdout.splitlines()[-1]) / 2**20)
             else:
                 failures[name] = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]
-    none = median(peaks.pop("none", []))
-    return {name: median(values) - none for name, values in peaks.items()}, failures
-
-
-def table(peaks: dict[str, float], failures: dict[str, str]) -> Table:
-    found = Table("Peak memory above no checkpointing, MiB", ["arm", "peak"])
-    for name, mib in peaks.items():
-        found.add(name, f"{mib:.0f}")
-    for name, reason in failures.items():
-        found.missing(name, reason)
-    return found
+    none = median(peaks.pop("none"))
+    table = Table("Peak memory of a training with a checkpoint at every step, above none, MiB", ["arm", "peak"])
+    for name, values in peaks.items():
+        if name in failures:
+            table.missing(name, failures[name])
+        else:
+            table.add(name, spread([value - none for value in values], 0))
+    table.notes.append(f"{runs} processes for each arm, {settings.state_bytes / 1e9:.2f} GB of AdamW state.")
+    yield table
 
 
 def _main() -> None:
@@ -95,11 +95,12 @@ def _main() -> None:
     parser.add_argument("arm")
     parser.add_argument("--state-bytes", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--device", type=torch.device, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         sampler = PeakSampler()
         sampler.start()
-        training = Training(arguments.state_bytes)
+        training = Training(arguments.state_bytes, device=arguments.device)
         arm = {**KINDS, "none": NONE}[arguments.arm].make(training, Path(directory))
         run_block(training, arm, _STEPS, 1)
         peak = sampler.stop()

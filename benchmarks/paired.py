@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+Progress = Callable[[str], None]  # told what is being measured
 
 
 def rounds(arms: Sequence[str], number: int) -> Iterator[list[str]]:
@@ -13,6 +16,59 @@ def rounds(arms: Sequence[str], number: int) -> Iterator[list[str]]:
     shuffler = random.Random(0)
     for _ in range(number):
         yield shuffler.sample(arms, len(arms))
+
+
+class Countdown:
+    """Adds to each of `total` announcements how far it is, and how long the rest will take, going by what is done."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._start = time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        elapsed = time.perf_counter() - self._start
+        left = f", {elapsed / self._done * (self._total - self._done):.0f} s left" if self._done else ""
+        self._done += 1
+        self._progress(f"{self._done}/{self._total}{left}: {text}")
+
+
+def interleaved(
+    arms: Mapping[str, Callable[[], float]],
+    number: int,
+    progress: Progress,
+    *,
+    prepare: Callable[[], None] = lambda: None,
+    warm_up: int = 1,
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """What each arm returned in each of `number` rounds, by its name; and why arms failed, which are then out.
+
+    The arms take turns in every round, in shuffled order; `prepare` is called before each. `warm_up` rounds more are
+    run first, and dropped.
+    """
+    values: dict[str, list[float]] = {name: [] for name in arms}
+    failures: dict[str, str] = {}
+    tell = Countdown(progress, len(arms) * (number + warm_up))
+    for turn, names in enumerate(rounds(list(arms), number + warm_up)):
+        for name in names:
+            tell(name)
+            if name in failures:
+                continue
+            prepare()
+            try:
+                value = arms[name]()
+            except Exception as error:
+                failures[name] = reason(error)
+                continue
+            if turn >= warm_up:
+                values[name].append(value)
+    return values, failures
+
+
+def reason(error: BaseException) -> str:
+    """In one line, the last: peers with a child process put its whole traceback into the message."""
+    return f"{type(error).__name__}: {error}".splitlines()[-1].strip()
 
 
 def ratios(values: Sequence[float], over: Sequence[float]) -> list[float]:
@@ -34,3 +90,9 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     if not values:
         return "-"
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
+
+
+def worse(values: Sequence[float], than: Sequence[float]) -> str:
+    """In how many pairs a value, of what had better be small, is the larger one: `5/7`."""
+    pairs = list(zip(values, than, strict=False))
+    return f"{sum(value > other for value, other in pairs)}/{len(pairs)}"

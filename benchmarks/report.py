@@ -1,14 +1,21 @@
-"""One table, shown twice: on the terminal with rich, in the Markdown report."""
+"""One table, shown twice: on the terminal with rich, in the Markdown report, there with a picture of it.
+
+A report is a folder: a JSON file for each part that was measured, `report.md` with all of them, and its pictures.
+So parts can be measured in different hours, and again without the others.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as RichTable
+
+from benchmarks.pictures import Picture, draw
 
 
 @dataclass
@@ -17,6 +24,7 @@ class Table:
     columns: Sequence[str]
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # how it was measured, what is missing and why
+    picture: Picture | None = None
 
     def add(self, *cells: str) -> None:
         if len(cells) != len(self.columns):
@@ -40,8 +48,10 @@ def show(console: Console, table: Table) -> None:
         console.print(f"  {note}", style="dim", markup=False, highlight=False)
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: Table, picture: str = "") -> str:
     lines = [f"## {table.title}", ""]
+    if picture:
+        lines += [f"![{table.title}]({picture})", ""]
     lines.append("| " + " | ".join(table.columns) + " |")
     lines.append("|" + "|".join("---" if i == 0 else "---:" for i in range(len(table.columns))) + "|")
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table.rows]
@@ -50,8 +60,7 @@ def _markdown(table: Table) -> str:
 
 
 def write_markdown(path: Path, machine: dict[str, str], command: str, tables: Sequence[Table]) -> None:
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    head = [f"# Benchmark of {now}", "", f"`{command}`", ""]
+    head = [f"# Benchmark of {_now()}", "", f"`{command}`", ""]
     head += [f"- {key}: {value}" for key, value in machine.items()]
     head += [
         "",
@@ -60,3 +69,58 @@ def write_markdown(path: Path, machine: dict[str, str], command: str, tables: Se
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(head) + "\n" + "\n".join(_markdown(table) for table in tables))
+
+
+@dataclass
+class Section:
+    """One part of a report, as it was measured."""
+
+    part: str
+    about: dict[str, str]  # the machine
+    command: str
+    tables: list[Table]
+    seconds: float
+    when: str = field(default_factory=lambda: _now())
+
+    def store(self, folder: Path) -> None:
+        _section_file(folder, self.part).write_text(json.dumps(asdict(self), indent=1))
+
+
+def load_section(folder: Path, part: str) -> Section | None:
+    """None if that part was not measured yet."""
+    try:
+        fields = json.loads(_section_file(folder, part).read_text())
+    except FileNotFoundError:
+        return None
+    for table in fields["tables"]:
+        if picture := table["picture"]:
+            lines = {name: [(x, y) for x, y in points] for name, points in picture["lines"].items()}
+            table["picture"] = Picture(**{**picture, "lines": lines})
+    return Section(**{**fields, "tables": [Table(**table) for table in fields["tables"]]})
+
+
+def write_report(folder: Path, sections: Sequence[Section]) -> Path:
+    """`report.md` of all sections, whenever they were measured; with pictures if matplotlib is installed."""
+    newest = max(sections, key=lambda section: section.when)
+    lines = ["# Benchmarks", ""]
+    lines += [f"- {key}: {value}" for key, value in newest.about.items()]
+    lines += ["", "Figures are medians of interleaved rounds, with the smallest and the largest in brackets.", ""]
+    for section in sections:
+        lines += [f"# {section.part}", "", f"`{section.command}`", ""]
+        changed = [f"{k}: {v}" for k, v in section.about.items() if newest.about.get(k) != v]
+        lines += ["; ".join([f"{section.when}, {section.seconds:.0f} s", *changed]), ""]
+        for number, table in enumerate(section.tables):
+            picture = f"{section.part}-{number + 1}.svg"
+            drawn = table.picture is not None and draw(table.picture, table.title, folder / picture)
+            lines += [_markdown(table, picture if drawn else "")]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def _section_file(folder: Path, part: str) -> Path:
+    return folder / f"{part}.json"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

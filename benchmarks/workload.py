@@ -14,7 +14,7 @@ CONTEXT = 128  # tokens in a sequence
 LAYERS = 8
 HEAD_WIDTH = 64
 HOST = torch.device("cpu")
-BYTES_PER_PARAMETER = 12  # fp32 weight, exp_avg and exp_avg_sq: what a checkpoint holds
+COPIES = 3  # weight, exp_avg and exp_avg_sq: what a checkpoint holds of every parameter
 
 
 class Gpt(nn.Module):
@@ -32,7 +32,9 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, time) token ids -> (batch, time, vocabulary) logits."""
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            tokens.shape[1], device=tokens.device, dtype=self.head.weight.dtype
+        )
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
@@ -45,11 +47,11 @@ class Gpt(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _width_for(state_bytes: int) -> int:
+def _width_for(state_bytes: int, dtype: torch.dtype) -> int:
     """The model width, a multiple of the head width, whose AdamW state comes closest to `state_bytes`."""
 
     def state(width: int) -> int:
-        return BYTES_PER_PARAMETER * (12 * LAYERS * width**2 + 2 * VOCABULARY * width)
+        return COPIES * dtype.itemsize * (12 * LAYERS * width**2 + 2 * VOCABULARY * width)
 
     return min(range(HEAD_WIDTH, 8192, HEAD_WIDTH), key=lambda width: abs(state(width) - state_bytes))
 
@@ -73,13 +75,14 @@ class Training:
     sequences: int = 2
     device: torch.device = HOST
     micro_batches: int = 1
+    dtype: torch.dtype = torch.float32
     model: Gpt = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         with self.device:  # on the host one thread would draw billions of random numbers
-            self.model = Gpt(_width_for(self.state_bytes))
+            self.model = Gpt(_width_for(self.state_bytes, self.dtype)).to(self.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.compute()
         self.optimizer.step()

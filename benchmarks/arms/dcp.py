@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint's `async_save` in its best case.
+"""torch.distributed.checkpoint: `save`, and `async_save` in its best case.
 
-One stager with reused buffers, staging awaited only before the step, the upload before the next save, plan
+The latter: one stager with reused buffers, staging awaited only before the step, the upload before the next save, plan
 caching, one writing thread per core, files synced; pinned memory and copies that do not block, for state on a GPU.
 """
 
@@ -16,6 +16,22 @@ from benchmarks.arms.base import Arm
 from benchmarks.workload import Training
 
 
+class Dcp(Arm):
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        _process_group()
+        self._save = save
+        self._writer = FileSystemWriter
+        self._threads = len(os.sched_getaffinity(0))
+
+    def save(self, step: int) -> None:
+        writer = self._writer(self.path(step), thread_count=self._threads, sync_files=True)
+        self._save(self.training.state(), storage_writer=writer)
+
+
 class DcpAsync(Arm):
     """`process` writes from a child process over shared memory, otherwise from a thread."""
 
@@ -26,9 +42,7 @@ class DcpAsync(Arm):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-        if not dist.is_initialized():
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where the child process looks for its store
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        _process_group()
         self._async_save = async_save
         self._writer = FileSystemWriter
         on_gpu = training.device.type == "cuda"
@@ -67,3 +81,9 @@ class DcpAsync(Arm):
 
     def close(self) -> None:
         self._stager.close()
+
+
+def _process_group() -> None:
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where the child process looks for its store
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.arms.base import Arm
-from benchmarks.floor import Floor
+from benchmarks.floor import Floor, FloorUnavailable
 from benchmarks.workload import Training
 
 MAX_IN_FLIGHT = 2  # as lazyckpt's default
 
 
 class FloorArm(Arm):
-    """`ring` is the ring's size as a fraction of the state."""
+    """`ring` is the ring's size as a fraction of the state. `fused` as in `Floor`."""
 
-    def __init__(self, training: Training, directory: Path, *, ring: float) -> None:
+    def __init__(self, training: Training, directory: Path, *, ring: float, fused: bool = True) -> None:
         super().__init__(training, directory)
+        if training.device.type != "cpu":
+            raise FloorUnavailable("it copies host memory only")
         self._ranges = [(t.data_ptr(), t.nbytes) for t in training.tensors().values()]
-        self._floor = Floor(int(ring * sum(nbytes for _, nbytes in self._ranges)))
+        self._floor = Floor(int(ring * sum(nbytes for _, nbytes in self._ranges)), fused=fused)
 
     def save(self, step: int) -> None:
         self._floor.drain(MAX_IN_FLIGHT - 1)

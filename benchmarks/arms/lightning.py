@@ -1,4 +1,5 @@
-"""Lightning's AsyncCheckpointIO: clones in the caller, writes from one thread, has no back-pressure."""
+"""Lightning's own: TorchCheckpointIO, and AsyncCheckpointIO, which clones in the caller, writes from one thread and has
+no back-pressure."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from benchmarks.arms.base import Arm, fsync_tree
 from benchmarks.workload import Training
 
 
-class LightningAsync(Arm):
-    def __init__(self, training: Training, directory: Path) -> None:
+class Lightning(Arm):
+    def __init__(self, training: Training, directory: Path, *, asynchronous: bool) -> None:
         super().__init__(training, directory)
         from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-        self._io = AsyncCheckpointIO(TorchCheckpointIO())
+        self._io = AsyncCheckpointIO(TorchCheckpointIO()) if asynchronous else TorchCheckpointIO()
 
     def save(self, step: int) -> None:
         self._io.save_checkpoint(self.training.state(), str(self.path(step)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 CHUNK_BYTES = 16 << 20
 IO_DEPTH = 4
+PIECE_BYTES = 256 << 10  # copied, then checksummed while still in the cache
 
 _SOURCE = Path(__file__).with_name("floor.cc")
 _BUILD = Path(__file__).parents[1] / "build"
@@ -35,7 +36,7 @@ def _library() -> ctypes.CDLL:
             raise FloorUnavailable(f"g++ failed (liburing, libdeflate?): {error.stderr}") from error
     library = ctypes.CDLL(str(binary), use_errno=True)
     pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
-    library.floor_open.argtypes = [size, size, ctypes.c_uint, ctypes.c_uint]
+    library.floor_open.argtypes = [size, size, ctypes.c_uint, ctypes.c_uint, size]
     library.floor_open.restype = pointer
     library.floor_save.argtypes = [pointer, text, size, pointer, pointer]
     library.floor_wait.argtypes = [pointer]
@@ -50,14 +51,16 @@ class Floor:
     """One ring, its copy threads and its writer. Close it, or use it as a context manager.
 
     `save` takes ranges of (address, bytes): memory that must stay alive and unchanged until `wait` is over.
+    `fused`: a piece is checksummed while it is in the cache, and not in a second pass when its chunk is copied.
     """
 
-    def __init__(self, ring_bytes: int, *, copy_threads: int | None = None) -> None:
+    def __init__(self, ring_bytes: int, *, copy_threads: int | None = None, fused: bool = True) -> None:
         self._library = _library()
         threads = copy_threads if copy_threads is not None else len(os.sched_getaffinity(0))
         # Two chunks at least: one is copied while the other is written.
         ring_bytes = max(2, -(-ring_bytes // CHUNK_BYTES)) * CHUNK_BYTES
-        self._handle = self._library.floor_open(ring_bytes, CHUNK_BYTES, IO_DEPTH, threads)
+        piece_bytes = PIECE_BYTES if fused else CHUNK_BYTES
+        self._handle = self._library.floor_open(ring_bytes, CHUNK_BYTES, IO_DEPTH, threads, piece_bytes)
         if not self._handle:
             reason = os.strerror(ctypes.get_errno())
             raise FloorUnavailable(f"no ring of {ring_bytes} bytes with io_uring: {reason}")

@@ -27,8 +27,7 @@
 
 namespace {
 
-constexpr size_t kPiece = 256 << 10;  // copied, then checksummed while still in the cache
-constexpr size_t kAlign = 4096;       // O_DIRECT
+constexpr size_t kAlign = 4096;  // O_DIRECT
 
 size_t RoundUp(size_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
 
@@ -50,6 +49,7 @@ struct Job {
 // chunk n passes to chunk n + slots when the write of n has completed.
 struct Floor {
   size_t chunk, slots;
+  size_t piece;  // copied, then checksummed while still in the cache
   unsigned depth;
   char* ring;
   std::vector<uint64_t> turn;
@@ -66,14 +66,14 @@ struct Floor {
   std::vector<std::thread> threads;
 };
 
-uint32_t CopyRange(const Job& job, size_t begin, size_t end, char* to) {
+uint32_t CopyRange(const Job& job, size_t begin, size_t end, char* to, size_t piece) {
   uint32_t crc = 0;
   auto after = std::upper_bound(job.sources.begin(), job.sources.end(), begin,
                                 [](size_t offset, const Source& s) { return offset < s.begin; });
   for (auto s = after - 1; begin < end; ++s) {
     const size_t stop = std::min(end, s + 1 == job.sources.end() ? job.bytes : (s + 1)->begin);
     for (size_t n; begin < stop; begin += n, to += n) {
-      n = std::min(kPiece, stop - begin);
+      n = std::min(piece, stop - begin);
       memcpy(to, s->data + (begin - s->begin), n);
       crc = libdeflate_crc32(crc, to, n);
     }
@@ -90,7 +90,8 @@ bool CopyOne(Floor& f, std::unique_lock<std::mutex>& lock, uint64_t limit) {
   auto job = *std::find_if(f.jobs.begin(), f.jobs.end(), [&](auto& j) { return n < j->end; });
   lock.unlock();
   const size_t begin = (n - job->first) * f.chunk;
-  const uint32_t crc = CopyRange(*job, begin, std::min(job->bytes, begin + f.chunk), f.ring + slot * f.chunk);
+  char* const to = f.ring + slot * f.chunk;
+  const uint32_t crc = CopyRange(*job, begin, std::min(job->bytes, begin + f.chunk), to, f.piece);
   lock.lock();
   f.crc[slot] = crc;
   job->ready[n - job->first] = true;
@@ -185,11 +186,12 @@ void WriteLoop(Floor& f) {
 
 extern "C" {
 
-Floor* floor_open(size_t ring_bytes, size_t chunk_bytes, unsigned depth, unsigned copy_threads) {
+Floor* floor_open(size_t ring_bytes, size_t chunk_bytes, unsigned depth, unsigned copy_threads, size_t piece_bytes) {
   auto f = std::make_unique<Floor>();
   f->chunk = chunk_bytes;
   f->slots = std::max<size_t>(1, ring_bytes / chunk_bytes);
   f->depth = depth;
+  f->piece = piece_bytes;
   const size_t bytes = f->slots * chunk_bytes;
   void* ring = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (ring == MAP_FAILED) return nullptr;

@@ -1,0 +1,55 @@
+"""The parts of a run, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks import ablation, disk, frameworks, growth, latency, memory, papers, restore, train, tuning
+from benchmarks.paired import Progress
+from benchmarks.report import Table
+from benchmarks.settings import Settings
+
+
+@dataclass(frozen=True)
+class Part:
+    about: str
+    measure: Callable[[Settings, Progress], Iterator[Table]]
+    quick: bool = False  # in the run without --full, too
+    packages: tuple[str, ...] = ("torch", "lazyckpt")  # whose versions the report quotes, besides those of the arms
+
+
+def _frameworks(settings: Settings, progress: Progress) -> Iterator[Table]:
+    # Half of it in the full run, so that seven pairs of ten arms stay within minutes; a tenth in the quick one.
+    yield frameworks.measure(
+        pairs=settings.pairs,
+        checkpoints=settings.steps // 2,
+        state_bytes=settings.state_bytes // (2 if settings.full else 10),
+        directory=settings.directory,
+        progress=progress,
+    )
+
+
+PARTS = {
+    "train": Part("a checkpoint at every step, every engine", train.measure, quick=True),
+    "memory": Part("peak memory of the same", memory.measure, quick=True),
+    "frameworks": Part(
+        "in Lightning, Accelerate and transformers",
+        _frameworks,
+        quick=True,
+        packages=("torch", "lazyckpt", *frameworks.TRAINERS),
+    ),
+    "latency": Part("how soon save() returns", latency.measure, quick=True),
+    "disk": Part("durable writes without training", disk.measure, quick=True),
+    "restore": Part("into live parameters, from a cold and a warm page cache", restore.measure, quick=True),
+    "ablation": Part("each part of the pipeline switched off alone", ablation.measure),
+    "models": Part("over model size (DataStates-LLM, fig. 7-9)", papers.over_models),
+    "interval": Part("over the checkpoint interval (DataStates-LLM, fig. 13)", papers.over_interval),
+    "phases": Part("where the time goes (DataStates-LLM, table III)", papers.phases),
+    "buffers": Part("over the I/O buffer, single and double (FastPersist, fig. 7)", papers.over_buffers),
+    "threads": Part("over copy threads, bf16 and fp32 (PCcheck, fig. 5-6)", papers.over_threads),
+    "tensors": Part("over the number of tensors", growth.over_tensors),
+    "sizes": Part("over the size of the state, and of one tensor (DataStates-LLM, fig. 14)", growth.over_sizes),
+    "knobs": Part("over chunk size, ring and checkpoints in flight", growth.over_knobs),
+    "tuning": Part("the default against the best setting of a sweep", tuning.measure),
+}
