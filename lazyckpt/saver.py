@@ -356,7 +356,7 @@ class Saver:
         if folder in self._swept:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            commit.make_folder(folder)
             commit.sweep(folder)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error

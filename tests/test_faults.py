@@ -233,7 +233,7 @@ def test_every_call_of_the_commit_fails(way: str, tmp_path: Path, monkeypatch: p
             assert error is None
             staged, manifest, folder = ["mkdir", "open"], ["open", "fsync"], ["open", "fsync"]
             renames = {"new": ["rename"], "replace": [], "replace without exchange": ["rename", "rename"]}[way]
-            trash = [] if way == "new" else ["rename"]
+            trash = [] if way == "new" else ["rename", *folder]
             assert failing.calls == staged + manifest + folder + renames + folder + trash
             return
         _check_after_failed_commit(run, failing.calls, step, error, old)
