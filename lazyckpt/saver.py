@@ -76,6 +76,7 @@ class Saver:
                 direct=config.direct_io,
             )
         except OSError as error:
+            self._background.close()
             raise ConfigError(
                 f"the engine does not start with host_buffer_bytes={self._max_ring_bytes}, "
                 f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "
