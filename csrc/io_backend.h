@@ -67,7 +67,9 @@ std::unique_ptr<IoBackend> MakeBackend(const std::string& kind, unsigned depth, 
 #ifdef LAZYCKPT_FAULTS
 // Wraps a backend and fails the n-th operation of a kind. Spec: "write:3:ENOSPC", "sync:1:EIO", "write:2:short",
 // "read:1:EIO", "create:1:EACCES", "allocate:1:ENOSPC", "truncate:1:EIO", "write:3:stall" (waits 50 ms first, and then
-// does what else is said of it); several joined by commas. nullptr if the spec makes no sense.
+// does what else is said of it), "sync:2:kill" (SIGKILL comes instead), "sync:2:lost" (nothing is done, and success
+// reported); several joined by commas. "trace:PATH" appends a line to a file when an operation begins and when it was
+// answered. nullptr if the spec makes no sense.
 std::unique_ptr<IoBackend> MakeFaultBackend(std::unique_ptr<IoBackend> inner, const std::string& spec);
 #endif
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from lazyckpt import _engine, commit
 from lazyckpt.config import Config
-from lazyckpt.errors import SaveError, TornSnapshotError, save_error
+from lazyckpt.errors import ConfigError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.plan import FilePlan
@@ -108,8 +108,14 @@ class Background:
         threads = config.max_in_flight + 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lazyckpt-commit")
         started = threading.Barrier(threads)
-        for _ in range(threads):
-            self._pool.submit(started.wait)
+        try:
+            for _ in range(threads):
+                self._pool.submit(started.wait)
+        except RuntimeError as error:
+            started.abort()  # those that did start would wait for the others for ever
+            self._pool.shutdown()
+            what = f"max_in_flight={config.max_in_flight} takes {threads} threads, which the system refuses: {error}"
+            raise ConfigError(what) from error
         self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
         self._tasks: list[Future[None]] = []  # of the handles in flight, and of those that still clean up

@@ -47,7 +47,7 @@ class Checkpointer:
         self.config = self._saver.config
         self.directory = Path(directory)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            commit.make_folder(self.directory)
             commit.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:

@@ -6,7 +6,7 @@
     4. agree      all checkpoints before this one are published or have failed: they appear in order
     5. describe   the manifest (lengths, checksums, parent), written last; fsync it, then the temporary folder
     6. publish    rename to the final name; fsync the parent. Only now is the checkpoint committed
-    7. clean      what was replaced or is no longer kept is renamed to .trash-… and removed
+    7. clean      what was replaced or is no longer kept is renamed to .trash-…; fsync the parent, then remove it
 
 Nothing is ever written into a folder that has its final name. A lone file goes the same way without 4 and 5.
 After a failed sync nothing is retried: the staged folder is discarded, and the next save begins with new files.
@@ -52,6 +52,17 @@ def sync_path(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, if it is missing, and sees to it that its name survives a power cut: without, what is synced
+    inside it would be of no use."""
+    new = [path, *(folder for folder in path.parents if not folder.exists())]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new:
+        if not folder.is_mount():
+            with contextlib.suppress(PermissionError):  # not ours to read: whoever could make a name in it must sync it
+                sync_path(folder.absolute().parent)
 
 
 def temporary_name(target: Path) -> Path:
@@ -226,7 +237,9 @@ def hide(path: Path) -> Path | None:
 
 
 def unlink(trash: Path) -> None:
-    """Whatever stood in the place of a checkpoint: a folder, a file, a link."""
+    """Whatever stood in the place of a checkpoint: a folder, a file, a link. That it no longer has its final name is
+    certain before anything in it goes: a power cut must not give the name back to half of it."""
+    sync_path(trash.parent)
     if trash.is_dir() and not trash.is_symlink():
         shutil.rmtree(trash, ignore_errors=True)
     else:

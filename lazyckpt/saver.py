@@ -76,6 +76,7 @@ class Saver:
                 direct=config.direct_io,
             )
         except OSError as error:
+            self._background.close()
             raise ConfigError(
                 f"the engine does not start with host_buffer_bytes={self._max_ring_bytes}, "
                 f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "
@@ -356,7 +357,7 @@ class Saver:
         if folder in self._swept:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            commit.make_folder(folder)
             commit.sweep(folder)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error

@@ -101,6 +101,63 @@ def test_the_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.Monk
     assert log == ["sync manifest.json"[:18], "sync .tmp-step-000", "rename", f"sync {tmp_path.name[:13]}"]
 
 
+def syncs_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that are synced from now on."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return synced
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_name_of_the_run_itself_is_synced(tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the folder that Checkpointer and Saver make was not synced into the one above, so that a power cut
+    might have taken it, and all acknowledged checkpoints with it. One that exists may just have been made."""
+    runs = [tmp_path / "a" / "b" / name for name in ("checkpointer", "saver")]
+    if exists:
+        for run in runs:
+            run.mkdir(parents=True)
+    synced = syncs_of(monkeypatch)
+    lazyckpt.Checkpointer(runs[0]).close()
+    with lazyckpt.Saver() as saver:
+        saver.save([1], runs[1] / "x.pt").result()
+    assert synced.count(str(tmp_path / "a" / "b")) == 2
+    assert exists or {str(tmp_path), str(tmp_path / "a")} <= set(synced)
+
+
+def test_the_folder_above_may_be_closed_to_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home directory that others may pass through, but not list."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(commit, "sync_path", refuse)
+    commit.make_folder(tmp_path / "new")
+    assert names(tmp_path) == ["new"]
+
+
+def test_the_final_name_is_gone_for_good_before_what_had_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: retention renamed a checkpoint and removed its files, with no sync between: a file system that keeps
+    these in another order might have left the final name with half of the files after a power cut."""
+    target = tmp_path / "step-00000001"
+    staged(target, "x").publish()
+    synced = syncs_of(monkeypatch)
+    rmtree = shutil.rmtree
+
+    def check(path: Any, **kwargs: Any) -> None:
+        assert synced == [str(tmp_path)] and os.path.basename(path).startswith(commit.TRASH)
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", check)
+    commit.remove(target)
+    assert names(tmp_path) == []
+
+
 def test_a_failed_sync_of_the_parent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staging = staged(tmp_path / "step-00000001", "x")
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from array import array
@@ -27,6 +28,7 @@ from lazyckpt.checkpointer import Checkpointer, SaveHandle
 from lazyckpt.containers.base import SOURCE
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
 from lazyckpt.functional import process_engine
+from trials import Trials
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
 
@@ -170,6 +172,48 @@ def test_training_hears_of_a_failure(on_error: str, tmp_path: Path, monkeypatch:
     run.check(3)
 
 
+def every_fault() -> Iterator[tuple[str, str, str, str]]:
+    """The second save's operations, each with every cause; with both backends, and both ways to hear of it."""
+    places = [f"write:{n}" for n in range(CHUNKS + 1, 2 * CHUNKS + 1)]
+    places += [f"{operation}:2" for operation in ("create", "allocate", "truncate", "sync")]
+    for place in places:
+        for effect in ("EIO", "ENOSPC", "EDQUOT", "EACCES", "EINVAL", "ENOMEM"):
+            for backend in BACKENDS:
+                for on_error in ("raise", "warn"):
+                    yield f"{place}:{effect}", effect, backend, on_error
+
+
+def test_any_fault_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials) -> None:
+    """Never a false success; the checkpoint before stays, training goes on, and nothing is held on to."""
+    faults = list(every_fault())
+    tried = trials.random.sample(faults, trials.count(12, len(faults)))
+    for number, (fault, effect, backend, on_error) in enumerate(tried):
+        folder = tmp_path / str(number)
+        run = Run(folder, monkeypatch, fault, io_backend=backend, on_error=on_error)
+        run.step(1).result(30)
+        fds = descriptors()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            handle = run.step(2)
+            while not handle.done():
+                time.sleep(0.001)
+            run.checkpointer._saver.drain()
+            if on_error == "raise":
+                with pytest.raises(SaveError) as caught:
+                    run.step(3)
+                assert caught.value is handle.exception()
+            run.step(3).result(30)
+        assert sum("step 2" in str(w.message) for w in heard) == (on_error == "warn")
+        error = handle.exception()
+        assert isinstance(error, SaveError), fault
+        check_error(error, 2, folder / "step-00000002", getattr(errno, effect))
+        run.check(1, 3)
+        run.check_nothing_left(fds)
+        run.checkpointer.close()
+        shutil.rmtree(folder)
+    trials.report("any fault at the n-th operation, every n", len(tried), tmp_path, of=len(faults))
+
+
 def test_several_in_flight_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at once share the ring; the second fails, the others are whole and in order."""
     fault = f"write:1:stall,write:{CHUNKS + 2}:EIO,write:{CHUNKS + 3}:stall"
@@ -233,7 +277,7 @@ def test_every_call_of_the_commit_fails(way: str, tmp_path: Path, monkeypatch: p
             assert error is None
             staged, manifest, folder = ["mkdir", "open"], ["open", "fsync"], ["open", "fsync"]
             renames = {"new": ["rename"], "replace": [], "replace without exchange": ["rename", "rename"]}[way]
-            trash = [] if way == "new" else ["rename"]
+            trash = [] if way == "new" else ["rename", *folder]
             assert failing.calls == staged + manifest + folder + renames + folder + trash
             return
         _check_after_failed_commit(run, failing.calls, step, error, old)
@@ -388,6 +432,58 @@ def test_disk_full_while_writing(small_disk: Path, monkeypatch: pytest.MonkeyPat
         assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(small_disk / "big")
         assert engine.ring_used_bytes == 0
         (small_disk / "big").unlink()
+
+
+def _save_until_the_disk_fails(folder: Path) -> list[int]:
+    """The steps that were acknowledged. None is, once one was not."""
+    x = torch.zeros(64 << 10)
+    acknowledged = []
+    with warnings.catch_warnings(), Checkpointer(folder, direct_io=False, on_error="warn") as checkpointer:
+        warnings.simplefilter("ignore")
+        checkpointer.track(x={"x": x})
+        failed = 0
+        for step in range(1, 100):
+            x.fill_(step)
+            error = checkpointer.save(step).exception(60)
+            if error is None:
+                assert not failed, "a disk that has failed is trusted again"
+                acknowledged.append(step)
+                continue
+            assert isinstance(error, SaveError) and error.step == step
+            failed += 1
+            if failed == 3:
+                break
+    return acknowledged
+
+
+def test_a_disk_that_loses_what_it_accepts(tmp_path: Path) -> None:
+    """A device larger than what stands behind it: writes go well, and what does not fit is lost afterwards. The first
+    that tells is the sync, and only once. What was acknowledged before is there when the device is whole again."""
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("it takes root and mkfs.ext4")
+    unmount_backing = _mount(tmp_path / "backing", "-t", "tmpfs", "-o", "size=6m", "tmpfs")
+    image, disk = tmp_path / "backing" / "image", tmp_path / "disk"
+    try:
+        image.touch()
+        os.truncate(image, 64 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True, capture_output=True)
+        unmount = _mount(disk, "-o", "loop", str(image))
+        try:
+            acknowledged = _save_until_the_disk_fails(disk / "run")
+            assert len(acknowledged) >= 3
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "backing")], check=True)
+        subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True)
+        try:
+            scan = catalog.Catalog(disk / "run")
+            assert [c.step for c in reversed(scan.scan())][: len(acknowledged)] == acknowledged
+            for step in acknowledged:
+                assert torch.all(lazyckpt.load(disk / "run" / catalog.folder_name(step))["x"]["x"] == step)
+        finally:
+            unmount()
+    finally:
+        unmount_backing()
 
 
 # a system that refuses
@@ -601,6 +697,71 @@ assert outcomes == {{"saved", "refused"}}, outcomes
     )
 
 
+def test_no_thread_for_the_background(tmp_path: Path) -> None:
+    """Regression: those that had started waited for the others for ever, and so did the end of the process."""
+    run_script(
+        f"""
+import threading, lazyckpt
+start = threading.Thread.start
+for refused in (1, 2, 3, 4):
+    calls = []
+    def refuse(self):
+        calls.append(self)
+        if len(calls) == refused:
+            raise RuntimeError("can't start new thread")
+        start(self)
+    threading.Thread.start = refuse
+    try:
+        lazyckpt.Checkpointer({str(tmp_path)!r}, max_in_flight=2).close()
+        assert refused == 4
+    except lazyckpt.ConfigError as error:
+        assert refused < 4 and "max_in_flight=2" in str(error), error
+    assert threading.active_count() == 1
+"""
+    )
+
+
+def test_out_of_memory(tmp_path: Path) -> None:
+    """With so many MiB of address space left: it is saved and can be read, or there is a typed error. (With less than
+    about one Python itself waits for ever for a thread that could not begin.)"""
+    outcomes = run_script(
+        f"""
+import os, resource, torch, lazyckpt
+def room(nbytes):
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, resource.RLIM_INFINITY))
+for mib in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256, 1024):
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        folder = f"{tmp_path}/{{mib}}"
+        os.mkdir(folder)
+        state = {{"x": torch.arange(100_000)}}
+        room(mib << 20)
+        try:
+            with lazyckpt.Checkpointer(folder, host_buffer_bytes=1 << 20, chunk_bytes=1 << 16) as checkpointer:
+                checkpointer.track(x=state)
+                checkpointer.save(1).result(60)
+            outcome = "saved"
+        except (lazyckpt.LazyCkptError, MemoryError) as error:
+            outcome = type(error).__name__
+        room(1 << 40)
+        committed = [name for name in os.listdir(folder) if name.startswith("step-")]
+        assert (outcome == "saved") <= bool(committed)
+        for name in committed:
+            assert torch.equal(torch.load(f"{{folder}}/{{name}}/state.pt")["x"]["x"], state["x"])
+        print(outcome, flush=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, mib
+"""
+    ).split()
+    assert {"saved", "ConfigError"} <= set(outcomes) <= {"saved", "ConfigError", "SaveError", "MemoryError"}, outcomes
+
+
 def test_a_ring_larger_than_the_address_space(tmp_path: Path) -> None:
+    """Regression: the threads of the background were left behind."""
+    threads = threading.active_count()
     with pytest.raises(ConfigError, match="host_buffer_bytes"):
         Checkpointer(tmp_path, host_buffer_bytes=1 << 60)
+    assert threading.active_count() == threads
