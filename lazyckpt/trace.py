@@ -112,7 +112,7 @@ class Trace:
         views: list[TensorViews],
         name_of: Callable[[TensorView], str],
     ) -> Traced:
-        """A checkpoint, before any of it is copied; :meth:`end` or :meth:`forget` it. ``name_of`` takes its time, and
+        """A checkpoint, before any of it is copied; ``end`` or ``forget`` it. ``name_of`` takes its time, and
         is asked only when there are other storages than in the checkpoint before."""
         facts = [(file.keys, file.sizes) for file in views]
         if facts != self._facts:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import lazyckpt
-from lazyckpt.cli import accelerate, doctor, inspect, ls, trace, verify
+from lazyckpt.cli import accelerate, advise, doctor, inspect, ls, trace, verify
 from lazyckpt.cli.output import print_error
 from lazyckpt.errors import LazyCkptError
 
@@ -74,6 +74,7 @@ def _main(
 app.command("ls")(ls.ls)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("advise")(advise.advise)
 app.command("trace")(trace.trace)
 app.command("doctor")(doctor.doctor)
 app.add_typer(accelerate.app, name="accelerate")

@@ -117,9 +117,8 @@ class TraceFile:
         found = [e for e in self.events if e["ph"] == "X" and _kind(e["tid"]) == SAVES]
         return sorted(found, key=lambda e: float(e["ts"]))
 
-    def durations_s(self, name: str) -> list[float]:
-        """Of all spans of this name."""
-        return [e["dur"] / 1e6 for e in self.events if e["ph"] == "X" and e["name"] == name]
+    def spans(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["ph"] == "X" and e["name"] == name]
 
     def checkpoint(self, step: int | None = None) -> TracedCheckpoint:
         """The newest, or that of ``step``; LoadError if there is none."""
@@ -146,7 +145,7 @@ class TraceFile:
             args = e.get("args", {})
             span = Span(kind, e["tid"] - kind, e["name"], at, at + e["dur"] / 1e6, args)
             (own if args.get("checkpoint") == chosen["args"]["checkpoint"] else others).append(span)
-        iterations = sorted(self.durations_s("iteration"))
+        iterations = sorted(e["dur"] / 1e6 for e in self.spans("iteration"))
         about = chosen["args"]
         return TracedCheckpoint(
             about["step"],
