@@ -226,12 +226,14 @@ class Background:
         where = {"path": handle.path, "step": handle.step}
         error: SaveError | None = None
         staging = replaced = None
+        created = (time.perf_counter(),) * 2
         try:
             staging = target.stage()
             for number, (name, nbytes) in enumerate(zip(target.files, flight.nbytes, strict=True)):
                 file = staging.path / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 job.open(number, os.fspath(file), nbytes)
+            created = created[0], time.perf_counter()
             job.wait_released()
             snapshot.verify()
             snapshot.verify_frozen()
@@ -277,6 +279,7 @@ class Background:
                 handle.metrics,
                 path=handle.path,
                 begin=flight.begin,
+                created=created,
                 engine_begin=engine_begin,
                 error=error,
             )

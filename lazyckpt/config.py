@@ -63,7 +63,8 @@ class Config:
     added to, up to 256 MiB."""
 
     on_done: Callable[[CheckpointMetrics, SaveError | None], None] | None = None
-    """Called when a checkpoint is durable or has failed, on a thread of the background; what it raises is a warning.
+    """Called when a checkpoint is durable or has failed, on a thread of the background (in ``save()``, if it fails at
+    once); what it raises is a warning. Must not wait for checkpoints.
     ``lazyckpt.exporters`` has some."""
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import gc
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,8 @@ class Saver:
         self._pid = os.getpid()
         self._closed = False
         self._trace = Trace(config.trace) if config.trace is not None else None
+        if self._trace is not None:
+            weakref.finalize(self, self._trace.close)  # also at exit
         self._background = Background(config, self._trace)
         auto = config.host_buffer_bytes == "auto"
         self._max_ring_bytes = auto_ring_bytes(config.chunk_bytes) if auto else int(config.host_buffer_bytes)
@@ -79,6 +82,8 @@ class Saver:
                 direct=config.direct_io,
             )
         except OSError as error:
+            if self._trace is not None:
+                self._trace.close()
             raise ConfigError(
                 f"the engine does not start with host_buffer_bytes={self._max_ring_bytes}, "
                 f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "

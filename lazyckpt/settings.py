@@ -1,8 +1,7 @@
 """Settings from outside the program, for a script that a launcher starts: a YAML file and ``LAZYCKPT_*`` variables.
 
 What code says goes before the environment, the environment before the file, the file before the defaults. Settings are
-the fields of config.py without retention, which belongs to the framework, and without ``on_done``, and
-``enabled``.
+the fields of config.py without retention, which belongs to the framework, and ``enabled``.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from lazyckpt.errors import ConfigError
 
 PREFIX = "LAZYCKPT_"
 FILE_VARIABLE = "LAZYCKPT_CONFIG_FILE"
-_IN_CODE = ("keep_last", "keep_every", "on_done")
 DEFAULTS: dict[str, Any] = {
     "enabled": True,
-    **{f.name: f.default for f in dataclasses.fields(Config) if f.name not in _IN_CODE},
+    **{f.name: f.default for f in dataclasses.fields(Config) if f.name not in ("keep_last", "keep_every")},
 }
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 

@@ -41,7 +41,7 @@ MAX_BYTES = 256 << 20
 """Of a trace file; what comes after that is not recorded."""
 
 LARGEST = 5  # tensors that are named, as in DataStates-LLM, figure 15
-_FLUSH_EVENTS = 1000
+_FLUSH_S = 1.0  # so old may be what a killed run has not written yet
 _LONGEST_EVENT_BYTES = 1 << 20
 _SHORTEST_S = 10e-6  # waits at the gate: one that finds everything copied is none
 _BEGIN = b'[\n{"ph": "M", "name": "lazyckpt trace", "pid": 0, "args": {"version": 1}}'
@@ -76,6 +76,7 @@ class Trace:
         self._file: BinaryIO | None = _open(self._path)
         self._room = MAX_BYTES - self._file.tell()
         self._epoch = time.time() - time.perf_counter()
+        self._flushed = 0.0
         self._pending: deque[dict[str, Any]] = deque()
         self._facts: list[tuple[list[str], list[int]]] = []  # keys and sizes of the storages of the last checkpoint
         self._largest: list[dict[int, str]] = []  # of these: see Traced
@@ -96,6 +97,8 @@ class Trace:
         self._name_track(TRAINING, "training")
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            return
         for hook in self._hooks:
             hook.remove()
         with self._lock:
@@ -157,17 +160,19 @@ class Trace:
         *,
         path: Path,
         begin: float,
+        created: tuple[float, float],
         engine_begin: float,
         error: Exception | None,
     ) -> None:
-        """A checkpoint is durable, or has failed. ``begin``: when save() was called; ``engine_begin``: the zero of
-        ``metrics.timeline``."""
+        """A checkpoint is durable, or has failed. ``begin``: when save() was called; ``created``: from when to when its
+        files were created; ``engine_begin``: the zero of ``metrics.timeline``."""
         args = {"checkpoint": traced.number, "step": metrics.step}
         facts = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics) if f.name != "timeline"}
         end = begin + metrics.durable_s
         spans: list[tuple[int, str, float, float, dict[str, Any]]] = [
             (SAVES, path.name, begin, end, {**args, "path": str(path), "metrics": facts, "error": error and str(error)})
         ]
+        spans.append((COMMITS, "create", *created, args))
         if error is None:
             synced = begin + metrics.synced_s
             spans.append((COMMITS, "fsync", begin + metrics.written_s, synced, args))
@@ -219,7 +224,7 @@ class Trace:
             self._span("iteration", track, before, self._step_end)
         self._span("optimizer.step", track, begin, self._step_end)
         self._sample_memory()
-        if len(self._pending) >= _FLUSH_EVENTS:
+        if self._step_end - self._flushed >= _FLUSH_S:
             with self._lock:
                 self._flush()
 
@@ -287,6 +292,7 @@ class Trace:
 
     def _flush(self, *, end: bool = False) -> None:
         """Called with the lock held."""
+        self._flushed = time.perf_counter()
         events = [self._pending.popleft() for _ in range(len(self._pending))]
         file = self._file
         if file is None or self._pid != os.getpid():

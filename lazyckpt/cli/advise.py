@@ -104,9 +104,8 @@ def _inputs(numbers: dict[str, Any], source: Path | None) -> list[tuple[str, str
 def _explain(advice: Advice, max_overhead: float, gpus: int) -> list[tuple[str, str, str]]:
     a = advice
     fast = "this disk does" if a.hidden else "this disk does not"
-    deciding = max((a.disk_every, "the disk"), (a.overhead_every, "the overhead"), (a.failure_every or 0, "failures"))[
-        1
-    ]
+    reasons = {"the disk": a.disk_every, "the overhead": a.overhead_every, "failures": a.failure_every or 0}
+    deciding = max(reasons, key=reasons.__getitem__)
     rows = [
         ("save every", _count(a.every), f"the largest of those below: decided by {deciding}"),
         ("  for the disk", _count(a.disk_every), f"a checkpoint is written in {_time(a.write_s)}, before the next"),

@@ -12,10 +12,11 @@ from lazyckpt.trace import COMMITS, COPIES, RING, TRAINING, WRITES
 
 # Okabe and Ito: told apart by everybody. Vermilion is kept for what the training waits for.
 _TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
-_BLOCKED, _OTHER, _TRAINING, _STEP, _FSYNC, _COMMIT, _INK = (
-    *("#D55E00", "#C9CDD2", "#E8EBEF", "#A3ABB5", "#7A8490", "#3B4450", "#2B3138"),
+_BLOCKED, _OTHER, _TRAINING, _STEP, _CREATE, _FSYNC, _COMMIT, _INK = (
+    *("#D55E00", "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8", "#7A8490", "#3B4450", "#2B3138"),
 )
 _MARGIN = 0.04  # of the time shown, before and behind
+_FURTHER = 1.6  # times as long as the checkpoint: if the next optimizer step ends by then, it is shown
 _SHORTEST = 0.0015  # of it: what is shorter is drawn as long as this
 
 
@@ -38,14 +39,16 @@ class _Picture:
     def __init__(self, checkpoint: TracedCheckpoint, figure: Any) -> None:
         self.figure = figure
         self._checkpoint = checkpoint
-        end = max([checkpoint.end_s, *(s.end_s for s in self._next_step())])
+        end = checkpoint.end_s
+        if (following := self._next_step()) is not None and following.end_s < _FURTHER * end:
+            end = max(end, following.end_s)
         self._scale, unit = (1.0, "s") if end >= 2 else (1e3, "ms")
         self._begin, self._end = -_MARGIN * end, (1 + _MARGIN) * end
         rows = {
             "training": [*self._seen(TRAINING, checkpoint.others), *self._seen(TRAINING, checkpoint.own)],
             "copies": checkpoint.spans(COPIES),
             "writes": checkpoint.spans(WRITES),
-            "fsync, commit": checkpoint.spans(COMMITS),
+            "create, commit": checkpoint.spans(COMMITS),
         }
         lanes = {name: len({s.lane for s in spans}) for name, spans in rows.items()}
         lanes["training"] = 1
@@ -72,10 +75,10 @@ class _Picture:
     def _seen(self, kind: int, spans: list[Span]) -> list[Span]:
         return [s for s in spans if s.kind == kind and s.end_s > self._begin and s.begin_s < self._end]
 
-    def _next_step(self) -> list[Span]:
+    def _next_step(self) -> Span | None:
         """The first optimizer step after save(): what the copies must not be late for."""
-        steps = [s for s in self._checkpoint.others if s.name == "optimizer.step" and s.end_s > 0]
-        return sorted(steps, key=lambda s: s.begin_s)[:1]
+        steps = (s for s in self._checkpoint.others if s.name == "optimizer.step" and s.begin_s > 0)
+        return min(steps, key=lambda s: s.begin_s, default=None)
 
     def _step_ends(self) -> list[float]:
         spans = self._seen(TRAINING, self._checkpoint.others)
@@ -119,7 +122,7 @@ class _Picture:
         if span.kind in (COPIES, WRITES):
             return self._colours.get(span.args.get("tensor", ""), _OTHER), 0.9, 2
         if span.kind == COMMITS:
-            return (_FSYNC if span.name == "fsync" else _COMMIT), 0.7, 2
+            return {"create": _CREATE, "fsync": _FSYNC}.get(span.name, _COMMIT), 0.7, 2
         if span.name in ("save()", "gate"):
             return _BLOCKED, 0.9, 4
         if span.name == "optimizer.step":
@@ -145,7 +148,7 @@ class _Picture:
         c, m = self._checkpoint, self._checkpoint.metrics
         blocked = sum(s.duration_s for s in c.own if s.name in ("save()", "gate"))
         what = "failed" if c.error is not None else f"durable after {m['durable_s']:.2f} s"
-        iteration = "" if c.iteration_s is None else f"; an iteration takes {c.iteration_s * 1e3:.0f} ms"
+        iteration = "" if c.iteration_s is None else f"; an iteration takes {c.iteration_s:.3g} s"
         axes.set_title(
             f"{plain(Path(c.path).name)}: {size(m['bytes'])}, {what}, "
             f"training blocked for {blocked * 1e3:.1f} ms{iteration}",
@@ -160,8 +163,8 @@ class _Picture:
         others = [Patch(color=_OTHER, label="other chunks")] if any("tensor" not in s.args for s in spans) else []
         kinds = [
             *(Patch(color=_TRAINING, label="forward, backward"), Patch(color=_STEP, label="optimizer step")),
-            *(Patch(color=_BLOCKED, label="training waits"), Patch(color=_FSYNC, label="fsync")),
-            Patch(color=_COMMIT, label="commit"),
+            *(Patch(color=_BLOCKED, label="training waits"), Patch(color=_CREATE, label="create the files")),
+            *(Patch(color=_FSYNC, label="fsync"), Patch(color=_COMMIT, label="commit")),
         ]
         look: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": _INK, "handlelength": 1.2}
         self.figure.legend(handles=tensors + others + kinds, loc="outside lower center", ncols=4, **look)

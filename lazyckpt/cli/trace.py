@@ -202,6 +202,7 @@ def _phases(checkpoint: TracedCheckpoint) -> list[Phase]:
         ("eager copy", c.spans(TRAINING, "eager copy"), True, f"{size(eager)}, what more than optimizers may change"),
         ("copy to the ring", c.spans(COPIES), False, _speed(c.spans(COPIES))),
         ("wait at the gate", c.spans(TRAINING, "gate"), True, "the optimizer's next step came before the copy's end"),
+        ("create the files", c.spans(COMMITS, "create"), False, "a temporary folder, and room on the disk"),
         ("wait for the ring", c.spans(RING), False, "no room: the disk was slower than the copies"),
         ("write to the files", c.spans(WRITES), False, _speed(c.spans(WRITES))),
         ("fsync", c.spans(COMMITS, "fsync"), False, ""),
