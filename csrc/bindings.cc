@@ -268,7 +268,8 @@ class JobHandle {
       }
       for (const Source& s : j.sources) eager += s.owners == 0 ? s.size : 0;
       const bool wrote = first_write != Clock::time_point::max();
-      out = {{"bytes", static_cast<double>(bytes)},
+      out = {{"begin", std::chrono::duration<double>(j.begin.time_since_epoch()).count()},
+             {"bytes", static_cast<double>(bytes)},
              {"eager_bytes", static_cast<double>(eager)},
              {"chunks", static_cast<double>(j.chunks.size())},
              {"copy_s", j.copy_s},
@@ -281,9 +282,10 @@ class JobHandle {
     return py::cast(out);
   }
 
-  // (file, offset, bytes, copy begin, copy end, write begin, write end); seconds since the job began.
+  // (file, offset, bytes, copy begin, copy end, write begin, write end, waited for the ring); seconds since the job
+  // began.
   py::list Timeline() const {
-    using Event = std::tuple<size_t, uint64_t, size_t, double, double, double, double>;
+    using Event = std::tuple<size_t, uint64_t, size_t, double, double, double, double, double>;
     const Job& j = *job_;
     std::vector<Event> events = engine_->get().Locked([&] {
       std::vector<Event> all;
@@ -292,7 +294,7 @@ class JobHandle {
       };
       for (const auto& c : j.chunks)
         all.emplace_back(c->file, c->offset, c->size, since(c->copy_begin), since(c->copy_end), since(c->write_begin),
-                         since(c->write_end));
+                         since(c->write_end), c->ring_wait_s);
       return all;
     });
     return py::cast(events);

@@ -61,7 +61,8 @@ Chunk* Engine::TakeChunk(bool helping) {
     job.ring_waiting = true;
     return nullptr;
   }
-  if (job.ring_waiting) job.ring_wait_s += std::chrono::duration<double>(now - job.ring_wait_begin).count();
+  if (job.ring_waiting) chunk->ring_wait_s = std::chrono::duration<double>(now - job.ring_wait_begin).count();
+  job.ring_wait_s += chunk->ring_wait_s;
   job.ring_waiting = false;
   if (bounces && !IsPinned({chunk->memory, chunk->size})) {
     chunk->bounce = idle_bounces_.back();

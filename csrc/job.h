@@ -114,7 +114,8 @@ struct Chunk : IoTag {
   size_t blockers = 0;
   size_t written = 0;
   unsigned retries = 0;
-  uint32_t crc = 0;  // set when it is first submitted
+  uint32_t crc = 0;        // set when it is first submitted
+  double ring_wait_s = 0;  // before its copy, when all before it were under way
   Clock::time_point copy_begin, copy_end, write_begin, write_end;
 };
 

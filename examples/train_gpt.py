@@ -4,6 +4,8 @@
 
 Three runs, a process each: uninterrupted; killed with SIGKILL at a random instant while a checkpoint is being
 written; resumed from what that one left on disk. All that a training script needs of lazyckpt is in `train`.
+
+    lazyckpt trace runs/demo/runs/whole.json -o timeline.png    # one checkpoint, beside the training
 """
 
 import json
@@ -54,7 +56,7 @@ def train(folder, log):
     model, handles = GPT(), []
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
-    with lazyckpt.Checkpointer(folder, keep_last=2) as ckpt:
+    with lazyckpt.Checkpointer(folder, keep_last=2, trace=f"{folder}.json") as ckpt:
         ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler)
         loader = ckpt.track_loader(DataLoader(windows, BATCH, shuffle=True, drop_last=True))
         start = ckpt.restore() or 0

@@ -1,5 +1,6 @@
 """Lazy, durable checkpointing for PyTorch training, on standard files."""
 
+from lazyckpt.advice import Advice, advise
 from lazyckpt.background import SaveHandle
 from lazyckpt.checkpointer import Checkpointer
 from lazyckpt.config import Config
@@ -25,6 +26,7 @@ from lazyckpt.saver import Saver, StagedFolder
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "CUDAGraph",
     "CheckpointMetrics",
     "Checkpointer",
@@ -45,6 +47,7 @@ __all__ = [
     "StateProvider",
     "TornSnapshotError",
     "UnsupportedFormatError",
+    "advise",
     "guard",
     "load",
     "save",

@@ -113,8 +113,11 @@ class Job:
     def files(self) -> list[tuple[int, int]]:
         """(bytes, CRC-32) of each file; RuntimeError before it is durable."""
 
-    def stats(self) -> dict[str, float]: ...
-    def timeline(self) -> list[tuple[int, int, int, float, float, float, float]]: ...
+    def stats(self) -> dict[str, float]:
+        """Bytes and seconds: "begin" on the clock of time.perf_counter(), moments since then, durations."""
+
+    def timeline(self) -> list[tuple[int, int, int, float, float, float, float, float]]:
+        """The fields of metrics.ChunkEvent of each chunk, in the order of the layout."""
 
 class Ring:
     """The ring's bookkeeping alone, for tests."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,10 @@ from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.plan import FilePlan
 from lazyckpt.snapshot import Snapshot
+from lazyckpt.trace import Trace, Traced
+
+_logger = logging.getLogger("lazyckpt")
+_logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
 
 
 class SaveHandle(Future[Path]):
@@ -94,15 +99,16 @@ class Flight:
     job: _engine.Job
     nbytes: list[int]  # of each file
     begin: float  # time.perf_counter() when save() was called
-    handed_over: float  # and when the engine was given the checkpoint
     previous: SaveHandle | None  # is published before this one
+    traced: Traced | None
 
 
 class Background:
     """The checkpoints in flight of one Saver."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, trace: Trace | None) -> None:
         self._config = config
+        self._trace = trace
         # One thread more than checkpoints in flight: for what is to be removed behind them. All are started now: in the
         # first save one would have to wait while the ring's pages are faulted in.
         threads = config.max_in_flight + 1
@@ -169,6 +175,7 @@ class Background:
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
+        self._tell(handle, error)
         if error is None:
             handle.set_result(handle.path)
             return
@@ -178,6 +185,21 @@ class Background:
         handle.set_exception(error)
         if self._config.on_error == "warn":
             _warn(str(error))
+
+    def _tell(self, handle: SaveHandle, error: SaveError | None) -> None:
+        m = handle.metrics
+        if error is None:
+            _logger.info(
+                "%s is durable: %.1f MB after %.2f s; training blocked for %.1f ms",
+                *(handle.path, m.bytes / 1e6, m.durable_s, m.blocked_s * 1e3),
+            )
+        else:
+            _logger.warning("%s", error)
+        if self._config.on_done is not None:
+            try:
+                self._config.on_done(m, error)
+            except Exception as cause:
+                _warn(f"on_done raised {type(cause).__name__}: {cause}")
 
     def raise_failed(self) -> None:
         """Raises the first failure that nobody has seen yet; the next call the next one."""
@@ -210,12 +232,14 @@ class Background:
         where = {"path": handle.path, "step": handle.step}
         error: SaveError | None = None
         staging = replaced = None
+        created = (time.perf_counter(),) * 2
         try:
             staging = target.stage()
             for number, (name, nbytes) in enumerate(zip(target.files, flight.nbytes, strict=True)):
                 file = staging.path / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 job.open(number, os.fspath(file), nbytes)
+            created = created[0], time.perf_counter()
             job.wait_released()
             snapshot.verify()
             snapshot.verify_frozen()
@@ -244,7 +268,7 @@ class Background:
             _let_go(snapshot)
             if staging is not None:
                 staging.discard()
-        _fill_in(handle.metrics, job, flight)
+        engine_begin = _fill_in(handle.metrics, job, flight)
         self.finish(handle, error)
         gate.discard(snapshot)
         snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
@@ -255,6 +279,16 @@ class Background:
                 target.retain()
         except OSError as cause:  # the new checkpoint stands all the same
             _warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
+        if self._trace is not None and flight.traced is not None:
+            self._trace.end(
+                flight.traced,
+                handle.metrics,
+                path=handle.path,
+                begin=flight.begin,
+                created=created,
+                engine_begin=engine_begin,
+                error=error,
+            )
 
 
 def _warn(message: str) -> None:
@@ -268,11 +302,12 @@ def _let_go(snapshot: Snapshot) -> None:
     snapshot.release()
 
 
-def _fill_in(metrics: CheckpointMetrics, job: _engine.Job, flight: Flight) -> None:
-    """What the engine measured, on the clock of save()."""
+def _fill_in(metrics: CheckpointMetrics, job: _engine.Job, flight: Flight) -> float:
+    """What the engine measured, on the clock of save(). Returns when the engine was given the checkpoint."""
     stats = job.stats()
     metrics.durable_s = time.perf_counter() - flight.begin
-    handed_over = flight.handed_over - flight.begin
+    metrics.save_blocked_s = metrics.save_blocked_s or metrics.durable_s  # save() has not returned yet
+    handed_over = stats["begin"] - flight.begin
     metrics.bytes = int(stats["bytes"])
     metrics.eager_bytes = int(stats["eager_bytes"])
     metrics.chunks = int(stats["chunks"])
@@ -284,3 +319,4 @@ def _fill_in(metrics: CheckpointMetrics, job: _engine.Job, flight: Flight) -> No
     metrics.write_s = stats["written_s"] - stats["first_write_s"]
     metrics.commit_s = metrics.durable_s - metrics.written_s
     metrics.timeline = [ChunkEvent(*event) for event in job.timeline()]
+    return stats["begin"]

@@ -14,6 +14,7 @@ from lazyckpt.catalog import STATE, Catalog, Checkpoint
 from lazyckpt.config import MIB
 from lazyckpt.errors import ClosedError, ConfigError, save_error
 from lazyckpt.gate import gate
+from lazyckpt.interval import interval
 from lazyckpt.plan import ZipPlan
 from lazyckpt.providers.base import TensorView
 from lazyckpt.providers.composite import CompositeProvider
@@ -38,11 +39,21 @@ class Checkpointer:
             optimizer.step()
             ckpt.save(step)
 
-    Keyword arguments are the fields of ``Config``. One thread at a time may call.
+    ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as checkpoints cost at most the
+    part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
+    One thread at a time may call.
     Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], **knobs: Any) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        save_every: int | Literal["auto"] | None = None,
+        max_overhead: float = 0.02,
+        **knobs: Any,
+    ) -> None:
+        self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
         self.config = self._saver.config
         self.directory = Path(directory)
@@ -148,6 +159,29 @@ class Checkpointer:
             retain=self._retain,
         )
         return self._saver.submit(handle, target, blocking=blocking, name_of=self._name_of)
+
+    def maybe_save(self, step: int) -> SaveHandle | None:
+        """``save``, if it is time; to be called once after every optimizer step.
+
+        With ``save_every=n`` that is every multiple of ``n``; with "auto" it is found out: see ``interval``.
+        Raises ConfigError without ``save_every``, and whatever ``save`` raises.
+        """
+        if self._interval is None:
+            raise ConfigError('maybe_save: give the Checkpointer save_every, a number of steps or "auto"')
+        self._check_usable()
+        if not self._interval.due(_checked_step(step), in_flight=bool(self._saver.pending())):
+            return None
+        handle = self.save(step)
+        self._interval.saved()
+        return handle
+
+    @property
+    def interval(self) -> int | None:
+        """Steps between checkpoints of ``maybe_save``, as of now. With ``save_every="auto"``: what a checkpoint
+        costs (time in ``save()``, and what iterations take longer until it is durable) by the time of an iteration,
+        such that it is at most ``max_overhead``; so many at least that it is durable before the next. Tuned anew after
+        every checkpoint."""
+        return None if self._interval is None else self._interval.every
 
     def _name_of(self, view: TensorView) -> str | None:
         return name_of_storage(self._provider, view.storage)

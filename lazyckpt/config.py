@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lazyckpt.errors import ConfigError
+from lazyckpt.errors import ConfigError, SaveError
+from lazyckpt.metrics import CheckpointMetrics
 
 PAGE_BYTES = 4096
 MIB = 1 << 20
@@ -57,6 +58,15 @@ class Config:
     direct_io: bool = True
     """O_DIRECT where the file system has it."""
 
+    trace: str | os.PathLike[str] | None = None
+    """A file for the timeline of every checkpoint, beside the training steps (docs/metrics.md). One that is there is
+    added to, up to 256 MiB."""
+
+    on_done: Callable[[CheckpointMetrics, SaveError | None], None] | None = None
+    """Called when a checkpoint is durable or has failed, on a thread of the background (in ``save()``, if it fails at
+    once); what it raises is a warning. Must not wait for checkpoints.
+    ``lazyckpt.exporters`` has some."""
+
     def __post_init__(self) -> None:
         self._at_least("max_in_flight", 1)
         self._at_least("io_depth", 1)
@@ -77,6 +87,10 @@ class Config:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, allowed))}")
+        if self.trace is not None and not isinstance(self.trace, str | os.PathLike):
+            raise ConfigError(f"trace={self.trace!r}: expected the name of a file")
+        if self.on_done is not None and not callable(self.on_done):
+            raise ConfigError(f"on_done={self.on_done!r}: expected something to call")
         if self.io_depth > 1024 or self.copy_threads > 1024:
             raise ConfigError("io_depth and copy_threads: at most 1024")
         if self.chunk_bytes % PAGE_BYTES or self.chunk_bytes > 1024 * MIB:

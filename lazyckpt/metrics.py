@@ -16,6 +16,8 @@ class ChunkEvent(NamedTuple):
     copy_end_s: float
     write_begin_s: float
     write_end_s: float
+    ring_wait_s: float
+    """Before its copy began: it was its turn, and there was no room in the ring."""
 
 
 @dataclass

@@ -9,7 +9,9 @@ import gc
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -26,6 +28,7 @@ from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
 from lazyckpt.snapshot import FrozenParameters, Snapshot
+from lazyckpt.trace import Trace
 
 _EAGER_FIRST_S = 0.002
 
@@ -61,9 +64,12 @@ class Saver:
         self._steps: dict[int, int] = {}  # of each optimizer, at the last save
         self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
         self._training_step: int | None = None  # of the last save
-        self._background = Background(config)
         self._pid = os.getpid()
         self._closed = False
+        self._trace = Trace(config.trace) if config.trace is not None else None
+        if self._trace is not None:
+            weakref.finalize(self, self._trace.close)  # also at exit
+        self._background = Background(config, self._trace)
         auto = config.host_buffer_bytes == "auto"
         self._max_ring_bytes = auto_ring_bytes(config.chunk_bytes) if auto else int(config.host_buffer_bytes)
         try:
@@ -77,6 +83,8 @@ class Saver:
             )
         except OSError as error:
             self._background.close()
+            if self._trace is not None:
+                self._trace.close()
             raise ConfigError(
                 f"the engine does not start with host_buffer_bytes={self._max_ring_bytes}, "
                 f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "
@@ -187,6 +195,8 @@ class Saver:
             return
         self._closed = True
         self._background.close()
+        if self._trace is not None:
+            self._trace.close()
         for undo in self._unwatch:
             undo()
         self._modules.clear()
@@ -245,6 +255,8 @@ class Saver:
         if blocking:
             concurrent.futures.wait([handle])
         handle.metrics.save_blocked_s = time.perf_counter() - begin
+        if self._trace is not None and handle._snapshot is not None:
+            self._trace.saved(handle.metrics, begin)
         if blocking:
             self._background.raise_failed()
         return handle
@@ -276,7 +288,6 @@ class Saver:
         if self.config.durability == "before_step":
             snapshot.durable = handle
         self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
-        handed_over = time.perf_counter()
         job = self.engine.begin(
             snapshot.pointers,
             snapshot.sizes,
@@ -294,13 +305,18 @@ class Saver:
         job.seal()
         snapshot.job = job
         handle._snapshot = snapshot
+        traced = None
+        if (trace := self._trace) is not None:
+            layout = [extents for extents, _ in programs]
+            traced = trace.begin(begin, list(target.files), layout, snapshot.files, snapshot.name_of)
+            snapshot.waited = partial(trace.gate, traced, handle.step)
         try:
             gate.add(snapshot)
             # Most often all of it: once other threads run, this one may have to wait for the GIL and for a core. Not
             # longer, since the ring may have no room before the background has opened the files.
             frozen = job.wait_eager(_EAGER_FIRST_S)
             previous = self._background.newest
-            self._background.launch(Flight(handle, target, snapshot, job, sizes, begin, handed_over, previous))
+            self._background.launch(Flight(handle, target, snapshot, job, sizes, begin, previous, traced))
             handle.metrics.plan_s = time.perf_counter() - started
             job.go()
             if not frozen:
@@ -308,6 +324,8 @@ class Saver:
         except BaseException:  # Ctrl-C: training may go on and change what is only half copied
             job.fail(errno.ECANCELED, "save() was interrupted")
             gate.discard(snapshot)
+            if trace is not None and traced is not None:
+                trace.forget(traced)
             raise
         if snapshot.devices is not None and self.engine.unpinned:
             way = "pass a small buffer that is" if self.engine.bounces else "are slow, and save() may wait for them"

@@ -12,7 +12,7 @@ import errno
 import threading
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from itertools import chain, compress, count, repeat
 from operator import attrgetter
@@ -81,6 +81,7 @@ class Snapshot:
         self.job: _engine.Job | None = None  # while it is under way
         self.metrics = CheckpointMetrics()
         self.durable: Future[Any] | None = None  # set if steps wait for it (before_step)
+        self.waited: Callable[[float], None] = _nothing  # told of every wait at the gate: when it began
         self.name_of = _key_of
         self._owners = ownership.owners
         self._audit = audit
@@ -174,6 +175,7 @@ class Snapshot:
         if self.durable is not None:
             wait([self.durable])
         self.metrics.gate_blocked_s += time.perf_counter() - begin
+        self.waited(begin)
 
     # consistency
 
@@ -235,6 +237,10 @@ class Snapshot:
             self._held = []
             self._tensors = []
             self._frozen_views = []
+
+
+def _nothing(begin: float) -> None:
+    pass
 
 
 def _key_of(view: TensorView) -> str:

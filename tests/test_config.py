@@ -63,6 +63,8 @@ def test_every_knob_has_a_unit_or_is_a_count_or_a_choice() -> None:
         assert field.name.endswith(("_bytes", "_depth", "_threads", "_in_flight")) or field.name in {
             "durability",
             "on_error",
+            "on_done",
+            "trace",
             "keep_last",
             "keep_every",
             "audit",

@@ -719,7 +719,7 @@ def test_forks_are_fast_and_do_not_inherit_the_ring(tmp_path: Path) -> None:
 
 
 def chunks_copied(job: _engine.Job) -> int:
-    return sum(copy_end > 0 for _, _, _, _, copy_end, _, _ in job.timeline())
+    return sum(copy_end > 0 for _, _, _, _, copy_end, *_ in job.timeline())
 
 
 def wait_until_copied(job: _engine.Job, chunks: int) -> None:

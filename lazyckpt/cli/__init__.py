@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import lazyckpt
-from lazyckpt.cli import accelerate, bench, convert, diff, doctor, inspect, ls, pin, prune, verify
+from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, pin, prune, trace, verify
 from lazyckpt.cli.output import print_error
 from lazyckpt.errors import LazyCkptError
 
@@ -102,6 +102,8 @@ app.command("convert")(convert.convert)
 app.command("prune")(prune.prune)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)
+app.command("advise")(advise.advise)
+app.command("trace")(trace.trace)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
 app.add_typer(accelerate.app, name="accelerate")

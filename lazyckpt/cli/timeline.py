@@ -1,0 +1,170 @@
+"""The picture of ``lazyckpt trace``: one checkpoint beside the training, as in DataStates-LLM, figure 15."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lazyckpt.cli.output import plain, size
+from lazyckpt.cli.trace import Span, TracedCheckpoint
+from lazyckpt.errors import ConfigError, SaveError
+from lazyckpt.trace import COMMITS, COPIES, RING, TRAINING, WRITES
+
+# Okabe and Ito: told apart by everybody. Vermilion is kept for what the training waits for.
+_TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
+_BLOCKED, _OTHER, _TRAINING, _STEP, _CREATE, _FSYNC, _COMMIT, _INK = (
+    *("#D55E00", "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8", "#7A8490", "#3B4450", "#2B3138"),
+)
+_MARGIN = 0.04  # of the time shown, before and behind
+_FURTHER = 1.6  # times as long as the checkpoint: if the next optimizer step ends by then, it is shown
+_SHORTEST = 0.0015  # of it: what is shorter is drawn as long as this
+
+
+def draw(checkpoint: TracedCheckpoint, output: Path) -> None:
+    """Writes a picture in the format that the name asks for. ConfigError without matplotlib, or for the name."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a picture needs matplotlib: pip install 'lazyckpt[trace]'") from error
+    picture = _Picture(checkpoint, Figure(figsize=(11, 6), layout="constrained", dpi=110))
+    try:
+        picture.figure.savefig(output)
+    except ValueError as error:
+        raise ConfigError(f"{output}: {error}") from error
+    except OSError as error:
+        raise SaveError(f"the picture cannot be written: {error.strerror}", path=output) from error
+
+
+class _Picture:
+    def __init__(self, checkpoint: TracedCheckpoint, figure: Any) -> None:
+        self.figure = figure
+        self._checkpoint = checkpoint
+        end = checkpoint.end_s
+        if (following := self._next_step()) is not None and following.end_s < _FURTHER * end:
+            end = max(end, following.end_s)
+        self._scale, unit = (1.0, "s") if end >= 2 else (1e3, "ms")
+        self._begin, self._end = -_MARGIN * end, (1 + _MARGIN) * end
+        rows = {
+            "training": [*self._seen(TRAINING, checkpoint.others), *self._seen(TRAINING, checkpoint.own)],
+            "copies": checkpoint.spans(COPIES),
+            "writes": checkpoint.spans(WRITES),
+            "create, commit": checkpoint.spans(COMMITS),
+        }
+        lanes = {name: len({s.lane for s in spans}) for name, spans in rows.items()}
+        lanes["training"] = 1
+        heights = {name: 1.0 if n <= 1 else min(0.5 * n, 3.2) for name, n in lanes.items()}
+        chart, ring = figure.subplots(2, 1, sharex=True, height_ratios=(sum(heights.values()) + 1.5, 1.9))
+        self._colours = self._choose_colours()
+        self._top = 0.0
+        for name, spans in rows.items():
+            self._row(chart, name, spans, heights[name])
+        self._ring(ring)
+        for axes in (chart, ring):
+            for step in self._step_ends():
+                axes.axvline(step * self._scale, color=_STEP, lw=0.8, ls=(0, (2, 3)), zorder=0)
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.spines["bottom"].set_color(_STEP)
+            axes.tick_params(colors=_INK, length=0)
+        chart.set_xlim(self._begin * self._scale, self._end * self._scale)
+        chart.set_ylim(self._top, -0.5)
+        chart.tick_params(labelbottom=False)
+        ring.set_xlabel(f"{unit} since save() was called", color=_INK)
+        self._title(chart)
+        self._legend()
+
+    def _seen(self, kind: int, spans: list[Span]) -> list[Span]:
+        return [s for s in spans if s.kind == kind and s.end_s > self._begin and s.begin_s < self._end]
+
+    def _next_step(self) -> Span | None:
+        """The first optimizer step after save(): what the copies must not be late for."""
+        steps = (s for s in self._checkpoint.others if s.name == "optimizer.step" and s.begin_s > 0)
+        return min(steps, key=lambda s: s.begin_s, default=None)
+
+    def _step_ends(self) -> list[float]:
+        spans = self._seen(TRAINING, self._checkpoint.others)
+        return [s.end_s for s in spans if s.name == "optimizer.step" and s.end_s < self._end]
+
+    def _choose_colours(self) -> dict[str, str]:
+        """The largest tensors in the order of their copies."""
+        names = dict.fromkeys(s.args["tensor"] for s in self._checkpoint.spans(COPIES) if "tensor" in s.args)
+        return dict(zip(names, _TENSORS, strict=False))
+
+    def _row(self, axes: Any, name: str, spans: list[Span], height: float) -> None:
+        top = self._top
+        lanes = sorted({s.lane for s in spans}) if name != "training" else [0]
+        lane_height = height / max(len(lanes), 1)
+        middle = top + height / 2
+        axes.text(-0.012, middle, name, transform=axes.get_yaxis_transform(), ha="right", va="center", color=_INK)
+        for span in spans:
+            lane = lanes.index(span.lane) if name != "training" else 0
+            colour, share, order = self._look(span)
+            begin = max(span.begin_s, self._begin)
+            width = max(min(span.end_s, self._end) - begin, _SHORTEST * (self._end - self._begin))
+            y = top + lane_height * (lane + 0.5) - lane_height * share / 2
+            edge = "white" if name in ("copies", "writes") else colour
+            axes.broken_barh(
+                *([(begin * self._scale, width * self._scale)], (y, lane_height * share)),
+                **{"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "zorder": order},
+            )
+            if span.name in ("save()", "gate"):
+                text = f"{span.name} {span.duration_s * 1e3:.1f} ms"
+                middle_x = (begin + width / 2) * self._scale
+                axes.annotate(
+                    *(text, (middle_x, y)),
+                    **{"xytext": (0, 3), "textcoords": "offset points", "color": _BLOCKED},
+                    **{"ha": "left" if span.name == "save()" else "center", "va": "bottom", "fontsize": 9},
+                )
+        axes.set_yticks([])
+        self._top = top + height + 0.5
+
+    def _look(self, span: Span) -> tuple[str, float, int]:
+        """Colour, share of the lane's height, and what lies above what."""
+        if span.kind in (COPIES, WRITES):
+            return self._colours.get(span.args.get("tensor", ""), _OTHER), 0.9, 2
+        if span.kind == COMMITS:
+            return {"create": _CREATE, "fsync": _FSYNC}.get(span.name, _COMMIT), 0.7, 2
+        if span.name in ("save()", "gate"):
+            return _BLOCKED, 0.9, 4
+        if span.name == "optimizer.step":
+            return _STEP, 0.7, 3
+        return _TRAINING, 0.7 if span.name == "iteration" else 0.0, 2
+
+    def _ring(self, axes: Any) -> None:
+        known = self._checkpoint.ring
+        before = [(at, nbytes) for at, nbytes in known if at < self._begin][-1:]
+        inside = [(at, nbytes) for at, nbytes in known if self._begin <= at <= self._end]
+        series = [(self._begin, before[0][1] if before else 0), *inside]
+        series.append((self._end, series[-1][1]))
+        mib = [nbytes / (1 << 20) for _, nbytes in series]
+        axes.fill_between([at * self._scale for at, _ in series], mib, step="post", color="#56B4E9", alpha=0.45, lw=0)
+        for wait in self._checkpoint.spans(RING):
+            axes.axvspan(wait.begin_s * self._scale, wait.end_s * self._scale, color=_BLOCKED, alpha=0.15, lw=0)
+        axes.set_ylim(0, max(mib) * 1.15 or 1)
+        axes.set_ylabel("in the ring, MiB", color=_INK)
+        axes.grid(axis="y", color="#EEF0F2")
+        axes.set_axisbelow(True)
+
+    def _title(self, axes: Any) -> None:
+        c, m = self._checkpoint, self._checkpoint.metrics
+        blocked = sum(s.duration_s for s in c.own if s.name in ("save()", "gate"))
+        what = "failed" if c.error is not None else f"durable after {m['durable_s']:.2f} s"
+        iteration = "" if c.iteration_s is None else f"; an iteration takes {c.iteration_s:.3g} s"
+        axes.set_title(
+            f"{plain(Path(c.path).name)}: {size(m['bytes'])}, {what}, "
+            f"training blocked for {blocked * 1e3:.1f} ms{iteration}",
+            **{"loc": "left", "fontsize": 12, "color": _INK, "pad": 10},
+        )
+
+    def _legend(self) -> None:
+        from matplotlib.patches import Patch
+
+        spans = self._checkpoint.spans(COPIES)
+        tensors = [Patch(color=colour, label=f"{plain(name)}") for name, colour in self._colours.items()]
+        others = [Patch(color=_OTHER, label="other chunks")] if any("tensor" not in s.args for s in spans) else []
+        kinds = [
+            *(Patch(color=_TRAINING, label="forward, backward"), Patch(color=_STEP, label="optimizer step")),
+            *(Patch(color=_BLOCKED, label="training waits"), Patch(color=_CREATE, label="create the files")),
+            *(Patch(color=_FSYNC, label="fsync"), Patch(color=_COMMIT, label="commit")),
+        ]
+        look: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": _INK, "handlelength": 1.2}
+        self.figure.legend(handles=tensors + others + kinds, loc="outside lower center", ncols=4, **look)

@@ -1,0 +1,118 @@
+"""How many iterations to leave between checkpoints: fixed, or such that they cost at most a part of the training time.
+
+What a checkpoint costs is measured from outside, by a clock that is read once per iteration: the time inside
+``save()``, and by how much the iterations until it is durable take longer than those without a checkpoint. Waits at the
+gate are in there, and so are cores and memory that the copy took from the training.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import mean, median
+from typing import Literal
+
+from lazyckpt.errors import ConfigError
+
+_WARM_UP = 3  # iterations that are not measured: what is first is slow
+_UNDISTURBED = 5  # iterations to compare with, at least
+_REMEMBERED = 50  # and at most
+_CHECKPOINTS = 3  # whose costs count: the machine and the training change
+
+
+class FixedInterval:
+    """Every multiple of ``every`` steps."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def due(self, step: int, in_flight: bool) -> bool:
+        return step % self.every == 0
+
+    def saved(self) -> None:
+        pass
+
+
+class AutoInterval:
+    """As often as it costs at most ``max_overhead`` of the training time, tuned anew with every checkpoint.
+
+    ``clock`` returns seconds.
+    """
+
+    def __init__(self, max_overhead: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.every = _WARM_UP + _UNDISTURBED
+        self._max_overhead = max_overhead
+        self._clock = clock
+        self._before: float | None = None  # when the iteration now ending began
+        self._iterations = 0  # since the last checkpoint
+        self._undisturbed: deque[float] = deque(maxlen=_REMEMBERED)  # seconds
+        self._disturbed: list[float] | None = None  # since the last checkpoint, until it is durable
+        self._in_save = 0.0  # seconds, of the last checkpoint
+        self._costs: deque[float] = deque(maxlen=_CHECKPOINTS)
+        self._learned = 0  # checkpoints
+        self._warm_up = _WARM_UP
+
+    @property
+    def iteration_s(self) -> float:
+        """One without a checkpoint."""
+        return median(self._undisturbed) if self._undisturbed else math.nan
+
+    @property
+    def cost_s(self) -> float:
+        """Of one checkpoint."""
+        return mean(self._costs) if self._costs else math.nan
+
+    def due(self, step: int, in_flight: bool) -> bool:
+        """An iteration has ended. ``in_flight``: whether a checkpoint is not durable yet."""
+        now = self._clock()
+        before, self._before = self._before, now
+        self._iterations += 1
+        if before is not None:
+            self._measure(now - before, in_flight)
+        if self._iterations < self.every or self._disturbed is not None or in_flight:
+            return False
+        self._before = now
+        return True
+
+    def saved(self) -> None:
+        """``save()`` has returned, and was called right after ``due``."""
+        assert self._before is not None
+        now = self._clock()
+        self._in_save, self._before = now - self._before, now
+        self._disturbed = []
+        self._iterations = 0
+
+    def _measure(self, seconds: float, in_flight: bool) -> None:
+        if self._disturbed is not None:
+            self._disturbed.append(seconds)
+            if not in_flight:
+                self._learn(self._disturbed)
+                self._disturbed = None
+        elif self._warm_up > 0:
+            self._warm_up -= 1
+        elif not in_flight:
+            self._undisturbed.append(seconds)
+
+    def _learn(self, disturbed: list[float]) -> None:
+        usual = self.iteration_s
+        cost = self._in_save + max(sum(disturbed) - usual * len(disturbed), 0.0)
+        self._learned += 1
+        if self._learned == 2:
+            self._costs.clear()  # the first one pickles everything, copies everything, and makes the ring
+        self._costs.append(cost)
+        # Some iterations without a checkpoint have to be left, to compare with.
+        at_least = len(disturbed) + _UNDISTURBED
+        self.every = max(math.ceil(self.cost_s / (self._max_overhead * usual)), at_least)
+
+
+def interval(save_every: int | Literal["auto"], max_overhead: float) -> FixedInterval | AutoInterval:
+    """Raises ConfigError for what makes no sense."""
+    if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
+        raise ConfigError(f"max_overhead={max_overhead!r}: expected a part of the training time, as in 0.02 for 2 %")
+    if save_every == "auto":
+        return AutoInterval(max_overhead)
+    if isinstance(save_every, bool) or not isinstance(save_every, int) or save_every < 1:
+        raise ConfigError(f'save_every={save_every!r}: expected "auto" or a number of steps, at least 1')
+    return FixedInterval(save_every)

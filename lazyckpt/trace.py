@@ -1,0 +1,382 @@
+"""A timeline of checkpoints beside training, as Chrome trace events: ``Checkpointer(trace="trace.json")``.
+
+Open the file in https://ui.perfetto.dev, or draw one checkpoint of it with ``lazyckpt trace``. It is a JSON array with
+one event per line, and readers of that format do without its end: what a killed run leaves can be read.
+
+Tracks: what the training thread did (iterations, optimizer steps, save() and its parts, waits at the gate); one per
+checkpoint in flight; copies and writes of chunks, as many tracks as there are at once; commits. Counters: bytes in the
+ring, and memory of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import heapq
+import itertools
+import json
+import math
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lazyckpt.config import PAGE_BYTES
+from lazyckpt.containers.base import SOURCE, Extent
+from lazyckpt.errors import ConfigError
+from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+from lazyckpt.providers.base import TensorView, TensorViews
+
+MAX_BYTES = 256 << 20
+"""Of a trace file; what comes after that is not recorded."""
+
+LARGEST = 5  # tensors that are named, as in DataStates-LLM, figure 15
+_FLUSH_S = 1.0  # so old may be what a killed run has not written yet
+_LONGEST_EVENT_BYTES = 1 << 20
+_SHORTEST_S = 10e-6  # waits at the gate: one that finds everything copied is none
+_BEGIN = b'[\n{"ph": "M", "name": "lazyckpt trace", "pid": 0, "args": {"version": 1}}'
+_END = b"\n]\n"
+_SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+TRAINING, SAVES, RING, COPIES, WRITES, COMMITS = 1, 100, 200, 300, 400, 500  # ids of the first track of each kind
+_KINDS = {SAVES: "checkpoint", RING: "wait for the ring", COPIES: "copy", WRITES: "write", COMMITS: "commit"}
+
+_numbers = itertools.count(1)  # of the checkpoints of this process
+
+
+class Traced(NamedTuple):
+    """What is kept of a checkpoint on its way until it is over."""
+
+    number: int  # in this process
+    files: list[str]
+    programs: list[list[Extent]]
+    largest: list[dict[int, str]]  # of the storages in each program, by number: the names of those among the largest
+
+
+class Trace:
+    """Appends to a trace file. Any thread may call; nothing here ever fails a checkpoint or the training.
+
+    ConfigError if the file cannot be written to, is no trace, or is being written to by somebody else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._file: BinaryIO | None = _open(self._path)
+        self._room = MAX_BYTES - self._file.tell()
+        self._epoch = time.time() - time.perf_counter()
+        self._flushed = 0.0
+        self._pending: deque[dict[str, Any]] = deque()
+        self._facts: list[tuple[list[str], list[int]]] = []  # keys and sizes of the storages of the last checkpoint
+        self._largest: list[dict[int, str]] = []  # of these: see Traced
+        self._threads: dict[int, int] = {threading.get_ident(): TRAINING}
+        self._busy_until: dict[int, list[float]] = {}  # of each track of a kind
+        self._ring: list[tuple[float, int]] = []  # a heap of when bytes come and go
+        self._ring_bytes = 0
+        self._newest = 0  # checkpoint
+        self._in_flight: dict[int, float] = {}  # checkpoint -> when save() was called
+        self._optimizer: weakref.ref[Any] | None = None  # whose steps end iterations: the first that steps
+        self._step_begin: float | None = None  # while it is open
+        self._step_end: float | None = None  # of the one before
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._put("M", "process_name", 0, args={"name": f"lazyckpt {self._pid}"})
+        self._name_track(TRAINING, "training")
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        for hook in self._hooks:
+            hook.remove()
+        with self._lock:
+            self._flush_ring(math.inf)
+            self._flush(end=True)
+
+    # what is recorded
+
+    def begin(
+        self,
+        begin: float,
+        files: list[str],
+        programs: list[list[Extent]],
+        views: list[TensorViews],
+        name_of: Callable[[TensorView], str],
+    ) -> Traced:
+        """A checkpoint, before any of it is copied; ``end`` or ``forget`` it. ``name_of`` takes its time, and
+        is asked only when there are other storages than in the checkpoint before."""
+        facts = [(file.keys, file.sizes) for file in views]
+        if facts != self._facts:
+            self._facts, self._largest = facts, [{} for _ in views]
+            places = ((nbytes, file, at) for file, (_, sizes) in enumerate(facts) for at, nbytes in enumerate(sizes))
+            for _, file, at in heapq.nlargest(LARGEST, places, key=itemgetter(0)):
+                self._largest[file][at] = name_of(views[file][at])
+        with self._lock:
+            number = self._newest = next(_numbers)
+            self._in_flight[number] = begin
+            return Traced(number, files, programs, self._largest)
+
+    def forget(self, traced: Traced) -> None:
+        """It never came to the background."""
+        with self._lock:
+            self._in_flight.pop(traced.number, None)
+
+    def saved(self, metrics: CheckpointMetrics, begin: float) -> None:
+        """save() returns now; ``begin``: when it was called."""
+        track = self._thread_track()
+        args = {"checkpoint": self._newest, "step": metrics.step}
+        self._span("save()", track, begin, begin + metrics.save_blocked_s, args)
+        for name, seconds in (
+            ("wait for a place", metrics.in_flight_wait_s),
+            ("plan", metrics.plan_s),
+            ("eager copy", metrics.eager_wait_s),
+        ):
+            self._span(name, track, begin, begin + seconds, args)
+            begin += seconds
+        self._sample_memory()
+
+    def gate(self, traced: Traced, step: int | None, begin: float) -> None:
+        """An optimizer step has waited until now."""
+        end = time.perf_counter()
+        if end - begin > _SHORTEST_S:
+            self._span("gate", self._thread_track(), begin, end, {"checkpoint": traced.number, "step": step})
+
+    def end(
+        self,
+        traced: Traced,
+        metrics: CheckpointMetrics,
+        *,
+        path: Path,
+        begin: float,
+        created: tuple[float, float],
+        engine_begin: float,
+        error: Exception | None,
+    ) -> None:
+        """A checkpoint is durable, or has failed. ``begin``: when save() was called; ``created``: from when to when its
+        files were created; ``engine_begin``: the zero of ``metrics.timeline``."""
+        args = {"checkpoint": traced.number, "step": metrics.step}
+        facts = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics) if f.name != "timeline"}
+        end = begin + metrics.durable_s
+        spans: list[tuple[int, str, float, float, dict[str, Any]]] = [
+            (SAVES, path.name, begin, end, {**args, "path": str(path), "metrics": facts, "error": error and str(error)})
+        ]
+        spans.append((COMMITS, "create", *created, args))
+        if error is None:
+            synced = begin + metrics.synced_s
+            spans.append((COMMITS, "fsync", begin + metrics.written_s, synced, args))
+            spans.append((COMMITS, "commit", synced, end, args))
+        ring: list[tuple[float, int]] = []
+        tensor_of = _tensors_in(traced)
+        for chunk in metrics.timeline:
+            if not chunk.copy_end_s:
+                continue  # it has failed before
+            copy_begin, copy_end = engine_begin + chunk.copy_begin_s, engine_begin + chunk.copy_end_s
+            about = {**args, "file": traced.files[chunk.file], "offset": chunk.offset, "bytes": chunk.nbytes}
+            tensor = tensor_of(chunk)
+            if tensor is not None:
+                about["tensor"] = tensor
+            if chunk.ring_wait_s:
+                spans.append((RING, "wait for the ring", copy_begin - chunk.ring_wait_s, copy_begin, about))
+            spans.append((COPIES, tensor or "copy", copy_begin, copy_end, about))
+            if chunk.write_end_s:
+                write_begin, write_end = engine_begin + chunk.write_begin_s, engine_begin + chunk.write_end_s
+                spans.append((WRITES, tensor or "write", write_begin, write_end, about))
+            taken = -(-chunk.nbytes // PAGE_BYTES) * PAGE_BYTES
+            ring += (copy_begin, taken), (engine_begin + (chunk.write_end_s or chunk.copy_end_s), -taken)
+        self._sample_memory()
+        with self._lock:
+            for kind, name, first, last, about in sorted(spans, key=lambda span: span[2]):
+                self._span(name, self._free_track(kind, first, last), first, last, about)
+            for change in ring:
+                heapq.heappush(self._ring, change)
+            self._in_flight.pop(traced.number, None)
+            self._flush_ring(min(self._in_flight.values(), default=math.inf))
+            self._flush()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+            self._step_end = None
+        if self._optimizer() is optimizer:
+            self._step_begin = time.perf_counter()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._step_begin is None or self._optimizer is None or self._optimizer() is not optimizer:
+            return  # another's, or one that called super().step()
+        if self._pid != os.getpid():
+            return
+        begin, self._step_begin = self._step_begin, None
+        before, self._step_end = self._step_end, time.perf_counter()
+        track = self._thread_track()
+        if before is not None:
+            self._span("iteration", track, before, self._step_end)
+        self._span("optimizer.step", track, begin, self._step_end)
+        self._sample_memory()
+        if self._step_end - self._flushed >= _FLUSH_S:
+            with self._lock:
+                self._flush()
+
+    def _sample_memory(self) -> None:
+        with open("/proc/self/statm", "rb") as file:
+            resident = int(file.read().split()[1]) * _SYSTEM_PAGE_BYTES
+        self._put("C", "memory", 0, time.perf_counter(), args={"resident bytes": resident})
+
+    # tracks
+
+    def _thread_track(self) -> int:
+        ident = threading.get_ident()
+        if ident not in self._threads:
+            with self._lock:
+                self._threads[ident] = TRAINING + len(self._threads)
+            self._name_track(self._threads[ident], f"training, thread {self._threads[ident]}")
+        return self._threads[ident]
+
+    def _free_track(self, kind: int, begin: float, end: float) -> int:
+        """Of this kind, the first with nothing on it at ``begin``."""
+        tracks = self._busy_until.setdefault(kind, [])
+        for at, busy_until in enumerate(tracks):
+            if busy_until <= begin:
+                tracks[at] = end
+                return kind + at
+        tracks.append(end)
+        self._name_track(kind + len(tracks) - 1, f"{_KINDS[kind]} {len(tracks)}")
+        return kind + len(tracks) - 1
+
+    def _name_track(self, track: int, name: str) -> None:
+        self._put("M", "thread_name", track, args={"name": name})
+        self._put("M", "thread_sort_index", track, args={"sort_index": track})
+
+    def _flush_ring(self, until: float) -> None:
+        """What may not come any more: a checkpoint in flight adds nothing from before its save()."""
+        while self._ring and self._ring[0][0] < until:
+            at, change = heapq.heappop(self._ring)
+            self._ring_bytes += change
+            if not self._ring or self._ring[0][0] != at:
+                self._put("C", "ring", 0, at, args={"bytes": self._ring_bytes})
+
+    # the file
+
+    def _span(self, name: str, track: int, begin: float, end: float, args: dict[str, Any] | None = None) -> None:
+        self._put("X", name, track, begin, dur=end - begin, args=args)
+
+    def _put(
+        self,
+        phase: str,
+        name: str,
+        track: int,
+        at: float = 0.0,
+        *,
+        dur: float = 0.0,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        event: dict[str, Any] = {"ph": phase, "name": name, "pid": self._pid, "tid": track}
+        if phase != "M":
+            event["ts"] = round((self._epoch + at) * 1e6, 1)
+        if phase == "X":
+            event["dur"] = round(dur * 1e6, 1)
+        if args:
+            event["args"] = args
+        self._pending.append(event)
+
+    def _flush(self, *, end: bool = False) -> None:
+        """Called with the lock held."""
+        self._flushed = time.perf_counter()
+        events = [self._pending.popleft() for _ in range(len(self._pending))]
+        file = self._file
+        if file is None or self._pid != os.getpid():
+            return
+        text = b"".join(b",\n" + json.dumps(event).encode() for event in events)
+        try:
+            if len(text) > self._room:
+                text, end = b"", True
+                _warn(f"{self._path} has {MAX_BYTES} bytes; no more is recorded")
+            self._room -= len(text)
+            file.write(text + (_END if end else b""))
+        except OSError as error:
+            end = True
+            _warn(f"{self._path} is not recorded any more: {error.strerror}")
+        if end:
+            self._file = None
+            fcntl.flock(file, fcntl.LOCK_UN)  # also of what forked processes inherited
+            file.close()
+
+
+def _warn(message: str) -> None:
+    with contextlib.suppress(Warning):
+        warnings.warn(message, stacklevel=2)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Ready for what follows the events in it, of which the last may be torn."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"trace={str(path)!r}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size = os.fstat(file.fileno()).st_size
+        file.seek(0)
+        if not size:
+            file.write(_BEGIN)
+        elif file.read(len(_BEGIN)) == _BEGIN:
+            file.truncate(_end_of_events(file, size))
+        else:
+            raise ConfigError(f"trace={str(path)!r}: the file is there, and is no trace of lazyckpt")
+        file.seek(0, os.SEEK_END)
+        return file
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(f"trace={str(path)!r}: another Checkpointer is writing to it") from error
+    except BaseException:
+        file.close()
+        raise
+
+
+def _end_of_events(file: BinaryIO, size: int) -> int:
+    """Where the last whole event ends: the process that wrote it may have been killed."""
+    begin = max(size - _LONGEST_EVENT_BYTES, 0)
+    file.seek(begin)
+    tail = file.read()
+    if tail.endswith(_END):
+        return size - len(_END)
+    last = tail.rfind(b",\n")
+    try:
+        json.loads(tail[last + 2 :])
+        return size
+    except ValueError:
+        return begin + max(last, 0)
+
+
+def _tensors_in(traced: Traced) -> Callable[[ChunkEvent], str | None]:
+    """Which of the largest tensors has most bytes in a chunk, if any has some."""
+    ranges: list[tuple[int, int, int, str]] = []  # file, from, to, name
+    for file, (extents, largest) in enumerate(zip(traced.programs, traced.largest, strict=True)):
+        for extent in extents:
+            at, rows = extent.offset, extent.rows
+            for kind, nbytes, arg in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+                if kind == SOURCE and arg in largest:
+                    ranges.append((file, at, at + nbytes, largest[arg]))
+                at += nbytes
+
+    def tensor_of(chunk: ChunkEvent) -> str | None:
+        overlaps = [
+            (min(end, chunk.offset + chunk.nbytes) - max(begin, chunk.offset), name)
+            for file, begin, end, name in ranges
+            if file == chunk.file and begin < chunk.offset + chunk.nbytes and end > chunk.offset
+        ]
+        return max(overlaps)[1] if overlaps else None
+
+    return tensor_of

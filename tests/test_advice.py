@@ -1,0 +1,177 @@
+"""The papers' formulas, against their own definitions and by search; and the command that applies them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+import lazyckpt
+from lazyckpt.advice import optimal_interval_s
+from lazyckpt.cli import app
+
+GIB = 1 << 30
+KNOWN: dict[str, Any] = {"state_bytes": 3_500_000_000, "iteration_s": 0.8, "write_bytes_per_s": 1.2e9}
+
+durations = st.floats(1e-4, 1e4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    state_bytes=st.integers(1, 1 << 45),
+    iteration_s=durations,
+    write_bytes_per_s=st.floats(1e6, 1e12),
+    share=st.floats(0, 0.9),
+    cost_s=st.floats(0, 100),
+    max_overhead=st.floats(1e-3, 0.5),
+    gpus=st.integers(1, 10_000),
+    failure_s=st.none() | st.floats(60, 1e7),
+)
+def test_what_each_number_promises(
+    share: float, gpus: int, max_overhead: float, failure_s: float | None, **known: Any
+) -> None:
+    overlap_s = known["iteration_s"] * (1 - share)
+    a = lazyckpt.advise(
+        **known, optimizer_s=known["iteration_s"] * share, gpus=gpus, max_overhead=max_overhead, failure_s=failure_s
+    )
+    # FastPersist, 1: at that speed the write takes as long as forward and backward.
+    assert a.state_bytes / a.hide_bytes_per_s == pytest.approx(overlap_s)
+    assert a.hidden == (a.write_s <= overlap_s) or math.isclose(a.write_s, overlap_s)
+    # FastPersist, 2
+    assert a.redo_s == pytest.approx(a.every / 2 * gpus * a.iteration_s)
+    # The least intervals: they hold, and one less does not.
+    for every, needed_s in ((a.disk_every, a.write_s), (a.overhead_every, a.cost_s / max_overhead)):
+        assert every * a.iteration_s >= needed_s * (1 - 1e-6)
+        assert every == 1 or (every - 1) * a.iteration_s < needed_s * (1 + 1e-6)
+    assert a.every == max(a.disk_every, a.overhead_every, a.failure_every or 1)
+    assert a.overhead <= max_overhead * (1 + 1e-6)
+    # The ring holds what is not written when forward and backward are over, and two chunks.
+    chunk = lazyckpt.Config.chunk_bytes
+    rest = max(a.state_bytes - a.write_bytes_per_s * overlap_s, 0)
+    assert rest + 2 * chunk <= a.ring_bytes * (1 + 1e-9) <= rest + 3 * chunk + 1 + rest * 1e-6
+    lazyckpt.Config(chunk_bytes=4096, host_buffer_bytes=min(a.ring_bytes, 1 << 20))
+
+
+@settings(max_examples=50, deadline=None)
+@given(cost_s=st.floats(0.01, 10), ratio=st.floats(20, 1e6))
+def test_the_interval_of_young_and_daly_wastes_least(cost_s: float, ratio: float) -> None:
+    failure_s = cost_s * ratio
+
+    def wall_clock(interval_s: float) -> float:
+        """Daly 2006, equation 20 without restarts: for failures that come at any time, per second of work."""
+        return failure_s * math.expm1((interval_s + cost_s) / failure_s) / interval_s
+
+    best = optimal_interval_s(cost_s, failure_s)
+    candidates = [best * factor for factor in (0.25, 0.5, 0.8, 1.25, 2, 4)]
+    assert all(wall_clock(best) < wall_clock(other) for other in candidates)
+    assert best == pytest.approx(math.sqrt(2 * cost_s * failure_s), rel=0.2)
+
+
+def test_daly_has_an_end() -> None:
+    assert optimal_interval_s(100.0, 10.0) == 10.0
+    assert optimal_interval_s(0.0, 10.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state_bytes": 0},
+        {"state_bytes": True},
+        {"iteration_s": -1.0},
+        {"iteration_s": math.nan},
+        {"write_bytes_per_s": math.inf},
+        {"write_bytes_per_s": "fast"},
+        {"cost_s": -0.1},
+        {"optimizer_s": 0.8},
+        {"max_overhead": 0},
+        {"max_overhead": 2},
+        {"failure_s": 0.0},
+        {"gpus": 0},
+        {"chunk_bytes": 0},
+    ],
+)
+def test_nonsense_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(lazyckpt.ConfigError, match=next(iter(wrong))):
+        lazyckpt.advise(**{**KNOWN, **wrong})
+
+
+# the command
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["advise", *(str(a) for a in arguments)])
+
+
+FLAGS = ("--state", "3.5GB", "--iteration", "800ms", "--bandwidth", "1.2GB/s")
+
+
+def test_flags_have_units() -> None:
+    result = run(*FLAGS, "--cost", "20ms", "--mtbf", "2h", "--gpus", "8", "--optimizer", "0.1s", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    expected = lazyckpt.advise(**KNOWN, cost_s=0.02, failure_s=7200, gpus=8, optimizer_s=0.1)
+    assert {name: told[name] for name in vars(expected)} == pytest.approx(vars(expected))
+    same = run("--state", "2GiB", "--iteration", "1min", "--bandwidth", "512 MiB", "--json")
+    assert json.loads(same.stdout)["write_s"] == 4
+
+
+def test_it_explains_every_number() -> None:
+    lines = run(*FLAGS, "--cost", "20ms", "--mtbf", "2h").stdout.splitlines()
+    for what in ("save every", "for the disk", "for the overhead", "for failures", "a failure repeats", "ring"):
+        (line,) = [line for line in lines if line.strip().startswith(what)]
+        assert len(line.split("  ")) >= 3 and line.split("  ")[-1].strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "give --state, --iteration, --bandwidth"),
+        (["--state", "3GB"], "give --iteration, --bandwidth"),
+        ([*FLAGS, "--cost", "soon"], "--cost 'soon'"),
+        ([*FLAGS, "--mtbf", "3 parsecs"], "--mtbf"),
+        ([*FLAGS, "--state", "many"], "--state 'many'"),
+        ([*FLAGS, "--state", "1.2.3GB"], "--state"),
+        ([*FLAGS, "--iteration", "0"], "iteration_s"),
+        ([*FLAGS, "--max-overhead", "0"], "max_overhead"),
+        (["nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert expected in line
+
+
+def test_numbers_come_from_a_trace_or_a_folder(tmp_path: Path) -> None:
+    model = torch.nn.Linear(400, 400)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handles = []
+    with lazyckpt.Checkpointer(tmp_path / "run", trace=tmp_path / "trace.json") as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        for step in range(1, 31):
+            model(torch.ones(256, 400)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 10 == 0:
+                handles.append(ckpt.save(step))
+                handles[-1].result(30)  # in this iteration: its cost is at least that
+    told = json.loads(run(tmp_path / "trace.json", "--json").stdout)
+    speeds = sorted(h.metrics.bytes / h.metrics.write_s for h in handles)
+    assert told["state_bytes"] == handles[-1].metrics.bytes
+    assert told["write_bytes_per_s"] == pytest.approx(speeds[1], rel=1e-6)
+    waited = [h.metrics.durable_s for h in handles[1:]]  # the last iteration ends with the next step, which never came
+    assert waited[0] * 0.5 < told["cost_s"] < 60 and 0 < told["optimizer_s"] < told["iteration_s"]
+    given = json.loads(run(tmp_path / "trace.json", "--state", "1GB", "--json").stdout)
+    assert given["state_bytes"] == 10**9 and given["iteration_s"] == told["iteration_s"]
+    folder = run(tmp_path / "run", "--iteration", "1s", "--bandwidth", "1GB", "--json")
+    assert json.loads(folder.stdout)["state_bytes"] == told["state_bytes"]
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoints" in run(tmp_path / "empty").stderr
