@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import tempfile
 import time
 import traceback
 from array import array
@@ -126,15 +125,6 @@ def wait_for(condition: Any, timeout_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "did not happen"
         time.sleep(0.001)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A folder on tmpfs, where some kernels refuse O_DIRECT."""
-    if not os.access("/dev/shm", os.W_OK):
-        pytest.skip("no /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 # programs
