@@ -167,7 +167,8 @@ def add_behind_autograd(tensor: torch.Tensor, at: int) -> None:
 
 
 def write_by_address(tensor: torch.Tensor, at: int) -> None:
-    ctypes.memset(tensor.data_ptr() + at * tensor.element_size(), 0xA5, 1)
+    byte = ctypes.c_ubyte.from_address(tensor.data_ptr() + at * tensor.element_size())
+    byte.value ^= 0xA5
 
 
 def write_by_numpy(tensor: torch.Tensor, at: int) -> None:
@@ -194,17 +195,22 @@ def test_audit_names_what_is_written_behind_the_gate(disk: Any, pending: Pending
             ckpt.save(number).result(timeout=60)  # no false alarm
             training.train()
             tensor = chance.choice(training.owned(training.optimizer))
+            expected = training.values()
             disk.hold()
             handle = ckpt.save(number)
             assert pending(handle) > 0
-            disk.release(after_s=chance.random() / 2000)
+            races = chance.random() < 0.5
+            if races:
+                disk.release(after_s=chance.random() / 2000)
             write = chance.choice((add_behind_autograd, write_by_address, write_by_numpy))
             write(tensor, chance.randrange(tensor.numel()))
+            disk.release()
             training.train()
             try:
-                handle.result(timeout=60)
-                found["missed"] += 1
+                saved = torch.load(handle.result(timeout=60) / "state.pt")
+                whole = difference({name: values_in(saved[name]) for name in expected}, expected) is None
+                found["written_after_the_copy" if races and whole else "missed"] += 1
             except lazyckpt.TornSnapshotError as error:
                 found["named" if f" {names[id(tensor)]} was written" in str(error) else str(error)] += 1
-    assert found == {"named": count}, found
+    assert found.keys() <= {"named", "written_after_the_copy"} and found["named"] > 0.9 * count, found
     trials.report("a write behind the gate, with audit=True", count, shm, **found)
