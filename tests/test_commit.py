@@ -82,8 +82,9 @@ def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_the_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest is synced before the folder, the folder before the rename, the parent after it."""
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is synced and renamed, in order."""
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -97,8 +98,45 @@ def test_the_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
+    return log
+
+
+def test_the_order_of_syncs_and_renames(tmp_path: Path, log: list[str]) -> None:
+    """The manifest is synced before the folder, the folder before the rename, the parent after it."""
     staged(tmp_path / "step-00000001", "x").publish()
     assert log == ["sync manifest.json"[:18], "sync .tmp-step-000", "rename", f"sync {tmp_path.name[:13]}"]
+
+
+def test_the_folder_that_a_checkpoint_was_staged_in_is_synced_too(tmp_path: Path, log: list[str]) -> None:
+    """Or it might be there twice after a power cut."""
+    (tmp_path / "inside").mkdir()
+    staging = commit.Staging(tmp_path / "checkpoint", tmp_path / "inside")
+    staging.describe(None, [])
+    staging.publish()
+    assert log[-3:] == ["rename", f"sync {tmp_path.name[:13]}", "sync inside"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_is_carried_over_is_synced(
+    links: bool, tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a folder that was carried over was made after the one above it had been synced."""
+
+    def no_links(*_: Any, **__: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    target = tmp_path / "target"
+    (target / "adapter").mkdir(parents=True)
+    (target / "adapter" / "weights").write_text("theirs")
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    staging = staged(target, "new", keep_others=True)
+    log.clear()
+    monkeypatch.setattr(staging, "_exchange", lambda: log.append("exchange") or Path(tmp_path / "gone"))
+    staging.publish()
+    copies = [] if links else ["sync weights"]
+    before = [entry[: len("sync .tmp-target-")] for entry in log[: log.index("exchange")]]
+    assert before == [*copies, "sync adapter", "sync .tmp-target-"]
 
 
 def test_a_failed_sync_of_the_parent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
