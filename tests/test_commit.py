@@ -162,6 +162,37 @@ def test_remove_whatever_it_is(tmp_path: Path) -> None:
     assert names(tmp_path) == ["kept"]
 
 
+def test_what_is_removed_is_out_of_sight_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes, and if it is never finished."""
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "state.pt").touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    commit.remove(tmp_path / "step-00000001")
+    (left,) = names(tmp_path)
+    assert left.startswith(commit.TRASH)
+
+
+def test_a_manifest_is_written_to_a_new_file(tmp_path: Path) -> None:
+    """Not through a link that somebody put there, nor over what it stands for."""
+    (tmp_path / "precious").write_text("theirs")
+    staging = commit.Staging(tmp_path / "step-00000001")
+    (staging.path / commit.MANIFEST).symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError):
+        staging.describe({"format": 1}, [])
+    assert (tmp_path / "precious").read_text() == "theirs"
+    staging.discard()
+
+
+def test_a_sweep_follows_no_link(tmp_path: Path) -> None:
+    """What it stands for may be locked by a process that has nothing to do with checkpoints."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run" / f"{commit.TEMPORARY}link"
+    link.symlink_to(tmp_path / "elsewhere")
+    assert commit.sweep(tmp_path / "run") == []
+    assert link.is_symlink() and (tmp_path / "elsewhere").is_dir()
+
+
 def test_files_have_the_users_permissions(tmp_path: Path) -> None:
     previous = os.umask(0o027)
     try:
@@ -266,15 +297,20 @@ def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypat
     assert locked == [True] and names(tmp_path) == []
 
 
-def test_a_folder_swept_before_it_was_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mkdir, swept = os.mkdir, []
+@pytest.mark.parametrize("after", ["mkdir", "open"])
+def test_a_folder_swept_before_it_was_locked_is_made_anew(
+    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, swept = getattr(os, after), []
 
-    def swept_once(path: Any, *args: Any) -> None:
-        mkdir(path, *args)
+    def swept_once(path: Any, *args: Any) -> Any:
+        result = call(path, *args)
         if not swept:
-            swept.append(commit.sweep(tmp_path))
+            swept.append([])
+            swept[0] = commit.sweep(tmp_path)
+        return result
 
-    monkeypatch.setattr(os, "mkdir", swept_once)
+    monkeypatch.setattr(os, after, swept_once)
     staging = commit.Staging(tmp_path / "step-00000001")
     assert len(swept[0]) == 1 and staging.path.is_dir()
     staging.discard()

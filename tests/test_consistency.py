@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import MAKE, Device, Host, Place, Training, values_in
 
 import lazyckpt
 from fake_cuda import Mode
 from lazyckpt.snapshot import Snapshot
+from trainings import MAKE, Device, Host, Place, Training, values_in
 from trials import Trials
 
 ROUNDS = 20  # of one training, before another one is made

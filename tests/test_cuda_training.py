@@ -566,11 +566,11 @@ def test_what_is_elsewhere_is_copied_by_torch(monkeypatch: pytest.MonkeyPatch, t
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 100)).sum().backward()
-    optimizer.step()
     monkeypatch.setattr(devices, "locate", lambda storages, engine: [devices.ELSEWHERE for _ in storages])
     monkeypatch.setattr(devices, "on_host", torch.UntypedStorage.clone)
     monkeypatch.setattr(devices, "current_streams", lambda ordinals: array("Q"))
     with lazyckpt.Saver() as saver:
+        optimizer.step()  # so that it would be lazy
         handle = saver.save(model.state_dict(), tmp_path / "a.pt")
         before = {name: t.clone() for name, t in model.state_dict().items()}
         with torch.no_grad():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
+import struct
 import time
 import traceback
 from array import array
@@ -504,6 +506,34 @@ def test_a_job_without_files_is_durable_at_once() -> None:
     job.seal()
     assert job.wait_settled(5)
     del job, engine
+
+
+def unwritten_extents(path: Path) -> int:
+    """How many parts of a file have a place on the disk, but only the page cache has their bytes (FIEMAP)."""
+    request = bytearray(struct.pack("=QQ4I", 0, (1 << 64) - 1, 0, 0, 256, 0) + bytes(56 * 256))
+    with path.open("rb") as file:
+        fcntl.ioctl(file, 0xC020660B, request)
+    (extents,) = struct.unpack_from("=I", request, 20)
+    flags = [struct.unpack_from("=I", request, 32 + 56 * n + 40)[0] for n in range(extents)]
+    return sum(flag & 0x804 != 0 for flag in flags)  # delayed allocation, or unwritten
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_has_settled_is_on_the_disk(backend: str, tmp_path: Path) -> None:
+    """Injected failures say that a sync is asked for; the file system says that it happens."""
+    control = tmp_path / "control"
+    with control.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+        file.write(os.urandom(1 << 20))
+    try:
+        tells = unwritten_extents(control) > 0
+    except OSError:
+        tells = False
+    if not tells:
+        pytest.skip("this file system does not tell what is written")
+    engine = make_engine(backend=backend, direct=False)
+    for path in save(engine, simple([1 << 20]), tmp_path):
+        assert unwritten_extents(path) == 0
 
 
 # failing and letting go; test_faults.py has the rest

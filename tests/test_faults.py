@@ -362,6 +362,7 @@ def test_disk_full(small_disk: Path, found_by: str, monkeypatch: pytest.MonkeyPa
             run.step(step).result(30)
             steps.append(step)
     assert len(steps) >= 5
+    assert found_by == "save" or "fallocate" in str(caught.value.__cause__), "before anything is written"
     failed = steps[-1] + 1
     assert caught.value.step == failed and caught.value.path.name == f"step-{failed:08d}"
     run.check(*steps)
