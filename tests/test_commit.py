@@ -303,8 +303,8 @@ def test_a_folder_swept_before_it_was_locked_is_made_anew(
 ) -> None:
     call, swept = getattr(os, after), []
 
-    def swept_once(path: Any, *args: Any) -> Any:
-        result = call(path, *args)
+    def swept_once(path: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(path, *args, **kwargs)
         if not swept:
             swept.append([])
             swept[0] = commit.sweep(tmp_path)
