@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import lazyckpt
-import lazyckpt
 from fake_cuda import Capture, Mode
 from fake_cuda.memory import Gpu, raw
 from lazyckpt import _engine, devices, functional

@@ -153,6 +153,12 @@ def test_passing_troubles_are_overcome(
     run.checkpointer.close()
 
 
+def test_a_write_that_never_moves_anything_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, fault=",".join(f"write:{n}:EAGAIN" for n in range(1, 3000)), io_backend="posix")
+    error = run.step(1).exception(30)
+    check_error(error, 1, tmp_path / "step-00000001", errno.EAGAIN)
+
+
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_training_hears_of_a_failure(on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, "sync:1:EIO", on_error=on_error)

@@ -427,14 +427,14 @@ _in(
     ),
     (
         "a guarded method does not wait",
-        ("        self._wait(owner)\n        self._count(owner)\n"),
-        "        self._count(owner)\n",
+        ("            self._wait(owner)\n            self._count(owner)\n"),
+        "            self._count(owner)\n",
         "test_gate.py::test_guard_makes_an_average_lazy_and_its_update_wait",
     ),
     (
         "a guarded method is not open",
-        ("        self._open.add(owner)\n        try:"),
-        "        try:",
+        "self._open.update(owners)",
+        "pass",
         "test_gate.py::test_a_save_inside_a_guarded_method_is_eager",
     ),
     (
@@ -570,13 +570,8 @@ _in(
         ("        landings = provider.landings(archive.tree)\n    except ZeroDivisionError as error:\n"),
         "test_restore.py::test_a_changed_model_is_one_error_that_lists_all_and_touches_nothing",
     ),
-    ("several land in one place", "and claims[place] == 1", "pass", "test_restore.py"),
-    (
-        "what is seen elsewhere, too, lands",
-        ("            len(group) == slot.references\n            and "),
-        "            ",
-        "test_restore.py test_training.py",
-    ),
+    ("several land in one place", "claims[place] == 1", "True", "test_restore.py"),
+    ("what is seen elsewhere, too, lands", "len(group) == slot.references", "True", "test_restore.py test_training.py"),
 )
 _in(
     "lazyckpt/catalog.py",
@@ -874,7 +869,7 @@ _in(
         "a write that moves nothing is tried for ever",
         "(chunk->written == before && ++chunk->retries > kMaxRetries)",
         "false",
-        ("test_faults.py::test_every_operation_of_a_save_fails test_faults.py::test_passing_troubles_are_overcome"),
+        "test_faults.py::test_a_write_that_never_moves_anything_is_given_up",
     ),
 )
 _in(
@@ -1094,6 +1089,31 @@ _in(
     ),
 )
 _in(
+    "csrc/capture.cc",
+    (
+        "the small buffer is filled again before it is emptied",
+        "const std::byte* const bounce = chunk->bounce;",
+        (
+            "const std::byte* const bounce = chunk->bounce;\n"
+            "if (bounce != nullptr) idle_bounces_.push_back(std::exchange(chunk->bounce, nullptr));\n"
+            "changed_.notify_all();"
+        ),
+        DEVICES,
+    ),
+    (
+        "the small buffer is filled again before it is full",
+        "if (chunk->eager) --job.eager_left;",
+        ("if (chunk->eager) --job.eager_left;\nif (chunk->bounce) idle_bounces_.push_back(chunk->bounce);"),
+        DEVICES,
+    ),
+    (
+        "restore fills the small buffer again before it is copied",
+        "std::memcpy(bounce, from.data() + done, piece.size());",
+        ("std::memcpy(bounce, from.data() + done, piece.size());\nLocked([&] { idle_bounces_.push_back(bounce); });"),
+        DEVICES,
+    ),
+)
+_in(
     "lazyckpt/snapshot.py",
     (
         "any optimizer is trusted to the stream",
@@ -1101,6 +1121,10 @@ _in(
         "self._wait(owners, on_device=True)",
         DEVICES,
     ),
+)
+_in(
+    "lazyckpt/gate.py",
+    ("replays do not wait", "with gate.step(*self._steps):", "with contextlib.nullcontext():", DEVICES),
 )
 _in(
     "lazyckpt/ownership.py",
