@@ -175,6 +175,7 @@ def write_by_numpy(tensor: torch.Tensor, at: int) -> None:
     tensor.detach().numpy()[at] = -1.0
 
 
+@pytest.mark.timeout(1800)  # with all trials
 def test_audit_names_what_is_written_behind_the_gate(disk: Any, pending: Pending, trials: Trials, shm: Path) -> None:
     """Where ``_version`` does not see it: one element of any tensor, by any way, at any instant before the step."""
     chance = trials.random

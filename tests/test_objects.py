@@ -330,6 +330,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.timeout(1800)  # with all trials
 def test_any_tree_comes_back_from_a_file(graph: Any, by_torch: Any, trials: Trials, shm: Path) -> None:
     tried = 0
 

@@ -458,6 +458,7 @@ def run(folder: Path, until: int, *, save_at: int | None = None, seed: int = 0) 
                     return losses, model
 
 
+@pytest.mark.timeout(1800)  # with all trials
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(trials: Trials, tmp_path: Path) -> None:
     """Saved inside of an epoch, at its end and in the next one: an epoch has seven batches."""
     steps = trials.count(26, 100)

@@ -189,6 +189,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"])).filter(
 SPECS = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3), st.integers(0, 2**31))
 
 
+@pytest.mark.timeout(1800)  # with all trials
 def test_round_trip(trials: Trials, shm: Path) -> None:
     """Laid out here, read by safetensors; saved by lazyckpt, transposed ones too, read by both."""
     path, saved = shm / "x", shm / "x.safetensors"

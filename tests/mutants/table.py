@@ -924,12 +924,6 @@ _in(
         "test_ring.py",
     ),
     (
-        "regions are reused before older ones",
-        "while (!regions_.empty() && !regions_.front().live) regions_.pop_front();",
-        "std::erase_if(regions_, [](const Region& r) { return !r.live; });",
-        "test_ring.py",
-    ),
-    (
         "children inherit the ring",
         "if (madvise(base_, mapped_, MADV_DONTFORK) != 0)",
         "if (false)",
