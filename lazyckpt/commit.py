@@ -186,8 +186,8 @@ def _carry_over(old: Path, new: Path) -> None:
                 if not os.path.islink(into / name):
                     sync_path(into / name)
         changed.append(into)
-    for folder in reversed(changed):  # a folder's name is in the one above it
-        sync_path(folder)
+    for into in reversed(changed):  # a folder's name is in the one above it
+        sync_path(into)
 
 
 class FileStaging(Staging):
