@@ -4,6 +4,7 @@
 # make docs    the documentation as a site, in build/site
 # make bench   a quick table against peers, in minutes; make bench-full: everything, with pictures, in hours
 # make torture the long safety trials
+# make mutants every safety taken out in turn: which test notices
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
@@ -64,6 +65,9 @@ torture: setup
 	rm -f build/trials.jsonl
 	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest -m 'slow or not slow'
 	$(BIN)/python tests/trials.py
+
+mutants: setup
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/mutants
 
 clean:
 	rm -rf $(VENV) build dist

@@ -108,7 +108,7 @@ class PosixBackend final : public IoBackend {
 }  // namespace
 
 Status IoBackend::Create(const std::string& path, bool want_direct, int* fd, bool* direct) {
-  constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
+  constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;  // which follows no link
   *direct = want_direct;
   *fd = open(path.c_str(), kFlags | (want_direct ? O_DIRECT : 0), 0666);  // the umask decides
   if (*fd < 0 && errno == EINVAL && want_direct) {

@@ -180,6 +180,7 @@ def _carry_over(old: Path, new: Path) -> None:
     """Links what the folder ``old`` holds and ``new`` lacks into ``new``."""
     if old.is_symlink() or not old.is_dir():
         return
+    changed = []
     for folder, subfolders, names in os.walk(old):
         into = new / Path(folder).relative_to(old)
         if os.path.lexists(into) and not into.is_dir():
@@ -195,6 +196,8 @@ def _carry_over(old: Path, new: Path) -> None:
                 shutil.copy2(Path(folder, name), into / name, follow_symlinks=False)
                 if not os.path.islink(into / name):
                     sync_path(into / name)
+        changed.append(into)
+    for into in reversed(changed):  # a folder's name is in the one above it
         sync_path(into)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import os
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +19,8 @@ import torch
 
 import lazyckpt
 from fake_cuda import FakeCuda, compiler
-from lazyckpt import commit
+from fake_cuda.memory import Gpu
+from lazyckpt import _engine, commit, devices
 from lazyckpt.gate import gate
 from trials import Trials
 
@@ -29,7 +33,9 @@ Graph = Callable[[Any], Any]
 @pytest.fixture
 def trials(request: pytest.FixtureRequest) -> Trials:
     """How many trials of a safety to run, their seed, and where they are reported."""
-    return Trials(request.node.nodeid)
+    trials = Trials(request.node.nodeid)
+    print(f"LAZYCKPT_SEED={trials.seed}")  # shown if the test fails
+    return trials
 
 
 @pytest.fixture
@@ -136,19 +142,49 @@ def cuda() -> Iterator[FakeCuda]:
     assert violations == []
 
 
+@pytest.fixture
+def gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """Tensors on these devices, and nothing left of them in the end: see fake_cuda/memory.py."""
+    if not _engine.FAULTS:
+        pytest.skip("only the test build looks for another driver")
+    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(cuda.path))
+    gpu = Gpu(cuda)
+    for name in ("locate", "target", "new_storage", "data_ptr", "current_streams", "on_host"):
+        monkeypatch.setattr(devices, name, getattr(gpu, name))
+    monkeypatch.setattr(devices, "capturing", lambda: gpu.captured)
+    yield gpu
+    assert gate._pending == ()
+    gc.collect()  # tracebacks hold on to engines
+    assert not any(cuda.live().values())
+    assert cuda.context_depth() == 0
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder on tmpfs, where some kernels refuse O_DIRECT."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 class Disk:
     """Holds checkpoints back before their file is made: what does not fit into the ring stays uncopied."""
 
     def __init__(self) -> None:
         self._free = threading.Event()
         self._free.set()
+        self._timer: threading.Timer | None = None
 
     def hold(self) -> None:
+        if self._timer is not None:
+            self._timer.join()  # of the time before
         self._free.clear()
 
     def release(self, after_s: float = 0.0) -> None:
         if after_s:
-            threading.Timer(after_s, self._free.set).start()
+            self._timer = threading.Timer(after_s, self._free.set)
+            self._timer.start()
         else:
             self._free.set()
 

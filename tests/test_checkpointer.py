@@ -304,6 +304,23 @@ def test_nothing_is_removed_before_the_new_one_is_durable(make_run: Any, monkeyp
     assert names(run.ckpt.directory) == ["step-00000001"]
 
 
+def test_nothing_is_removed_when_a_save_fails(make_run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that is resumed with a shorter memory keeps all there is until it has saved."""
+    run = make_run(directory=tmp_path / "run")
+    for step in (1, 2):
+        run.ckpt.save(step, blocking=True)
+    run.ckpt.close()
+    again = make_run(directory=tmp_path / "run", keep_last=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(commit.Staging, "publish", lambda self: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(lazyckpt.NoSpaceError):
+            again.ckpt.save(3).result(timeout=30)
+        again.ckpt._saver.drain()
+    assert names(again.ckpt.directory) == ["step-00000001", "step-00000002"]
+    again.ckpt.save(3, blocking=True)
+    wait_until(lambda: names(again.ckpt.directory) == ["step-00000003"])
+
+
 def test_what_cannot_be_removed_is_a_warning(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint that was to be kept is kept; nobody is told that it failed."""
     run = make_run(keep_last=1)

@@ -82,8 +82,9 @@ def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_the_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest is synced before the folder, the folder before the rename, the parent after it."""
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is synced and renamed, in order."""
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -97,6 +98,11 @@ def test_the_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
+    return log
+
+
+def test_the_order_of_syncs_and_renames(tmp_path: Path, log: list[str]) -> None:
+    """The manifest is synced before the folder, the folder before the rename, the parent after it."""
     staged(tmp_path / "step-00000001", "x").publish()
     assert log == ["sync manifest.json"[:18], "sync .tmp-step-000", "rename", f"sync {tmp_path.name[:13]}"]
 
@@ -158,6 +164,38 @@ def test_the_final_name_is_gone_for_good_before_what_had_it(tmp_path: Path, monk
     assert names(tmp_path) == []
 
 
+def test_the_folder_that_a_checkpoint_was_staged_in_is_synced_too(tmp_path: Path, log: list[str]) -> None:
+    """Or it might be there twice after a power cut."""
+    (tmp_path / "inside").mkdir()
+    staging = commit.Staging(tmp_path / "checkpoint", tmp_path / "inside")
+    staging.describe(None, [])
+    staging.publish()
+    assert log[-3:] == ["rename", f"sync {tmp_path.name[:13]}", "sync inside"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_is_carried_over_is_synced(
+    links: bool, tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a folder that was carried over was made after the one above it had been synced."""
+
+    def no_links(*_: Any, **__: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    target = tmp_path / "target"
+    (target / "adapter").mkdir(parents=True)
+    (target / "adapter" / "weights").write_text("theirs")
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    staging = staged(target, "new", keep_others=True)
+    log.clear()
+    monkeypatch.setattr(staging, "_exchange", lambda: log.append("exchange") or Path(tmp_path / "gone"))
+    staging.publish()
+    copies = [] if links else ["sync weights"]
+    before = [entry[: len("sync .tmp-target-")] for entry in log[: log.index("exchange")]]
+    assert before == [*copies, "sync adapter", "sync .tmp-target-"]
+
+
 def test_a_failed_sync_of_the_parent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staging = staged(tmp_path / "step-00000001", "x")
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
@@ -179,6 +217,37 @@ def test_remove_whatever_it_is(tmp_path: Path) -> None:
     for name in ("folder", "file", "link", "missing"):
         commit.remove(tmp_path / name)
     assert names(tmp_path) == ["kept"]
+
+
+def test_what_is_removed_is_out_of_sight_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes, and if it is never finished."""
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "state.pt").touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    commit.remove(tmp_path / "step-00000001")
+    (left,) = names(tmp_path)
+    assert left.startswith(commit.TRASH)
+
+
+def test_a_manifest_is_written_to_a_new_file(tmp_path: Path) -> None:
+    """Not through a link that somebody put there, nor over what it stands for."""
+    (tmp_path / "precious").write_text("theirs")
+    staging = commit.Staging(tmp_path / "step-00000001")
+    (staging.path / commit.MANIFEST).symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError):
+        staging.describe({"format": 1}, [])
+    assert (tmp_path / "precious").read_text() == "theirs"
+    staging.discard()
+
+
+def test_a_sweep_follows_no_link(tmp_path: Path) -> None:
+    """What it stands for may be locked by a process that has nothing to do with checkpoints."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run" / f"{commit.TEMPORARY}link"
+    link.symlink_to(tmp_path / "elsewhere")
+    assert commit.sweep(tmp_path / "run") == []
+    assert link.is_symlink() and (tmp_path / "elsewhere").is_dir()
 
 
 def test_files_have_the_users_permissions(tmp_path: Path) -> None:
@@ -285,15 +354,20 @@ def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypat
     assert locked == [True] and names(tmp_path) == []
 
 
-def test_a_folder_swept_before_it_was_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mkdir, swept = os.mkdir, []
+@pytest.mark.parametrize("after", ["mkdir", "open"])
+def test_a_folder_swept_before_it_was_locked_is_made_anew(
+    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, swept = getattr(os, after), []
 
-    def swept_once(path: Any, *args: Any) -> None:
-        mkdir(path, *args)
+    def swept_once(path: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(path, *args, **kwargs)
         if not swept:
-            swept.append(commit.sweep(tmp_path))
+            swept.append([])
+            swept[0] = commit.sweep(tmp_path)
+        return result
 
-    monkeypatch.setattr(os, "mkdir", swept_once)
+    monkeypatch.setattr(os, after, swept_once)
     staging = commit.Staging(tmp_path / "step-00000001")
     assert len(swept[0]) == 1 and staging.path.is_dir()
     staging.discard()

@@ -1,18 +1,16 @@
 """Training whose state lives on CUDA devices, through Saver and Checkpointer: tests/fake_cuda plays the devices.
 
-torch has no CUDA here. Its CPU tensors stand for tensors on a device (lazyckpt/devices.py is told so): what is saved
-of them is device memory, which kernels of the test fill, on the training stream, in place of those torch would launch.
+What stands for their tensors: tests/fake_cuda/memory.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import threading
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,115 +19,14 @@ import pytest
 import torch
 
 import lazyckpt
-from fake_cuda import Capture, FakeCuda, Mode
+from fake_cuda import Capture, Mode
+from fake_cuda.memory import Gpu, raw
 from lazyckpt import _engine, devices, functional
 from lazyckpt import saver as saver_module
-from lazyckpt.gate import gate
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
 
 SMALL = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 256 << 10}
-
-
-class Gpu:
-    """Which tensors are on which device, and what their memory holds: one byte, all over."""
-
-    def __init__(self, driver: FakeCuda) -> None:
-        self.driver = driver
-        self.streams = {0: 0, 1: 0}
-        self.captured = False
-        self._memory: dict[int, tuple[int, int, torch.UntypedStorage]] = {}  # by _cdata: device, pointer
-        self._bytes: dict[int, int] = {}
-
-    def place(self, tensors: Iterable[torch.Tensor], device: int = 0) -> None:
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._memory:
-                pointer = self.driver.device_malloc(device, storage.nbytes())
-                self._memory[storage._cdata] = device, pointer, storage
-                self.driver.write(pointer, bytes(storage.nbytes()))
-                self._bytes[storage._cdata] = 0
-
-    def kernel(self, tensors: Iterable[torch.Tensor], byte: int) -> None:
-        """Writes to tensors, in the order of the training stream."""
-        tensors = list(tensors)
-        for device, stream in self.streams.items():
-            if writes := self.ranges(tensors, device, byte):
-                self.driver.kernel(stream, writes, device=device)
-        for identity in {tensor.untyped_storage()._cdata for tensor in tensors} & self._bytes.keys():
-            self._bytes[identity] = byte
-
-    def ranges(self, tensors: Iterable[torch.Tensor], device: int, byte: int) -> list[tuple[int, int, int]]:
-        places = [(self._memory.get(t.untyped_storage()._cdata), t.untyped_storage().nbytes()) for t in tensors]
-        return [(place[1], nbytes, byte) for place, nbytes in places if place is not None and place[0] == device]
-
-    def not_placed(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [t for t in tensors if t.untyped_storage()._cdata not in self._memory]
-
-    def content(self, tensor: torch.Tensor) -> bytes:
-        place = self._memory.get(tensor.untyped_storage()._cdata)
-        return raw(tensor) if place is None else self.driver.read(place[1], tensor.nbytes)
-
-    def picture(self, state: Any) -> Any:
-        """The bytes of every tensor in a state, as they will be when the streams are done."""
-        if isinstance(state, torch.Tensor):
-            byte = self._bytes.get(state.untyped_storage()._cdata)
-            return raw(state) if byte is None else bytes([byte]) * state.nbytes
-        if isinstance(state, dict):
-            return {key: self.picture(value) for key, value in state.items()}
-        return [self.picture(value) for value in state] if isinstance(state, list) else state
-
-    # lazyckpt.devices
-
-    def locate(self, storages: Iterable[torch.UntypedStorage], engine: _engine.Engine) -> list[int] | None:
-        found = [self._memory[s._cdata][0] if s._cdata in self._memory else devices.HOST for s in storages]
-        for device in set(found) - {devices.HOST}:
-            assert engine.attach(device)
-        return found if any(device != devices.HOST for device in found) else None
-
-    def target(self, map_location: Any, engine: _engine.Engine) -> int:
-        device = None if map_location is None else torch.device(map_location).index
-        assert device is None or engine.attach(device)
-        return devices.HOST if device is None else device
-
-    def new_storage(self, nbytes: int, device: int) -> torch.UntypedStorage:
-        storage = torch.UntypedStorage(nbytes)
-        if device != devices.HOST and nbytes:
-            self.place([torch.empty(0, dtype=torch.uint8).set_(storage)], device)
-        return storage
-
-    def data_ptr(self, storage: torch.UntypedStorage) -> int:
-        place = self._memory.get(storage._cdata)
-        return storage.data_ptr() if place is None else place[1]
-
-    def current_streams(self, ordinals: Iterable[int]) -> array[int]:
-        return array("Q", [n for d in ordinals for n in (d, self.streams[d])])
-
-    def on_host(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        place = self._memory.get(storage._cdata)
-        if place is None:
-            return storage
-        self.driver.synchronize()
-        copy = torch.frombuffer(bytearray(self.driver.read(place[1], storage.nbytes())), dtype=torch.uint8)
-        return copy.untyped_storage()
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-@pytest.fixture
-def gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(cuda.path))
-    gpu = Gpu(cuda)
-    for name in ("locate", "target", "new_storage", "data_ptr", "current_streams", "on_host"):
-        monkeypatch.setattr(devices, name, getattr(gpu, name))
-    monkeypatch.setattr(devices, "capturing", lambda: gpu.captured)
-    yield gpu
-    assert gate._pending == ()
-    gc.collect()  # tracebacks hold on to engines
-    assert not any(cuda.live().values())
-    assert cuda.context_depth() == 0
 
 
 class Net(torch.nn.Module):
@@ -668,11 +565,11 @@ def test_what_is_elsewhere_is_copied_by_torch(monkeypatch: pytest.MonkeyPatch, t
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 100)).sum().backward()
-    optimizer.step()
     monkeypatch.setattr(devices, "locate", lambda storages, engine: [devices.ELSEWHERE for _ in storages])
     monkeypatch.setattr(devices, "on_host", torch.UntypedStorage.clone)
     monkeypatch.setattr(devices, "current_streams", lambda ordinals: array("Q"))
     with lazyckpt.Saver() as saver:
+        optimizer.step()  # so that it would be lazy
         handle = saver.save(model.state_dict(), tmp_path / "a.pt")
         before = {name: t.clone() for name, t in model.state_dict().items()}
         with torch.no_grad():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
-import tempfile
+import struct
 import time
 import traceback
 from array import array
@@ -103,7 +104,7 @@ def save(engine: _engine.Engine, program: Program, folder: Path) -> list[Path]:
 
 def check(job: _engine.Job, program: Program, paths: list[Path]) -> None:
     expected = program.expected()
-    assert [p.read_bytes() for p in paths] == expected
+    assert all(p.read_bytes() == data for p, data in zip(paths, expected, strict=True))
     assert job.files() == [(len(data), _engine.crc32(data)) for data in expected]
     assert job.source_crcs() == [_engine.crc32(s) for s in program.sources]
 
@@ -126,15 +127,6 @@ def wait_for(condition: Any, timeout_s: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "did not happen"
         time.sleep(0.001)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A folder on tmpfs, where some kernels refuse O_DIRECT."""
-    if not os.access("/dev/shm", os.W_OK):
-        pytest.skip("no /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 # programs
@@ -259,11 +251,12 @@ def test_checksum_cut_by_a_chunk_boundary(tmp_path: Path) -> None:
             path.unlink()
 
 
-def test_checksum_waits_for_a_source_that_another_thread_copies(tmp_path: Path) -> None:
-    """The chunk with the checksum is ready long before the last chunk of the big source."""
-    program = simple([200 * BLOCK], [1])
-    for _ in range(20):
-        for path in save(make_engine(ring_bytes=64 * BLOCK, copy_threads=4), program, tmp_path):
+def test_checksum_waits_for_a_source_that_another_thread_copies(shm: Path) -> None:
+    """The chunk with the checksum is ready long before the big one in front of it."""
+    program = simple([16 << 20], [1])
+    for _ in range(10):
+        engine = make_engine(ring_bytes=64 << 20, chunk_bytes=16 << 20, copy_threads=4)
+        for path in save(engine, program, shm):
             path.unlink()
 
 
@@ -514,6 +507,34 @@ def test_a_job_without_files_is_durable_at_once() -> None:
     job.seal()
     assert job.wait_settled(5)
     del job, engine
+
+
+def unwritten_extents(path: Path) -> int:
+    """How many parts of a file have a place on the disk, but only the page cache has their bytes (FIEMAP)."""
+    request = bytearray(struct.pack("=QQ4I", 0, (1 << 64) - 1, 0, 0, 256, 0) + bytes(56 * 256))
+    with path.open("rb") as file:
+        fcntl.ioctl(file, 0xC020660B, request)
+    (extents,) = struct.unpack_from("=I", request, 20)
+    flags = [struct.unpack_from("=I", request, 32 + 56 * n + 40)[0] for n in range(extents)]
+    return sum(flag & 0x804 != 0 for flag in flags)  # delayed allocation, or unwritten
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_has_settled_is_on_the_disk(backend: str, tmp_path: Path) -> None:
+    """Injected failures say that a sync is asked for; the file system says that it happens."""
+    control = tmp_path / "control"
+    with control.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+        file.write(os.urandom(1 << 20))
+    try:
+        tells = unwritten_extents(control) > 0
+    except OSError:
+        tells = False
+    if not tells:
+        pytest.skip("this file system does not tell what is written")
+    engine = make_engine(backend=backend, direct=False)
+    for path in save(engine, simple([1 << 20]), tmp_path):
+        assert unwritten_extents(path) == 0
 
 
 # failing and letting go; test_faults.py has the rest

@@ -155,6 +155,12 @@ def test_passing_troubles_are_overcome(
     run.checkpointer.close()
 
 
+def test_a_write_that_never_moves_anything_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, fault=",".join(f"write:{n}:EAGAIN" for n in range(1, 3000)), io_backend="posix")
+    error = run.step(1).exception(30)
+    check_error(error, 1, tmp_path / "step-00000001", errno.EAGAIN)
+
+
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_training_hears_of_a_failure(on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, "sync:1:EIO", on_error=on_error)
@@ -406,6 +412,8 @@ def test_disk_full(small_disk: Path, found_by: str, monkeypatch: pytest.MonkeyPa
             run.step(step).result(30)
             steps.append(step)
     assert len(steps) >= 5
+    if found_by == "fallocate":  # before anything is written
+        assert "fallocate" in caught.value.__cause__.strerror  # type: ignore[union-attr]
     failed = steps[-1] + 1
     assert caught.value.step == failed and caught.value.path.name == f"step-{failed:08d}"
     run.check(*steps)

@@ -17,6 +17,7 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
+from trials import Trials
 
 STEPS = (1, 2, 3)
 
@@ -457,12 +458,19 @@ def run(folder: Path, until: int, *, save_at: int | None = None, seed: int = 0) 
                     return losses, model
 
 
-@pytest.mark.parametrize("save_at", [7, 10, 14])  # an epoch has seven batches
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(save_at: int, tmp_path: Path) -> None:
-    expected, model = run(tmp_path / "whole", 40)
-    run(tmp_path / "parts", save_at + 2, save_at=save_at)
-    torch.manual_seed(99)
-    torch.rand(17)
-    losses, resumed = run(tmp_path / "parts", 40, seed=5)
-    assert losses == expected
-    assert all(torch.equal(v, resumed.state_dict()[k]) for k, v in model.state_dict().items())
+@pytest.mark.timeout(1800)  # with all trials
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(trials: Trials, tmp_path: Path) -> None:
+    """Saved inside of an epoch, at its end and in the next one: an epoch has seven batches."""
+    steps = trials.count(26, 100)
+    starts = [7, 10, 14, *(trials.random.randint(1, 14) for _ in range(trials.count(0, 17)))]
+    until = max(starts) + steps
+    expected, model = run(tmp_path / "whole", until)
+    for number, save_at in enumerate(starts):
+        parts = tmp_path / f"parts-{number}"
+        run(parts, save_at + 2, save_at=save_at)
+        torch.manual_seed(trials.random.randrange(1 << 32))
+        torch.rand(17)
+        losses, resumed = run(parts, until, seed=5)
+        assert losses == expected
+        assert all(torch.equal(v, resumed.state_dict()[k]) for k, v in model.state_dict().items())
+    trials.report("resume equals uninterrupted: losses, weights", len(starts), tmp_path, steps_at_least=steps)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt import devices
 from lazyckpt.snapshot import LAZY_MIN_BYTES
 
 FUSED = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731
@@ -242,6 +243,25 @@ def test_parameters_that_are_given_other_memory_leave_the_snapshot_whole(
     disk.release()
     assert graph(saved(handle)["model"]) == graph(before["model"])
     del garbage
+
+
+@pytest.mark.parametrize("same_address", [False, True])
+def test_a_parameter_whose_storage_is_resized_fails_the_checkpoint(
+    same_address: bool, make_run: Any, disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sharded training does it. No version moves, and an allocator may give the same address again."""
+    run = make_run(FUSED, torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12))))
+    run.step()
+    storage = run.model[1].weight.untyped_storage()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    if same_address:
+        address, real = storage.data_ptr(), devices.data_ptr
+        monkeypatch.setattr(devices, "data_ptr", lambda s: address if s._cdata == storage._cdata else real(s))
+    storage.resize_(2 * storage.nbytes())
+    disk.release()
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.1\.weight was given other memory"):
+        handle.result(timeout=30)
 
 
 def test_deleting_model_and_optimizer_leaves_the_snapshot_whole(tmp_path: Any, disk: Any) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazyckpt.containers import sniff
-from lazyckpt.containers.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent
+from lazyckpt.containers.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent, FileReader
 from lazyckpt.containers.torch_zip import LOCAL_HEADER, Layout, small_records
 from lazyckpt.containers.torch_zip_reader import Directory, read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
@@ -654,6 +654,13 @@ def kinds_of_file() -> Iterator[tuple[str, Callable[[Path], object]]]:
                 [torch.ones(1)], path, _use_new_zipfile_serialization=False, pickle_protocol=protocol
             ),
         )
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 1 << 62), (0, 5), (3, 2), (-1, 2), (1 << 70, 1)])
+def test_a_read_beyond_the_end_asks_for_no_memory(offset: int, nbytes: int, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abcd")
+    with FileReader(tmp_path / "x") as file, pytest.raises(CorruptFileError, match="truncated: "):
+        file.read(offset, nbytes)
 
 
 def test_sniff(tmp_path: Path) -> None:

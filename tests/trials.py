@@ -12,8 +12,11 @@ import platform
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from hypothesis import HealthCheck, seed, settings
 
 TORTURE = bool(os.environ.get("LAZYCKPT_TORTURE"))
 LOG = Path(__file__).parent.parent / "build" / "trials.jsonl"
@@ -30,6 +33,12 @@ class Trials:
 
     def count(self, few: int, all_of_them: int) -> int:
         return all_of_them if TORTURE else few
+
+    def examples(self, few: int, all_of_them: int) -> Callable[[Any], Any]:
+        """Decorates a hypothesis test inside of a test: so many examples, from this seed."""
+        found = settings(max_examples=self.count(few, all_of_them), deadline=None, database=None)
+        quiet = settings(found, suppress_health_check=[HealthCheck.too_slow])
+        return lambda test: seed(self.seed)(quiet(test))
 
     def report(self, figure: str, trials: int, folder: Path, **counts: object) -> None:
         """``figure``: the row of the table; ``folder``: where the trials wrote; ``counts``: what else is to be told,

@@ -1,0 +1,169 @@
+"""A copy of the package and of its tests, in which a safety can be taken out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from lazyckpt import _engine
+
+ROOT = Path(__file__).parent.parent.parent
+_LIBRARIES = ("-luring", "-ldeflate", "-lz", "-lpthread", "-ldl")
+# An editable installation is found before sys.path, also by the processes that tests start.
+_SITECUSTOMIZE = """
+import sys
+sys.meta_path = [f for f in sys.meta_path if "ditable" not in type(f).__name__ + type(f).__module__]
+"""
+
+
+# Imports what takes long once, and forks for each run of pytest. One line a run: arguments, where the output goes.
+_NURSERY = """
+import json, os, signal, sys, time
+import hypothesis, numpy, pytest, torch
+for line in sys.stdin:
+    arguments, output, seconds = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        for number, name in ((0, os.devnull), (1, output), (2, output)):
+            os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), number)
+        os._exit(pytest.main(arguments))
+    end = time.monotonic() + seconds
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    try:
+        os.killpg(child, signal.SIGKILL)  # it, or what it left behind
+    except ProcessLookupError:
+        pass
+    status = done[1] if done[0] else os.waitpid(child, 0)[1]
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+class Mutant(NamedTuple):
+    """What goes wrong, the file, the text that stands there once, what stands there instead, and the tests that are
+    meant to notice, as pytest is told of them in tests/."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    @property
+    def is_native(self) -> bool:
+        return self.file.startswith("csrc/")
+
+
+class Outcome(NamedTuple):
+    caught_by: str | None
+    seconds: float
+
+
+class Copy:
+    """The package and its tests in a folder, until it is closed. Mutants of C++ are built on what was built before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._built = False
+        skip = shutil.ignore_patterns("_engine*.so", "__pycache__", "integrations")
+        for name in ("lazyckpt", "tests", "csrc"):
+            shutil.copytree(ROOT / name, folder / name, ignore=skip)
+        shutil.copytree(ROOT / "integrations", folder / "lazyckpt" / "integrations")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+        (folder / "build").mkdir()
+        (folder / "build" / "fake_cuda").symlink_to(ROOT / "build" / "fake_cuda")
+        self._engine = folder / "lazyckpt" / f"_engine{sysconfig.get_config_var('EXT_SUFFIX')}"
+        shutil.copy(_engine.__file__, self._engine)
+        environment = {k: v for k, v in os.environ.items() if k != "LAZYCKPT_TORTURE"}
+        environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        self._nursery = subprocess.Popen(
+            [sys.executable, "-c", _NURSERY],
+            cwd=folder / "tests",
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        self._nursery.communicate()
+
+    def run(self, tests: str, mutant: Mutant | None = None) -> Outcome:
+        """Which test fails, if one does."""
+        begin = time.monotonic()
+        if mutant is not None:
+            path = self._folder / mutant.file
+            text = path.read_text()
+            assert text.count(mutant.old) == 1, f"{mutant.file} has changed: {mutant.old}"
+            path.write_text(text.replace(mutant.old, mutant.new))
+        native = mutant is not None and mutant.is_native
+        try:
+            if native:
+                self._build(path)
+            return Outcome(self._failing(tests), time.monotonic() - begin)
+        finally:
+            if mutant is not None:
+                path.write_text(text)
+            if native:
+                self._compile(path)
+                self._link()
+
+    def _failing(self, tests: str) -> str | None:
+        options = ["-x", "-v", "-rN", "--no-header", "--tb=line", "--timeout=60", "--timeout-method=thread"]
+        output = self._folder / "output"
+        output.write_text("")
+        told = [*options, "-p", "no:cacheprovider", *tests.split()], str(output), 600
+        assert self._nursery.stdin is not None and self._nursery.stdout is not None
+        print(json.dumps(told), file=self._nursery.stdin, flush=True)
+        code, text = int(self._nursery.stdout.readline()), output.read_text(errors="replace")
+        if code == 0:
+            return None
+        failed = re.search(r"^(.+?::.+?) (?:FAILED|ERROR)", text, re.MULTILINE)
+        if failed is not None:
+            return failed[1]
+        if code < 0 or "Timeout" in text:
+            last = re.findall(r"^(.+?::\S+)", text, re.MULTILINE)
+            return f"{last[-1] if last else 'a test'} ({'crashes' if code < 0 else 'hangs'})"
+        raise RuntimeError(f"pytest {tests} ends with {code}:\n{text[-3000:]}")
+
+    # The engine
+
+    def _build(self, changed: Path) -> None:
+        if not self._built:
+            (self._folder / "objects").mkdir(exist_ok=True)
+            sources = sorted((self._folder / "csrc").glob("*.cc"))
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(self._compile, sources))
+            self._built = True
+        else:
+            self._compile(changed)
+        self._link()
+
+    def _compile(self, source: Path) -> None:
+        assert source.suffix == ".cc", "a change in a header would need all to be compiled"
+        flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", f"-I{self._folder / 'csrc'}"]
+        flags += [f"-I{importlib.import_module('pybind11').get_include()}", f"-I{sysconfig.get_path('include')}"]
+        flags += [f"-DLAZYCKPT_{name}" for name in ("FAULTS", "HAVE_LIBURING", "HAVE_LIBDEFLATE")]
+        target = self._folder / "objects" / f"{source.stem}.o"
+        subprocess.run(["c++", *flags, "-c", source, "-o", target], check=True)
+
+    def _link(self) -> None:
+        objects = sorted((self._folder / "objects").glob("*.o"))
+        self._engine.unlink()  # it may be mapped by somebody
+        subprocess.run(["c++", "-shared", *objects, "-o", self._engine, *_LIBRARIES], check=True)
+
+
+def can_build() -> bool:
+    return shutil.which("c++") is not None and importlib.util.find_spec("pybind11") is not None

@@ -1,0 +1,1144 @@
+"""The safeties, and what stands in the place of each when it is taken out, in the order of docs/architecture.md.
+
+A line: what goes wrong, the text that stands once in the file, what stands there instead, the tests meant to notice.
+"""
+
+from __future__ import annotations
+
+from mutants import Mutant
+
+MUTANTS: list[Mutant] = []
+
+
+def _in(file: str, *lines: tuple[str, str, str, str]) -> None:
+    MUTANTS.extend(Mutant(what, file, old, new, tests) for what, old, new, tests in lines)
+
+
+ORDER = "test_commit.py::test_the_order_of_syncs_and_renames test_faults.py::test_every_call_of_the_commit_fails"
+WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
+EVERY_OPERATION = "test_faults.py::test_every_operation_of_a_save_fails"
+PASSING = "test_faults.py::test_passing_troubles_are_overcome"
+READS = (
+    "test_reader.py::test_every_failing_read_is_told "
+    "test_reader.py::test_a_file_that_shrinks_while_it_is_read "
+    "test_reader.py::test_beyond_the_end"
+)
+VERIFY = (
+    "test_cli.py::test_verify_names_the_damaged_record_and_its_tensor "
+    "test_cli.py::test_verify_of_damage_outside_the_records "
+    "test_cli.py::test_verify_of_damaged_safetensors"
+)
+DEVICES = "test_cuda.py test_cuda_training.py"
+TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
+FROZEN = "test_snapshot.py::test_a_silent_change_of_a_lazy_frozen_parameter_fails_and_makes_it_eager_for_good"
+ARCHIVES = (
+    "test_torch_zip.py::test_attacks_are_refused "
+    "test_torch_zip.py::test_unsafe_names_are_refused "
+    "test_torch_zip.py::test_names_twice_are_refused "
+    "test_torch_zip.py::test_zip64_end_that_contradicts_is_refused "
+    "test_torch_zip.py::test_end_that_contradicts_the_zip64_end_is_refused "
+    "test_torch_zip.py::test_extra_fields_are_checked "
+    "test_torch_zip.py::test_archives_of_other_kinds_are_not_supported "
+    "test_torch_zip.py::test_every_truncation_and_extension_is_refused "
+    "test_torch_zip.py::test_every_bit_flip_is_refused_or_found_or_harmless"
+)
+SAFETENSORS = (
+    "test_safetensors.py::test_headers_that_lie_are_refused "
+    "test_safetensors.py::test_text_that_is_no_header_is_refused "
+    "test_safetensors.py::test_a_header_longer_than_allowed_is_refused_unread "
+    "test_safetensors.py::test_dtypes_that_torch_lacks_are_not_supported "
+    "test_safetensors.py::test_every_truncation_is_refused "
+    "test_safetensors.py::test_every_bit_flip_is_refused_or_found"
+)
+
+# commit.py: the steps of durability
+
+_in(
+    "lazyckpt/commit.py",
+    ("the manifest is not synced", "os.fsync(file.fileno())", "pass", ORDER),
+    (
+        "the staged folder is not synced",
+        ("                    sync_path(file)\n            sync_path(folder)\n"),
+        "                    sync_path(file)\n",
+        ORDER,
+    ),
+    (
+        "what others staged is not synced",
+        "sync_path(file)",
+        "pass",
+        "test_saver.py::test_what_others_wrote_into_the_folder_is_synced_before_it_is_published",
+    ),
+    ("the folder of a published checkpoint is not synced", "sync_path(self.target.parent)", "pass", ORDER),
+    (
+        "nor the folder that it was staged in",
+        "sync_path(self.path.parent)",
+        "pass",
+        "test_commit.py::test_the_folder_that_a_checkpoint_was_staged_in_is_synced_too",
+    ),
+    (
+        "the folder of a published file is not synced",
+        ("    os.replace(temporary, target)\n    sync_path(target.parent)"),
+        "    os.replace(temporary, target)",
+        (
+            "test_faults.py::test_a_lone_file_fails test_commit.py "
+            "test_functional.py::test_a_file_is_replaced_atomically_and_nothing_else_is_left"
+        ),
+    ),
+    (
+        "a checkpoint is copied to its name, not renamed",
+        ("            os.rename(self.path, self.target)\n        self._published"),
+        ("            shutil.copytree(self.path, self.target)\n        self._published"),
+        ORDER,
+    ),
+    (
+        "a file is copied to its name, not renamed",
+        "    os.replace(temporary, target)",
+        "    shutil.copyfile(temporary, target)",
+        (
+            "test_functional.py::test_a_file_is_replaced_atomically_and_nothing_else_is_left "
+            "test_saver.py::test_a_file_is_replaced_only_by_a_whole_one "
+            "test_faults.py::test_a_lone_file_fails"
+        ),
+    ),
+    (
+        "a step is not replaced in one go",
+        "            _engine.rename_exchange(str(self.path), str(self.target))",
+        '            raise OSError(errno.EINVAL, "")',
+        (
+            "test_checkpointer.py::test_saving_a_step_again_replaces_it_atomically "
+            "test_commit.py::test_the_order_of_syncs_and_renames "
+            "test_faults.py::test_every_call_of_the_commit_fails"
+        ),
+    ),
+    (
+        "what could not be replaced does not get its name back",
+        ("            os.rename(old, self.target)\n            raise"),
+        "            raise",
+        ORDER,
+    ),
+    (
+        "a failed publication removes what it replaced",
+        ("        if not self._published:\n            shutil"),
+        ("        if True:\n            shutil"),
+        "test_faults.py::test_a_replaced_checkpoint_outlives_a_failed_publication",
+    ),
+    (
+        "a failed checkpoint stays where it was staged",
+        ("            shutil.rmtree(self.path, ignore_errors=True)\n        self._unlock()"),
+        ("            pass\n        self._unlock()"),
+        "test_commit.py::test_discard_leaves_nothing",
+    ),
+    (
+        "what others put into a replaced folder is lost",
+        "            _carry_over(replaced, self.target)  # what was put there in between",
+        "            pass",
+        "test_commit.py::test_what_others_put_into_a_replaced_folder_stays",
+    ),
+    (
+        "what is carried over is not synced",
+        "sync_path(into / name)",
+        "pass",
+        "test_commit.py::test_what_is_carried_over_is_synced",
+    ),
+    (
+        "nor the folder that it is carried into",
+        ("    for into in reversed(changed):  # a folder's name is in the one above it\n        sync_path(into)"),
+        "    del changed",
+        "test_commit.py::test_what_is_carried_over_is_synced",
+    ),
+    (
+        "a sweep heeds no lock",
+        "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "test_commit.py::test_sweep_spares_the_living_and_takes_the_dead",
+    ),
+    (
+        "a sweep lets go of the lock before it removes",
+        ("    else:\n        shutil.rmtree(path, ignore_errors=True)\n        return True"),
+        (
+            "    else:\n"
+            "        fcntl.flock(fd, fcntl.LOCK_UN)\n"
+            "        shutil.rmtree(path, ignore_errors=True)\n"
+            "        return True"
+        ),
+        "test_commit.py::test_sweep_holds_the_lock_until_the_folder_is_gone",
+    ),
+    (
+        "a sweep follows links",
+        "os.O_CLOEXEC | os.O_NOFOLLOW)",
+        "os.O_CLOEXEC)",
+        "test_commit.py::test_a_sweep_follows_no_link",
+    ),
+    (
+        "a staged folder is not locked",
+        "fcntl.flock(self._lock, fcntl.LOCK_EX)",
+        "pass",
+        "test_commit.py::test_sweep_spares_the_living_and_takes_the_dead",
+    ),
+    (
+        "nobody looks whether it was swept before it was locked",
+        ("            if os.path.isdir(self.path):\n                return\n"),
+        "            return\n",
+        "test_commit.py::test_a_folder_swept_before_it_was_locked_is_made_anew",
+    ),
+    (
+        "a forked child keeps the locks",
+        "os.register_at_fork(after_in_child=_close_locks_in_child)\n",
+        "",
+        "test_commit.py::test_a_forked_child_does_not_keep_the_lock_of_its_parent",
+    ),
+    (
+        "a manifest is written over what is there",
+        "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666",
+        "os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666",
+        "test_commit.py::test_a_manifest_is_written_to_a_new_file",
+    ),
+    (
+        "what is removed is not hidden first",
+        "os.rename(path, trash)",
+        ("os.stat(path)\n        return path"),
+        "test_commit.py::test_what_is_removed_is_out_of_sight_at_once",
+    ),
+)
+
+# background.py: when they are taken
+
+_in(
+    "lazyckpt/background.py",
+    (
+        "a checkpoint does not wait for the ones before it",
+        "concurrent.futures.wait([flight.previous])",
+        "pass",
+        "test_checkpointer.py::test_several_in_flight_commit_in_order",
+    ),
+    ("the engine's errors are not asked for", "job.raise_error()", "pass", EVERY_OPERATION),
+    (
+        "published before the files are durable",
+        ("            job.wait_settled()\n            if snapshot.torn"),
+        "            if snapshot.torn",
+        ("test_faults.py::test_several_in_flight_fail_alone test_faults.py::test_every_operation_of_a_save_fails"),
+    ),
+    (
+        "acknowledged before it is published",
+        "staging.describe(target.manifest(files), target.files)",
+        ("handle.set_result(handle.path)\n            staging.describe(target.manifest(files), target.files)"),
+        ORDER,
+    ),
+    (
+        "a torn snapshot is published",
+        ("            if snapshot.torn is not None:\n                raise"),
+        ("            if False:\n                raise"),
+        TORN,
+    ),
+    (
+        "who never steps is not verified",
+        ("            snapshot.verify()\n            snapshot.verify_frozen()\n"),
+        "            snapshot.verify_frozen()\n",
+        "test_snapshot.py test_saver.py::test_a_parameter_written_to_behind_the_gate_is_named",
+    ),
+    ("frozen parameters are not verified", "snapshot.verify_frozen()", "pass", FROZEN),
+    (
+        "a failed checkpoint lets old ones go",
+        ("            if error is None:\n                target.retain()"),
+        ("            if True:\n                target.retain()"),
+        "test_checkpointer.py::test_nothing_is_removed_when_a_save_fails",
+    ),
+    (
+        "removed although what came after it failed",
+        "if failed:",
+        "if False:",
+        "test_saver.py::test_kept_when_what_came_after_failed",
+    ),
+    (
+        "removed although it was saved again",
+        "self._doomed.discard(flight.handle.path)",
+        "pass",
+        "test_saver.py::test_what_is_saved_again_is_not_removed",
+    ),
+    (
+        "a failure is told to nobody",
+        "self._failed.append(handle)",
+        "pass",
+        "test_faults.py::test_training_hears_of_a_failure",
+    ),
+)
+
+# snapshot.py, ownership.py, gate.py, saver.py: one instant
+
+_in(
+    "lazyckpt/snapshot.py",
+    ("a step does not wait", "job.wait_captured(owners)", "pass", WAITS),
+    (
+        "a step does not wait for the disk",
+        ("        if self.durable is not None:\n            wait([self.durable])\n"),
+        "",
+        "test_checkpointer.py::test_before_step_makes_the_step_wait_for_the_disk",
+    ),
+    ("versions are not compared", "elif version != before:", "elif False:", TORN),
+    (
+        "pointers are not compared",
+        "if pointers[source] != self.pointers[source] or view.storage.nbytes() != view.nbytes:",
+        "if False:",
+        "test_snapshot.py::test_a_parameter_whose_storage_is_resized_fails_the_checkpoint",
+    ),
+    (
+        "sizes are not compared",
+        "or view.storage.nbytes() != view.nbytes:",
+        ":",
+        "test_snapshot.py::test_a_parameter_whose_storage_is_resized_fails_the_checkpoint",
+    ),
+    (
+        "audit does not look at copies",
+        "elif self._crcs and copied[source] != self._crcs[source]:",
+        "elif False:",
+        (
+            "test_snapshot.py::test_audit_finds_a_write_that_was_undone_before_the_step "
+            "test_consistency.py::test_audit_names_what_is_written_behind_the_gate"
+        ),
+    ),
+    (
+        "audit does not look at the gate",
+        "elif self._crcs and now[source] != self._crcs[source]:",
+        "elif False:",
+        "test_snapshot.py::test_audit_finds_a_write_after_the_copy_and_before_the_step",
+    ),
+    (
+        "who was given parameters waits for his old ones",
+        "owners = bit if parameters == parameters_of(owner) else ALL_OWNERS",
+        "owners = bit",
+        "test_gate.py::test_an_optimizer_that_was_given_parameters_since_the_save_waits",
+    ),
+    (
+        "who is new waits for nothing",
+        "self._owners.get(owner, (0, None))",
+        "self._owners.get(owner, (0, parameters_of(owner)))",
+        "test_gate.py::test_an_optimizer_that_was_never_seen_before_waits",
+    ),
+    (
+        "what one owner verified is never looked at again",
+        "todo = owners & ~self._verified",
+        "todo = 0 if self._verified else owners",
+        "test_snapshot.py test_gate.py test_consistency.py",
+    ),
+    ("frozen parameters may change", "return same or not was_lazy", "return True", FROZEN),
+    (
+        "frozen parameters are trusted at once",
+        "            view.key in self._twice and view.key not in",
+        "            view.key not in",
+        "test_snapshot.py",
+    ),
+    ("frozen parameters are trusted again", " and view.key not in self._eager_for_good", "", FROZEN),
+    ("frozen parameters may move their version", " and seen[:3] == here", "", "test_snapshot.py"),
+    (
+        "what torch has to copy is lazy",
+        "owners = [0 if device == devices.ELSEWHERE else bits for",
+        "owners = [bits for",
+        "test_cuda_training.py::test_what_is_elsewhere_is_copied_by_torch",
+    ),
+)
+_in(
+    "lazyckpt/ownership.py",
+    (
+        "lazy without a step since the last save",
+        " and steps != steps_before.get(id(owner), 0)",
+        "",
+        "test_gate.py::test_a_second_save_without_a_step_is_eager",
+    ),
+    (
+        "lazy inside a step",
+        "gated = not inside_step and",
+        "gated =",
+        "test_gate.py::test_a_save_inside_an_open_step_is_eager",
+    ),
+    (
+        "a part of a storage makes it lazy",
+        ("return self.owners if self.eligible and (self.whole or _fill(self.tensors, nbytes)) else 0"),
+        "return self.owners if self.eligible else 0",
+        "test_snapshot.py::test_a_part_of_a_storage_is_eager_unless_the_parts_make_the_whole",
+    ),
+    (
+        "one of two owners is enough",
+        "self.eligible and other.eligible",
+        "self.eligible or other.eligible",
+        "test_gate.py::test_a_storage_with_two_owners_waits_for_both",
+    ),
+    (
+        "only the last of two owners waits",
+        "            self.owners | other.owners,",
+        "            other.owners,",
+        "test_gate.py::test_whichever_of_two_owners_steps_first_waits",
+    ),
+    (
+        "tensors without a version are lazy",
+        "gated and not tensor.is_inference()",
+        "gated",
+        "test_snapshot.py::test_inference_tensors_are_eager",
+    ),
+    (
+        "expanded tensors own their storage",
+        " and all(map(_is_dense, tensors))",
+        "",
+        "test_snapshot.py::test_an_expanded_tensor_in_optimizer_state_does_not_own_its_storage",
+    ),
+)
+_in(
+    "lazyckpt/gate.py",
+    (
+        "there is no gate in front of a step",
+        ("            self._wait(optimizer)\n            return None"),
+        "            return None",
+        WAITS,
+    ),
+    (
+        "nor behind a closure",
+        ("            self._wait(optimizer)\n            return loss"),
+        "            return loss",
+        "test_gate.py::test_a_closure_overlaps_and_then_the_step_waits",
+    ),
+    (
+        "every optimizer is trusted to run its closure first",
+        "if not callable(closure) or not is_of_torch(optimizer):",
+        "if not callable(closure):",
+        "test_gate.py::test_an_optimizer_that_moves_weights_before_its_closure_waits_up_front",
+    ),
+    (
+        "an optimizer loads without waiting",
+        "optimizer.register_load_state_dict_pre_hook(_wait_before_load)",
+        "pass",
+        "test_gate.py::test_loading_in_the_middle_of_training_waits",
+    ),
+    (
+        "a module loads without waiting",
+        "for part in module.modules()]",
+        "for part in ()]",
+        "test_gate.py::test_loading_in_the_middle_of_training_waits",
+    ),
+    (
+        "a part of a module loads without waiting",
+        "for part in module.modules()]",
+        "for part in (module,)]",
+        "test_gate.py::test_loading_in_the_middle_of_training_waits",
+    ),
+    (
+        "wait_captured does not wait",
+        ("        self.wait_all()\n        for optimizer"),
+        "        for optimizer",
+        "test_gate.py::test_loading_in_the_middle_of_training_waits",
+    ),
+    (
+        "a guarded method does not wait",
+        ("            self._wait(owner)\n            self._count(owner)\n"),
+        "            self._count(owner)\n",
+        "test_gate.py::test_guard_makes_an_average_lazy_and_its_update_wait",
+    ),
+    (
+        "a guarded method is not open",
+        "self._open.update(owners)",
+        "pass",
+        "test_gate.py::test_a_save_inside_a_guarded_method_is_eager",
+    ),
+    (
+        "a closure that raises leaves its step open",
+        ("                self._open.discard(optimizer)\n                raise"),
+        "                raise",
+        "test_gate.py::test_a_closure_that_raises_leaves_no_step_open",
+    ),
+    (
+        "a forked child waits for its parent",
+        "os.register_at_fork(after_in_child=gate.forget)\n",
+        "",
+        "test_gate.py::test_a_forked_child_trains_on_and_the_parent_does_too",
+    ),
+)
+_in(
+    "lazyckpt/saver.py",
+    (
+        "save does not wait for eager bytes",
+        "job.wait_eager()",
+        "pass",
+        (
+            "test_gate.py::test_buffers_that_change_in_forward_are_eager "
+            "test_gate.py::test_without_guard_an_average_is_eager test_saver.py test_consistency.py"
+        ),
+    ),
+    ("the gate never hears of a snapshot", "gate.add(snapshot)", "pass", WAITS),
+    (
+        "saved inside a capture",
+        "if devices.capturing():",
+        "if False:",
+        "test_cuda_training.py::test_a_captured_step_makes_its_optimizer_eager_until_somebody_waits_by_hand",
+    ),
+    (
+        "lack of space is not looked for",
+        "self._check_space(sum(sizes), handle)",
+        "pass",
+        "test_checkpointer.py::test_lack_of_space_is_found_before_training_is_blocked",
+    ),
+    (
+        "an interrupted save is published",
+        'job.fail(errno.ECANCELED, "save() was interrupted")',
+        "pass",
+        "test_checkpointer.py::test_an_interrupted_save_is_not_published_and_nothing_hangs",
+    ),
+)
+
+# archive.py, restore.py, catalog.py, functional.py, cli/verify.py: nothing damaged or hostile gets in
+
+_in(
+    "lazyckpt/archive.py",
+    (
+        "a record's checksum is not compared",
+        "if bad:",
+        "if False:",
+        (
+            "test_functional.py::test_a_damaged_record_is_named "
+            "test_restore.py::test_a_damaged_newest_is_passed_over_with_a_warning_that_names_the_reason"
+        ),
+    ),
+    (
+        "nor the pickle's",
+        "record.crc32 not in (None, zlib.crc32(data))",
+        "False",
+        "test_archive.py::test_a_damaged_pickle_is_found_by_its_checksum",
+    ),
+    (
+        "a tensor may be larger than its record",
+        "if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:",
+        "if False:",
+        "test_archive.py::test_a_pickle_that_lies_about_its_storages",
+    ),
+    (
+        "a storage may be larger than its record",
+        "if record is None or record.nbytes != nbytes:",
+        "if record is None:",
+        "test_archive.py::test_a_pickle_that_lies_about_its_storages",
+    ),
+    (
+        "whatever is unpickled finds no bytes",
+        ("            raise _NeedsBytes\n        return line"),
+        ("            pass\n        return line"),
+        "test_archive.py",
+    ),
+    (
+        "sparse tensors are not checked",
+        "torch._utils._validate_loaded_sparse_tensors()",
+        "pass",
+        "test_archive.py::test_sparse_tensors_are_checked_as_torch_checks_them",
+    ),
+)
+_in(
+    "lazyckpt/functional.py",
+    (
+        "load runs code unless it is told not to",
+        'return not is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD") if asked is None else asked',
+        "return False if asked is None else asked",
+        (
+            "test_functional.py::test_no_code_is_run "
+            "test_functional.py::test_weights_only_refuses_by_name_and_says_what_to_do"
+        ),
+    ),
+    (
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD is not heeded",
+        'if is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):',
+        "if False:",
+        "test_functional.py::test_weights_only_means_what_it_means_to_torch",
+    ),
+    (
+        "a lone file is published before it is durable",
+        ("            job.wait_settled()\n            job.raise_error()\n        except"),
+        ("            job.raise_error()\n        except"),
+        "test_faults.py::test_a_lone_file_fails test_functional.py",
+    ),
+    (
+        "a lone file is published with errors",
+        ("            job.raise_error()\n        except"),
+        "        except",
+        "test_faults.py::test_a_lone_file_fails test_functional.py",
+    ),
+)
+_in(
+    "lazyckpt/restore.py",
+    (
+        "restore runs code",
+        "weights_only=True, engine=engine",
+        "weights_only=False, engine=engine",
+        "test_restore.py::test_a_type_that_is_not_allowed_does_not_fall_back_either",
+    ),
+    (
+        "what does not fit is restored in part",
+        ("        landings = provider.landings(archive.tree)\n    except RestoreError as error:\n"),
+        ("        landings = provider.landings(archive.tree)\n    except ZeroDivisionError as error:\n"),
+        "test_restore.py::test_a_changed_model_is_one_error_that_lists_all_and_touches_nothing",
+    ),
+    (
+        "several land in one place",
+        "claims[place] == 1",
+        "True",
+        (
+            "test_restore.py::test_what_was_tied_when_saved_and_is_not_now "
+            "test_restore.py::test_what_is_tied_now_and_was_not_when_saved "
+            "test_restore.py::test_live_views_of_a_flat_buffer "
+            "test_restore.py::test_saved_views_of_a_flat_buffer "
+            "test_restore.py::test_restored_tensors_alias_nothing"
+        ),
+    ),
+    (
+        "what is seen elsewhere, too, lands",
+        "len(group) == slot.references",
+        "True",
+        (
+            "test_restore.py::test_what_was_tied_when_saved_and_is_not_now "
+            "test_restore.py::test_what_is_tied_now_and_was_not_when_saved "
+            "test_restore.py::test_live_views_of_a_flat_buffer "
+            "test_restore.py::test_saved_views_of_a_flat_buffer "
+            "test_restore.py::test_restored_tensors_alias_nothing test_training.py"
+        ),
+    ),
+)
+_in(
+    "lazyckpt/catalog.py",
+    (
+        "lengths are not compared with the manifest",
+        "if nbytes != entry.nbytes:",
+        "if nbytes is None:",
+        "test_catalog.py test_cli.py::test_verify_compares_lengths_with_the_manifest",
+    ),
+    ("a file may be a link", " and not member.is_symlink()", "", "test_catalog.py"),
+    ("a manifest may have any length", "if reader.size > _MAX_MANIFEST_BYTES:", "if False:", "test_catalog.py"),
+    (
+        "a manifest may name files elsewhere",
+        ('if entry.name in ("", ".", "..", commit.MANIFEST) or "/" in entry.name or "\\0" in entry.name:'),
+        "if False:",
+        "test_catalog.py",
+    ),
+    (
+        "a renamed folder is another checkpoint",
+        " and int(named[1]) != checkpoint.step:",
+        " and False:",
+        "test_catalog.py",
+    ),
+    (
+        "a manifest need not name the state",
+        "if [entry.name for entry in checkpoint.files].count(STATE) != 1:",
+        "if False:",
+        "test_catalog.py",
+    ),
+    ("numbers may be anything", "if type(value) is not int or value < 0:", "if False:", "test_catalog.py"),
+    ("a checkpoint may be a link", "entry.is_dir(follow_symlinks=False)", "entry.is_dir()", "test_catalog.py"),
+    ("a manifest of the future is read", 'if data["format"] != FORMAT:', "if False:", "test_catalog.py"),
+    (
+        "newest is the highest step",
+        "return sorted(found, key=lambda c: c.sequence, reverse=True)",
+        "return sorted(found, key=lambda c: c.step, reverse=True)",
+        "test_checkpointer.py::test_rollback_the_newest_is_the_last_saved_not_the_highest",
+    ),
+)
+_in(
+    "lazyckpt/cli/verify.py",
+    ("verify compares no record", "if r.crc32 is not None and r.crc32 != crc]", "if False]", VERIFY),
+    ("verify compares no file", "if whole != entry.crc32:", "if False:", VERIFY),
+)
+
+# containers: a file has one meaning
+
+_in(
+    "lazyckpt/containers/torch_zip_reader.py",
+    ("a zip may begin with anything", "if file.read(0, min(file.size, 4)) != LOCAL_MAGIC:", "if False:", ARCHIVES),
+    ("may end with anything", "if magic != END_MAGIC:", "if False:", ARCHIVES),
+    (
+        "may have a comment, or several disks",
+        "if disk or first_disk or here != count or comment:",
+        "if False:",
+        ARCHIVES,
+    ),
+    (
+        "its locator may point anywhere",
+        "if locator != LOCATOR_64.pack(LOCATOR_64_MAGIC, 0, directory_end, 1):",
+        "if False:",
+        ARCHIVES,
+    ),
+    (
+        "its zip64 end may be damaged",
+        "if magic != END_64_MAGIC or rest != END_64_REST or disk or first_disk or here != count:",
+        "if False:",
+        ARCHIVES,
+    ),
+    ("its ends may contradict each other", "if short not in (maximum, long):", "if False:", ARCHIVES),
+    ("its directory may lie anywhere", "if offset + nbytes != directory_end:", "if False:", ARCHIVES),
+    (
+        "its directory may have any size",
+        "if not 0 < count * CENTRAL_ENTRY.size <= nbytes <= _MAX_DIRECTORY_BYTES:",
+        "if False:",
+        ARCHIVES,
+    ),
+    ("its directory may be cut off", "if data > len(raw):", "if False:", ARCHIVES),
+    (
+        "entries of its directory may be damaged",
+        "if magic != CENTRAL_MAGIC or comment_len or disk or position > len(raw):",
+        "if False:",
+        ARCHIVES,
+    ),
+    ("records may be compressed", "if method or flags & ~(FLAG_DESCRIPTOR | FLAG_UTF8):", "if False:", ARCHIVES),
+    (
+        "records may be links",
+        ("if attributes >> 28 not in (0, 8):  # the type of a Unix file mode: none told, or a regular file"),
+        "if False:",
+        ARCHIVES,
+    ),
+    ("records may have two sizes", "if packed != nbytes:", "if False:", ARCHIVES),
+    ("something may follow the last entry", "if position != len(raw):", "if False:", ARCHIVES),
+    ("extra fields may be cut off", "if position + 4 > len(extra):", "if False:", ARCHIVES),
+    (
+        "extra fields may be too long, or there twice",
+        "if position > len(extra) or (kind == EXTRA_ZIP64 and values):",
+        "if False:",
+        ARCHIVES,
+    ),
+    ("a zip64 field may not fit", "if len(values) != 8 * fields.count(MAX_32):", "if False:", ARCHIVES),
+    (
+        "records may begin behind the front",
+        "if starts[0] != 0 or spans[-2][1] > directory_offset:",
+        "if False:",
+        ARCHIVES,
+    ),
+    (
+        "a local header may contradict the directory",
+        "if (name_len, name) != (len(entry.name), entry.name) or flags != entry.flags or method:",
+        "if False:",
+        ARCHIVES,
+    ),
+    ("records may overlap", "if end > next_start:", "if False:", ARCHIVES),
+    ("sizes may contradict the directory", "if told != known and not (deferred and told == 0):", "if False:", ARCHIVES),
+    (
+        "anything may lie between records",
+        "if not deferred or gap > DESCRIPTOR_64.size or descriptor not in _descriptors(entry):",
+        "if False:",
+        ARCHIVES,
+    ),
+    ("a descriptor may be missing", "elif deferred and entry.nbytes:", "elif False:", ARCHIVES),
+    (
+        "names may lead elsewhere",
+        'if "" in parts or "." in parts or ".." in parts or "\\\\" in name or "\\0" in name:',
+        "if False:",
+        ARCHIVES,
+    ),
+    ("records may lie outside of the folder", "if not slash or not name.startswith(prefix):", "if False:", ARCHIVES),
+    (
+        "names may be there twice",
+        "if len({name.lower() for name in full_names}) != len(full_names):",
+        "if False:",
+        ARCHIVES,
+    ),
+    ("TorchScript passes", 'if "constants.pkl" in names:', "if False:", ARCHIVES),
+    ("an archive needs no pickle", 'if "data.pkl" not in names:', "if False:", ARCHIVES),
+)
+_in(
+    "lazyckpt/containers/safetensors.py",
+    (
+        "a header may have any length",
+        "if nbytes > _MAX_HEADER_BYTES or data_offset > file.size:",
+        "if False:",
+        SAFETENSORS,
+    ),
+    ("a header may begin with anything", 'if not raw.startswith(b"{"):', "if False:", SAFETENSORS),
+    (
+        "metadata may be anything",
+        ("if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):"),
+        "if False:",
+        SAFETENSORS,
+    ),
+    ("tensors may overlap, and leave gaps", "if info.record.offset != end:", "if False:", SAFETENSORS),
+    ("something may follow the last tensor", "if end != file.size:", "if False:", SAFETENSORS),
+    ("keys may be there twice", "if len(tree) != len(pairs):", "if False:", SAFETENSORS),
+    ("the header's checksum is not compared", "if not values or values[0] != rest:", "if False:", SAFETENSORS),
+    (
+        "a tensor may have other keys",
+        'if not isinstance(told, dict) or told.keys() != {"dtype", "shape", "data_offsets"}:',
+        "if False:",
+        SAFETENSORS,
+    ),
+    (
+        "a tensor may be malformed",
+        ("if not isinstance(kind, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:"),
+        "if False:",
+        SAFETENSORS,
+    ),
+    ("a dtype may be unknown", "if kind not in _DTYPES:", "if False:", SAFETENSORS),
+    ("a packed dtype may be odd", "if not shape or shape[-1] % 2:", "if False:", SAFETENSORS),
+    ("a shape may not fit its bytes", "if math.prod(shape) * dtype.itemsize != end - begin:", "if False:", SAFETENSORS),
+    (
+        "True is a size",
+        "type(value) is list and all(type(n) is int and",
+        "type(value) is list and all(isinstance(n, int) and",
+        SAFETENSORS,
+    ),
+)
+_in(
+    "lazyckpt/containers/base.py",
+    (
+        "opening a pipe waits for its writer",
+        " | os.O_NONBLOCK)",
+        ")",
+        (
+            "test_functional.py::test_a_folder_or_a_pipe_in_the_place_of_a_file "
+            "test_catalog.py::test_a_manifest_that_is_no_file_does_not_hang"
+        ),
+    ),
+    (
+        "a read beyond the end is tried",
+        "if offset < 0 or offset + nbytes > self.size:",
+        "if False:",
+        "test_torch_zip.py::test_a_read_beyond_the_end_asks_for_no_memory",
+    ),
+)
+
+# csrc: bytes
+
+_in(
+    "csrc/io_posix.cc",
+    (
+        "a file is written over what is there",
+        "O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC",
+        "O_WRONLY | O_CREAT | O_CLOEXEC",
+        "test_engine.py::test_a_file_is_created_once_and_never_overwritten",
+    ),
+)
+_in(
+    "csrc/engine.cc",
+    (
+        "space is not reserved",
+        "if (status.ok()) status = io_->Allocate(fd, size, path);",
+        "",
+        "test_faults.py::test_every_operation_of_a_save_fails test_faults.py::test_disk_full",
+    ),
+)
+_in(
+    "csrc/io_posix.cc",
+    (
+        "lack of space is ignored",
+        'return Status(errno, "fallocate", path);',
+        "return Status::Ok();",
+        "test_faults.py::test_disk_full",
+    ),
+)
+_in(
+    "csrc/writer.cc",
+    (
+        "a failed truncation is ignored",
+        "    status = io_->Truncate(file->fd",
+        "    (void)io_->Truncate(file->fd",
+        EVERY_OPERATION,
+    ),
+    (
+        "a file keeps its padding",
+        ("status = io_->Truncate(file->fd, file->size, file->path);  // what padding or preallocation made too long"),
+        "",
+        "test_engine.py::test_any_program",
+    ),
+)
+_in(
+    "csrc/io_posix.cc",
+    (
+        "the thread pool does not sync",
+        "n = fdatasync(r.fd);",
+        "n = 0;",
+        "test_engine.py::test_what_has_settled_is_on_the_disk",
+    ),
+)
+_in(
+    "csrc/io_uring.cc",
+    (
+        "io_uring does not sync",
+        "io_uring_prep_fsync(sqe, request.fd, IORING_FSYNC_DATASYNC);",
+        "io_uring_prep_nop(sqe);",
+        "test_engine.py::test_what_has_settled_is_on_the_disk",
+    ),
+)
+_in(
+    "csrc/writer.cc",
+    ("durable without a sync", "    syncs_.push_back(&file);", "    file.synced = true;", EVERY_OPERATION),
+    (
+        "synced before all is written",
+        "if (file.chunks_left > 0 || file.fd < 0 || file.sync_begun) continue;",
+        "if (file.fd < 0 || file.sync_begun) continue;",
+        "test_engine.py::test_any_program test_faults.py::test_every_operation_of_a_save_fails",
+    ),
+    ("a failed sync is ignored", "if (result.result < 0) {", "if (false) {", EVERY_OPERATION),
+    (
+        "a failed write is ignored",
+        "const bool again = result > 0 || IsTransient(result);",
+        (
+            "const bool again = true;\n"
+            "    if (result <= 0 && !IsTransient(result)) chunk->written = chunk->size;\n"
+            "    if (chunk->written == chunk->size) return OnChunkResult(chunk, 0);"
+        ),
+        EVERY_OPERATION,
+    ),
+    (
+        "a failed write is tried again",
+        "const bool again = result > 0 || IsTransient(result);",
+        "const bool again = true;",
+        EVERY_OPERATION,
+    ),
+    ("a short write is whole", "if (chunk->written < chunk->size) {", "if (false) {", PASSING),
+    (
+        "a short write goes on where it stopped",
+        "if (file.direct) chunk->written -= chunk->written % kBlockBytes;",
+        "",
+        PASSING,
+    ),
+    (
+        "a write that moves nothing is tried for ever",
+        "(chunk->written == before && ++chunk->retries > kMaxRetries)",
+        "false",
+        "test_faults.py::test_a_write_that_never_moves_anything_is_given_up",
+    ),
+)
+_in(
+    "csrc/layout.cc",
+    (
+        "a checkpoint with holes is sealed",
+        "if (!IsComplete(job)) {",
+        "if (false) {",
+        "test_engine.py::test_invalid_programs_are_refused",
+    ),
+)
+_in(
+    "csrc/capture.cc",
+    (
+        "a checksum does not wait for its source",
+        ("    if (source.parts_left == 0) {\n      WriteCrc32"),
+        ("    if (true) {\n      WriteCrc32"),
+        "test_engine.py::test_checksum_waits_for_a_source_that_another_thread_copies",
+    ),
+    (
+        "a source's checksum is that of its first part",
+        "for (size_t i = 1; i < source.parts.size(); ++i)",
+        "for (size_t i = 1; i < 1; ++i)",
+        "test_engine.py::test_checksum_cut_by_a_chunk_boundary",
+    ),
+)
+_in(
+    "csrc/engine.cc",
+    (
+        "a copy is released while it is made",
+        "job.error.ok() ? job.eager_left == 0 : job.copying == 0",
+        "job.error.ok() ? job.eager_left <= 1 : job.copying == 0",
+        (
+            "test_engine.py::test_failed_by_the_caller "
+            "test_engine.py::test_a_dropped_job_releases_everything test_consistency.py"
+        ),
+    ),
+)
+_in(
+    "csrc/ring.cc",
+    (
+        "a ring that has wrapped takes what is in use",
+        "} else if (wrapped && offset + size > oldest) {",
+        "} else if (false) {",
+        (
+            "test_ring.py::test_wraps_while_the_oldest_region_is_live "
+            "test_ring.py::test_first_in_first_out_never_gets_stuck test_ring.py"
+        ),
+    ),
+    (
+        "a ring wraps over what is in use",
+        "if (size > oldest) return nullptr;",
+        "",
+        (
+            "test_ring.py::test_wraps_while_the_oldest_region_is_live "
+            "test_ring.py::test_first_in_first_out_never_gets_stuck test_ring.py"
+        ),
+    ),
+    (
+        "copies cross slices",
+        "return offset + size <= slice_end ? offset : slice_end;",
+        "return offset + (slice_end - slice_end) + (size - size);",
+        "test_ring.py",
+    ),
+    (
+        "children inherit the ring",
+        "if (madvise(base_, mapped_, MADV_DONTFORK) != 0)",
+        "if (false)",
+        "test_engine.py::test_forks_are_fast_and_do_not_inherit_the_ring",
+    ),
+)
+_in(
+    "csrc/reader.cc",
+    (
+        "a failed read is ignored",
+        (
+            "if (result < 0 && result != -EINTR && result != -EAGAIN) "
+            'Fail(Status(static_cast<int>(-result), "read", path_));'
+        ),
+        "if (result < 0 && result != -EINTR && result != -EAGAIN) flight->done = unit.end;",
+        READS,
+    ),
+    (
+        "a short read is whole",
+        "if (!failed_ && flight->done < std::min(unit.end, file_size_) - unit.begin) {",
+        "if (false) {",
+        "test_reader.py::test_passing_troubles_are_overcome",
+    ),
+    ("a file that shrinks in the page cache is whole", "if (n <= 0) return Fail(", "if (n < 0) return Fail(", READS),
+)
+_in(
+    "csrc/bindings.cc",
+    (
+        "a child uses the engine of its parent",
+        "if (!alive()) throw std::runtime_error",
+        "if (false) throw std::runtime_error",
+        "test_engine.py::test_a_forked_child_has_an_inert_engine",
+    ),
+)
+
+# devices
+
+_in(
+    "csrc/device_cuda.cc",
+    (
+        "copies do not wait for training",
+        ("if (status.ok()) status = Call(driver_->cuStreamWaitEvent, lane, mark_, CU_EVENT_WAIT_DEFAULT);"),
+        "(void)lane;",
+        DEVICES,
+    ),
+    (
+        "training does not wait for copies",
+        ("if (status.ok()) status = Call(driver_->cuStreamWaitEvent, Stream(stream), mark_, CU_EVENT_WAIT_DEFAULT);"),
+        "(void)stream;",
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/engine.cc",
+    (
+        "nor for eager ones",
+        "if ((devices >> s.device & 1) != 0) RunAfterCopies(job, Lane::kEager, s);",
+        "(void)s;",
+        DEVICES,
+    ),
+    (
+        "the step waits for eager copies alone",
+        "for (const Lane lane : {Lane::kEager, Lane::kLazy}) RunAfterCopies(job, lane, s);",
+        "RunAfterCopies(job, Lane::kEager, s);",
+        DEVICES,
+    ),
+    (
+        "the step does not wait for what is not enqueued",
+        "if (!HelpUntil([&job, owners] { return job.enqueued(owners); }, deadline)) return false;",
+        "",
+        DEVICES,
+    ),
+    (
+        "save does not wait for what is not enqueued",
+        "return job.error.ok() ? job.eager_left == 0 : job.copying == 0;",
+        "return true;",
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/device_cuda.cc",
+    (
+        "a copy is complete before it is",
+        "const auto wait = [&] { return Call(driver_->cuEventSynchronize, event); };",
+        "const auto wait = [&] { return Status::Ok(); };",
+        DEVICES,
+    ),
+    (
+        "the done-event stands before the copies",
+        "if (done.ok()) done = Enqueue(copies, lane, pinned);",
+        (
+            "if (done.ok()) done = Call(driver_->cuEventRecord, event, StreamOf(lane));\n"
+            "if (done.ok()) return Enqueue(copies, lane, pinned);"
+        ),
+        DEVICES,
+    ),
+    (
+        "batches are read in any order",
+        "attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;",
+        "attributes.srcAccessOrder = static_cast<CUmemcpySrcAccessOrder>(3);",
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/capture.cc",
+    ("copies cross what is pinned", "if (chunk->devices != 0) cuts = CutsIn(", "if (false) cuts = CutsIn(", DEVICES),
+)
+_in(
+    "csrc/device_cuda.cc",
+    (
+        "copies go on when their checkpoint is over",
+        "if (done.ok()) done = Call(driver_->cuEventSynchronize, event);",
+        "",
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/engine.cc",
+    ("a captured stream is told to wait", "if (capturing) return WaitUntil(captured, deadline);", "", DEVICES),
+)
+_in(
+    "csrc/device_cuda.cc",
+    (
+        "captures of other threads are in the way",
+        "CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;",
+        "CUstreamCaptureMode mode{};",
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/engine.cc",
+    (
+        "the ring is unpinned under copies",
+        "    if (gpu != nullptr) StopLanes(*gpu);",
+        (
+            "    if (gpu != nullptr) {\n"
+            "      for (const auto& pin : std::exchange(pins_, {})) pinner_->Unpin(pin);\n"
+            "      StopLanes(*gpu);\n"
+            "    }"
+        ),
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/capture.cc",
+    (
+        "the small buffer is filled again before it is emptied",
+        "const std::byte* const bounce = chunk->bounce;",
+        (
+            "const std::byte* const bounce = chunk->bounce;\n"
+            "if (bounce != nullptr) idle_bounces_.push_back(std::exchange(chunk->bounce, nullptr));\n"
+            "changed_.notify_all();"
+        ),
+        DEVICES,
+    ),
+    (
+        "the small buffer is filled again before it is full",
+        "if (chunk->eager) --job.eager_left;",
+        ("if (chunk->eager) --job.eager_left;\nif (chunk->bounce) idle_bounces_.push_back(chunk->bounce);"),
+        DEVICES,
+    ),
+    (
+        "restore fills the small buffer again before it is copied",
+        "std::memcpy(bounce, from.data() + done, piece.size());",
+        ("std::memcpy(bounce, from.data() + done, piece.size());\nLocked([&] { idle_bounces_.push_back(bounce); });"),
+        DEVICES,
+    ),
+)
+_in(
+    "lazyckpt/snapshot.py",
+    (
+        "any optimizer is trusted to the stream",
+        "self._wait(owners, on_device=is_of_torch(owner))",
+        "self._wait(owners, on_device=True)",
+        DEVICES,
+    ),
+)
+_in(
+    "lazyckpt/gate.py",
+    ("replays do not wait", "with gate.step(*self._steps):", "with contextlib.nullcontext():", DEVICES),
+)
+_in(
+    "lazyckpt/ownership.py",
+    ("replayed steps are lazy", " and gate.replayed.get(owner, True)", "", DEVICES),
+)
