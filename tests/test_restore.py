@@ -352,6 +352,27 @@ def test_what_is_tied_now_and_was_not_when_saved(tmp_path: Path) -> None:
         assert torch.equal(target[0].weight, source[1].weight)
 
 
+def test_a_parameter_that_is_tied_now_takes_the_last_of_its_values(tmp_path: Path) -> None:
+    """As load_state_dict would, wherever that lies in the file: what is lazy is written last."""
+
+    def pair() -> nn.ParameterDict:
+        return nn.ParameterDict({name: nn.Parameter(torch.randn(64, 64)) for name in ("first", "last")})
+
+    source, target = pair(), pair()
+    target["last"] = target["first"]
+    optimizer = torch.optim.SGD([source["first"]], lr=0.1)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=source)
+        source["first"].grad = torch.ones(64, 64)
+        optimizer.step()
+        handle = ckpt.save(1, blocking=True)
+        assert handle.metrics.bytes - handle.metrics.eager_bytes >= source["first"].nbytes
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=target)
+        ckpt.restore()
+    assert torch.equal(target["first"], source["last"])
+
+
 def test_live_views_of_a_flat_buffer(tmp_path: Path) -> None:
     flat = torch.zeros(6000)
     source = {"a": torch.rand(3000), "b": torch.rand(3000)}

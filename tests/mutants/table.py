@@ -574,13 +574,7 @@ _in(
         "several land in one place",
         "claims[place] == 1",
         "True",
-        (
-            "test_restore.py::test_what_was_tied_when_saved_and_is_not_now "
-            "test_restore.py::test_what_is_tied_now_and_was_not_when_saved "
-            "test_restore.py::test_live_views_of_a_flat_buffer "
-            "test_restore.py::test_saved_views_of_a_flat_buffer "
-            "test_restore.py::test_restored_tensors_alias_nothing"
-        ),
+        "test_restore.py::test_a_parameter_that_is_tied_now_takes_the_last_of_its_values",
     ),
     (
         "what is seen elsewhere, too, lands",
