@@ -352,6 +352,51 @@ def test_what_is_tied_now_and_was_not_when_saved(tmp_path: Path) -> None:
         assert torch.equal(target[0].weight, source[1].weight)
 
 
+def test_a_parameter_that_is_tied_now_takes_the_last_of_its_values(tmp_path: Path) -> None:
+    """As load_state_dict would, wherever that lies in the file: what is lazy is written last."""
+
+    def pair() -> nn.ParameterDict:
+        return nn.ParameterDict({name: nn.Parameter(torch.randn(64, 64)) for name in ("first", "last")})
+
+    source, target = pair(), pair()
+    target["last"] = target["first"]
+    optimizer = torch.optim.SGD([source["first"]], lr=0.1)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=source)
+        source["first"].grad = torch.ones(64, 64)
+        optimizer.step()
+        handle = ckpt.save(1, blocking=True)
+        assert handle.metrics.bytes - handle.metrics.eager_bytes >= source["first"].nbytes
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=target)
+        ckpt.restore()
+    assert torch.equal(target["first"], source["last"])
+
+
+def test_a_weight_that_somebody_else_has_saved_too_reaches_both(tmp_path: Path) -> None:
+    """It must not be read into the module's memory alone: the other's tensor would hold nothing."""
+
+    class Best:
+        def __init__(self, weight: torch.Tensor) -> None:
+            self.weight = weight
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"weight": self.weight}
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            self.weight = state["weight"]
+
+    source, target = nn.Linear(70, 70), nn.Linear(70, 70)
+    best = Best(torch.empty(0))
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=source, best=Best(source.weight.detach()))
+        ckpt.save(1, blocking=True)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=target, best=best)
+        ckpt.restore()
+    assert torch.equal(target.weight, source.weight) and torch.equal(best.weight, source.weight)
+
+
 def test_live_views_of_a_flat_buffer(tmp_path: Path) -> None:
     flat = torch.zeros(6000)
     source = {"a": torch.rand(3000), "b": torch.rand(3000)}
