@@ -25,9 +25,10 @@ import torch
 from torch import _weights_only_unpickler
 
 from lazyckpt import _engine, devices
-from lazyckpt.containers.base import Record
+from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.pickle_guard import GuardedPickle
 
 MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
 
@@ -84,12 +85,15 @@ class Archive:
         try:
             if lands:
                 with contextlib.suppress(_NeedsBytes):
-                    return self._unpickle(_PlainTensors(data), map_location, weights_only=True)
+                    return self._unpickle(_PlainTensors(data, path), map_location, weights_only=True)
             self._read_all()
-            tree = self._unpickle(io.BytesIO(data), map_location, weights_only)
-            torch._utils._validate_loaded_sparse_tensors()
+            stream = GuardedPickle(data, path) if weights_only else io.BytesIO(data)
+            tree = self._unpickle(stream, map_location, weights_only)
+            # torch checks only on request; an index outside of its tensor is a write outside of its memory.
+            with torch.sparse.check_sparse_tensor_invariants(weights_only or _checks_sparse_tensors()):
+                torch._utils._validate_loaded_sparse_tensors()
             return tree
-        except (LoadError, MemoryError, torch.cuda.OutOfMemoryError):
+        except (LoadError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
             if weights_only and ("weights_only" in str(error) or "allowed global" in str(error)):
@@ -98,7 +102,8 @@ class Archive:
                     "load with weights_only=False, which runs code from the file: only if you trust its origin)"
                 )
                 raise UnsupportedFormatError(what, path=path) from error
-            raise LoadError(f"cannot be unpickled: {error}", path=path) from error
+            why = "it takes more memory than there is" if isinstance(error, MemoryError) else error
+            raise LoadError(f"cannot be unpickled: {why}", path=path) from error
         finally:
             torch._utils._sparse_tensors_to_validate.clear()
 
@@ -145,6 +150,8 @@ class Archive:
         self._typed: dict[str, torch.storage.TypedStorage] = {}
         kind: Any = _weights_only_unpickler.Unpickler if weights_only else _Unpickler
         unpickler = kind(stream, encoding="utf-8")
+        if isinstance(stream, GuardedPickle):
+            stream.unpickler = unpickler
         unpickler.persistent_load = self._persistent_load
         torch.serialization._serialization_tls.map_location = map_location
         try:
@@ -159,10 +166,9 @@ class Archive:
 
     def _read_small(self, name: str) -> bytes:
         record = self._records[name]
-        with open(self.path, "rb") as file:
-            file.seek(record.offset)
-            data = file.read(record.nbytes)
-        if len(data) != record.nbytes or record.crc32 not in (None, zlib.crc32(data)):
+        with FileReader(self.path) as file:
+            data = file.read(record.offset, record.nbytes)
+        if record.crc32 not in (None, zlib.crc32(data)):
             raise CorruptFileError(f"record {name}: checksum does not match", path=self.path)
         return data
 
@@ -195,7 +201,7 @@ class _NeedsBytes(Exception):
     """Something in the pickle may look at the bytes of a storage when it is rebuilt."""
 
 
-class _PlainTensors(io.BytesIO):
+class _PlainTensors(GuardedPickle):
     """The pickle of plain tensors and containers; raises _NeedsBytes if it names anything else.
 
     The restricted unpickler reads lines only where something is named: module and name alternate.
@@ -234,6 +240,10 @@ class _Unpickler(pickle.Unpickler):
             except KeyError:
                 pass
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+
+def _checks_sparse_tensors() -> bool:
+    return bool(torch.sparse.check_sparse_tensor_invariants.is_enabled())
 
 
 def _text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,14 +77,24 @@ def _read(file: Path) -> _Contents:
     nbytes = file.stat().st_size
     if kind == "safetensors":
         header = safetensors.read_header(file)
-        tensors = {
-            name: Tensor(dtype_name(info.dtype), info.shape, 0, (), Storage(info.record, info.dtype))
-            for name, info in header.tensors.items()
-        }
         metadata = [f"{key}: {short(value)}" for key, value in header.metadata.items()]
-        return _Contents(file, "safetensors", nbytes, Tree(file.name, tensors).root, metadata)
-    tree = Tree(file.name, read_skeleton(file, read_directory(file)))
-    return _Contents(file, "torch.save archive", nbytes, tree.root, [])
+        with _showing(file):
+            tensors = {
+                name: Tensor(dtype_name(info.dtype), info.shape, 0, (), Storage(info.record, info.dtype))
+                for name, info in header.tensors.items()
+            }
+            return _Contents(file, "safetensors", nbytes, Tree(file.name, tensors).root, metadata)
+    obj = read_skeleton(file, read_directory(file))
+    with _showing(file):
+        return _Contents(file, "torch.save archive", nbytes, Tree(file.name, obj).root, [])
+
+
+@contextlib.contextmanager
+def _showing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UnsupportedFormatError(f"cannot be shown: {error}", path=file) from error
 
 
 def _heading(contents: _Contents, checkpoint: Checkpoint | None) -> Text:
@@ -113,7 +124,7 @@ def _print_rows(console: Console, root: Node, depth: int | None) -> None:
         about = " x ".join(map(str, node.shape)) or "scalar" if node.kind == "tensor" else plain(node.text)
         if node.kind == "module" and node.tensors:
             about += (", " if about else "") + count(node.tensors, "tensor")
-        rows.append((weight, lines, plain(node.name), node.dtype, about, plain(node.note)))
+        rows.append((weight, lines, plain(node.name), plain(node.dtype), about, plain(node.note)))
         styles.append(_STYLES[node.kind])
     weight_cells, name_cells, dtype_cells = (
         max(cell_len("".join(row[first:last])) for row in rows) for first, last in ((0, 1), (1, 3), (3, 4))
