@@ -9,17 +9,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
 .PHONY: setup demo test check docs build/types format bench bench-full torture clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
-$(READY): pyproject.toml scripts/system-packages.sh $(ENGINE)
+$(READY): pyproject.toml constraints.txt scripts/system-packages.sh $(ENGINE)
 	sh scripts/system-packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet scikit-build-core pybind11 cmake ninja torch==2.13.0
-	$(BIN)/python -m pip install --quiet --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) scikit-build-core pybind11 cmake ninja torch==2.13.0
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
 	    --editable '.[dev]'
 	touch $@
 
@@ -55,7 +56,7 @@ bench: setup
 	$(BIN)/python -m benchmarks
 
 bench-full: setup
-	$(BIN)/python -m pip install --quiet --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
 	    --editable '.[dev,peers]'
 	$(BIN)/python -m benchmarks --full
 

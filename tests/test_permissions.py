@@ -156,8 +156,9 @@ def test_a_guessed_temporary_folder_is_not_used(tmp_path: Path, outside: Path, m
     assert untouched(outside)
 
 
+@pytest.mark.parametrize("name", ["state.pt", commit.MANIFEST])
 def test_a_file_planted_in_the_temporary_folder_is_not_followed(
-    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one who sees the folder appear, and is faster than the engine."""
     make = commit.Staging.__init__
@@ -169,9 +170,8 @@ def test_a_file_planted_in_the_temporary_folder_is_not_followed(
     with lazyckpt.Checkpointer(tmp_path / "run", **TINY_RING) as ckpt:
         ckpt.track(x=STATE)
         monkeypatch.setattr(commit.Staging, "__init__", planted)
-        for name in ("state.pt", commit.MANIFEST):
-            with pytest.raises(lazyckpt.SaveError, match="File exists"):
-                ckpt.save(1).result()
+        with pytest.raises(lazyckpt.SaveError, match="File exists"):
+            ckpt.save(1).result()
     assert untouched(outside)
 
 
