@@ -14,6 +14,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import sys
 import zlib
 from array import array
@@ -29,6 +30,10 @@ from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.pickle_guard import GuardedPickle
+
+_MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of torch
+_MAX_SMALL_BYTES = 1024
+_SMALL_RECORDS = {".storage_alignment": rb"[0-9]+", ".data/serialization_id": rb"[\x20-\x7e]*"}
 
 MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
 
@@ -79,6 +84,7 @@ class Archive:
         self._restore_location = torch.serialization._get_restore_location(map_location)
         if "byteorder" in self._records and self._read_small("byteorder") != sys.byteorder.encode():
             raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=path)
+        self._check_what_torch_reads()
         if "data.pkl" not in self._records:
             raise CorruptFileError("no record data.pkl: not an archive of torch.save", path=path)
         data = self._read_small("data.pkl")
@@ -164,8 +170,19 @@ class Archive:
                 raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
         return tree
 
+    def _check_what_torch_reads(self) -> None:
+        """The small records that nothing here needs: where they make no sense, torch refuses the archive."""
+        version = self._read_small("version") if "version" in self._records else b""
+        if not re.fullmatch(rb"[0-9]{1,2}\n?", version) or not 1 <= int(version) <= _MAX_VERSION:
+            raise CorruptFileError(f"record version: missing, or not within 1 to {_MAX_VERSION}", path=self.path)
+        for name, pattern in _SMALL_RECORDS.items():
+            if name in self._records and not re.fullmatch(pattern, self._read_small(name)):
+                raise CorruptFileError(f"record {name}: not what torch.save writes", path=self.path)
+
     def _read_small(self, name: str) -> bytes:
         record = self._records[name]
+        if name != "data.pkl" and record.nbytes > _MAX_SMALL_BYTES:  # also a hole, which costs its writer nothing
+            raise CorruptFileError(f"record {name}: {record.nbytes} bytes, for a few characters", path=self.path)
         with FileReader(self.path) as file:
             data = file.read(record.offset, record.nbytes)
         if record.crc32 not in (None, zlib.crc32(data)):

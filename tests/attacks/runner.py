@@ -48,7 +48,7 @@ class Witness:
         self.violations: list[str] = []
         self.refused: dict[str, str] = {}  # by whom, with which error
         self._allowed = _FREE_BYTES + _BYTES_PER_BYTE * _bytes_on_disk(target)
-        self._before = _reset_peak()
+        self._before = reset_peak()
 
     def blame(self, what: str) -> None:
         self.violations.append(what)
@@ -70,7 +70,7 @@ class Witness:
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             self.blame(f"{who}: {type(error).__name__}: {str(error)[:200]} ({last.filename}:{last.lineno})")
-        grown = _status("VmHWM") - self._before
+        grown = status_bytes("VmHWM") - self._before
         if grown > self._allowed:
             self._before += grown  # told once
             self.blame(f"{who}: took {grown >> 20} MiB, {self._allowed >> 20} are allowed")
@@ -187,17 +187,17 @@ def _bytes_on_disk(path: Path) -> int:
     return sum(512 * os.lstat(p).st_blocks for p in paths)
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found
     return 1024 * int(found[1])
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status_bytes("VmRSS")
 
 
 def _snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -215,7 +215,7 @@ def in_child(work: Callable[[], Any], limit_s: float = _TIME_LIMIT_S) -> Any:
             signal.alarm(int(limit_s))
             with open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), 1)
-            limit = _status("VmSize") + _ADDRESSES_BYTES
+            limit = status_bytes("VmSize") + _ADDRESSES_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             result = work()

@@ -200,6 +200,14 @@ def symlink_record(folder: Path) -> Path:
 
 
 @attack
+def folder_with_data(folder: Path) -> Path:
+    """A record that is a folder by DOS's attributes, and so has no data for torch, which takes what was in memory."""
+    content = innocent()
+    version = content.rindex(b"archive/version") - 46
+    return written(folder, content[: version + 38] + b"\x10" + content[version + 39 :])
+
+
+@attack
 def encrypted_record(folder: Path) -> Path:
     """A record that no scanner can look into."""
     return written(folder, patched(patched(innocent(), LOCAL, 6, b"\x09"), CENTRAL, 8, b"\x09"))
@@ -280,6 +288,25 @@ def legacy_file_with_a_gadget(folder: Path) -> Path:
 
     head = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
     return written(folder, head + system(folder))
+
+
+@attack
+def without_a_version(folder: Path) -> Path:
+    """An archive that torch refuses and another reader takes."""
+    return written(folder, stored([(n, data) for n, data in records().items() if not n.endswith("/version")]))
+
+
+@attack
+def version_of_the_future(folder: Path) -> Path:
+    """The same by a version that is text, and too large."""
+    return written(folder, stored([(n, b"99\n" if n.endswith("/version") else data) for n, data in records().items()]))
+
+
+@attack
+def alignment_in_words(folder: Path) -> Path:
+    """The same by a number that is none."""
+    kept = [(n, data) for n, data in records().items() if not n.endswith("/.storage_alignment")]
+    return written(folder, stored([*kept, ("archive/.storage_alignment", b"64\x0f")]))
 
 
 @attack
