@@ -4,6 +4,7 @@
 # make docs    the documentation as a site, in build/site
 # make bench   a quick table against peers; make bench-full: everything
 # make torture the long safety trials
+# make fuzz    looks for files that break the readers, for FUZZ_SECONDS
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture fuzz clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
@@ -64,6 +65,12 @@ torture: setup
 	rm -f build/trials.jsonl
 	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest -m 'slow or not slow'
 	$(BIN)/python tests/trials.py
+
+# Looks for files that reach new code; what it finds is in build/fuzz/crash-…, and belongs into tests/attacks.
+FUZZ_SECONDS := 300
+fuzz: setup
+	$(BIN)/python -m pip install --quiet 'atheris==3.*'
+	PYTHONPATH=tests $(BIN)/python -m fuzz.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
 
 clean:
 	rm -rf $(VENV) build dist
