@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import warnings
 from pathlib import Path
 
 import atheris
@@ -17,12 +18,11 @@ import torch
 torch.set_num_threads(1)  # imported before what is instrumented: torch itself would take minutes
 
 with atheris.instrument_imports(include=["lazyckpt"]):
+    from fuzz.judge import judge
+    from fuzz.mutate import mutate, seeds
     from lazyckpt import archive, catalog, pickle_guard  # noqa: F401
     from lazyckpt.cli import skeleton, tree  # noqa: F401
     from lazyckpt.containers import safetensors, torch_zip_reader  # noqa: F401
-
-from fuzz.judge import judge
-from fuzz.mutate import mutate, seeds
 
 
 def _mutated(data: bytes, max_size: int, seed: int) -> bytes:
@@ -37,6 +37,8 @@ def main(folder: Path, options: list[str]) -> None:
     for name, content in seeds().items():
         (corpus / name).write_bytes(content)
     path = folder / "input.pt"
+
+    warnings.simplefilter("ignore")  # of zipfile, that a name is there twice
 
     def one(data: bytes) -> None:
         path.unlink(missing_ok=True)
