@@ -194,6 +194,8 @@ class Archive:
             raise CorruptFileError(f"unknown persistent id {saved_id!r}", path=self.path)
         _, storage_type, key, location, numel = saved_id
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+        if not isinstance(key, str | bytes):  # to torch 0 and "0" are two storages with the same bytes
+            raise CorruptFileError("a storage's key is no text", path=self.path)
         key = _text(key)
         record = self._data.get(key)
         nbytes = numel * torch._utils._element_size(dtype)

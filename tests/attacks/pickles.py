@@ -417,6 +417,12 @@ def storage_missing(folder: Path) -> Path:
 
 
 @attack
+def storage_by_a_number(folder: Path) -> Path:
+    """One storage by the key "0" and by the key 0: shared for one reader, two copies for another."""
+    return archive(folder, {"x": tensor(), "y": tensor(key=0)})
+
+
+@attack
 def storage_of_another_length(folder: Path) -> Path:
     """A storage that declares more elements than its record has bytes for."""
     return archive(folder, {"x": tensor(numel=5)})
