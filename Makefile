@@ -5,22 +5,24 @@
 # make bench   a quick table against peers, in minutes; make bench-full: everything, with pictures, in hours
 # make torture the long safety trials
 # make mutants every safety taken out in turn: which test notices
+# make fuzz    looks for files that break the readers, for FUZZ_SECONDS
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants fuzz clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
-$(READY): pyproject.toml scripts/system-packages.sh $(ENGINE)
+$(READY): pyproject.toml constraints.txt scripts/system-packages.sh $(ENGINE)
 	sh scripts/system-packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet scikit-build-core pybind11 cmake ninja torch==2.13.0
-	$(BIN)/python -m pip install --quiet --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) scikit-build-core pybind11 cmake ninja torch==2.13.0
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
 	    --editable '.[dev]'
 	touch $@
 
@@ -57,7 +59,7 @@ bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
 
 bench-full: setup
-	$(BIN)/python -m pip install --quiet --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
 	    --editable '.[dev,peers]'
 	$(BIN)/python -m benchmarks --full $(BENCH)
 
@@ -68,6 +70,12 @@ torture: setup
 
 mutants: setup
 	$(BIN)/python -m pytest -m 'slow or not slow' tests/mutants
+
+# Looks for files that reach new code; what it finds is in build/fuzz/crash-…, and belongs into tests/attacks.
+FUZZ_SECONDS := 300
+fuzz: setup
+	$(BIN)/python -m pip install --quiet 'atheris==3.*'
+	PYTHONPATH=tests $(BIN)/python -m fuzz.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -14,6 +14,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import sys
 import zlib
 from array import array
@@ -25,9 +26,14 @@ import torch
 from torch import _weights_only_unpickler
 
 from lazyckpt import _engine, devices
-from lazyckpt.containers.base import Record
+from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.pickle_guard import GuardedPickle
+
+_MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of torch
+_MAX_SMALL_BYTES = 1024
+_SMALL_RECORDS = {".storage_alignment": rb"[0-9]+", ".data/serialization_id": rb"[\x20-\x7e]*"}
 
 MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
 
@@ -78,18 +84,22 @@ class Archive:
         self._restore_location = torch.serialization._get_restore_location(map_location)
         if "byteorder" in self._records and self._read_small("byteorder") != sys.byteorder.encode():
             raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=path)
+        self._check_what_torch_reads()
         if "data.pkl" not in self._records:
             raise CorruptFileError("no record data.pkl: not an archive of torch.save", path=path)
         data = self._read_small("data.pkl")
         try:
             if lands:
                 with contextlib.suppress(_NeedsBytes):
-                    return self._unpickle(_PlainTensors(data), map_location, weights_only=True)
+                    return self._unpickle(_PlainTensors(data, path), map_location, weights_only=True)
             self._read_all()
-            tree = self._unpickle(io.BytesIO(data), map_location, weights_only)
-            torch._utils._validate_loaded_sparse_tensors()
+            stream = GuardedPickle(data, path) if weights_only else io.BytesIO(data)
+            tree = self._unpickle(stream, map_location, weights_only)
+            # torch checks only on request; an index outside of its tensor is a write outside of its memory.
+            with torch.sparse.check_sparse_tensor_invariants(weights_only or _checks_sparse_tensors()):
+                torch._utils._validate_loaded_sparse_tensors()
             return tree
-        except (LoadError, MemoryError, torch.cuda.OutOfMemoryError):
+        except (LoadError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
             if weights_only and ("weights_only" in str(error) or "allowed global" in str(error)):
@@ -98,7 +108,8 @@ class Archive:
                     "load with weights_only=False, which runs code from the file: only if you trust its origin)"
                 )
                 raise UnsupportedFormatError(what, path=path) from error
-            raise LoadError(f"cannot be unpickled: {error}", path=path) from error
+            why = "it takes more memory than there is" if isinstance(error, MemoryError) else error
+            raise LoadError(f"cannot be unpickled: {why}", path=path) from error
         finally:
             torch._utils._sparse_tensors_to_validate.clear()
 
@@ -145,6 +156,8 @@ class Archive:
         self._typed: dict[str, torch.storage.TypedStorage] = {}
         kind: Any = _weights_only_unpickler.Unpickler if weights_only else _Unpickler
         unpickler = kind(stream, encoding="utf-8")
+        if isinstance(stream, GuardedPickle):
+            stream.unpickler = unpickler
         unpickler.persistent_load = self._persistent_load
         torch.serialization._serialization_tls.map_location = map_location
         try:
@@ -157,11 +170,21 @@ class Archive:
                 raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
         return tree
 
+    def _check_what_torch_reads(self) -> None:
+        """The small records that nothing here needs: where they make no sense, torch refuses the archive."""
+        version = self._read_small("version") if "version" in self._records else b""
+        if not re.fullmatch(rb"[0-9]{1,2}\n?", version) or not 1 <= int(version) <= _MAX_VERSION:
+            raise CorruptFileError(f"record version: missing, or not within 1 to {_MAX_VERSION}", path=self.path)
+        for name, pattern in _SMALL_RECORDS.items():
+            if name in self._records and not re.fullmatch(pattern, self._read_small(name)):
+                raise CorruptFileError(f"record {name}: not what torch.save writes", path=self.path)
+
     def _read_small(self, name: str) -> bytes:
         record = self._records[name]
-        with open(self.path, "rb") as file:
-            file.seek(record.offset)
-            data = file.read(record.nbytes)
+        if name != "data.pkl" and record.nbytes > _MAX_SMALL_BYTES:  # also a hole, which costs its writer nothing
+            raise CorruptFileError(f"record {name}: {record.nbytes} bytes, for a few characters", path=self.path)
+        with FileReader(self.path) as file:
+            data = file.read(record.offset, record.nbytes)
         if record.crc32 not in (None, zlib.crc32(data)):
             raise CorruptFileError(f"record {name}: checksum does not match", path=self.path)
         return data
@@ -171,6 +194,8 @@ class Archive:
             raise CorruptFileError(f"unknown persistent id {saved_id!r}", path=self.path)
         _, storage_type, key, location, numel = saved_id
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+        if not isinstance(key, str | bytes):  # to torch 0 and "0" are two storages with the same bytes
+            raise CorruptFileError("a storage's key is no text", path=self.path)
         key = _text(key)
         record = self._data.get(key)
         nbytes = numel * torch._utils._element_size(dtype)
@@ -195,7 +220,7 @@ class _NeedsBytes(Exception):
     """Something in the pickle may look at the bytes of a storage when it is rebuilt."""
 
 
-class _PlainTensors(io.BytesIO):
+class _PlainTensors(GuardedPickle):
     """The pickle of plain tensors and containers; raises _NeedsBytes if it names anything else.
 
     The restricted unpickler reads lines only where something is named: module and name alternate.
@@ -234,6 +259,10 @@ class _Unpickler(pickle.Unpickler):
             except KeyError:
                 pass
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+
+def _checks_sparse_tensors() -> bool:
+    return bool(torch.sparse.check_sparse_tensor_invariants.is_enabled())
 
 
 def _text(value: Any) -> str:

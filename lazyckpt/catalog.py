@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Any
 
 import lazyckpt
 from lazyckpt import commit
-from lazyckpt.containers.base import FileReader
+from lazyckpt.containers.base import FileReader, unique_keys
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
 FORMAT = 1
 STATE = "state.pt"
 _MAX_MANIFEST_BYTES = 16 << 20
-_FOLDER = re.compile(r"step-(\d{8,})")
+_MAX_NUMBER = 2**63 - 1
+_FOLDER = re.compile(r"step-([0-9]{8,})")
 
 
 def folder_name(step: int) -> str:
@@ -80,13 +82,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     file = path / commit.MANIFEST
     if not os.path.lexists(file):
         raise LoadError(f"no checkpoint: there is no {commit.MANIFEST}", path=path)
+    if file.is_symlink():
+        raise CorruptFileError("a symbolic link, not a manifest", path=file)
     with FileReader(file) as reader:
         if reader.size > _MAX_MANIFEST_BYTES:
             raise reader.corrupt("too large for a manifest")
         text = reader.read(0, reader.size)
     try:
-        data = json.loads(text)
-        if data["format"] != FORMAT:
+        data = json.loads(text.decode(), object_pairs_hook=unique_keys)
+        if type(data["format"]) is not int or data["format"] != FORMAT:
             raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
         checkpoint = Checkpoint(
             path,
@@ -94,28 +98,49 @@ def read_checkpoint(path: Path) -> Checkpoint:
             _whole(data["sequence"]),
             None if data["parent"] is None else _whole(data["parent"]),
             _as_utc(datetime.fromisoformat(data["created"])),
-            tuple(FileEntry(str(f["name"]), _whole(f["bytes"]), int(f["crc32"], 16)) for f in data["files"]),
+            tuple(FileEntry(_name(f["name"]), _whole(f["bytes"]), _crc(f["crc32"])) for f in data["files"]),
             os.path.lexists(pin_of(path)),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
-    if [entry.name for entry in checkpoint.files].count(STATE) != 1:
-        raise CorruptFileError(f"does not name {STATE}, or names it twice", path=file)
+    names = [entry.name for entry in checkpoint.files]
+    if STATE not in names or len(set(names)) != len(names):
+        raise CorruptFileError(f"does not name {STATE}, or names a file twice", path=file)
     if (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
         raise CorruptFileError(f"the folder was renamed: its manifest says step {checkpoint.step}", path=path)
     for entry in checkpoint.files:
-        if entry.name in ("", ".", "..", commit.MANIFEST) or "/" in entry.name or "\0" in entry.name:
-            raise CorruptFileError(f"names a file {entry.name!r} outside its folder", path=file)
-        member = path / entry.name
-        nbytes = os.lstat(member).st_size if member.is_file() and not member.is_symlink() else None
+        nbytes = _regular_size(path / entry.name)
         if nbytes != entry.nbytes:
             found = "is missing" if nbytes is None else f"has {nbytes} bytes"
             raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
     return checkpoint
 
 
+def _regular_size(path: Path) -> int | None:
+    """Length of a file, None for anything else. Follows no link."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _name(value: Any) -> str:
+    """A name in the checkpoint's folder."""
+    if not isinstance(value, str) or value in ("", ".", "..", commit.MANIFEST) or "/" in value or "\0" in value:
+        raise ValueError(f"{value!r} is no name of a file in this folder")
+    value.encode()  # not half a character
+    return value
+
+
+def _crc(value: Any) -> int:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+        raise ValueError(f"{value!r} is not a CRC-32")
+    return int(value, 16)
+
+
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise ValueError(f"{value!r} is not a whole number")
     return value
 

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+_MAX_WHAT = 4000  # characters
+
 
 class LazyCkptError(RuntimeError):
     """Base of all errors raised by lazyckpt."""
@@ -68,9 +70,9 @@ class LoadError(LazyCkptError):
     """A file or folder cannot be read. ``path`` names it."""
 
     def __init__(self, what: str, *, path: str | os.PathLike[str]) -> None:
-        self.what = what
+        self.what = what if len(what) <= _MAX_WHAT else f"{what[:_MAX_WHAT]}…"  # it may quote the file
         self.path = Path(path)
-        super().__init__(f"{self.path}: {what}")
+        super().__init__(f"{self.path}: {self.what}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), self.what, path=self.path), ()

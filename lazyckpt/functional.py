@@ -131,10 +131,15 @@ def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.
     engine = process_engine()
     device = devices.target(map_location, engine)
     tensors = {}
-    for name, info in header.tensors.items():
-        storage = devices.new_storage(info.record.nbytes, device)
-        empty = torch.empty(0, dtype=info.dtype, device=storage.device)
-        tensors[name] = empty.set_(storage, 0, info.shape)  # type: ignore[call-overload]  # contiguous
+    try:
+        for name, info in header.tensors.items():
+            storage = devices.new_storage(info.record.nbytes, device)
+            empty = torch.empty(0, dtype=info.dtype, device=storage.device)
+            tensors[name] = empty.set_(storage, 0, info.shape)  # type: ignore[call-overload]  # contiguous
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # strides that overflow, or a hole in a file: it costs its writer nothing
+        raise LoadError(f"torch cannot hold these tensors: {error}", path=path) from error
     records = [info.record for info in header.tensors.values()]
     Reading(path, records, engine).read_into(list(map(devices.address, tensors.values())), [device] * len(tensors))
     if map_location is None or device != devices.HOST:

@@ -68,6 +68,10 @@ def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
         archive.close()
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
+    except Exception as error:  # a state that nothing of ours has written may make a provider raise nearly anything
+        archive.close()
+        what = f"{type(error).__name__}: {error}"
+        raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n  {what}") from error
     try:
         elsewhere, landed = _choose(archive, landings)
     except OSError as error:  # a device cannot be used

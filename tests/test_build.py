@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -92,3 +94,47 @@ def test_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert run(python, "-c", SAVE_AND_LOAD, cwd=elsewhere).startswith("works")
+
+
+def test_the_engine_is_hardened(wheel: Path, tmp_path: Path) -> None:
+    """What csrc/CMakeLists.txt asks for, as far as the compiler knows it, is in the file that users get."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".so"))
+        library = archive.extract(name, tmp_path)
+    headers = run("readelf", "-W", "-l", library)
+    (stack,) = (line for line in headers.splitlines() if "GNU_STACK" in line)
+    assert "RWE" not in headers and " RW " in stack
+    assert "GNU_RELRO" in headers
+    dynamic = run("readelf", "-W", "-d", library)
+    assert "BIND_NOW" in dynamic
+    assert "TEXTREL" not in dynamic and "RPATH" not in dynamic and "RUNPATH" not in dynamic
+    symbols = run("readelf", "-W", "--dyn-syms", library)
+    assert "__stack_chk_fail" in symbols  # -fstack-protector-strong
+    assert "_chk@" in symbols.replace("__stack_chk_fail@", "")  # _FORTIFY_SOURCE
+    assert "__glibcxx_assert_fail" in symbols or b"__n < this->size()" in Path(library).read_bytes()
+    if platform.machine() == "x86_64":  # -fcf-protection: functions begin with endbr64
+        (entry,) = (line for line in symbols.splitlines() if line.endswith(" PyInit__engine"))
+        with open(library, "rb") as file:
+            file.seek(int(entry.split()[1], 16) - load_bias(headers, int(entry.split()[1], 16)))
+            assert file.read(4) == b"\xf3\x0f\x1e\xfa"
+
+
+def load_bias(headers: str, address: int) -> int:
+    """Address less offset in the file, of the segment that holds ``address``."""
+    for line in headers.splitlines():
+        if line.split()[:1] == ["LOAD"]:
+            offset, begin, _, size = (int(number, 16) for number in line.split()[1:5])
+            if begin <= address < begin + size:
+                return begin - offset
+    raise AssertionError("no segment holds it")
+
+
+def test_what_setup_installs_is_pinned() -> None:
+    """Each package that the tests need; the same torch as in pyproject.toml; from wherever pip is told to look."""
+    text = (ROOT / "constraints.txt").read_text()
+    pins = dict(re.findall(r"^([a-z0-9-]+)==([^ \n]+)", text, re.MULTILINE))
+    needed = (ROOT / "pyproject.toml").read_text().partition("\ndev = [")[2].partition("\n]")[0]
+    names = [re.sub(r"[-_.]+", "-", name).lower() for name in re.findall(r'^  "([\w-]+)', needed, re.MULTILINE)]
+    assert len(names) > 15 and set(names) <= pins.keys()
+    assert f'"torch=={pins["torch"]}"' in needed
+    assert "://" not in text and "--" not in text

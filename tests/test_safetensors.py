@@ -315,7 +315,7 @@ def entry(dtype: Any = "F32", shape: Any = (3,), offsets: Any = (0, 12)) -> dict
         ({"a": entry("U8", [11], [0, 11])}, "tensors end at"),
         ({"a": entry("U8", [13], [0, 13])}, "tensors end at"),
         ({}, "tensors end at"),
-        ({"a": entry(shape=[2**62, 2**62, 0])}, "bytes for shape"),
+        ({"a": entry(shape=[2**62, 2**62, 0])}, "63 bits"),
         ({"a": entry(shape=[2**64])}, "malformed"),
         ({"a": entry(shape=[-3], offsets=[0, -12])}, "malformed"),
         ({"a": entry(shape=[3.0])}, "malformed"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lazyckpt.catalog import STATE, Catalog, Checkpoint, read_checkpoint
 from lazyckpt.cli.skeleton import Storage, Tensor, dtype_name, read_skeleton, strides_of
 from lazyckpt.cli.tree import Tree
 from lazyckpt.containers import safetensors, sniff
-from lazyckpt.containers.base import FileReader
+from lazyckpt.containers.base import FileReader, unique_keys
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
@@ -36,7 +37,17 @@ class Contents:
     metadata: dict[str, str] | None
 
     def tree(self, *, join: bool = True) -> Tree:
-        return Tree(self.file.name, self.obj, join=join)
+        """Raises UnsupportedFormatError if it is too large, or too strange, to be shown."""
+        with _showing(self.file):
+            return Tree(self.file.name, self.obj, join=join)
+
+
+@contextlib.contextmanager
+def _showing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UnsupportedFormatError(f"cannot be shown: {error}", path=file) from error
 
 
 def checkpoint_in(folder: Path) -> Checkpoint | None:
@@ -87,12 +98,13 @@ def read(file: Path) -> Contents:
 
 
 def _tensors_of(file: Path, infos: Mapping[str, safetensors.TensorInfo]) -> dict[str, Tensor]:
-    return {
-        name: Tensor(
-            dtype_name(info.dtype), info.shape, 0, strides_of(info.shape), Storage(info.record, info.dtype, file)
-        )
-        for name, info in infos.items()
-    }
+    with _showing(file):
+        return {
+            name: Tensor(
+                dtype_name(info.dtype), info.shape, 0, strides_of(info.shape), Storage(info.record, info.dtype, file)
+            )
+            for name, info in infos.items()
+        }
 
 
 def _read_shards(index: Path) -> Contents:
@@ -101,7 +113,7 @@ def _read_shards(index: Path) -> Contents:
             raise reader.corrupt("too large for an index")
         text = reader.read(0, reader.size)
     try:
-        places: dict[str, str] = json.loads(text)["weight_map"]
+        places: dict[str, str] = json.loads(text, object_pairs_hook=unique_keys)["weight_map"]
         files = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not an index of shards ({type(error).__name__}: {error})", path=index) from error

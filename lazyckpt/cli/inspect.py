@@ -57,7 +57,9 @@ def _print_rows(console: Console, root: Node, depth: int | None) -> None:
         about = shown_shape(node.shape) if node.kind == "tensor" else plain(node.text)
         if node.kind == "module" and node.tensors:
             about += (", " if about else "") + count(node.tensors, "tensor")
-        line = TreeLine((weight,), drawn, plain(node.name), (node.dtype, about), plain(node.note), STYLES[node.kind])
+        line = TreeLine(
+            (weight,), drawn, plain(node.name), (plain(node.dtype), about), plain(node.note), STYLES[node.kind]
+        )
         lines.append(line)
     print_tree(console, lines)
 

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import operator
 import os
 import pickle
+import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from lazyckpt.containers.base import FileReader, Record
+from lazyckpt.containers.base import FileReader, Record, count_elements
 from lazyckpt.containers.torch_zip_reader import Directory
 from lazyckpt.errors import CorruptFileError
+
+_MAX_DIMENSIONS = 1000
+_MAX_NAMES = 10_000
+# Tuples inside a tuple: Python hashes them by recursion in C, which ends the process where it is too deep, and takes
+# for ever where the same ones are inside each other again and again.
+_MAX_DEPTH = 100
+_MAX_TUPLES = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +55,16 @@ class Tensor:
     storage: Storage | None
     kind: str = ""
 
+    def __post_init__(self) -> None:
+        numbers = (self.offset, *self.shape, *self.stride)
+        if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers) or len(self.shape) > _MAX_DIMENSIONS:
+            raise ValueError("a malformed tensor")
+        count_elements(self.shape)
+
     @property
     def nbytes(self) -> int:
         dtype = getattr(torch, self.dtype, None)
-        return math.prod(self.shape) * dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+        return count_elements(self.shape) * dtype.itemsize if isinstance(dtype, torch.dtype) else 0
 
 
 class Opaque:
@@ -73,9 +86,6 @@ class Opaque:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.entries[key] = value
@@ -110,10 +120,17 @@ def read_skeleton(path: str | os.PathLike[str], directory: Directory) -> Any:
 
 # The unpickler in Python: the one in C lets a pickle of a few bytes allocate gigabytes for its memo.
 class _Unpickler(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
+
     def __init__(self, stream: io.BytesIO, path: str | os.PathLike[str], directory: Directory) -> None:
         super().__init__(stream, encoding="utf-8", errors="replace")
         self._path = path
         self._records = directory.records
+        self._opaque: dict[str, type[Opaque]] = {}
+        self._tuples: dict[int, tuple[int, int]] = {}  # by id, which may be stale: depth, and how many
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -121,7 +138,42 @@ class _Unpickler(pickle._Unpickler):
             return _KNOWN[full]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        return type("Opaque", (Opaque,), {"global_name": full})
+        if full not in self._opaque:
+            if len(self._opaque) == _MAX_NAMES:
+                raise ValueError(f"more than {_MAX_NAMES} names")
+            self._opaque[full] = type("Opaque", (Opaque,), {"global_name": full})
+        return self._opaque[full]
+
+    def get_extension(self, code: int) -> None:
+        """What a program has registered is not this program's to call."""
+        raise ValueError("an extension code")
+
+    def load_build(self) -> None:
+        """Attributes are for Opaque alone: those of a Tensor are checked, those of a function would stay."""
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Opaque):
+            self.stack[-1].state = state
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def load_bytearray8(self) -> None:
+        (nbytes,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(nbytes)))
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
+    def measure_tuple(self) -> None:
+        """Of what was just made."""
+        made = self.stack[-1]
+        inside = [self._tuples.get(id(item), (1, 1)) for item in made if type(item) is tuple]
+        if not inside:
+            self._tuples.pop(id(made), None)
+            return
+        depth = 1 + max(depth for depth, _ in inside)
+        number = 1 + sum(number for _, number in inside)
+        if depth > _MAX_DEPTH or number > _MAX_TUPLES:
+            raise ValueError("tuples are nested too deep")
+        self._tuples[id(made)] = depth, number
 
     def persistent_load(self, saved_id: Any) -> Storage:
         if not isinstance(saved_id, tuple) or len(saved_id) != 5:
@@ -134,10 +186,22 @@ class _Unpickler(pickle._Unpickler):
         return Storage(record, dtype, Path(self._path))
 
 
+def _then_measure(load: Callable[[Any], None]) -> Callable[[_Unpickler], None]:
+    def load_tuple(unpickler: _Unpickler) -> None:
+        load(unpickler)
+        unpickler.measure_tuple()
+
+    return load_tuple
+
+
+for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _Unpickler.dispatch[_opcode[0]] = _then_measure(_Unpickler.dispatch[_opcode[0]])
+
+
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
     """_rebuild_tensor, _v2 and _v3: the dtype is that of the storage, or stands behind."""
     dtype = next((item for item in rest if isinstance(item, torch.dtype)), None) or storage.dtype
-    if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in (offset, *shape)):
+    if not isinstance(storage, Storage):
         raise ValueError("a malformed tensor")
     lazily = next((item for item in rest if type(item) is dict), {})  # what torch calls metadata
     kind = " and ".join(word for bit, word in (("conj", "conjugated"), ("neg", "negated")) if lazily.get(bit))
@@ -161,6 +225,12 @@ def _meta_tensor(dtype: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
     return Tensor(dtype_name(dtype), tuple(shape), 0, tuple(stride), None, "on the meta device")
 
 
+def _size(sizes: Any = ()) -> tuple[int, ...]:
+    if not all(type(n) is int for n in sizes):
+        raise ValueError("a malformed size")
+    return tuple(sizes)
+
+
 def _encode(text: str, encoding: str) -> bytes:
     """How bytes are written in pickle protocol 2."""
     return text.encode("latin1" if encoding == "latin1" else "utf-8")
@@ -175,7 +245,7 @@ _KNOWN: dict[str, Any] = {
     "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
     "torch._tensor._rebuild_from_type": _from_type,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": tuple,
+    "torch.Size": _size,
     "collections.OrderedDict": OrderedDict,
     "_codecs.encode": _encode,
     **{

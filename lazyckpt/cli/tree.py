@@ -22,6 +22,7 @@ from lazyckpt.containers.base import Record
 
 MAX_DEPTH = 32
 STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a row, by its kind
+_MAX_CHARACTERS = 64 << 20  # of all paths
 _MAX_TEXT = 60
 _MAX_ITEMS = 6
 _SMALL_ARRAY = "multiarray._reconstruct"  # how NumPy pickles an array with its bytes
@@ -56,11 +57,15 @@ class Node:
 
 class Tree:
     """``root`` is the tree of ``obj``, which is made of what ``cli.skeleton`` gives. ``join``: a module with one entry
-    is one row with it."""
+    is one row with it.
+
+    Raises ValueError if it cannot be shown.
+    """
 
     def __init__(self, name: str, obj: Any, *, join: bool = True) -> None:
         self._opened: dict[int, str] = {}  # id of a container, alive as long as obj -> path
         self._storages: dict[str, tuple[str, Any]] = {}  # record -> path of the first tensor there, and its view
+        self._room = _MAX_CHARACTERS
         self.root = Node(name, "", "module", 0)
         container = _contents(obj)
         if container:
@@ -81,15 +86,23 @@ class Tree:
                 *outer, name = parts
                 for part in outer:
                     module = self._module(module, part)
-            node = self._node(name, _join(module.path, name), module.depth + 1, value)
+            node = self._node(name, self._path(module, name), module.depth + 1, value)
             module.children.append(node)
             if node.kind == "module":
                 module.modules.setdefault(name, node)
 
+    def _path(self, parent: Node, name: str) -> str:
+        """Raises ValueError if all paths together are too long: one long name above many short ones is."""
+        path = f"{parent.path}.{name}" if parent.path else name
+        self._room -= len(path) + len(name)
+        if self._room < 0:
+            raise ValueError("its names are too long, or too many")
+        return path
+
     def _module(self, parent: Node, name: str) -> Node:
         module = parent.modules.get(name)
         if module is None:
-            module = parent.modules[name] = Node(name, _join(parent.path, name), "module", parent.depth + 1)
+            module = parent.modules[name] = Node(name, self._path(parent, name), "module", parent.depth + 1)
             parent.children.append(module)
         return module
 
@@ -167,12 +180,18 @@ def _numpy_array(value: Opaque) -> Tensor | None:
     tensor = memory.args[0] if isinstance(memory, Opaque) and memory.args else None
     if not isinstance(tensor, Tensor) or not isinstance(shape, tuple) or not isinstance(dtype, Opaque):
         return None
-    if not all(type(n) is int and n >= 0 for n in shape):
+    kind = dtype.args[0] if dtype.args else None
+    try:
+        return Tensor(
+            short(kind)[1:-1] if isinstance(kind, str) else "?",
+            shape,
+            tensor.offset,
+            strides_of(shape, value.args[5:] == ("F",)),
+            tensor.storage,
+            "NumPy array",
+        )
+    except (TypeError, ValueError):
         return None
-    kind = str(dtype.args[0]) if dtype.args else "?"
-    return Tensor(
-        kind, shape, tensor.offset, strides_of(shape, value.args[5:] == ("F",)), tensor.storage, "NumPy array"
-    )
 
 
 def _sum(node: Node) -> None:
@@ -237,7 +256,3 @@ def short(value: Any, *, nested: bool = False) -> str:
         inside = ", ".join(short(item, nested=True) for item in value.args[:_MAX_ITEMS]) if not nested else "…"
         return f"{value.global_name.rpartition('.')[2]}({inside})"
     return str(getattr(value, "global_name", type(value).__name__))
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

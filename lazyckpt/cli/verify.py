@@ -261,6 +261,6 @@ def _meanings(file: Path) -> dict[str, str]:
         for node in Tree(file.name, read_skeleton(file, read_directory(file))).root.walk():
             if node.record is not None:
                 names.setdefault(node.record.name, node.path)
-    except LoadError:
+    except (LoadError, ValueError):
         pass  # damage in the pickle: the records have no names then
     return names

@@ -13,7 +13,7 @@ from lazyckpt.containers.base import FileReader
 from lazyckpt.errors import UnsupportedFormatError
 
 # torch.save before 1.6 begins with the pickle of this number (torch.serialization.MAGIC_NUMBER), as LONG1 of
-# 10 bytes
+# 10 bytes, behind the PROTO opcode; from protocol 4 on also behind a FRAME
 _LEGACY_MAGIC = b"\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
 
@@ -29,7 +29,7 @@ def sniff(path: str | os.PathLike[str]) -> Literal["torch_zip", "safetensors", "
             return "torch_zip"
         if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
             return "safetensors"
-        if _LEGACY_MAGIC in start:
+        if start[2:].startswith(_LEGACY_MAGIC) or start[11:].startswith(_LEGACY_MAGIC):
             return "torch_legacy"
         what = f"neither a torch.save archive nor a safetensors file (begins with {start[:8].hex(' ')})"
         raise UnsupportedFormatError(what, path=path)

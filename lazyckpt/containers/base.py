@@ -19,13 +19,35 @@ from __future__ import annotations
 import os
 import stat
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from lazyckpt.errors import CorruptFileError, LoadError
 
 LITERAL, SOURCE, CRC32_LE, CRC32_HEX = 0, 1, 2, 3
 PAGE_BYTES = 4096
+_MAX_SIZE = 2**63 - 1
+
+
+def count_elements(shape: Iterable[int]) -> int:
+    """Their product. Raises ValueError if any prefix of it is more than 63 bits have, as in the safetensors library;
+    so it takes no longer than the shape is long."""
+    count = 1
+    for size in shape:
+        count *= size
+        if count > _MAX_SIZE:
+            raise ValueError("a shape of more elements than 63 bits can count")
+    return count
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``: of two equal keys one reader takes the first, another the last."""
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return tree
 
 
 @dataclass(frozen=True)
@@ -133,6 +155,10 @@ class FileReader:
         while nbytes:
             try:
                 part = os.pread(self.fd, nbytes, offset)
+            except MemoryError as error:  # a hole in a file costs its writer nothing
+                raise LoadError(
+                    f"{nbytes} bytes at offset {offset} take more memory than there is", path=self.path
+                ) from error
             except OSError as error:
                 what = f"cannot read at offset {offset}: {error.strerror}"
                 raise LoadError(what, path=self.path) from error

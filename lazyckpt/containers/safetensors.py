@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt.containers.base import PAGE_BYTES, Extent, ExtentBuilder, FileReader, Record
+from lazyckpt.containers.base import PAGE_BYTES, Extent, ExtentBuilder, FileReader, Record, count_elements, unique_keys
 from lazyckpt.errors import ConfigError, UnsupportedFormatError
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors crate refuses more
@@ -141,12 +141,16 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         try:
             if not raw.startswith(b"{"):
                 raise ValueError("does not begin with {")
-            tree: dict[str, Any] = json.loads(raw.decode(), object_pairs_hook=_unique)
+            tree: dict[str, Any] = json.loads(raw.decode(), object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise file.corrupt(f"safetensors header: {error}") from error
         metadata = tree.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise file.corrupt("safetensors header: __metadata__ must map strings to strings")
+        try:
+            "".join((*tree, *metadata, *metadata.values())).encode()
+        except UnicodeEncodeError as error:  # an escaped half of a character: no text, and refused by the library
+            raise file.corrupt("safetensors header: a name is not Unicode") from error
         checksums = _checksums(file, front + raw, metadata, tree)
         found = [_tensor(file, name, told, data_offset, checksums.get(name)) for name, told in tree.items()]
         found.sort(key=lambda info: (info.record.offset, info.record.nbytes))
@@ -173,13 +177,6 @@ def _members(tree: Mapping[str, Any]) -> bytes:
     """The members of a JSON object, each led by a comma."""
     text = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
     return ("," + text[1:-1]).encode() if tree else b""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        raise ValueError("a key stands there twice")
-    return tree
 
 
 def _checksums(file: FileReader, header: bytes, metadata: dict[str, str], names: Iterable[str]) -> dict[str, int]:
@@ -216,7 +213,11 @@ def _tensor(file: FileReader, name: str, told: Any, data_offset: int, crc32: int
         shape = [*shape[:-1], shape[-1] // 2]
     dtype = _DTYPES[kind]
     begin, end = offsets
-    if math.prod(shape) * dtype.itemsize != end - begin:
+    try:
+        nbytes = count_elements([*shape, dtype.itemsize])
+    except ValueError as error:
+        raise file.corrupt(f"{where}: {error}") from error
+    if nbytes != end - begin:
         raise file.corrupt(f"{where}: {end - begin} bytes for shape {tuple(shape)} of {dtype}")
     return TensorInfo(dtype, tuple(shape), Record(name, data_offset + begin, end - begin, crc32))
 

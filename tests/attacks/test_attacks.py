@@ -1,0 +1,40 @@
+"""No one gets in: each attempt of the corpus, against everything that reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attacks import ATTACKS
+
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process imports torch, and forks for each attempt."""
+    folder = tmp_path_factory.mktemp("attacks")
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "attacks.runner", folder],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_one_gets_in(name: str, outcomes: dict[str, Any]) -> None:
+    """No code runs, nothing outside is read or changed, memory is bounded by the file, errors are typed, and nothing
+    that a terminal would obey is printed."""
+    assert outcomes[name]["violations"] == []

@@ -1,0 +1,92 @@
+"""Every later version reads what this one wrote, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import lazyckpt
+from golden import make
+from lazyckpt.cli import app
+
+VERSIONS = sorted(path for path in Path(__file__).parent.iterdir() if path.is_dir() and path.name[0].isdigit())
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
+def golden(request: pytest.FixtureRequest) -> Path:
+    version: Path = request.param
+    return version
+
+
+def test_there_are_golden_files() -> None:
+    assert VERSIONS
+    nbytes = sum(p.stat().st_size for version in VERSIONS for p in version.rglob("*") if p.is_file())
+    assert nbytes < 200_000 * len(VERSIONS)
+
+
+def test_an_archive(golden: Path, graph: Any) -> None:
+    expected = graph(make.tensors())
+    assert graph(lazyckpt.load(golden / "tensors.pt")) == expected
+    assert graph(torch.load(golden / "tensors.pt")) == expected
+
+
+def test_safetensors(golden: Path, graph: Any) -> None:
+    expected = make.dtypes() | {"scalar": torch.tensor(7), "empty": torch.empty(0, 3)}
+    for found in (lazyckpt.load(golden / "tensors.safetensors"), load_file(golden / "tensors.safetensors")):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert graph(found[name].clone()) == graph(tensor), name
+
+
+def state_of(parts: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in parts.items()}
+
+
+def test_a_checkpoint(golden: Path, tmp_path: Path, graph: Any) -> None:
+    """Into a training of another state: model, moments, schedule, random numbers, and the rest of the epoch."""
+    shutil.copytree(golden / "run", tmp_path / "run")
+    whole = [batch.tolist() for batch in make.loader()]
+    parts = make.training(5)
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(**parts)
+        loader = ckpt.track_loader(make.loader())
+        assert ckpt.restore() == 1
+        drawn = random.random(), numpy.random.rand(), torch.rand(3).tolist()
+        assert [batch.tolist() for batch in loader] == whole[make.LOADER_BATCHES :]
+    assert graph(state_of(parts)) == graph(state_of(make.training(1)))
+    make.seed_all()
+    assert drawn == (random.random(), numpy.random.rand(), torch.rand(3).tolist())
+
+
+def test_a_lightning_file(golden: Path, graph: Any) -> None:
+    expected = graph(make.lightning_checkpoint())
+    assert graph(lazyckpt.load(golden / "lightning.ckpt")) == expected
+    assert graph(torch.load(golden / "lightning.ckpt")) == expected
+
+
+def test_an_accelerate_folder(golden: Path, graph: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    parts = make.training(5)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(parts["model"], parts["optimizer"], parts["scheduler"])
+    accelerator.load_state(str(golden / "accelerate"))
+    drawn = torch.rand(3)
+    expected = make.training(3)
+    assert parts.pop("extra") and expected.pop("extra")  # not what accelerate saves
+    assert graph(state_of(parts)) == graph(state_of(expected))
+    make.seed_all()
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_all_checksums(golden: Path) -> None:
+    paths = [golden / name for name in ("tensors.pt", "tensors.safetensors", "run", "lightning.ckpt")]
+    result = CliRunner().invoke(app, ["verify", *map(str, paths)])
+    assert result.exit_code == 0 and "4 ok" in result.stdout, result.output

@@ -1,0 +1,187 @@
+"""Who may read what is being written, and links that lead elsewhere."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import commit
+
+TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
+STATE = {"x": torch.arange(1000.0)}
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def save_file(folder: Path) -> None:
+    lazyckpt.save(STATE, folder / "a.pt")
+
+
+def save_safetensors(folder: Path) -> None:
+    lazyckpt.save(STATE, folder / "a.safetensors")
+
+
+def save_checkpoint(folder: Path) -> None:
+    with lazyckpt.Checkpointer(folder / "run", **TINY_RING) as ckpt:
+        ckpt.track(x=STATE)
+        ckpt.save(1)
+        ckpt.save(2).result()
+        ckpt.save(1)  # replaces one
+
+
+def save_staged(folder: Path) -> None:
+    saver = lazyckpt.Saver(**TINY_RING)
+    staged = saver.stage(folder / "checkpoint-1")
+    staged.add("deep/model.safetensors", dict(STATE), {"format": "pt"})
+    (staged.path / "trainer_state.json").write_text("{}")
+    staged.save().result()
+    saver.close()
+
+
+def save_by_accelerate(folder: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from lazyckpt.integrations.accelerate import enable
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    enable(accelerator, **TINY_RING)
+    accelerator.prepare(torch.nn.Linear(3, 3))
+    accelerator.save_state(str(folder / "state"))
+    accelerator.end_training()
+
+
+def save_by_lightning(folder: Path) -> None:
+    pytest.importorskip("lightning")
+    from lazyckpt.integrations.lightning import LazyCheckpointIO
+
+    io = LazyCheckpointIO()
+    io.save_checkpoint({"state_dict": dict(STATE)}, folder / "a.ckpt")
+    io.teardown()
+
+
+WRITERS = [save_file, save_safetensors, save_checkpoint, save_staged, save_by_accelerate, save_by_lightning]
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {str(p): stat.S_IMODE(p.lstat().st_mode) for p in folder.rglob("*") if not p.is_symlink()}
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_nothing_is_more_readable_while_it_is_written_than_afterwards(
+    write: Callable[[Path], None], umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at when each file has its bytes and none its name."""
+    seen: list[dict[str, int]] = []
+
+    def looking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*arguments: Any) -> Any:
+            seen.append(modes(tmp_path))
+            return function(*arguments)
+
+        return look
+
+    monkeypatch.setattr(commit.Staging, "publish", looking(commit.Staging.publish))
+    monkeypatch.setattr(commit, "publish_file", looking(commit.publish_file))
+    write(tmp_path)
+    seen.append(modes(tmp_path))
+    assert len(seen) > 1 and any(commit.TEMPORARY in name for found in seen for name in found)
+    for found in seen:
+        for name, mode in found.items():
+            allowed = (0o777 if os.path.isdir(name) else 0o666) & ~umask
+            if os.path.lexists(name):  # what has its name by now: exactly what the umask says
+                assert mode == allowed, name
+            else:
+                assert mode & ~(0o777 & ~umask) == 0, name
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "state.pt").write_text("theirs")
+    return folder
+
+
+def untouched(outside: Path) -> bool:
+    return [p.name for p in outside.iterdir()] == ["state.pt"] and (outside / "state.pt").read_text() == "theirs"
+
+
+def test_a_checkpoint_whose_folder_is_a_link_is_replaced_not_followed(tmp_path: Path, outside: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path / "run", **TINY_RING) as ckpt:
+        ckpt.track(x=STATE)
+        (tmp_path / "run" / "step-00000001").symlink_to(outside)
+        path = ckpt.save(1).result()
+    assert path.is_dir() and not path.is_symlink() and untouched(outside)
+    assert not [p for p in path.parent.iterdir() if p != path]
+
+
+def test_a_file_that_is_a_link_is_replaced_not_followed(tmp_path: Path, outside: Path) -> None:
+    target = tmp_path / "a.pt"
+    target.symlink_to(outside / "state.pt")
+    lazyckpt.save(STATE, target)
+    assert not target.is_symlink() and untouched(outside)
+
+
+@pytest.mark.parametrize("inside", ["state.pt", ""])
+def test_a_guessed_temporary_name_is_not_followed(
+    inside: str, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 random bits, all guessed: then the file is not made, and what the link leads to is not touched."""
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
+    (tmp_path / f".tmp-a.pt-{0:032x}").symlink_to(outside / inside)
+    with pytest.raises(lazyckpt.SaveError, match="File exists"):
+        lazyckpt.save(STATE, tmp_path / "a.pt")
+    assert untouched(outside) and not (tmp_path / "a.pt").exists()
+
+
+def test_a_guessed_temporary_folder_is_not_used(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lazyckpt.Checkpointer(tmp_path / "run", **TINY_RING) as ckpt:
+        ckpt.track(x=STATE)
+        monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
+        (tmp_path / "run" / f".tmp-step-00000001-{0:032x}").symlink_to(outside)
+        with pytest.raises(lazyckpt.SaveError, match="File exists"):
+            ckpt.save(1).result()
+    assert untouched(outside)
+
+
+@pytest.mark.parametrize("name", ["state.pt", commit.MANIFEST])
+def test_a_file_planted_in_the_temporary_folder_is_not_followed(
+    name: str, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one who sees the folder appear, and is faster than the engine."""
+    make = commit.Staging.__init__
+
+    def planted(self: commit.Staging, *arguments: Any) -> None:
+        make(self, *arguments)
+        (self.path / name).symlink_to(outside / "state.pt")
+
+    with lazyckpt.Checkpointer(tmp_path / "run", **TINY_RING) as ckpt:
+        ckpt.track(x=STATE)
+        monkeypatch.setattr(commit.Staging, "__init__", planted)
+        with pytest.raises(lazyckpt.SaveError, match="File exists"):
+            ckpt.save(1).result()
+    assert untouched(outside)
+
+
+def test_a_run_behind_a_link_is_a_run(tmp_path: Path) -> None:
+    """Only names in the folder are not followed; the way to it may lead over links."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with lazyckpt.Checkpointer(tmp_path / "run", **TINY_RING) as ckpt:
+        ckpt.track(x={"x": torch.zeros(3)})
+        ckpt.save(1)
+        assert ckpt.restore() == 1
+    lazyckpt.save(STATE, tmp_path / "run" / "a.pt")
+    assert sorted(p.name for p in (tmp_path / "disk").iterdir()) == ["a.pt", "step-00000001"]
