@@ -290,8 +290,8 @@ def endless(actor: Actor) -> None:
                 continue
             if kind == "next" or step == 0:
                 step += 1
-                for old in range(max(0, step - 8), step - 1):
-                    actor.note("letting", f"run/step-{old:08d}")
+            for old in range(max(0, step - 8), step - 1):  # also when a step is replaced: the cut may have come first
+                actor.note("letting", f"run/step-{old:08d}")
             actor.save(checkpointer, step, wait=chance.random() < 0.5)
 
 
