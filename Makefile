@@ -5,6 +5,7 @@
 # make bench   a quick table against peers, in minutes; make bench-full: everything, with pictures, in hours
 # make torture the long safety trials
 # make mutants every safety taken out in turn: which test notices
+# make sanitize the engine alone under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
@@ -68,6 +69,8 @@ torture: setup
 
 mutants: setup
 	$(BIN)/python -m pytest -m 'slow or not slow' tests/mutants
+sanitize: setup
+	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest tests/test_sanitizers.py
 
 clean:
 	rm -rf $(VENV) build dist
