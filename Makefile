@@ -6,6 +6,7 @@
 # make torture the long safety trials
 # make mutants every safety taken out in turn: which test notices
 # make fuzz    looks for files that break the readers, for FUZZ_SECONDS
+# make sanitize the engine alone under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants fuzz clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
@@ -70,6 +71,9 @@ torture: setup
 
 mutants: setup
 	$(BIN)/python -m pytest -m 'slow or not slow' tests/mutants
+
+sanitize: setup
+	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest tests/test_sanitizers.py
 
 # Looks for files that reach new code; what it finds is in build/fuzz/crash-…, and belongs into tests/attacks.
 FUZZ_SECONDS := 300

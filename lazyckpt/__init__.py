@@ -20,6 +20,7 @@ from lazyckpt.errors import (
 from lazyckpt.functional import load, save
 from lazyckpt.gate import CUDAGraph, guard, wait_captured
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+from lazyckpt.preemption import CommitOnSignal, commit_on
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.saver import Saver, StagedFolder
 
@@ -32,6 +33,7 @@ __all__ = [
     "Checkpointer",
     "ChunkEvent",
     "ClosedError",
+    "CommitOnSignal",
     "Config",
     "ConfigError",
     "CorruptFileError",
@@ -48,6 +50,7 @@ __all__ = [
     "TornSnapshotError",
     "UnsupportedFormatError",
     "advise",
+    "commit_on",
     "guard",
     "load",
     "save",

@@ -21,7 +21,7 @@ from typing import Any
 
 from lazyckpt import _engine, commit
 from lazyckpt.config import Config
-from lazyckpt.errors import ConfigError, SaveError, TornSnapshotError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.plan import FilePlan
@@ -30,6 +30,19 @@ from lazyckpt.trace import Trace, Traced
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
+
+# Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.
+in_flight: dict[SaveHandle, None] = {}
+
+
+def _disown() -> None:
+    """In a forked child: the threads that would finish these are the parent's."""
+    for handle in list(in_flight):
+        handle._disown()
+    in_flight.clear()
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 class SaveHandle(Future[Path]):
@@ -74,6 +87,14 @@ class SaveHandle(Future[Path]):
         error = super().exception(timeout)
         self._reported = self._reported or error is not None
         return error
+
+    def _disown(self) -> None:
+        # Another thread may have held the lock at the fork; callbacks are for the process that saved.
+        self._condition = threading.Condition()
+        self._done_callbacks.clear()
+        self._waiters.clear()
+        self._snapshot = None
+        self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +163,11 @@ class Background:
     def launch(self, flight: Flight) -> None:
         with self._removal:
             self._doomed.discard(flight.handle.path)
+        in_flight[flight.handle] = None
+        # Then this: who waits for a handle waits for the task, and Ctrl-C may come between any two lines.
+        self._submit(self._persist, flight)
         self._in_flight.append(flight.handle)
         self._last = flight.handle
-        self._submit(self._persist, flight)
 
     def remove(self, path: Path) -> None:
         """Removes a file or folder once every save launched so far is durable; keeps it if the last one fails, or if it
@@ -155,7 +178,10 @@ class Background:
 
     def _submit(self, task: Callable[..., None], *args: Any) -> None:
         self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(self._pool.submit(task, *args))
+        try:
+            self._tasks.append(self._pool.submit(task, *args))
+        except RuntimeError as error:  # no thread may be given work once the interpreter waits for them all
+            raise ClosedError("the interpreter is ending; save before its exit handlers run") from error
 
     def _remove_behind(self, path: Path, handles: list[SaveHandle]) -> None:
         concurrent.futures.wait(handles)
@@ -175,6 +201,7 @@ class Background:
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
+        in_flight.pop(handle, None)
         self._tell(handle, error)
         if error is None:
             handle.set_result(handle.path)

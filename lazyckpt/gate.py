@@ -108,8 +108,8 @@ class Gate:
         for owner in owners:
             self._wait(owner)
             self._count(owner)
-        self._open.update(owners)
         try:
+            self._open.update(owners)
             yield
         finally:
             self._open.difference_update(owners)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt import _engine, commit, devices
-from lazyckpt.background import Background, Flight, SaveHandle, Target
+from lazyckpt.background import Background, Flight, SaveHandle, Target, in_flight
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
@@ -65,7 +65,8 @@ class Saver:
         self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
         self._training_step: int | None = None  # of the last save
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = False  # nothing new is taken on
+        self._ended = False  # and what was is durable
         self._trace = Trace(config.trace) if config.trace is not None else None
         if self._trace is not None:
             weakref.finalize(self, self._trace.close)  # also at exit
@@ -169,6 +170,7 @@ class Saver:
 
         Raises the first SaveError that nobody has seen yet (``on_error="raise"``).
         """
+        self._check_process()
         if path is None:
             self._background.drain()
         else:
@@ -191,7 +193,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait until everything is durable; stop the threads. Raises the SaveError of a save that failed."""
-        if self._closed or os.getpid() != self._pid:
+        if self._ended or os.getpid() != self._pid:
             return
         self._closed = True
         self._background.close()
@@ -200,6 +202,7 @@ class Saver:
         for undo in self._unwatch:
             undo()
         self._modules.clear()
+        self._ended = True
         del self.engine
         self._background.raise_failed()
 
@@ -326,6 +329,8 @@ class Saver:
             gate.discard(snapshot)
             if trace is not None and traced is not None:
                 trace.forget(traced)
+            in_flight.pop(handle, None)
+            handle._reported = True  # by this
             raise
         if snapshot.devices is not None and self.engine.unpinned:
             way = "pass a small buffer that is" if self.engine.bounces else "are slow, and save() may wait for them"
@@ -383,10 +388,13 @@ class Saver:
 
     def check_usable(self) -> None:
         """Raises ClosedError after ``close`` and in a forked child."""
-        if os.getpid() != self._pid:
-            raise ClosedError(f"this {type(self).__name__} belongs to the parent of this process; make one here")
+        self._check_process()
         if self._closed:
             raise ClosedError(f"this {type(self).__name__} is closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(f"this {type(self).__name__} belongs to the parent of this process; make one here")
 
 
 class StagedFolder:
@@ -470,8 +478,8 @@ def _no_garbage_collection() -> Iterator[None]:
     """Tens of thousands of small objects come to life in a save, none of them in a cycle: looking for garbage
     among them would take longer than to make them."""
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

@@ -1,0 +1,135 @@
+"""Commit what was saved when a signal says that the process is about to end."""
+
+from __future__ import annotations
+
+import _thread
+import concurrent.futures
+import logging
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from lazyckpt.background import SaveHandle, in_flight
+from lazyckpt.errors import ConfigError
+
+_log = logging.getLogger("lazyckpt")
+
+
+def commit_on(*signals: int, deadline: float = 25.0) -> CommitOnSignal:
+    """At these signals, wait until every save that has returned is durable, but no longer than ``deadline`` seconds;
+    then let the signal do what it would have done.
+
+        lazyckpt.commit_on(signal.SIGTERM)
+
+    What it would have done is to call the handler that was there before, to end the process (as killed by that
+    signal), or nothing, if it was ignored. A second signal does not wait. Training goes on meanwhile. SLURM, Kubernetes
+    and torchrun kill 30 s after SIGTERM unless told otherwise: the default leaves them time.
+
+    A handler that is installed later takes the place of this one. If it calls this one, as Lightning's does, it is
+    what ends the process, and this one only reports: closing a Checkpointer waits for what it saved.
+
+    One line in the log ``lazyckpt`` says what was committed in time and what was not. ``close()`` of what is returned,
+    or the end of its ``with``, puts the former handlers back.
+
+    Only the main thread may call. Raises ConfigError elsewhere, and for what is no signal or cannot be handled.
+    """
+    return CommitOnSignal(signals, deadline)
+
+
+class CommitOnSignal:
+    """The handlers of ``commit_on``, until they are closed.
+
+    The handler itself does nothing but start a thread. It runs between two lines of the main thread, which may hold a
+    lock there that a checkpoint needs; so the main thread must go on while the checkpoint is waited for. When it is
+    durable, the thread sends the signal once more.
+    """
+
+    def __init__(self, signals: tuple[int, ...], deadline: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("commit_on: only the main thread may handle signals; call it there")
+        if not signals:
+            raise ConfigError("commit_on: name a signal, signal.SIGTERM for instance")
+        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
+            raise ConfigError(f"commit_on: deadline={deadline!r}: expected seconds, at least 0")
+        self._deadline = min(float(deadline), threading.TIMEOUT_MAX)
+        self._pid = os.getpid()
+        self._main = threading.get_ident()
+        self._former: dict[int, signal._HANDLER] = {}
+        self._committing: set[int] = set()  # signals that came once
+        self._closed = False
+        try:
+            for number in signals:
+                former = signal.getsignal(number)
+                if former is None:
+                    raise ValueError("its handler was not installed by Python")
+                self._former.setdefault(number, former)
+                signal.signal(number, self._handle)
+        except (ValueError, OSError, TypeError) as error:
+            self.close()
+            raise ConfigError(f"commit_on: {number!r} cannot be handled: {error}") from error
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Bound methods are equal if their objects are the same. In a forked child there is nothing to commit.
+        on_top = signal.getsignal(number) == self._handle
+        first = number not in self._committing and not self._closed and os.getpid() == self._pid
+        if first:
+            self._committing.add(number)
+            try:  # not threading.Thread: its start() takes locks that the main thread may hold here
+                _thread.start_new_thread(self._commit, (number, on_top))
+            except RuntimeError:  # no more threads, or the interpreter is shutting down
+                first = False
+        if first and on_top:
+            return
+        if on_top:
+            self._committing.discard(number)
+        former = self._former[number]
+        if callable(former):
+            former(number, frame)
+        elif former == signal.SIG_DFL and on_top:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            signal.signal(number, self._handle)  # a signal that does not end the process
+
+    def _commit(self, number: int, on_top: bool) -> None:
+        """On a thread of its own."""
+        handles = list(in_flight)
+        concurrent.futures.wait(handles, self._deadline)
+        try:
+            _report(signal.Signals(number).name, handles, self._deadline)
+        finally:
+            if not on_top:
+                self._committing.discard(number)
+            elif number in self._committing:
+                signal.pthread_kill(self._main, number)
+
+    def close(self) -> None:
+        """Put the handlers back that were there before, where no other has taken the place of these."""
+        self._closed = True
+        if threading.get_ident() != self._main or os.getpid() != self._pid:
+            return  # from now on they do no more than to call the former ones
+        for number, former in self._former.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, former)
+
+    def __enter__(self) -> CommitOnSignal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _report(name: str, handles: list[SaveHandle], deadline: float) -> None:
+    states: dict[str, list[str]] = {}
+    for handle in handles:
+        if not handle.done():
+            state = f"not committed within {deadline:g} s"
+        elif concurrent.futures.Future.exception(handle) is None:  # nobody has been told of a failure by this
+            state = "committed"
+        else:
+            state = "failed"
+        states.setdefault(state, []).append(str(handle.path))
+    said = "; ".join(f"{state}: {', '.join(paths)}" for state, paths in states.items())
+    _log.warning("%s: %s", name, said or "nothing was in flight")
