@@ -91,7 +91,7 @@ class SaveHandle(Future[Path]):
     def _disown(self) -> None:
         # Another thread may have held the lock at the fork; callbacks are for the process that saved.
         self._condition = threading.Condition()
-        self._done_callbacks.clear()
+        self._done_callbacks.clear()  # type: ignore[attr-defined]
         self._waiters.clear()
         self._snapshot = None
         self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
