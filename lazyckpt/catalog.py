@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import zlib
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -60,7 +61,7 @@ class Checkpoint:
 
 def manifest(*, step: int, sequence: int, parent: int | None, files: list[tuple[str, int, int]]) -> dict[str, Any]:
     """What manifest.json says; ``files`` are name, bytes, CRC-32. docs/format.md describes it."""
-    return {
+    told = {
         "format": FORMAT,
         "lazyckpt": lazyckpt.__version__,
         "sequence": sequence,
@@ -72,6 +73,13 @@ def manifest(*, step: int, sequence: int, parent: int | None, files: list[tuple[
             {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": [0]} for name, nbytes, crc in files
         ],
     }
+    return {**told, "crc32": checksum(told)}
+
+
+def checksum(manifest: dict[str, Any]) -> str:
+    """Of all that a manifest says besides: its CRC-32, whatever the order of its keys and the space between them."""
+    told = {key: value for key, value in manifest.items() if key != "crc32"}
+    return f"{zlib.crc32(json.dumps(told, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -92,6 +100,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         data = json.loads(text.decode(), object_pairs_hook=unique_keys)
         if type(data["format"]) is not int or data["format"] != FORMAT:
             raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
+        if data["crc32"] != checksum(data):
+            raise CorruptFileError("checksum does not match", path=file)
         checkpoint = Checkpoint(
             path,
             _whole(data["step"]),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from lazyckpt import catalog
-from lazyckpt.catalog import Catalog, Checkpoint, chain, read_checkpoint, superfluous
+from lazyckpt.catalog import Catalog, Checkpoint, chain, checksum, read_checkpoint, superfluous
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
 NOW = datetime.now(timezone.utc)
@@ -42,10 +42,21 @@ def folder(tmp_path: Path) -> Path:
 def edit(folder: Path, **changes: Any) -> None:
     file = folder / "manifest.json"
     manifest = json.loads(file.read_text())
-    file.write_text(json.dumps({**manifest, **changes}))
+    changed = {**manifest, **changes}
+    file.write_text(json.dumps({**changed, "crc32": checksum(changed)}))
 
 
 # manifests
+
+
+@pytest.mark.parametrize("change", [('"sequence": 1', '"sequence": 3'), ('"created": "20', '"created": "19')])
+def test_a_manifest_that_was_changed_is_found(folder: Path, change: tuple[str, str]) -> None:
+    """Regression: a flipped bit that left it well-formed could make another checkpoint the newest."""
+    file = folder / "manifest.json"
+    file.write_text(changed := file.read_text().replace(*change))
+    assert change[1] in changed
+    with pytest.raises(CorruptFileError, match="checksum"):
+        read_checkpoint(folder)
 
 
 def test_a_manifest_tells_what_is_there(folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import lazyckpt
+from lazyckpt.catalog import checksum
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from trials import Trials
 
@@ -140,6 +141,7 @@ def cut_and_lie(folder: Path) -> None:
     truncate(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][0]["bytes"] = (folder / "state.pt").stat().st_size
+    manifest["crc32"] = checksum(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import lazyckpt
 from attacks import attack, victim
 from attacks.pickles import PROTO, STOP, archive, call, opcodes, tensor
+from lazyckpt.catalog import checksum
 
 SECRET = "the secret outside"
 
@@ -37,6 +38,7 @@ def step(folder: Path, number: int = 1, *, text: bytes | None = None, tree: Any 
     more = changes.pop("more_files", [])
     manifest.update(changes)
     manifest["files"] = [*manifest["files"], *more] if isinstance(manifest["files"], list) else manifest["files"]  # type: ignore[misc]
+    manifest.setdefault("crc32", checksum(manifest))
     (path / "manifest.json").write_bytes(json.dumps(manifest).encode() if text is None else text)
     return path
 
@@ -286,6 +288,7 @@ def manifest_lies_about_lengths(folder: Path) -> Path:
     path = step(folder)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][0]["bytes"] += 1 << 64
+    manifest["crc32"] = checksum(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
     return folder / "run"
 

@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from attacks import ATTACKS, CANARY, Attack, victim
+from lazyckpt.catalog import checksum
 from lazyckpt.cli import app
 from lazyckpt.errors import LazyCkptError
 
@@ -147,7 +148,7 @@ def _planted(path: Path) -> Path:
     data = path.read_bytes()
     files = [{"name": "state.pt", "bytes": len(data), "crc32": f"{zlib.crc32(data):08x}", "writers": [0]}]
     told = {"format": 1, "sequence": 1, "parent": None, "step": 1, "created": "2025-01-31T12:00:00", "files": files}
-    (folder / "manifest.json").write_text(json.dumps(told))
+    (folder / "manifest.json").write_text(json.dumps({**told, "crc32": checksum(told)}))
     return folder.parent
 
 

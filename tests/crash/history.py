@@ -24,6 +24,7 @@ class History:
 
     def __init__(self) -> None:
         self.allowed: dict[str, set[int | None]] = defaultdict(lambda: {None})
+        self.let: set[str] = set()  # what retention may remove
         self.theirs: set[str] = set()  # folders that hold a file of others
 
     def note(self, words: list[str]) -> None:
@@ -31,8 +32,11 @@ class History:
             case ["saving", name, value]:
                 self.allowed[name].add(int(value))
             case ["durable", name, value]:
-                self.allowed[name] = {v for v in self.allowed[name] if v is not None and v >= int(value)}
+                # The permission may have been noted before it was durable.
+                kept = {v for v in self.allowed[name] if v is not None and v >= int(value)}
+                self.allowed[name] = kept | ({None} if name in self.let else set())
             case ["letting", name] if name in self.allowed:
+                self.let.add(name)
                 self.allowed[name].add(None)
             case ["theirs", name]:
                 self.theirs.add(name)
@@ -58,6 +62,7 @@ class History:
     def settle(self, found: dict[str, int]) -> None:
         """What was found after a crash stays."""
         self.allowed.clear()
+        self.let.clear()
         self.allowed.update({name: {value} for name, value in found.items()})
 
 

@@ -12,7 +12,8 @@ import torch
 from conftest import describe_graph
 
 import lazyckpt
-from lazyckpt.cli.inspect import _read, _to_json
+from lazyckpt.cli.contents import read
+from lazyckpt.cli.inspect import _to_json
 from lazyckpt.errors import LazyCkptError
 
 
@@ -29,7 +30,8 @@ def judge(path: Path) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(LazyCkptError):
-            _to_json(_read(path), None, None)
+            contents = read(path)
+            _to_json(contents, contents.tree().root, None, None)
         try:
             found = lazyckpt.load(path)
         except LazyCkptError:
