@@ -218,7 +218,10 @@ class Background:
         if error is None:
             _logger.info(
                 "%s is durable: %.1f MB after %.2f s; training blocked for %.1f ms",
-                *(handle.path, m.bytes / 1e6, m.durable_s, m.blocked_s * 1e3),
+                handle.path,
+                m.bytes / 1e6,
+                m.durable_s,
+                m.blocked_s * 1e3,
             )
         else:
             _logger.warning("%s", error)

@@ -126,7 +126,8 @@ def _explain(advice: Advice, max_overhead: float, gpus: int) -> list[tuple[str, 
         rows.append(("lost in all", f"{a.loss:.2%}", "of the training time: checkpoints, and work that is repeated"))
     rows += [
         (
-            *("to save always", f"{size(int(a.hide_bytes_per_s))}/s"),
+            "to save always",
+            f"{size(int(a.hide_bytes_per_s))}/s",
             f"writes a checkpoint under one forward and backward (FastPersist, eq. 1); {fast}",
         ),
         ("ring", size(a.ring_bytes), f"host_buffer_bytes={a.ring_bytes}: no copy is late for the next optimizer step"),

@@ -12,9 +12,9 @@ from lazyckpt.trace import COMMITS, COPIES, RING, TRAINING, WRITES
 
 # Okabe and Ito: told apart by everybody. Vermilion is kept for what the training waits for.
 _TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
-_BLOCKED, _OTHER, _TRAINING, _STEP, _CREATE, _FSYNC, _COMMIT, _INK = (
-    *("#D55E00", "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8", "#7A8490", "#3B4450", "#2B3138"),
-)
+_BLOCKED = "#D55E00"
+_OTHER, _TRAINING, _STEP, _CREATE = "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8"
+_FSYNC, _COMMIT, _INK = "#7A8490", "#3B4450", "#2B3138"
 _MARGIN = 0.04  # of the time shown, before and behind
 _FURTHER = 1.6  # times as long as the checkpoint: if the next optimizer step ends by then, it is shown
 _SHORTEST = 0.0015  # of it: what is shorter is drawn as long as this
@@ -102,17 +102,18 @@ class _Picture:
             width = max(min(span.end_s, self._end) - begin, _SHORTEST * (self._end - self._begin))
             y = top + lane_height * (lane + 0.5) - lane_height * share / 2
             edge = "white" if name in ("copies", "writes") else colour
-            axes.broken_barh(
-                *([(begin * self._scale, width * self._scale)], (y, lane_height * share)),
-                **{"facecolor": colour, "edgecolor": edge, "linewidth": 0.3, "zorder": order},
-            )
+            x, length = begin * self._scale, width * self._scale
+            axes.broken_barh([(x, length)], (y, lane_height * share), fc=colour, ec=edge, lw=0.3, zorder=order)
             if span.name in ("save()", "gate"):
-                text = f"{span.name} {span.duration_s * 1e3:.1f} ms"
-                middle_x = (begin + width / 2) * self._scale
                 axes.annotate(
-                    *(text, (middle_x, y)),
-                    **{"xytext": (0, 3), "textcoords": "offset points", "color": _BLOCKED},
-                    **{"ha": "left" if span.name == "save()" else "center", "va": "bottom", "fontsize": 9},
+                    f"{span.name} {span.duration_s * 1e3:.1f} ms",
+                    (x + length / 2, y),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="left" if span.name == "save()" else "center",
+                    va="bottom",
+                    fontsize=9,
+                    color=_BLOCKED,
                 )
         axes.set_yticks([])
         self._top = top + height + 0.5
@@ -149,22 +150,31 @@ class _Picture:
         blocked = sum(s.duration_s for s in c.own if s.name in ("save()", "gate"))
         what = "failed" if c.error is not None else f"durable after {m['durable_s']:.2f} s"
         iteration = "" if c.iteration_s is None else f"; an iteration takes {c.iteration_s:.3g} s"
-        axes.set_title(
-            f"{plain(Path(c.path).name)}: {size(m['bytes'])}, {what}, "
-            f"training blocked for {blocked * 1e3:.1f} ms{iteration}",
-            **{"loc": "left", "fontsize": 12, "color": _INK, "pad": 10},
-        )
+        title = f"{plain(Path(c.path).name)}: {size(m['bytes'])}, {what}, "
+        title += f"training blocked for {blocked * 1e3:.1f} ms{iteration}"
+        axes.set_title(title, loc="left", fontsize=12, color=_INK, pad=10)
 
     def _legend(self) -> None:
         from matplotlib.patches import Patch
 
         spans = self._checkpoint.spans(COPIES)
-        tensors = [Patch(color=colour, label=f"{plain(name)}") for name, colour in self._colours.items()]
-        others = [Patch(color=_OTHER, label="other chunks")] if any("tensor" not in s.args for s in spans) else []
-        kinds = [
-            *(Patch(color=_TRAINING, label="forward, backward"), Patch(color=_STEP, label="optimizer step")),
-            *(Patch(color=_BLOCKED, label="training waits"), Patch(color=_CREATE, label="create the files")),
-            *(Patch(color=_FSYNC, label="fsync"), Patch(color=_COMMIT, label="commit")),
-        ]
-        look: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": _INK, "handlelength": 1.2}
-        self.figure.legend(handles=tensors + others + kinds, loc="outside lower center", ncols=4, **look)
+        meanings = {plain(name): colour for name, colour in self._colours.items()}
+        if any("tensor" not in s.args for s in spans):
+            meanings["other chunks"] = _OTHER
+        meanings |= {
+            "forward, backward": _TRAINING,
+            "optimizer step": _STEP,
+            "training waits": _BLOCKED,
+            "create the files": _CREATE,
+            "fsync": _FSYNC,
+            "commit": _COMMIT,
+        }
+        self.figure.legend(
+            handles=[Patch(color=colour, label=name) for name, colour in meanings.items()],
+            loc="outside lower center",
+            ncols=4,
+            frameon=False,
+            fontsize=9,
+            labelcolor=_INK,
+            handlelength=1.2,
+        )
