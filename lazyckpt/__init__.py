@@ -22,7 +22,8 @@ from lazyckpt.gate import CUDAGraph, guard, wait_captured
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.preemption import CommitOnSignal, commit_on
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.saver import Saver, StagedFolder
+from lazyckpt.saver import Saver
+from lazyckpt.staged import StagedFolder
 
 __version__ = "0.1.0"
 
