@@ -128,16 +128,24 @@ class Archive:
         ``elsewhere`` maps keys to live memory to read into instead: a pointer and its device. Raises
         CorruptFileError that names the damaged records; what was read by then stays where it landed.
         """
-        reading, self._reading = self._reading, None
-        if reading is None:
+        if self._reading is None:
             return
         places = {key: (devices.data_ptr(slot.memory), self._device) for key, slot in self.slots.items()} | elsewhere
         found = [places.get(key, (0, devices.HOST)) for key in self._data]
-        reading.read_into([pointer for pointer, _ in found], [device for _, device in found])
+        try:
+            self._reading.read_into([pointer for pointer, _ in found], [device for _, device in found])
+        finally:
+            self.close()
 
     @property
     def filled(self) -> bool:
         return self._reading is None
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Gives up what is not read yet, and with it the part of the engine's ring that it was read into: who holds
@@ -156,13 +164,14 @@ class Archive:
         self._typed: dict[str, torch.storage.TypedStorage] = {}
         kind: Any = _weights_only_unpickler.Unpickler if weights_only else _Unpickler
         unpickler = kind(stream, encoding="utf-8")
-        if isinstance(stream, GuardedPickle):
-            stream.unpickler = unpickler
         unpickler.persistent_load = self._persistent_load
         torch.serialization._serialization_tls.map_location = map_location
         try:
+            if isinstance(stream, GuardedPickle):
+                stream.unpickler = unpickler
             tree = unpickler.load()
         finally:
+            unpickler.persistent_load = None  # a cycle: this object, and its part of the ring, would outlive an error
             torch.serialization._serialization_tls.map_location = None
         for key, slot in self.slots.items():
             # torch enlarges a storage that is too small for a tensor; what is behind the record is nobody's data.

@@ -31,8 +31,8 @@ def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine)
     for checkpoint in candidates:
         archive = None
         try:
-            archive = _open(checkpoint.path, engine)
-            restore_archive(archive, provider, checkpoint.path)
+            with _open(checkpoint.path, engine) as archive:
+                restore_archive(archive, provider, checkpoint.path)
             return checkpoint
         except UnsupportedFormatError:
             raise  # not damaged: to go back to an older one would lose training for want of a word with the user
@@ -48,9 +48,9 @@ def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine)
 def restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError."""
     checkpoint = read_checkpoint(path)
-    archive = _open(path, engine)
     try:
-        restore_archive(archive, provider, path)
+        with _open(path, engine) as archive:
+            restore_archive(archive, provider, path)
     except CorruptFileError as error:
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
     return checkpoint
@@ -65,17 +65,14 @@ def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
     try:
         landings = provider.landings(archive.tree)
     except RestoreError as error:
-        archive.close()
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
     except Exception as error:  # a state that nothing of ours has written may make a provider raise nearly anything
-        archive.close()
         what = f"{type(error).__name__}: {error}"
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n  {what}") from error
     try:
         elsewhere, landed = _choose(archive, landings)
     except OSError as error:  # a device cannot be used
-        archive.close()
         raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
     provider.load(archive.tree, landed)

@@ -301,20 +301,20 @@ class Saver:
             devices=snapshot.devices,
             streams=snapshot.streams,
         )
-        first_source = 0
-        for number, (extents, _) in enumerate(programs):
-            for extent in extents:
-                job.append(number, extent.offset, extent.rows, extent.blob, first_source)
-            first_source += len(snapshot.files[number])
-        job.seal()
-        snapshot.job = job
-        handle._snapshot = snapshot
-        traced = None
-        if (trace := self._trace) is not None:
-            layout = [extents for extents, _ in programs]
-            traced = trace.begin(begin, list(target.files), layout, snapshot.files, snapshot.name_of)
-            snapshot.waited = partial(trace.gate, traced, handle.step)
+        trace, traced = self._trace, None
         try:
+            first_source = 0
+            for number, (extents, _) in enumerate(programs):
+                for extent in extents:
+                    job.append(number, extent.offset, extent.rows, extent.blob, first_source)
+                first_source += len(snapshot.files[number])
+            job.seal()
+            snapshot.job = job
+            handle._snapshot = snapshot
+            if trace is not None:
+                layout = [extents for extents, _ in programs]
+                traced = trace.begin(begin, list(target.files), layout, snapshot.files, snapshot.name_of)
+                snapshot.waited = partial(trace.gate, traced, handle.step)
             gate.add(snapshot)
             # Most often all of it: once other threads run, this one may have to wait for the GIL and for a core. Not
             # longer, since the ring may have no room before the background has opened the files.
@@ -325,7 +325,7 @@ class Saver:
             job.go()
             if not frozen:
                 job.wait_eager()
-        except BaseException:  # Ctrl-C: training may go on and change what is only half copied
+        except BaseException:  # Ctrl-C: training may go on and change what is only half copied, and the ring is wanted
             job.fail(errno.ECANCELED, "save() was interrupted")
             gate.discard(snapshot)
             if trace is not None and traced is not None:
