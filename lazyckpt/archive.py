@@ -166,12 +166,13 @@ class Archive:
         unpickler = kind(stream, encoding="utf-8")
         unpickler.persistent_load = self._persistent_load
         torch.serialization._serialization_tls.map_location = map_location
+        if isinstance(stream, GuardedPickle):
+            stream.unpickler = unpickler
         try:
-            if isinstance(stream, GuardedPickle):
-                stream.unpickler = unpickler
             tree = unpickler.load()
         finally:
-            unpickler.persistent_load = None  # a cycle: this object, and its part of the ring, would outlive an error
+            if isinstance(stream, GuardedPickle):
+                del stream.unpickler  # a cycle: this object, and its part of the ring, would outlive an error
             torch.serialization._serialization_tls.map_location = None
         for key, slot in self.slots.items():
             # torch enlarges a storage that is too small for a tensor; what is behind the record is nobody's data.
