@@ -224,7 +224,7 @@ class Background:
                 m.blocked_s * 1e3,
             )
         else:
-            _logger.warning("%s", error)
+            _logger.warning("%s", str(error))  # the error itself holds the engine, and handlers keep records
         if self._config.on_done is not None:
             try:
                 self._config.on_done(m, error)

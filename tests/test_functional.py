@@ -253,17 +253,21 @@ def test_weights_only_means_what_it_means_to_torch(
 
 
 class Evil:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/lazyckpt-was-here",)
+        return os.system, (f"touch {self.canary}",)
 
 
 def test_no_code_is_run(tmp_path: Path) -> None:
-    torch.save({"x": Evil()}, tmp_path / "a.pt")
-    torch.save(Evil(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    canary = tmp_path / "was-here"
+    torch.save({"x": Evil(canary)}, tmp_path / "a.pt")
+    torch.save(Evil(canary), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name in ("a.pt", "old.pt"):
         with pytest.raises(LoadError):
             lazyckpt.load(tmp_path / name)
-    assert not os.path.exists("/tmp/lazyckpt-was-here")
+    assert not canary.exists()
 
 
 def test_torchscript_and_other_files(tmp_path: Path) -> None:

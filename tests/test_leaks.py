@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import threading
@@ -128,9 +129,19 @@ WAYS = {saves: (200, 10_000), restores: (60, 2_000), files_and_folders: (60, 2_0
 WAYS |= {failures: (60, 2_000), openings: (40, 1_000)}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+QUICK = (saves, failures)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS],
+    ids=lambda way: way.__name__,
+)
 @pytest.mark.timeout(1200)
-def test_nothing_grows(way: Callable[[Path], Any], tmp_path: Path, trials: Trials) -> None:
+def test_nothing_grows(
+    way: Callable[[Path], Any], tmp_path: Path, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lazyckpt"), "disabled", True)  # pytest keeps what is logged
     count = trials.count(*WAYS[way])
     running = way(tmp_path)
     for _ in range(count // WINDOWS + 10):  # caches and pools fill

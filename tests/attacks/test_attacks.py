@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,24 @@ TESTS = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process imports torch, and forks for each attempt."""
-    folder = tmp_path_factory.mktemp("attacks")
+    """One process for each core imports torch, and forks for each attempt."""
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "attacks.runner", folder],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {line["name"]: line for line in lines}
+    names = list(ATTACKS)
+    processes = os.cpu_count() or 1
+
+    def run(first: int) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "attacks.runner", tmp_path_factory.mktemp("attacks"), *names[first::processes]],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    with ThreadPoolExecutor(processes) as pool:
+        return {line["name"]: line for lines in pool.map(run, range(processes)) for line in lines}
 
 
 @pytest.mark.parametrize("name", ATTACKS)
