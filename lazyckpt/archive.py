@@ -150,9 +150,9 @@ class Archive:
     def close(self) -> None:
         """Gives up what is not read yet, and with it the part of the engine's ring that it was read into: who holds
         the exception holds this object, and may want to save."""
-        if self._reading is not None:
-            self._reading.close()
-        self._reading = None
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.close()
 
     def _read_all(self) -> None:
         self.slots = {
