@@ -185,4 +185,4 @@ def test_a_leak_would_be_seen(tmp_path: Path, trials: Trials, monkeypatch: pytes
 
     monkeypatch.setattr(lazyckpt.SaveHandle, "__init__", keeping)
     with pytest.raises(AssertionError, match=r"\["):
-        test_nothing_grows(saves, tmp_path, trials)
+        test_nothing_grows(saves, tmp_path, trials, monkeypatch)
