@@ -129,6 +129,20 @@ def mixed(driver: FakeCuda, seed: int = 0, devices: int = 2) -> State:
     return State(driver, sources, seed)
 
 
+def train_through(state: State, engine: _engine.Engine, path: Path) -> None:
+    """A save while kernels write before and behind it; the file holds what they had written by then."""
+    state.overwrite(1, microseconds=3000)
+    job = state.begin(engine)
+    job.wait_eager()
+    state.overwrite(2, owners=False)
+    for owners in (1, 2):
+        job.wait_enqueued(owners, state.refs())
+    state.overwrite(3, owners=True)
+    job.open(0, str(path), 0)
+    state.expect_half(1)
+    state.check(job, path)
+
+
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_checkpoint_is_what_the_streams_made_of_it_at_save(
@@ -139,20 +153,9 @@ def test_a_checkpoint_is_what_the_streams_made_of_it_at_save(
     driver.configure(mode=mode)
     state = mixed(driver, seed)
     state.streams = {0: driver.stream(0), 1: 0} if seed % 2 else {0: 0, 1: driver.stream(1, blocking=True)}
-    engine = make_engine(copy_threads=1 + seed % 2)
-    state.overwrite(1, microseconds=3000)
-    job = state.begin(engine)
-    job.wait_eager()
-    state.overwrite(2, owners=False)
-    for owners in (1, 2):
-        job.wait_enqueued(owners, state.refs())
-    state.overwrite(3, owners=True)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.expect_half(1)
-    state.check(job, tmp_path / "file")
+    train_through(state, make_engine(copy_threads=1 + seed % 2), tmp_path / "file")
     driver.synchronize()
     assert driver.context_depth() == 0
-    del job, engine
 
 
 def test_neither_save_nor_step_waits_for_the_device(driver: FakeCuda, tmp_path: Path) -> None:
@@ -288,20 +291,11 @@ def test_where_pinning_is_refused_a_small_buffer_is_pinned(
     for seed in range(3):
         state = mixed(unpinnable, seed)
         engine = make_engine(copy_threads=1 + seed % 2)
-        state.overwrite(1, microseconds=3000)
-        job = state.begin(engine)
-        job.wait_eager()
-        state.overwrite(2, owners=False)
-        for owners in (1, 2):
-            job.wait_enqueued(owners, state.refs())
-        state.overwrite(3, owners=True)
-        job.open(0, str(tmp_path / f"{seed}"), 0)
-        state.expect_half(1)
-        state.check(job, tmp_path / f"{seed}")
+        train_through(state, engine, tmp_path / f"{seed}")
         assert engine.unpinned == "cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED (801)"
         assert engine.bounces == allocates
         assert unpinnable.live()["host_allocations"] == allocates
-        del job, engine
+        del engine
     pageable, batches = unpinnable.statistics()["pageable_copies"], unpinnable.calls().get("cuMemcpyBatchAsync", 0)
     assert (pageable == 0, batches > 0) == (allocates, allocates), "not all devices take batches of pageable memory"
 

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attacks.zips import CENTRAL, END, LOCAL, patched
 from lazyckpt.containers import sniff
 from lazyckpt.containers.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent, FileReader
 from lazyckpt.containers.torch_zip import LOCAL_HEADER, Layout, small_records
@@ -460,18 +461,6 @@ def test_fuzzed_archives_fail_with_the_typed_error_only(rng: random.Random, chan
 
 
 # Reading: attacks
-
-
-def patched(content: bytes, find: bytes, at: int, new: bytes, nth: int = 0) -> bytes:
-    """``content`` with ``new`` at ``at`` bytes behind the beginning of the ``nth`` occurrence of ``find``."""
-    position = -1
-    for _ in range(nth + 1):
-        position = content.index(find, position + 1)
-    position += at
-    return content[:position] + new + content[position + len(new) :]
-
-
-LOCAL, CENTRAL, END = b"PK\3\4", b"PK\1\2", b"PK\5\6"
 
 
 def with_gap(content: bytes) -> bytes:
