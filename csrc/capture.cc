@@ -288,7 +288,7 @@ void Engine::OnCopied(Chunk* chunk) {
   unblock(chunk);
   for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) --job.owner_left[std::countr_zero(bits)];
   if (--job.capture_left == 0) job.captured_at = Clock::now();
-  if (any_ready) io_->Wake();
+  if (any_ready && !job.held) io_->Wake();
 }
 
 void Engine::Release(Chunk* chunk) {

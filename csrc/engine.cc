@@ -69,13 +69,15 @@ Engine::~Engine() {
 }
 
 bool Engine::Reserve(size_t bytes) {
-  bool grown;
+  bool enough = false, grown = false;
   {
     std::lock_guard lock(mutex_);
-    grown = ring_.Grow(std::min(AlignUp(bytes, options_.chunk_bytes), options_.max_ring_bytes));
+    const size_t before = ring_.capacity();
+    enough = ring_.Grow(std::min(AlignUp(bytes, options_.chunk_bytes), options_.max_ring_bytes));
+    grown = ring_.capacity() > before;
   }
-  io_->Wake();  // the writer thread faults the new pages in
-  return grown;
+  if (grown) io_->Wake();  // the writer thread faults the new pages in
+  return enough;
 }
 
 std::span<std::byte> Engine::Borrow(size_t bytes) {

@@ -34,7 +34,8 @@ Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Ro
   if (!job.error.ok()) return job.error;
   Status status = LayOut(job, file, offset, rows, std::move(blob));
   if (!status.ok()) FailLocked(job, status);  // part of it may be in the ring
-  changed_.notify_all();
+  // A thread that is woken only to find the job held may stand in save()'s way.
+  if (!job.held || !status.ok()) changed_.notify_all();
   return status;
 }
 
@@ -158,8 +159,10 @@ void Engine::SplitAtLastBlock(Job& job) {
 
 Status Engine::Seal(Job& job) {
   Status status;
+  bool held = false;
   {
     std::lock_guard lock(mutex_);
+    held = job.held;
     if (job.error.ok() && !job.sealed) {
       QueueOpenChunk(job);
       if (!IsComplete(job)) {
@@ -172,6 +175,7 @@ Status Engine::Seal(Job& job) {
       }
     }
   }
+  if (held && status.ok()) return status;  // Go() tells the others
   changed_.notify_all();
   io_->Wake();
   return status;

@@ -58,6 +58,7 @@ class Ownership:
             self.owners[owner] = bit, parameters_of(owner)
             self.steps[id(owner)] = steps
             gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
+            gated = gated and not _writes_outside_step(owner)
             tensors, identities, nbytes, whole = _storages_of(owner)
             simple = 0 not in whole and len(set(identities)) == len(identities)
             if simple and self.tensors.keys().isdisjoint(identities) and mixed.keys().isdisjoint(identities):
@@ -76,6 +77,13 @@ class Ownership:
         for identity, claim in mixed.items():
             self.lazy_owners[identity] = claim.lazy_owners(sizes[identity])
             self.tensors[identity] = claim.tensors
+
+
+def _writes_outside_step(owner: Any) -> bool:
+    """Whether its parameters change in forward or backward, too: they are gathered there from other ranks (Apex), or
+    stepped on and broadcast (torch's ZeroRedundancyOptimizer in overlap with DDP)."""
+    gathers = any(cls.__module__.startswith("apex.contrib.optimizers.") for cls in type(owner).__mro__)
+    return gathers or getattr(owner, "_overlap_with_ddp", False)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

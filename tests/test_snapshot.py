@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import weakref
 from typing import Any
@@ -102,6 +103,41 @@ def test_the_state_of_lbfgs_is_lazy_also_inside_lists(make_run: Any) -> None:
     handle = run.ckpt.save(1, blocking=True)
     assert len(saved(handle)["optimizer"]["state"][0]["old_dirs"]) >= 1
     assert handle.metrics.eager_bytes < handle.metrics.bytes / 10
+
+
+class Gathering(torch.optim.SGD):
+    """Stands for one that lets the next forward gather its parameters from other ranks."""
+
+    __module__ = "apex.contrib.optimizers.distributed_fused_adam"
+
+
+class Overlapping(torch.optim.SGD):
+    """Stands for a ZeroRedundancyOptimizer(overlap_with_ddp=True), which steps in backward."""
+
+    _overlap_with_ddp = True
+
+
+class Derived(torch.optim.SGD):
+    """Of a user's own."""
+
+    _overlap_with_ddp = False
+
+
+@pytest.mark.parametrize(("kind", "is_lazy"), [(Gathering, False), (Overlapping, False), (Derived, True)])
+def test_an_optimizer_whose_parameters_change_outside_its_step_is_eager(
+    kind: type[torch.optim.Optimizer], is_lazy: bool, make_run: Any
+) -> None:
+    run = make_run(lambda p: kind(p, lr=0.1))
+    run.step()
+    handle = run.ckpt.save(1, blocking=True)
+    assert (handle.metrics.eager_bytes < handle.metrics.bytes / 10) == is_lazy
+
+
+def test_the_overlapping_optimizer_of_torch_says_so() -> None:
+    """Our stand-in above has the attribute that torch's own has."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    assert "self._overlap_with_ddp: bool = overlap_with_ddp" in inspect.getsource(ZeroRedundancyOptimizer.__init__)
 
 
 def test_inference_tensors_are_eager(make_run: Any) -> None:
