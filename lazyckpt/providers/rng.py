@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+from array import array
 from typing import Any
 
 import torch
@@ -111,5 +112,6 @@ def _apply_cuda(states: list[torch.Tensor]) -> None:
 
 
 def _words(values: Any) -> torch.Tensor:
-    """32-bit words as a tensor: a storage record instead of 625 integers in the pickle."""
-    return torch.tensor(values, dtype=torch.int64)
+    """32-bit words as a tensor: a storage record instead of 625 integers in the pickle. By way of an array, since torch
+    takes three times as long to look at each of them."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
