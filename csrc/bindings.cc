@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <limits>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -58,6 +57,25 @@ std::vector<StreamRef> ToStreams(const std::optional<py::buffer>& streams) {
   return refs;
 }
 
+// Lets go of the GIL while it lives. If the interpreter ends meanwhile, Python ends a thread that asks for the GIL by
+// unwinding its stack, which a destructor does not survive (pybind11's would end the process): it sleeps, as it would
+// from Python 3.14 on.
+class NoGil {
+ public:
+  NoGil() : state_(PyEval_SaveThread()) {}
+  ~NoGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) pause();
+    }
+  }
+  NoGil(const NoGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 class JobHandle;
 
 // An engine belongs to the process that made it. A forked child inherits the memory but none of the threads:
@@ -67,14 +85,14 @@ class EngineHandle {
   explicit EngineHandle(const EngineOptions& options) {
     Status status;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       engine_ = Engine::Create(options, &status).release();
     }
     Raise(status);
   }
   ~EngineHandle() {
     if (getpid() != pid_) return;
-    py::gil_scoped_release release;  // it may have to wait for the disk
+    NoGil no_gil;  // it may have to wait for the disk
     delete engine_;
   }
   EngineHandle(const EngineHandle&) = delete;
@@ -99,7 +117,7 @@ bool Interruptible(std::optional<double> timeout_s, F wait) {
   for (;;) {
     bool done;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       done = wait(std::min(end, Clock::now() + std::chrono::milliseconds(100)));
     }
     if (done) return true;
@@ -133,7 +151,7 @@ class JobHandle {
     const auto current = ToStreams(streams);
     Status status;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       job_ = engine_->get().Begin(std::move(sources), files, eager_by_caller, current, &status);
     }
     Raise(status);
@@ -145,7 +163,7 @@ class JobHandle {
       return;
     }
     // A job that nobody holds any more cannot be committed. Its sources are about to be freed.
-    py::gil_scoped_release release;
+    NoGil no_gil;
     Engine& e = engine_->get();
     e.Fail(*job_, Status(ECANCELED, "checkpoint abandoned", ""));
     e.WaitReleased(*job_, Clock::time_point::max());
@@ -159,13 +177,15 @@ class JobHandle {
     parsed.reserve(flat.size() / 3);
     for (size_t i = 0; i < flat.size(); i += 3) {
       const auto kind = static_cast<RowKind>(flat[i]);
-      if (flat[i + 2] > std::numeric_limits<int64_t>::max() - first_source) throw py::value_error("rows: overflow");
-      parsed.push_back({kind, flat[i + 1], kind == RowKind::kLiteral ? flat[i + 2] : flat[i + 2] + first_source});
+      int64_t arg = flat[i + 2];
+      if (kind != RowKind::kLiteral && __builtin_add_overflow(arg, first_source, &arg))
+        throw py::value_error("rows: overflow");
+      parsed.push_back({kind, flat[i + 1], arg});
     }
     Status status;
     std::string literals = blob;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       status = engine_->get().Append(*job_, file, offset, parsed, std::move(literals));
     }
     Raise(status);
@@ -174,7 +194,7 @@ class JobHandle {
   void Seal() {
     Status status;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       status = engine_->get().Seal(*job_);
     }
     Raise(status);
@@ -185,7 +205,7 @@ class JobHandle {
   void Open(size_t file, const std::string& path, uint64_t size) {
     Status status;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       status = engine_->get().Open(*job_, file, path, size);
     }
     Raise(status);
@@ -209,7 +229,7 @@ class JobHandle {
   }
 
   void Fail(int error, const std::string& why) {
-    py::gil_scoped_release release;
+    NoGil no_gil;
     engine_->get().Fail(*job_, Status(error, why, ""));
   }
 
@@ -326,7 +346,7 @@ class ReaderHandle {
     options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
     Status status;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       reader_ = Reader::Start(path, options, std::move(ranges), &status);
     }
     if (!status.ok()) Close();
@@ -354,7 +374,7 @@ class ReaderHandle {
     for (const uint64_t pointer : p) to.push_back(reinterpret_cast<std::byte*>(pointer));
     Status status;
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       status = e.CopyAfter(current);
       if (status.ok()) status = reader_->ReadInto(to, d);
     }
@@ -369,7 +389,7 @@ class ReaderHandle {
   void Close() {
     if (!engine_->alive()) return (void)reader_.release();  // its threads did not survive the fork
     {
-      py::gil_scoped_release release;
+      NoGil no_gil;
       reader_.reset();
     }
     engine_->get().GiveBack(std::exchange(staging_, {}));
@@ -456,7 +476,7 @@ PYBIND11_MODULE(_engine, m) {
              Status status;
              bool attached;
              {
-               py::gil_scoped_release release;
+               NoGil no_gil;
                attached = engine.Attach(ordinal, &status);
              }
              if (status.error() != ENOENT && status.error() != ENOSYS) Raise(status);
@@ -514,14 +534,14 @@ PYBIND11_MODULE(_engine, m) {
         const py::buffer_info info = data.request();
         const auto size = static_cast<size_t>(info.size * info.itemsize);
         if (!PyBuffer_IsContiguous(info.view(), 'C')) throw py::value_error("data: expected contiguous bytes");
-        py::gil_scoped_release release;
+        NoGil no_gil;
         return Crc32(value, info.ptr, size);
       },
       "data"_a, "value"_a = 0);
   m.def(
       "crc32_at",
       [](uint64_t pointer, uint64_t size) {
-        py::gil_scoped_release release;
+        NoGil no_gil;
         return Crc32(0, reinterpret_cast<const void*>(pointer), size);
       },
       "pointer"_a, "size"_a);

@@ -41,6 +41,7 @@ class Question {
 
 struct Questions {
   PyObject* torch = Own(PyImport_ImportModule("torch")).release();
+  PyObject* dict = Own(PyUnicode_InternFromString("__dict__")).release();
 
   PyObject* storage = Named(torch, "UntypedStorage");
   Question cdata{storage, "_cdata"};
@@ -63,9 +64,16 @@ struct Questions {
   Question stride{tensor, "stride"};
   Question untyped_storage{tensor, "untyped_storage"};
 };
+
+// The GIL guards it. A static object would have a lock of its own, held by a thread that imports and may let go of the
+// GIL meanwhile, and waited for by another one that has the GIL.
 const Questions& Ask() {
-  static const Questions all;
-  return all;
+  static const Questions* all = nullptr;
+  if (all == nullptr) {
+    const auto* made = new Questions;
+    if (all == nullptr) all = made;  // else another thread was quicker
+  }
+  return *all;
 }
 
 int64_t Integer(const Ref& object) {
@@ -107,8 +115,7 @@ void AppendIntegers(const Ref& tuple, std::vector<int64_t>* out) {
 
 bool IsPlain(PyObject* tensor, bool is_complex) {
   const Questions& ask = Ask();
-  static PyObject* const dict = PyUnicode_InternFromString("__dict__");
-  return !Truth(Own(PyObject_GetAttr(tensor, dict))) && !Truth(ask.backward_hooks(tensor)) &&
+  return !Truth(Own(PyObject_GetAttr(tensor, ask.dict))) && !Truth(ask.backward_hooks(tensor)) &&
          !Truth(ask.is_neg(tensor)) && !(is_complex && Truth(ask.is_conj(tensor)));
 }
 

@@ -90,6 +90,23 @@ def test_what_was_saved_is_committed_when_the_interpreter_ends(tmp_path: Path) -
         assert not [p.name for p in folder.iterdir() if p.name.startswith(".")], f"{end}: swept"
 
 
+def test_a_daemon_thread_in_the_engine_does_not_spoil_the_end() -> None:
+    """Regression: it asked for the GIL when there was none any more, and the process ended with SIGABRT."""
+    script = """
+import threading, time
+from lazyckpt import _engine
+data = bytes(100_000)
+def forever():
+    while True:
+        _engine.crc32(data)
+for _ in range(4):
+    threading.Thread(target=forever, daemon=True).start()
+time.sleep(0.2)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # forks
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +118,23 @@ def test_errors_of_those_asked_come_through(ask: Callable[[Any], object]) -> Non
     with pytest.raises(TypeError, match="object"):
         ask([object()])
     assert ask([]) is not None
+
+
+def test_two_threads_may_be_the_first_to_ask() -> None:
+    """Regression: the one that had begun to look torch's names up let go of the GIL, the other one waited with it."""
+    script = """
+import builtins, threading, time, torch
+from lazyckpt import _engine
+tensors, load = [torch.zeros(1)], builtins.__import__
+other = threading.Thread(target=_engine.look_at_tensors, args=(tensors,))
+def slowly(*args, **kwargs):
+    builtins.__import__ = load
+    other.start()
+    time.sleep(0.5)
+    return load(*args, **kwargs)
+builtins.__import__ = slowly
+assert _engine.look_at_tensors(tensors) is not None
+assert other.ident is not None, "nothing was looked up"
+other.join()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
