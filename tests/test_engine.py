@@ -9,6 +9,7 @@ import os
 import struct
 import time
 import traceback
+import weakref
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,13 +39,15 @@ class Program:
     extents: list[tuple[int, int, Rows, bytes]] = field(default_factory=list)
 
     def begin(self, engine: _engine.Engine, *, eager_by_caller: bool = False) -> _engine.Job:
-        return engine.begin(
+        job = engine.begin(
             array("Q", [s.ctypes.data for s in self.sources]),
             array("Q", [s.nbytes for s in self.sources]),
             array("Q", self.owners),
             self.files,
             eager_by_caller,
         )
+        weakref.finalize(job, tuple, self.sources)  # which the caller keeps until nothing reads them
+        return job
 
     def append(self, job: _engine.Job) -> None:
         for file, offset, rows, blob in self.extents:
