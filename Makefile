@@ -6,7 +6,8 @@
 # make torture the long safety trials
 # make mutants every safety taken out in turn: which test notices
 # make fuzz    looks for files that break the readers, for FUZZ_SECONDS
-# make sanitize the engine alone under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
+# make sanitize the engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: alone, and
+#                under Python tests that touch it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,4 +1,5 @@
-"""The engine under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer: tests/sanitize/stress.cc."""
+"""The engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: by itself, driven
+by sanitize/stress.cc; and in Python, with Python's and torch's own objects watched, under the tests that touch it."""
 
 from __future__ import annotations
 
@@ -6,57 +7,58 @@ import os
 import random
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sanitize import ADDRESS, THREAD, Sanitized, compiler, for_python, run_python
 
-from fake_cuda import build
-
-ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+TESTS = Path(__file__).parent
 ROUNDS = 200 if os.environ.get("LAZYCKPT_TORTURE") else 20
-# liburing maps and unmaps its queues by bare system calls, so that a new queue at an old one's address looks like it.
-SUPPRESSIONS = "race:/usr/include/liburing.h\nrace:/usr/include/liburing/*\nrace_top:csrc/io_uring.cc\n"
-NOT_NEEDED = ("bindings.cc", "probe.cc", "tensors.cc")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_report(sanitizer: str, tmp_path: Path) -> None:
-    compiler = shutil.which("c++")
-    if compiler is None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sanitized]:
+    """The engine with this sanitizer, built once."""
+    if compiler() is None:
         pytest.skip("no C++ compiler")
-    flags = ["-std=c++20", "-g", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{ROOT / 'csrc'}"]
-    flags += [f"-DLAZYCKPT_{name}" for name in ("FAULTS", "HAVE_LIBURING", "HAVE_LIBDEFLATE")]
-    sources = [s for s in (ROOT / "csrc").glob("*.cc") if s.name not in NOT_NEEDED]
-    sources.append(ROOT / "tests" / "sanitize" / "stress.cc")
+    known: dict[str, Sanitized] = {}
 
-    def compile_one(source: Path) -> Path:
-        target = tmp_path / f"{source.stem}.o"
-        subprocess.run([compiler, *flags, "-c", source, "-o", target], check=True)
-        return target
+    def build(sanitizer: str) -> Sanitized:
+        if sanitizer not in known:
+            known[sanitizer] = Sanitized(sanitizer, tmp_path_factory.mktemp("sanitized") / "build")
+        return known[sanitizer]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
-    program = tmp_path / "stress"
-    libraries = ["-luring", "-ldeflate", "-lz", "-lpthread"]
-    subprocess.run([compiler, *flags, *objects, "-o", program, *libraries], check=True)
-    folder = tmp_path / "files"
-    folder.mkdir()
+    return build
+
+
+@pytest.mark.parametrize("sanitizer", [THREAD, ADDRESS])
+def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Path) -> None:
+    sanitized = built(sanitizer)
     seed = str(random.SystemRandom().randrange(1 << 32))
+    command = [sanitized.stress(), tmp_path, seed, str(ROUNDS)]
     # No randomisation of addresses: older ThreadSanitizers do not know the memory maps of newer kernels.
-    command = [program, folder, seed, str(ROUNDS)]
-    if sanitizer == "thread" and shutil.which("setarch"):
+    if sanitizer == THREAD and shutil.which("setarch"):
         command = ["setarch", "--addr-no-randomize", *command]
-    suppressions = tmp_path / "suppressions"
-    suppressions.write_text(SUPPRESSIONS)
-    environment = {
-        **os.environ,
-        "LAZYCKPT_CUDA_LIBRARY": str(build()),
-        "TSAN_OPTIONS": f"suppressions={suppressions}",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
+    options = {"detect_leaks": 1, "detect_stack_use_after_return": 1} if sanitizer == ADDRESS else {}
+    environment = sanitized.environment(**options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000, env=environment)
-    assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
-    assert list(folder.iterdir()) == []
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}{sanitized.said()}"
+    assert list(tmp_path.iterdir()) == []
+
+
+# What hands memory to the engine, or is handed objects of Python's by it.
+TOUCHES_THE_ENGINE = ("test_tensors.py", "test_ring.py", "test_engine.py", "test_reader.py", "test_cuda.py")
+
+
+def test_python(built: Callable[[str], Sanitized], tmp_path: Path) -> None:
+    """Each report fails it, also of the processes that tests start."""
+    sanitized = built(ADDRESS)
+    environment = for_python(sanitized)
+    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
+    done = run_python(
+        environment, "-m", "pytest", *options, *(str(TESTS / t) for t in TOUCHES_THE_ENGINE), cwd=tmp_path
+    )
+    assert sanitized.said() == ""
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,12 +1,16 @@
-// Drives the engine from many threads, for the sanitizers: stress FOLDER SEED ROUNDS. test_sanitizers.py builds it.
+// Drives the engine from many threads, for the sanitizers: stress FOLDER SEED ROUNDS. See __init__.py.
 #include <dlfcn.h>
-#include <sys/stat.h>
+#include <pthread.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -19,6 +23,8 @@ using namespace lazyckpt;
 namespace {
 
 constexpr auto kNever = Clock::time_point::max();
+constexpr int kAll = -1;
+thread_local int threads_granted = kAll;  // that this thread may still start
 
 #define CHECK(condition)                                                   \
   do {                                                                     \
@@ -28,9 +34,27 @@ constexpr auto kNever = Clock::time_point::max();
     }                                                                      \
   } while (false)
 
+}  // namespace
+
+// A machine that refuses threads: this one stands before that of the C library, and of the sanitizer.
+extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* thread,
+                                                                     const pthread_attr_t* attributes,
+                                                                     void* (*run)(void*), void* argument) noexcept {
+  using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  static const auto create = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+  if (threads_granted == 0) return EAGAIN;
+  if (threads_granted > 0) --threads_granted;
+  return create(thread, attributes, run, argument);
+}
+
+namespace {
+
 struct Random {
   explicit Random(uint64_t seed) : engine(seed) {}
   size_t operator()(size_t from, size_t to) { return std::uniform_int_distribution<size_t>(from, to)(engine); }
+  bool OneIn(size_t n) { return (*this)(1, n) == 1; }
+  Random Fork() { return Random((*this)(0, ~size_t{0})); }  // for another thread
+  void Pause(size_t most_us) { usleep(static_cast<unsigned>((*this)(0, most_us))); }
   std::mt19937_64 engine;
 };
 
@@ -44,7 +68,12 @@ struct Fake {
   void* library;
   uint64_t (*allocate)(int, uint64_t) = Find<uint64_t(int, uint64_t)>("fake_malloc");
   int (*write)(uint64_t, const void*, uint64_t) = Find<int(uint64_t, const void*, uint64_t)>("fake_write");
+  int (*read)(uint64_t, void*, uint64_t) = Find<int(uint64_t, void*, uint64_t)>("fake_read");
   int (*free)(uint64_t, int, uint64_t) = Find<int(uint64_t, int, uint64_t)>("fake_free");
+  int64_t (*kernel)(int, uint64_t, const char*, double, const uint64_t*, uint64_t, const uint64_t*, uint64_t, int) =
+      Find<int64_t(int, uint64_t, const char*, double, const uint64_t*, uint64_t, const uint64_t*, uint64_t, int)>(
+          "fake_kernel");
+  void (*fail)(const char*, uint64_t, int, int) = Find<void(const char*, uint64_t, int, int)>("fake_fail");
   const char* (*violations)() = Find<const char*()>("fake_violations");
 };
 
@@ -55,178 +84,303 @@ const Fake& TheFake() {
 
 const std::vector<StreamRef> kStreams{{0, 0}, {1, 0}};  // the default ones
 
-struct Checkpoint {
-  std::vector<uint64_t> on_devices;
-  std::vector<std::vector<std::byte>> sources;
-  std::vector<Row> rows;
-  std::shared_ptr<Job> job;
-  std::string path;
-  uint64_t size = 0;
+uint64_t OnDevice(int device, const void* bytes, size_t size) {
+  const uint64_t pointer = TheFake().allocate(device, size);
+  CHECK(pointer != 0 && TheFake().write(pointer, bytes, size) == 0);
+  return pointer;
+}
+
+// In the order of the device's default stream.
+void FreeOnDevice(uint64_t pointer) { CHECK(TheFake().free(pointer, 1, 0) == 0); }
+
+// Waits, now and then by way of deadlines that pass.
+template <class Wait>
+void Await(Random& random, Wait wait) {
+  while (!wait(random.OneIn(2) ? kNever : Clock::now() + std::chrono::microseconds(random(0, 3000)))) {
+  }
+}
+
+struct Part {  // of the training state
+  std::vector<std::byte> bytes;
+  uint64_t owners;
+  int device;
+  uint64_t pointer = 0;  // on the device
 };
 
-Checkpoint Begin(Engine& engine, Random& random, const std::string& path) {
+struct Extent {
+  size_t file;
+  uint64_t offset;
+  std::vector<Row> rows;
+  std::string blob;
+};
+
+struct Checkpoint {
+  std::vector<Part> parts;
+  std::vector<Extent> extents;
+  std::vector<std::string> paths;  // of its files
+  std::vector<std::string> bytes;  // and what they are to hold
+  std::shared_ptr<Job> job;
+};
+
+void AddRow(Checkpoint& c, Extent& extent, RowKind kind, int64_t arg, const std::string& bytes) {
+  extent.rows.push_back({kind, static_cast<int64_t>(bytes.size()), arg});
+  c.bytes[extent.file] += bytes;
+}
+
+void AddLiteral(Checkpoint& c, Extent& extent, const std::string& bytes) {
+  extent.blob += bytes;
+  AddRow(c, extent, RowKind::kLiteral, static_cast<int64_t>(extent.blob.size() - bytes.size()), bytes);
+}
+
+Checkpoint Begin(Engine& engine, Random& random, const std::string& path, bool eager_by_caller) {
   Checkpoint c;
-  c.path = path;
+  for (size_t i = random(1, 3); i > 0; --i) c.paths.push_back(path + "-" + std::to_string(i));
+  c.bytes.resize(c.paths.size());
   std::vector<Source> sources;
+  std::vector<uint32_t> crcs;
   const size_t count = random(1, 12);
   for (size_t i = 0; i < count; ++i) {
-    auto& bytes = c.sources.emplace_back(random(1, 60000));
-    for (size_t k = 0; k < bytes.size(); k += 97) bytes[k] = static_cast<std::byte>(random(0, 255));
-    Source& source = sources.emplace_back();
-    source.data = bytes.data();
-    source.size = bytes.size();
-    source.owners = random(0, 3);
-    source.device = static_cast<int>(random(0, 2)) - 1;
-    if (source.device >= 0) {
-      c.on_devices.push_back(TheFake().allocate(source.device, bytes.size()));
-      CHECK(TheFake().write(c.on_devices.back(), bytes.data(), bytes.size()) == 0);
-      source.data = reinterpret_cast<const std::byte*>(c.on_devices.back());
+    Part& part = c.parts.emplace_back(
+        Part{std::vector<std::byte>(random(1, 60000)), random(0, 3), static_cast<int>(random(0, 2)) - 1});
+    for (size_t k = 0; k < part.bytes.size(); k += 97) part.bytes[k] = static_cast<std::byte>(random(0, 255));
+    if (part.device >= 0) part.pointer = OnDevice(part.device, part.bytes.data(), part.bytes.size());
+    const auto* data = part.device < 0 ? part.bytes.data() : reinterpret_cast<const std::byte*>(part.pointer);
+    sources.push_back({.data = data, .size = part.bytes.size(), .owners = part.owners, .device = part.device});
+    crcs.push_back(Crc32(0, part.bytes.data(), part.bytes.size()));
+
+    const size_t file = random(0, c.paths.size() - 1);
+    if (!c.extents.empty() && c.extents.back().file != file) {  // where an extent begins, a block does
+      const uint64_t end = c.bytes[c.extents.back().file].size();
+      AddLiteral(c, c.extents.back(), std::string(AlignUp(end, kBlockBytes) - end, '\0'));
     }
-    c.rows.push_back({RowKind::kLiteral, 7, 0});
-    c.rows.push_back({RowKind::kSource, static_cast<int64_t>(bytes.size()), static_cast<int64_t>(i)});
-    c.rows.push_back({RowKind::kCrc32Le, 4, static_cast<int64_t>(i)});
-    c.rows.push_back({RowKind::kCrc32Hex, 8, static_cast<int64_t>(i / 2)});
+    Extent& extent = c.extents.emplace_back(Extent{file, c.bytes[file].size(), {}, ""});
+    char hex[9];
+    std::snprintf(hex, sizeof hex, "%08x", crcs[i / 2]);
+    AddLiteral(c, extent, "literal");
+    const auto number = static_cast<int64_t>(i);
+    AddRow(c, extent, RowKind::kSource, number, {reinterpret_cast<const char*>(part.bytes.data()), part.bytes.size()});
+    AddRow(c, extent, RowKind::kCrc32Le, number, {reinterpret_cast<const char*>(&crcs[i]), 4});  // little-endian
+    AddRow(c, extent, RowKind::kCrc32Hex, number / 2, hex);
   }
-  for (const Row& r : c.rows) c.size += static_cast<uint64_t>(r.size);
   Status status;
-  c.job = engine.Begin(std::move(sources), 1, false, kStreams, &status);
+  c.job = engine.Begin(std::move(sources), c.paths.size(), eager_by_caller, kStreams, &status);
   CHECK(status.ok());
   return c;
 }
 
-// When nothing reads them any more.
-void Free(const Checkpoint& c) {
-  for (const uint64_t pointer : c.on_devices) CHECK(TheFake().free(pointer, 0, 0) == 0);
+// Training goes on: it changes what is eager (no owners), or what these owners protect.
+void Change(Checkpoint& c, uint64_t owners, Random& random) {
+  for (Part& part : c.parts) {
+    if (owners == 0 ? part.owners != 0 : (part.owners & owners) == 0) continue;
+    const uint64_t byte = random(0, 255);
+    const uint64_t write[] = {part.pointer, part.bytes.size(), byte};
+    if (part.device < 0)
+      std::memset(part.bytes.data(), static_cast<int>(byte), part.bytes.size());
+    else
+      CHECK(TheFake().kernel(part.device, 0, "step", 0, write, 1, nullptr, 0, 0) > 0);
+  }
 }
 
-void CheckFile(const Checkpoint& c, Random& random) {
-  std::vector<std::byte> read(c.size);
+// When nothing reads or writes them any more.
+void Remove(const Checkpoint& c) {
+  for (const Part& part : c.parts)
+    if (part.device >= 0) FreeOnDevice(part.pointer);
+  for (const std::string& path : c.paths) unlink(path.c_str());
+}
+
+// Reads a file in random ranges to the host, to devices or to nowhere.
+void CheckFile(Engine& engine, const std::string& path, const std::string& bytes, Random& random, bool faulty) {
+  std::string host(bytes.size(), '\0');
   std::vector<ReadRange> ranges;
   std::vector<std::byte*> places;
-  for (uint64_t at = 0; at < c.size;) {
-    const uint64_t n = std::min<uint64_t>(random(1, 50000), c.size - at);
+  std::vector<int> devices;
+  for (uint64_t at = 0; at < bytes.size(); at += ranges.back().size) {
+    const uint64_t n = std::min<uint64_t>(random(1, 50000), bytes.size() - at);
     ranges.push_back({at, n});
-    places.push_back(read.data() + at);
-    at += n;
+    devices.push_back(static_cast<int>(random(0, 2)) - 1);
+    places.push_back(reinterpret_cast<std::byte*>(host.data() + at));
+    if (devices.back() >= 0)
+      places.back() = reinterpret_cast<std::byte*>(OnDevice(devices.back(), host.data() + at, n));
+    else if (random.OneIn(5))
+      places.back() = nullptr;
   }
   ReadOptions options;
-  options.threads = 3;
-  options.backend = random(0, 1) != 0 ? "auto" : "posix";
+  options.threads = static_cast<unsigned>(random(1, 4));
+  options.io_depth = static_cast<unsigned>(random(1, 8));
+  options.backend = random.OneIn(2) ? "auto" : "posix";
+  options.staging = engine.Borrow(random(0, 4) * kReadBytes);
+  options.upload = [&](int device, std::byte* to, std::span<std::byte> from) {
+    return engine.Upload(device, to, from);
+  };
+  if (faulty && random.OneIn(2)) options.fault = random.OneIn(2) ? "read:1:short" : "read:1:EINTR,read:3:EIO";
+  threads_granted = random.OneIn(4) ? static_cast<int>(random(0, 2)) : kAll;
   Status status;
-  if (random(0, 3) == 0) Reader::Start(c.path, options, ranges, &status);  // given up at once
-  const auto reader = Reader::Start(c.path, options, std::move(ranges), &status);
-  CHECK(status.ok() && reader->ReadInto(places, std::vector<int>(places.size(), -1)).ok());
-  size_t at = 0;
-  size_t source = 0;
-  for (const Row& r : c.rows) {
-    if (r.kind == RowKind::kLiteral) CHECK(std::memcmp(read.data() + at, "literal", 7) == 0);
-    if (r.kind == RowKind::kSource) {
-      CHECK(std::memcmp(read.data() + at, c.sources[source].data(), c.sources[source].size()) == 0);
-      const uint32_t crc = Crc32(0, c.sources[source].data(), c.sources[source].size());
-      CHECK(std::memcmp(read.data() + at + c.sources[source].size(), &crc, 4) == 0);  // a little-endian machine
-      ++source;
-    }
-    at += static_cast<size_t>(r.size);
+  if (random.OneIn(4)) {  // given up
+    const auto reader = Reader::Start(path, options, ranges, &status);
+    random.Pause(500);
   }
+  auto reader = Reader::Start(path, options, ranges, &status);
+  threads_granted = kAll;
+  if (status.ok()) status = engine.CopyAfter(kStreams);
+  if (status.ok()) status = reader->ReadInto(places, devices);
+  CHECK(status.ok() || faulty);
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const uint64_t at = ranges[i].offset, size = ranges[i].size;
+    if (status.ok()) CHECK(reader->ranges()[i].crc == Crc32(0, bytes.data() + at, size));
+    if (devices[i] < 0 && places[i] == nullptr) std::memcpy(host.data() + at, bytes.data() + at, size);
+    if (devices[i] < 0) continue;
+    const auto pointer = reinterpret_cast<uint64_t>(places[i]);
+    CHECK(TheFake().read(pointer, host.data() + at, size) == 0);
+    FreeOnDevice(pointer);
+  }
+  CHECK(!status.ok() || host == bytes);
+  reader.reset();
+  engine.GiveBack(options.staging);
 }
 
 // One training loop: saves, waits at gates, fails and drops checkpoints.
 void Train(Engine& engine, Random random, const std::string& prefix, size_t rounds, bool faulty) {
+  for (const StreamRef& s : kStreams) {  // all loops at once
+    Status status;
+    for (threads_granted = static_cast<int>(random(0, 2)); !engine.Attach(s.device, &status); threads_granted = kAll)
+      CHECK(status.error() == EAGAIN);
+    threads_granted = kAll;
+  }
   for (size_t round = 0; round < rounds; ++round) {
-    Checkpoint c = Begin(engine, random, prefix + std::to_string(round));
-    const bool early = random(0, 1) != 0;
-    const uint64_t reserved = random(0, 1) != 0 ? c.size : 0;
-    const auto open = [&] { return engine.Open(*c.job, 0, c.path, reserved); };
-    if (early) (void)open();
-    (void)engine.Append(*c.job, 0, 0, c.rows, "literal");
-    if (random(0, 20) == 0) {  // abandoned unsealed
-      engine.Fail(*c.job, Status(ECANCELED, "abandoned", ""));
-      CHECK(engine.WaitReleased(*c.job, kNever));
-      Free(c);
-      unlink(c.path.c_str());
-      continue;
-    }
-    (void)engine.Seal(*c.job);
-    std::thread committer([&] {
-      if (!early) (void)open();
-      CHECK(engine.WaitReleased(*c.job, kNever));
-      CHECK(engine.WaitSettled(*c.job, kNever));
+    const bool held = random.OneIn(2);
+    const bool cancelled = random.OneIn(8);
+    const bool abandoned = random.OneIn(20);
+    Checkpoint c = Begin(engine, random, prefix + std::to_string(round), held);
+    std::vector<std::thread> others;
+    for (size_t file = 0; file < c.paths.size(); ++file)
+      others.emplace_back([&, file, random = random.Fork()]() mutable {
+        random.Pause(3000);
+        (void)engine.Open(*c.job, file, c.paths[file], random.OneIn(2) ? c.bytes[file].size() : 0);
+      });
+    if (cancelled)
+      others.emplace_back([&, random = random.Fork()]() mutable {
+        random.Pause(5000);
+        engine.Fail(*c.job, Status(ECANCELED, "cancelled", ""));
+      });
+    others.emplace_back([&, random = random.Fork()]() mutable {
+      Await(random, [&](auto end) { return engine.WaitReleased(*c.job, end); });
+      Await(random, [&](auto end) { return engine.WaitSettled(*c.job, end); });
     });
-    std::thread watcher([&] {
+    others.emplace_back([&] {
       for (int i = 0; i < 20; ++i)
         (void)engine.Locked([&] {
           double sum = c.job->copy_s + c.job->ring_wait_s + static_cast<double>(engine.ring().used());
           for (const auto& chunk : c.job->chunks)
             sum += static_cast<double>((chunk->copy_end - chunk->copy_begin).count() +
                                        (chunk->write_end - chunk->write_begin).count());
-          return sum;
+          for (const Source& s : c.job->sources) sum += s.crc;
+          return sum + (engine.bounces() ? 1 : 0) + (engine.unpinned().ok() ? 1 : 0);
         });
     });
-    CHECK(engine.WaitEager(*c.job, kNever));
-    for (uint64_t owners : {1, 2})
-      CHECK(random(0, 1) != 0 ? engine.WaitCaptured(*c.job, owners, kNever)
-                              : engine.WaitEnqueued(*c.job, owners, kStreams, kNever));
-    // Captured: training goes on and changes what these gates protected. Only what is written may be compared.
-    const bool cancelled = random(0, 7) == 0;
-    if (cancelled) engine.Fail(*c.job, Status(ECANCELED, "cancelled", ""));
-    committer.join();
-    watcher.join();
-    const Status error = engine.Locked([&] { return c.job->error; });
-    if (error.ok()) {
-      CHECK(c.job->durable());
-      CheckFile(c, random);
-    } else {
-      CHECK(faulty || cancelled);
+    for (const Extent& e : c.extents) {
+      if (random.OneIn(4)) random.Pause(200);
+      (void)engine.Append(*c.job, e.file, e.offset, e.rows, e.blob);
     }
-    Free(c);
-    unlink(c.path.c_str());
+    if (abandoned)
+      engine.Fail(*c.job, Status(ECANCELED, "abandoned", ""));
+    else
+      (void)engine.Seal(*c.job);
+    Await(random, [&](auto end) { return engine.WaitEager(*c.job, end); });
+    if (held) engine.Go(*c.job);
+    Change(c, 0, random);
+    for (uint64_t owners : {1, 2}) {
+      const bool enqueued = random.OneIn(2);
+      Await(random, [&](auto end) {
+        return enqueued ? engine.WaitEnqueued(*c.job, owners, kStreams, end) : engine.WaitCaptured(*c.job, owners, end);
+      });
+      Change(c, owners, random);
+    }
+    for (auto& t : others) t.join();
+    const Status error = engine.Locked([&] { return c.job->error; });
+    CHECK(error.ok() ? c.job->durable() && !abandoned : faulty || cancelled || abandoned);
+    for (size_t file = 0; error.ok() && file < c.paths.size(); ++file)
+      CheckFile(engine, c.paths[file], c.bytes[file], random, faulty);
+    Remove(c);
   }
 }
 
-void Round(const std::string& folder, Random& random) {
-  EngineOptions options;
-  options.chunk_bytes = kBlockBytes * random(1, 4);
-  options.max_ring_bytes = options.chunk_bytes * random(1, 6);
-  options.io_depth = static_cast<unsigned>(random(1, 4));
-  options.copy_threads = static_cast<unsigned>(random(0, 3));
-  options.backend = random(0, 1) != 0 ? "auto" : "posix";
-  options.direct = random(0, 1) != 0;
-  options.register_buffers = random(0, 1) != 0;
-  options.pin_ring = random(0, 1) != 0;
-  options.copies_in_flight = random(1, 4);
-  if (random(0, 1) != 0)
-    for (int i = 0; i < 12; ++i) {
-      static const char* kOperations[] = {"write", "sync", "create", "allocate", "truncate"};
-      static const char* kEffects[] = {"EIO", "ENOSPC", "EINTR", "EAGAIN", "short", "short"};
-      options.fault += (i > 0 ? "," : "") + std::string(kOperations[random(0, 4)]) + ":" +
-                       std::to_string(random(1, 20)) + ":" + kEffects[random(0, 5)];
-    }
-  Status status;
-  auto engine = Engine::Create(options, &status);
-  CHECK(engine != nullptr);
-  for (const StreamRef& s : kStreams) CHECK(engine->Attach(s.device, &status));
-  engine->Reserve(options.max_ring_bytes);
-  std::vector<std::thread> trainers;
-  for (int i = 0; i < 3; ++i)
-    trainers.emplace_back(Train, std::ref(*engine), Random(random(0, ~size_t{0})),
-                          folder + "/" + std::to_string(i) + "-", 6, !options.fault.empty());
-  for (auto& t : trainers) t.join();
-  CHECK(engine->Locked([&] { return engine->ring().used(); }) == 0);
-  // Closed in the middle of a checkpoint, copies and writes under way: neither hangs nor leaks.
-  Checkpoint last = Begin(*engine, random, folder + "/last");
-  (void)engine->Append(*last.job, 0, 0, last.rows, "literal");
-  if (random(0, 1) != 0) (void)engine->Open(*last.job, 0, last.path, last.size);
-  (void)engine->Seal(*last.job);
-  if (random(0, 1) != 0) usleep(static_cast<unsigned>(random(0, 300)));
-  engine.reset();
-  Free(last);
-  CHECK(std::strlen(TheFake().violations()) == 0);
-  unlink(last.path.c_str());
+std::string Faults(Random& random, const std::string& folder) {
+  static const char* kOperations[] = {"write", "sync", "create", "allocate", "truncate"};
+  static const char* kEffects[] = {"EIO", "ENOSPC", "EINTR", "EAGAIN", "short", "short"};
+  std::string faults = "trace:" + folder + "/trace";
+  for (int i = 0; i < 12; ++i)
+    faults += "," + std::string(kOperations[random(0, 4)]) + ":" + std::to_string(random(1, 20)) + ":" +
+              kEffects[random(0, 5)];
+  return faults;
 }
 
 size_t Descriptors() {
   const auto all = std::filesystem::directory_iterator("/proc/self/fd");
   return static_cast<size_t>(std::distance(begin(all), end(all)));
+}
+
+// So many more descriptors, for as long as it lives.
+class Scarce {
+ public:
+  explicit Scarce(size_t more) {
+    CHECK(getrlimit(RLIMIT_NOFILE, &before_) == 0);
+    const rlimit scarce{Descriptors() + more, before_.rlim_max};
+    CHECK(setrlimit(RLIMIT_NOFILE, &scarce) == 0);
+  }
+  ~Scarce() { CHECK(setrlimit(RLIMIT_NOFILE, &before_) == 0); }
+
+ private:
+  rlimit before_;
+};
+
+void Round(const std::string& folder, Random& random) {
+  EngineOptions options;
+  options.chunk_bytes = kBlockBytes * random(1, 4);
+  options.max_ring_bytes = random.OneIn(3) ? 2 * kReadBytes : options.chunk_bytes * random(1, 6);
+  options.io_depth = static_cast<unsigned>(random(1, 4));
+  options.copy_threads = static_cast<unsigned>(random(0, 3));
+  options.backend = random.OneIn(2) ? "auto" : "posix";
+  options.direct = random.OneIn(2);
+  options.register_buffers = random.OneIn(2);
+  options.pin_ring = random.OneIn(2);
+  options.copies_in_flight = random(1, 4);
+  bool faulty = random.OneIn(2);
+  if (faulty) options.fault = Faults(random, folder);
+  constexpr const char* kCopy = "cuMemcpyDtoHAsync_v2";
+  constexpr const char* kWait = "cuEventSynchronize";
+  constexpr int kUnknown = 999;  // CUDA_ERROR_UNKNOWN
+  for (const char* name : {kCopy, kWait}) TheFake().fail(name, faulty ? random(1, 200) : ~uint64_t{0}, kUnknown, 0);
+  std::optional<Scarce> scarce;
+  if (random.OneIn(4)) {
+    faulty = true;
+    scarce.emplace(random(0, 20));
+  }
+  Status status;
+  threads_granted = random.OneIn(4) ? static_cast<int>(random(0, 8)) : kAll;
+  auto engine = Engine::Create(options, &status);
+  CHECK(engine != nullptr || faulty || threads_granted == 0);
+  threads_granted = kAll;
+  if (engine == nullptr) return;
+  engine->Reserve(random(1, options.max_ring_bytes));
+  std::vector<std::thread> trainers;
+  for (int i = 0; i < 3; ++i)
+    trainers.emplace_back(Train, std::ref(*engine), random.Fork(), folder + "/" + std::to_string(i) + "-", 6, faulty);
+  engine->Reserve(options.max_ring_bytes);
+  for (auto& t : trainers) t.join();
+  CHECK(engine->Locked([&] { return engine->ring().used(); }) == 0);
+  // Closed in the middle of checkpoints, copies and writes under way: neither hangs nor leaks.
+  std::vector<Checkpoint> last;
+  for (size_t i = random(1, 3); i > 0; --i) {
+    Checkpoint& c = last.emplace_back(Begin(*engine, random, folder + "/last-" + std::to_string(i), random.OneIn(3)));
+    for (const Extent& e : c.extents) (void)engine->Append(*c.job, e.file, e.offset, e.rows, e.blob);
+    if (random.OneIn(2)) (void)engine->Open(*c.job, 0, c.paths[0], c.bytes[0].size());
+    if (random.OneIn(2)) (void)engine->Seal(*c.job);
+  }
+  random.Pause(300);
+  engine.reset();
+  for (const Checkpoint& c : last) Remove(c);
+  CHECK(std::strlen(TheFake().violations()) == 0);
+  unlink((folder + "/trace").c_str());
 }
 
 }  // namespace

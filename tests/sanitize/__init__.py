@@ -1,0 +1,118 @@
+"""The engine of this tree built with sanitizers, by itself and as the extension, and how Python runs with it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fake_cuda import build
+
+ROOT = Path(__file__).parent.parent.parent
+THREAD, ADDRESS = "thread", "address,undefined"
+_LIBRARIES = ("-luring", "-ldeflate", "-lz", "-lpthread", "-ldl")
+_PYTHON_ONLY = ("bindings.o", "probe.o", "tensors.o")
+# liburing maps and unmaps its queues by bare system calls, so that a new queue at an old one's address looks like it.
+_THREAD_SUPPRESSIONS = "race:/usr/include/liburing.h\nrace:/usr/include/liburing/*\nrace_top:csrc/io_uring.cc\n"
+# An editable installation is found before sys.path, also by the processes that tests start.
+_SITECUSTOMIZE = """
+import sys
+sys.meta_path = [f for f in sys.meta_path if "ditable" not in type(f).__name__ + type(f).__module__]
+"""
+
+
+def compiler() -> str | None:
+    return shutil.which("c++")
+
+
+class Sanitized:
+    """The engine compiled with one sanitizer, in a folder of its own."""
+
+    def __init__(self, sanitizer: str, folder: Path) -> None:
+        self.sanitizer = sanitizer
+        self._folder = folder
+        (folder / "objects").mkdir(parents=True)
+        self.reports = folder / "reports"
+        self.reports.mkdir()
+        self._flags = ["-std=c++20", "-g1", "-O1", "-fPIC", "-fno-omit-frame-pointer", "-fvisibility=hidden"]
+        self._flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS"]
+        self._flags += [f"-DLAZYCKPT_{name}" for name in ("FAULTS", "HAVE_LIBURING", "HAVE_LIBDEFLATE")]
+        headers = (ROOT / "csrc", importlib.import_module("pybind11").get_include(), sysconfig.get_path("include"))
+        self._flags += [f"-I{path}" for path in headers]
+        # The largest first.
+        sources = sorted((ROOT / "csrc").glob("*.cc"), key=lambda s: s.stat().st_size, reverse=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self._objects = list(pool.map(self._compile, sources))
+
+    def _compile(self, source: Path) -> Path:
+        target = self._folder / "objects" / f"{source.stem}.o"
+        subprocess.run([compiler(), *self._flags, "-c", source, "-o", target], check=True)
+        return target
+
+    def _link(self, target: Path, *objects: Path | str) -> Path:
+        subprocess.run([compiler(), *self._flags, *objects, "-o", target, *_LIBRARIES], check=True)
+        return target
+
+    def stress(self) -> Path:
+        """The program of stress.cc."""
+        driver = self._compile(ROOT / "tests" / "sanitize" / "stress.cc")
+        return self._link(self._folder / "stress", driver, *(o for o in self._objects if o.name not in _PYTHON_ONLY))
+
+    def package(self) -> Path:
+        """A folder with the package as it is installed, for PYTHONPATH."""
+        package = self._folder / "lazyckpt"
+        skip = shutil.ignore_patterns("_engine*.so", "__pycache__", "integrations")
+        shutil.copytree(ROOT / "lazyckpt", package, ignore=skip)
+        shutil.copytree(ROOT / "integrations", package / "integrations")
+        (self._folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+        self._link(package / f"_engine{sysconfig.get_config_var('EXT_SUFFIX')}", "-shared", *self._objects)
+        return self._folder
+
+    def environment(self, **options: int) -> dict[str, str]:
+        """Reports of every process, also of those that tests start, go into the folder ``reports``."""
+        suppressions = self._folder / "suppressions"
+        suppressions.write_text(_THREAD_SUPPRESSIONS if self.sanitizer == THREAD else "")
+        told = {"log_path": self.reports / "report", "suppressions": suppressions, **options}
+        text = ":".join(f"{key}={value}" for key, value in told.items())
+        return {
+            **os.environ,
+            "LAZYCKPT_CUDA_LIBRARY": str(build()),
+            "ASAN_OPTIONS": text,
+            "TSAN_OPTIONS": text,
+            "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={self.reports / 'report'}",
+        }
+
+    def said(self) -> str:
+        """What has been reported."""
+        return "\n".join(report.read_text(errors="replace") for report in sorted(self.reports.iterdir()))
+
+
+def for_python(sanitized: Sanitized) -> dict[str, str]:
+    """The environment of a Python whose lazyckpt has the engine built with AddressSanitizer. Python's own objects are
+    watched, too: each has its own piece of memory. What Python leaves when it ends is not ours."""
+    runtime = [runtime_library("libasan.so"), runtime_library("libstdc++.so")]  # for what throws through it
+    # Tests ask for more memory than there is, and expect an error.
+    environment = sanitized.environment(detect_leaks=0, allocator_may_return_null=1, handle_segv=2)
+    folder = sanitized.package()
+    environment.pop("LAZYCKPT_TORTURE", None)
+    return environment | {
+        "LD_PRELOAD": " ".join(runtime),
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def runtime_library(name: str) -> str:
+    found = subprocess.run([compiler(), f"-print-file-name={name}"], check=True, capture_output=True, text=True)
+    return os.path.realpath(found.stdout.strip())
+
+
+def run_python(environment: dict[str, str], *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=cwd)
