@@ -27,7 +27,7 @@ def draw(checkpoint: TracedCheckpoint, output: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib: pip install 'lazyckpt[trace]'") from error
-    picture = _Picture(checkpoint, Figure(figsize=(11, 6.8), layout="constrained", dpi=110))
+    picture = _Picture(checkpoint, Figure(figsize=(11, 7.2), layout="constrained", dpi=110))
     try:
         picture.figure.savefig(output)
     except ValueError as error:
@@ -54,7 +54,7 @@ class _Picture:
         lanes = {name: len({s.lane for s in spans}) for name, spans in rows.items()}
         lanes["training"] = 1
         heights = {name: 1.0 if n <= 1 else min(0.5 * n, 3.2) for name, n in lanes.items()}
-        ratios = (sum(heights.values()) + 1.5, 1.9, 1.4)
+        ratios = (sum(heights.values()) + 1.5, 1.9, 1.9)
         chart, ring, memory = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
         self._colours = self._choose_colours()
         self._top = 0.0
@@ -135,30 +135,31 @@ class _Picture:
             return _STEP, 0.7, 3
         return _TRAINING, 0.7 if span.name == "iteration" else 0.0, 2
 
-    def _shown(self, known: list[tuple[float, int]]) -> tuple[list[float], list[float]]:
-        """A counter as two lists, in the unit of the axis and in MiB."""
-        before = [(at, nbytes) for at, nbytes in known if at < self._begin][-1:]
+    def _shown(self, known: list[tuple[float, int]], first: int) -> tuple[list[float], list[float]]:
+        """A counter as two lists, in the unit of the axis and in MiB. ``first``: before anything is known."""
+        before = [nbytes for at, nbytes in known if at < self._begin]
         inside = [(at, nbytes) for at, nbytes in known if self._begin <= at <= self._end]
-        series = [(self._begin, before[0][1] if before else 0), *inside]
+        series = [(self._begin, before[-1] if before else first), *inside]
         series.append((self._end, series[-1][1]))
         return [at * self._scale for at, _ in series], [nbytes / (1 << 20) for _, nbytes in series]
 
     def _ring(self, axes: Any) -> None:
-        times, mib = self._shown(self._checkpoint.ring)
+        times, mib = self._shown(self._checkpoint.ring, 0)
         axes.fill_between(times, mib, step="post", color=_RING, lw=0)
         for wait in self._checkpoint.spans(RING):
             axes.axvspan(wait.begin_s * self._scale, wait.end_s * self._scale, color=_BLOCKED, alpha=0.15, lw=0)
         axes.set_ylim(0, max(mib) * 1.15 or 1)
-        axes.set_ylabel("in the ring, MiB", color=_INK)
+        axes.set_ylabel("in the ring\nMiB", color=_INK)
         axes.grid(axis="y", color="#EEF0F2")
         axes.set_axisbelow(True)
 
     def _memory(self, axes: Any) -> None:
         """Of the process, where it was looked at: at optimizer steps, and at both ends of a checkpoint."""
-        times, mib = self._shown(self._checkpoint.memory)
+        known = self._checkpoint.memory
+        times, mib = self._shown(known, known[0][1] if known else 0)
         axes.plot(times, mib, drawstyle="steps-post", color=_COMMIT, lw=1.2)
         axes.set_ylim(0, max(mib) * 1.15 or 1)
-        axes.set_ylabel("process, MiB", color=_INK)
+        axes.set_ylabel("process\nMiB", color=_INK)
         axes.grid(axis="y", color="#EEF0F2")
 
     def _title(self, axes: Any) -> None:
