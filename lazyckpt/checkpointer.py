@@ -172,7 +172,7 @@ class Checkpointer:
         if not self._interval.due(_checked_step(step), in_flight=bool(self._saver.pending())):
             return None
         handle = self.save(step)
-        self._interval.saved()
+        self._interval.saved(handle.metrics)
         return handle
 
     @property

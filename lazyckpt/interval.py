@@ -2,7 +2,8 @@
 
 What a checkpoint costs is measured from outside, by a clock that is read once per iteration: the time inside
 ``save()``, and by how much the iterations until it is durable take longer than those without a checkpoint. Waits at the
-gate are in there, and so are cores and memory that the copy took from the training.
+gate are in there, and so are cores and memory that the copy took from the training. A validation that falls into these
+iterations is not: a checkpoint slows nothing down for longer than it is on its way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import mean, median
 from typing import Literal
 
 from lazyckpt.errors import ConfigError
+from lazyckpt.metrics import CheckpointMetrics
 
 _WARM_UP = 3  # iterations that are not measured: what is first is slow
 _UNDISTURBED = 5  # iterations to compare with, at least
@@ -31,7 +33,7 @@ class FixedInterval:
     def due(self, step: int, in_flight: bool) -> bool:
         return step % self.every == 0
 
-    def saved(self) -> None:
+    def saved(self, metrics: CheckpointMetrics) -> None:
         pass
 
 
@@ -50,6 +52,7 @@ class AutoInterval:
         self._undisturbed: deque[float] = deque(maxlen=_REMEMBERED)  # seconds
         self._disturbed: list[float] | None = None  # since the last checkpoint, until it is durable
         self._in_save = 0.0  # seconds, of the last checkpoint
+        self._metrics = CheckpointMetrics()  # of it
         self._costs: deque[float] = deque(maxlen=_CHECKPOINTS)
         self._learned = 0  # checkpoints
         self._warm_up = _WARM_UP
@@ -76,9 +79,10 @@ class AutoInterval:
         self._before = now
         return True
 
-    def saved(self) -> None:
-        """``save()`` has returned, and was called right after ``due``."""
+    def saved(self, metrics: CheckpointMetrics) -> None:
+        """``save()`` has returned, and was called right after ``due``. ``metrics``: those of its handle."""
         assert self._before is not None
+        self._metrics = metrics
         now = self._clock()
         self._in_save, self._before = now - self._before, now
         self._disturbed = []
@@ -97,7 +101,8 @@ class AutoInterval:
 
     def _learn(self, disturbed: list[float]) -> None:
         usual = self.iteration_s
-        cost = self._in_save + max(sum(disturbed) - usual * len(disturbed), 0.0)
+        longer = max(sum(disturbed) - usual * len(disturbed), 0.0)
+        cost = self._in_save + min(longer, self._metrics.durable_s)
         self._learned += 1
         if self._learned == 2:
             self._costs.clear()  # the first one pickles everything, copies everything, and makes the ring

@@ -1,7 +1,6 @@
 """A timeline of checkpoints beside training, as Chrome trace events: ``Checkpointer(trace="trace.json")``.
 
-Open the file in https://ui.perfetto.dev, or draw one checkpoint of it with ``lazyckpt trace``. It is a JSON array with
-one event per line, and readers of that format do without its end: what a killed run leaves can be read.
+Open the file in https://ui.perfetto.dev, or draw one checkpoint of it with ``lazyckpt trace``.
 
 Tracks: what the training thread did (iterations, optimizer steps, save() and its parts, waits at the gate); one per
 checkpoint in flight; copies and writes of chunks, as many tracks as there are at once; commits. Counters: bytes in the
@@ -10,42 +9,30 @@ ring, and memory of the process.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import heapq
 import itertools
-import json
 import math
 import os
 import threading
 import time
-import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lazyckpt.config import PAGE_BYTES
 from lazyckpt.containers.base import SOURCE, Extent
-from lazyckpt.errors import ConfigError
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.providers.base import TensorView, TensorViews
-
-MAX_BYTES = 256 << 20
-"""Of a trace file; what comes after that is not recorded."""
+from lazyckpt.trace_file import TraceWriter
 
 LARGEST = 5  # tensors that are named, as in DataStates-LLM, figure 15
-_FLUSH_S = 1.0  # so old may be what a killed run has not written yet
-_LONGEST_EVENT_BYTES = 1 << 20
 _SHORTEST_S = 10e-6  # waits at the gate: one that finds everything copied is none
-_BEGIN = b'[\n{"ph": "M", "name": "lazyckpt trace", "pid": 0, "args": {"version": 1}}'
-_END = b"\n]\n"
 _SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 TRAINING, SAVES, RING, COPIES, WRITES, COMMITS = 1, 100, 200, 300, 400, 500  # ids of the first track of each kind
@@ -70,14 +57,8 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        self._pid = os.getpid()
+        self._file = TraceWriter(path)
         self._lock = threading.Lock()
-        self._file: BinaryIO | None = _open(self._path)
-        self._room = MAX_BYTES - self._file.tell()
-        self._epoch = time.time() - time.perf_counter()
-        self._flushed = 0.0
-        self._pending: deque[dict[str, Any]] = deque()
         self._facts: list[tuple[list[str], list[int]]] = []  # keys and sizes of the storages of the last checkpoint
         self._largest: list[dict[int, str]] = []  # of these: see Traced
         self._threads: dict[int, int] = {threading.get_ident(): TRAINING}
@@ -93,17 +74,16 @@ class Trace:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        self._put("M", "process_name", 0, args={"name": f"lazyckpt {self._pid}"})
         self._name_track(TRAINING, "training")
 
     def close(self) -> None:
-        if self._pid != os.getpid():
+        if self._file.inherited:
             return
         for hook in self._hooks:
             hook.remove()
         with self._lock:
             self._flush_ring(math.inf)
-            self._flush(end=True)
+        self._file.close()
 
     # what is recorded
 
@@ -137,13 +117,13 @@ class Trace:
         """save() returns now; ``begin``: when it was called."""
         track = self._thread_track()
         args = {"checkpoint": self._newest, "step": metrics.step}
-        self._span("save()", track, begin, begin + metrics.save_blocked_s, args)
+        self._file.span("save()", track, begin, begin + metrics.save_blocked_s, args)
         for name, seconds in (
             ("wait for a place", metrics.in_flight_wait_s),
             ("plan", metrics.plan_s),
             ("eager copy", metrics.eager_wait_s),
         ):
-            self._span(name, track, begin, begin + seconds, args)
+            self._file.span(name, track, begin, begin + seconds, args)
             begin += seconds
         self._sample_memory()
 
@@ -151,7 +131,7 @@ class Trace:
         """An optimizer step has waited until now."""
         end = time.perf_counter()
         if end - begin > _SHORTEST_S:
-            self._span("gate", self._thread_track(), begin, end, {"checkpoint": traced.number, "step": step})
+            self._file.span("gate", self._thread_track(), begin, end, {"checkpoint": traced.number, "step": step})
 
     def end(
         self,
@@ -198,12 +178,12 @@ class Trace:
         self._sample_memory()
         with self._lock:
             for kind, name, first, last, about in sorted(spans, key=lambda span: span[2]):
-                self._span(name, self._free_track(kind, first, last), first, last, about)
+                self._file.span(name, self._free_track(kind, first, last), first, last, about)
             for change in ring:
                 heapq.heappush(self._ring, change)
             self._in_flight.pop(traced.number, None)
             self._flush_ring(min(self._in_flight.values(), default=math.inf))
-            self._flush()
+        self._file.flush()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._optimizer is None or self._optimizer() is None:
@@ -215,23 +195,21 @@ class Trace:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._step_begin is None or self._optimizer is None or self._optimizer() is not optimizer:
             return  # another's, or one that called super().step()
-        if self._pid != os.getpid():
+        if self._file.inherited:
             return
         begin, self._step_begin = self._step_begin, None
         before, self._step_end = self._step_end, time.perf_counter()
         track = self._thread_track()
         if before is not None:
-            self._span("iteration", track, before, self._step_end)
-        self._span("optimizer.step", track, begin, self._step_end)
+            self._file.span("iteration", track, before, self._step_end)
+        self._file.span("optimizer.step", track, begin, self._step_end)
         self._sample_memory()
-        if self._step_end - self._flushed >= _FLUSH_S:
-            with self._lock:
-                self._flush()
+        self._file.flush_if_due()
 
     def _sample_memory(self) -> None:
         with open("/proc/self/statm", "rb") as file:
             resident = int(file.read().split()[1]) * _SYSTEM_PAGE_BYTES
-        self._put("C", "memory", 0, time.perf_counter(), args={"resident bytes": resident})
+        self._file.put("C", "memory", 0, time.perf_counter(), args={"resident bytes": resident})
 
     # tracks
 
@@ -255,8 +233,8 @@ class Trace:
         return kind + len(tracks) - 1
 
     def _name_track(self, track: int, name: str) -> None:
-        self._put("M", "thread_name", track, args={"name": name})
-        self._put("M", "thread_sort_index", track, args={"sort_index": track})
+        self._file.put("M", "thread_name", track, args={"name": name})
+        self._file.put("M", "thread_sort_index", track, args={"sort_index": track})
 
     def _flush_ring(self, until: float) -> None:
         """What may not come any more: a checkpoint in flight adds nothing from before its save()."""
@@ -264,100 +242,7 @@ class Trace:
             at, change = heapq.heappop(self._ring)
             self._ring_bytes += change
             if not self._ring or self._ring[0][0] != at:
-                self._put("C", "ring", 0, at, args={"bytes": self._ring_bytes})
-
-    # the file
-
-    def _span(self, name: str, track: int, begin: float, end: float, args: dict[str, Any] | None = None) -> None:
-        self._put("X", name, track, begin, dur=end - begin, args=args)
-
-    def _put(
-        self,
-        phase: str,
-        name: str,
-        track: int,
-        at: float = 0.0,
-        *,
-        dur: float = 0.0,
-        args: dict[str, Any] | None = None,
-    ) -> None:
-        event: dict[str, Any] = {"ph": phase, "name": name, "pid": self._pid, "tid": track}
-        if phase != "M":
-            event["ts"] = round((self._epoch + at) * 1e6, 1)
-        if phase == "X":
-            event["dur"] = round(dur * 1e6, 1)
-        if args:
-            event["args"] = args
-        self._pending.append(event)
-
-    def _flush(self, *, end: bool = False) -> None:
-        """Called with the lock held."""
-        self._flushed = time.perf_counter()
-        events = [self._pending.popleft() for _ in range(len(self._pending))]
-        file = self._file
-        if file is None or self._pid != os.getpid():
-            return
-        text = b"".join(b",\n" + json.dumps(event).encode() for event in events)
-        try:
-            if len(text) > self._room:
-                text, end = b"", True
-                _warn(f"{self._path} has {MAX_BYTES} bytes; no more is recorded")
-            self._room -= len(text)
-            file.write(text + (_END if end else b""))
-        except OSError as error:
-            end = True
-            _warn(f"{self._path} is not recorded any more: {error.strerror}")
-        if end:
-            self._file = None
-            fcntl.flock(file, fcntl.LOCK_UN)  # also of what forked processes inherited
-            file.close()
-
-
-def _warn(message: str) -> None:
-    with contextlib.suppress(Warning):
-        warnings.warn(message, stacklevel=2)
-
-
-def _open(path: Path) -> BinaryIO:
-    """Ready for what follows the events in it, of which the last may be torn."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab+", buffering=0)  # noqa: SIM115
-    except OSError as error:
-        raise ConfigError(f"trace={str(path)!r}: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        size = os.fstat(file.fileno()).st_size
-        file.seek(0)
-        if not size:
-            file.write(_BEGIN)
-        elif file.read(len(_BEGIN)) == _BEGIN:
-            file.truncate(_end_of_events(file, size))
-        else:
-            raise ConfigError(f"trace={str(path)!r}: the file is there, and is no trace of lazyckpt")
-        file.seek(0, os.SEEK_END)
-        return file
-    except BlockingIOError as error:
-        file.close()
-        raise ConfigError(f"trace={str(path)!r}: another Checkpointer is writing to it") from error
-    except BaseException:
-        file.close()
-        raise
-
-
-def _end_of_events(file: BinaryIO, size: int) -> int:
-    """Where the last whole event ends: the process that wrote it may have been killed."""
-    begin = max(size - _LONGEST_EVENT_BYTES, 0)
-    file.seek(begin)
-    tail = file.read()
-    if tail.endswith(_END):
-        return size - len(_END)
-    last = tail.rfind(b",\n")
-    try:
-        json.loads(tail[last + 2 :])
-        return size
-    except ValueError:
-        return begin + max(last, 0)
+                self._file.put("C", "ring", 0, at, args={"bytes": self._ring_bytes})
 
 
 def _tensors_in(traced: Traced) -> Callable[[ChunkEvent], str | None]:

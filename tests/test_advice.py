@@ -16,6 +16,9 @@ from typer.testing import CliRunner, Result
 import lazyckpt
 from lazyckpt.advice import optimal_interval_s
 from lazyckpt.cli import app
+from lazyckpt.cli.advise import measure
+from lazyckpt.cli.trace import TraceFile
+from lazyckpt.trace import SAVES, TRAINING
 
 GIB = 1 << 30
 KNOWN: dict[str, Any] = {"state_bytes": 3_500_000_000, "iteration_s": 0.8, "write_bytes_per_s": 1.2e9}
@@ -72,6 +75,28 @@ def test_the_interval_of_young_and_daly_wastes_least(cost_s: float, ratio: float
     candidates = [best * factor for factor in (0.25, 0.5, 0.8, 1.25, 2, 4)]
     assert all(wall_clock(best) < wall_clock(other) for other in candidates)
     assert best == pytest.approx(math.sqrt(2 * cost_s * failure_s), rel=0.2)
+
+
+@pytest.mark.parametrize(("cost_s", "failure_s"), [(0.02, 600.0), (2.0, 3600.0), (30.0, 3600.0), (60.0, 86400.0)])
+def test_no_other_interval_loses_less_when_failures_come_at_random(cost_s: float, failure_s: float) -> None:
+    """A training of iterations of a second, a checkpoint durable after two; time that is not kept is lost."""
+    a = lazyckpt.advise(
+        state_bytes=10**9, iteration_s=1.0, write_bytes_per_s=5e8, cost_s=cost_s, failure_s=failure_s, max_overhead=0.5
+    )
+    generator = torch.Generator().manual_seed(0)
+    # As long as it runs from one failure to the next.
+    runs = torch.empty(100_000, dtype=torch.float64).exponential_(1 / failure_s, generator=generator)
+
+    def lost(every: int) -> float:
+        """Checkpoint k begins after k intervals and the k - 1 checkpoints before."""
+        durable = ((runs - a.write_s + cost_s) / (every * a.iteration_s + cost_s)).floor().clamp(min=0)
+        return 1 - float((durable * every * a.iteration_s).sum() / runs.sum())
+
+    assert a.failure_every is not None and a.every == max(a.failure_every, a.disk_every)
+    best = min(lost(every) for every in range(a.disk_every, 4 * a.every, max(a.every // 50, 1)))
+    assert lost(a.every) <= 1.01 * best
+    assert lost(2 * a.every) > 1.02 * best and (a.every == a.disk_every or lost(a.every // 2) > 1.02 * best)
+    assert a.loss == pytest.approx(lost(a.every), rel=0.15)
 
 
 def test_daly_has_an_end() -> None:
@@ -137,6 +162,7 @@ def test_it_explains_every_number() -> None:
         ([*FLAGS, "--cost", "soon"], "--cost 'soon'"),
         ([*FLAGS, "--mtbf", "3 parsecs"], "--mtbf"),
         ([*FLAGS, "--state", "many"], "--state 'many'"),
+        ([*FLAGS, "--state", "1e400GB"], "--state '1e400GB'"),
         ([*FLAGS, "--state", "1.2.3GB"], "--state"),
         ([*FLAGS, "--iteration", "0"], "iteration_s"),
         ([*FLAGS, "--max-overhead", "0"], "max_overhead"),
@@ -148,6 +174,16 @@ def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert expected in line
+
+
+def test_a_validation_in_a_trace_is_not_taken_for_the_cost_of_a_checkpoint() -> None:
+    metrics = {"bytes": 10, "write_s": 0.1, "durable_s": 0.25, "save_blocked_s": 0.01, "gate_blocked_s": 0.0}
+    checkpoint = {"name": "step-1", "tid": SAVES, "dur": 0.25e6, "args": {"error": None, "metrics": metrics}}
+    events = [checkpoint | {"ts": 0.2e6}]
+    for begin_s, seconds in ((0.0, 0.1), (0.1, 0.1), (0.2, 60.0), (60.2, 0.1)):
+        events.append({"name": "iteration", "tid": TRAINING, "ts": begin_s * 1e6, "dur": seconds * 1e6})
+    events = [event | {"ph": "X", "run": 1} for event in events]
+    assert measure(TraceFile(Path("trace.json"), events))["cost_s"] == 0.25
 
 
 def test_numbers_come_from_a_trace_or_a_folder(tmp_path: Path) -> None:

@@ -237,6 +237,13 @@ def test_inspect_of_safetensors(tmp_path: Path) -> None:
     assert "who: 'me'" in run("inspect", tmp_path / "a.safetensors").stdout
 
 
+def test_inspect_of_a_trainers_folder(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    assert run_json("inspect", tmp_path)["path"] == str(tmp_path / "model.safetensors")
+    torch.save({}, tmp_path / "optimizer.pt")
+    assert "give one of them: model.safetensors, optimizer.pt" in fails(2, "inspect", tmp_path)
+
+
 def test_inspect_survives_hostile_shapes_of_objects(tmp_path: Path) -> None:
     cycle: list[Any] = [torch.zeros(1)]
     cycle.append(cycle)
@@ -271,7 +278,8 @@ def test_inspect_of_what_cannot_be_told(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "text").write_text("hello world")
     assert "neither a torch.save archive" in fails(2, "inspect", tmp_path / "text")
     assert "No such file" in fails(2, "inspect", tmp_path / "missing")
-    assert "no checkpoint in this folder" in fails(2, "inspect", tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoint in this folder" in fails(2, "inspect", tmp_path / "empty")
     file = folder / "step-00000015/state.pt"
     flip(file, offset_of(file, "data.pkl") + 30)
     assert "data.pkl: checksum does not match" in fails(2, "inspect", folder)
@@ -377,7 +385,9 @@ def test_verify_says_when_there_are_no_checksums(tmp_path: Path) -> None:
 
 def test_verify_tells_damage_from_what_cannot_be_read(folder: Path, tmp_path: Path) -> None:
     assert "No such file" in fails(2, "verify", tmp_path / "missing")
-    assert "no checkpoint in this folder" in fails(2, "verify", tmp_path)
+    (tmp_path / "empty" / ".hidden").mkdir(parents=True)
+    torch.save({}, tmp_path / "empty" / ".hidden" / "a.pt")
+    assert "no checkpoint in this folder" in fails(2, "verify", tmp_path / "empty")
     result = run("verify", tmp_path / "missing", folder)
     assert result.exit_code == 2 and "4 ok, 0 damaged, 1 unreadable" in result.stdout
     os.truncate(folder / "step-00000030/state.pt", 1000)
@@ -395,6 +405,17 @@ def test_verify_reads_the_files_of_a_trainers_folder(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "3 ok, 0 damaged, 0 unreadable" in result.stdout
     (tmp_path / "optimizer.pt").write_bytes(b"damaged at its very beginning")
     assert run("verify", tmp_path).exit_code == 2
+
+
+def test_verify_looks_into_folders_inside(folder: Path, tmp_path: Path) -> None:
+    """``output_dir`` of a trainer, or several runs: in checkpoints of a run the manifest counts, too."""
+    (tmp_path / "output_dir" / "checkpoint-5").mkdir(parents=True)
+    save_file({"w": torch.zeros(2)}, tmp_path / "output_dir" / "checkpoint-5" / "model.safetensors")
+    found = run_json("verify", tmp_path)["targets"]
+    assert [Path(target["path"]).name for target in found] == [
+        "model.safetensors",
+        *(f"step-000000{step}" for step in (15, 30, 20, 10)),
+    ]
 
 
 def test_verify_minds_no_checkpoint_that_a_running_job_removes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,6 +524,17 @@ def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: 
     doctor = run_json("doctor", tmp_path)
     assert doctor["facts"]["io_uring"] == _engine.probe(str(tmp_path))["io_uring"]
     assert any("Refuse a checkpoint larger than" in found["text"] for found in doctor["conclusions"])
+    (tmp_path / "empty").mkdir()
+    wrong = [
+        ["inspect", tmp_path / "empty"],
+        ["diff", damaged, folder],
+        ["prune", folder, "--keep-last", "0"],
+        ["verify"],
+    ]
+    for words in (*wrong, ["pin", folder, "x"], ["ls", tmp_path / "missing"], ["advise"], ["trace", damaged]):
+        result = run(*words, "--json")
+        assert result.exit_code == 2 and result.stderr, words
+        assert list(json.loads(result.stdout)) == ["error"], words
     helped = {name: run(name, "--help").stdout for name in commands()}
     assert [name for name, text in helped.items() if "--json" not in text and name != "accelerate"] == []
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt.cli import diff
+from lazyckpt.cli import norms
 from lazyckpt.containers.torch_zip_reader import read_directory
 
 
@@ -51,10 +51,10 @@ def test_what_is_the_same_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
     assert entries(saved({"x": torch.ones(2, dtype=torch.complex64)}, tmp_path / "d.pt"), conjugated)
 
 
-@pytest.mark.parametrize("piece_bytes", [diff._PIECE_BYTES, 64])
+@pytest.mark.parametrize("piece_bytes", [norms._PIECE_BYTES, 64])
 def test_norms_are_those_of_torch(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the tensors are cut into pieces."""
-    monkeypatch.setattr(diff, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(norms, "_PIECE_BYTES", piece_bytes)
     old, new = state(), state()
     new["model"]["h.0.weight"][3, :5] += torch.randn(5)
     new["model"]["h.1.weight"] *= 1.5

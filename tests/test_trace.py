@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from typer.testing import CliRunner, Result
 
 import lazyckpt
-from lazyckpt import trace
+from lazyckpt import trace, trace_file
 from lazyckpt.cli import app
 from lazyckpt.cli.trace import read_trace
 
@@ -239,6 +240,19 @@ def test_two_runs_in_one_file(tmp_path: Path, training: Training) -> None:
     assert sum(s.args["bytes"] for s in newest.spans(trace.WRITES)) == newest.metrics["bytes"]
 
 
+def test_a_run_that_came_back_with_the_same_process_id(
+    tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, where the training is always process 1: its checkpoints are numbered as before."""
+    for run_name in "ab":
+        monkeypatch.setattr(trace, "_numbers", itertools.count(1))
+        training.run(tmp_path / run_name, tmp_path / "trace.json", steps=2, **SMALL)
+    newest = read_trace(tmp_path / "trace.json").checkpoint()
+    assert newest.path == str(tmp_path / "b" / "step-00000002")
+    assert sum(s.args["bytes"] for s in newest.spans(trace.WRITES)) == newest.metrics["bytes"]
+    assert min(s.begin_s for s in newest.own) == 0 and min(at for at, _ in newest.ring) > 0
+
+
 def test_the_file_is_readable_while_the_run_goes_on(tmp_path: Path, training: Training) -> None:
     with lazyckpt.Checkpointer(tmp_path / "run", trace=tmp_path / "trace.json") as ckpt:
         ckpt.track(model=training.model, optimizer=training.optimizer)
@@ -249,7 +263,7 @@ def test_the_file_is_readable_while_the_run_goes_on(tmp_path: Path, training: Tr
 
 
 def test_it_ends_at_its_limit(tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(trace_file, "MAX_BYTES", 100_000)
     with pytest.warns(UserWarning, match="no more is recorded") as warned:
         handles = training.run(tmp_path / "run", tmp_path / "trace.json", steps=20, **SMALL)
     assert len(warned) == 1 and all(handle.result() for handle in handles)
@@ -263,7 +277,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, training: T
     with lazyckpt.Checkpointer(tmp_path / "run", trace=tmp_path / "trace.json") as ckpt:
         recorder = ckpt._saver._trace
         assert recorder is not None
-        recorder._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        recorder._file._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
         ckpt.track(model=training.model)
         with pytest.warns(UserWarning, match="No space left"):
             assert ckpt.save(1).result(30)
@@ -295,7 +309,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, training: Training) -> No
     with lazyckpt.Saver(trace=tmp_path / "trace.json") as saver:
         recorder = saver._trace
         assert recorder is not None
-        with recorder._lock:  # as if another thread were writing
+        with recorder._lock, recorder._file._lock:  # as if another thread were writing
             child = os.fork()
             if child == 0:
                 try:
@@ -356,12 +370,14 @@ def test_as_json_and_by_step(file: Path) -> None:
 def broken(tmp_path: Path, file: Path) -> Iterator[list[tuple[list[str], str]]]:
     lines = file.read_bytes().split(b",\n")
     (tmp_path / "damaged.json").write_bytes(b",\n".join([*lines[:5], b"{,", *lines[5:]]))
+    (tmp_path / "strange.json").write_bytes(b",\n".join([*lines[:5], b"7", *lines[5:]]))
     (tmp_path / "empty.json").write_bytes(lines[0])
     (tmp_path / "other.json").write_text("[]")
     yield [
         ([str(file), "--step", "5"], "no checkpoint of step 5; there are 2, 4, 6"),
         ([str(tmp_path / "missing.json")], "No such file"),
-        ([str(tmp_path / "damaged.json")], "line 7 is not JSON"),
+        ([str(tmp_path / "damaged.json")], "line 7 is not an event"),
+        ([str(tmp_path / "strange.json")], "line 7 is not an event"),
         ([str(tmp_path / "empty.json")], "no checkpoint ended in it"),
         ([str(tmp_path / "other.json")], "not a trace"),
         ([str(file), "-o", str(tmp_path / "picture.doc")], "picture.doc"),
@@ -384,6 +400,19 @@ def test_a_picture(file: Path, tmp_path: Path) -> None:
     assert run(file, "-o", tmp_path / "picture.svg").exit_code == 0
     drawing = (tmp_path / "picture.svg").read_text()
     assert "model.1.weight" in drawing and "save()" in drawing
+
+
+def test_a_picture_of_strange_names(tmp_path: Path) -> None:
+    """matplotlib takes what is between dollars for a formula, and names with an underscore for private."""
+    pytest.importorskip("matplotlib")
+    long = "_orig_mod.transformer.encoder.layers.11.self_attention.query_key_value.weight"
+    with lazyckpt.Saver(trace=tmp_path / "trace.json", **SMALL) as saver:
+        saver.save({long: torch.ones(9000), "$\\frac$": torch.ones(8000)}, tmp_path / "a $x_ and $y.pt", step=1)
+    result = run(tmp_path / "trace.json", "-o", tmp_path / "picture.svg")
+    assert result.exit_code == 0, result.output
+    drawing = (tmp_path / "picture.svg").read_text()
+    assert "a $x_ and $y.pt" in drawing and "frac$" in drawing
+    assert "<!-- _orig_mod.tran…" in drawing and long not in drawing
 
 
 def test_a_picture_without_matplotlib(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

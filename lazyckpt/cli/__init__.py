@@ -18,24 +18,27 @@ from typer.core import TyperGroup
 
 import lazyckpt
 from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, pin, prune, trace, verify
-from lazyckpt.cli.output import print_error
+from lazyckpt.cli.output import print_error, print_json
 from lazyckpt.errors import LazyCkptError
 
 _EXIT_TROUBLE = 2
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that ignored nothing
 _DEBUG = "--debug"
+_JSON = "--json"
 _USAGE_ERROR = cast(
     type[Exception], typer.BadParameter.__mro__[1]
 )  # click's, wherever this version of typer keeps that
 
 
 class _OneLineErrors(TyperGroup):
-    """Failures are one line on stderr, and a reader that went away ends the program quietly."""
+    """Failures are one line on stderr, and with --json an object on stdout, too; a reader that went away ends the
+    program quietly."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         """``--debug`` may stand before the command or behind it."""
         options = args[: args.index("--")] if "--" in args else args
         self._debug = _DEBUG in options
+        self._json = _JSON in options
         kept = [word for word in options if word != _DEBUG] + args[len(options) :]
         return super().make_context(info_name, kept, *rest, **extra)
 
@@ -50,12 +53,18 @@ class _OneLineErrors(TyperGroup):
             # What is still buffered goes nowhere, or the interpreter would complain when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(_EXIT_BROKEN_PIPE) from None
-        except (typer.Exit, typer.Abort, _USAGE_ERROR):
+        except (typer.Exit, typer.Abort):
+            raise
+        except _USAGE_ERROR as error:
+            if self._json:
+                print_json({"error": cast(Any, error).format_message()})
             raise
         except Exception as error:
             if self._debug:
                 traceback.print_exc()
             print_error(_in_words(error))
+            if self._json:
+                print_json({"error": _in_words(error)})
             raise typer.Exit(_EXIT_TROUBLE) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -159,9 +160,13 @@ def measure(trace: TraceFile) -> dict[str, Any]:
     usual = [i["dur"] / 1e6 for i in iterations if id(i) not in disturbed]
     if usual:
         iteration_s = numbers["iteration_s"] = median(usual)
-        # Iterations vary: a checkpoint costs no less than it blocked.
+        # Iterations vary, and some have a validation in them: a checkpoint costs no less than it blocked, and no more
+        # than it was on its way.
         costs = [
-            max(sum(i["dur"] / 1e6 - iteration_s for i in touched), m["save_blocked_s"] + m["gate_blocked_s"])
+            max(
+                min(sum(i["dur"] / 1e6 - iteration_s for i in touched), m["durable_s"]),
+                m["save_blocked_s"] + m["gate_blocked_s"],
+            )
             for touched, m in zip(by_checkpoint, facts, strict=True)
             if touched
         ]
@@ -174,7 +179,7 @@ def measure(trace: TraceFile) -> dict[str, Any]:
 
 
 def _overlap(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return bool(a["pid"] == b["pid"] and a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"])
+    return bool(a["run"] == b["run"] and a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"])
 
 
 def _parse(text: str | None, option: str, units: dict[str, float]) -> float | None:
@@ -183,7 +188,10 @@ def _parse(text: str | None, option: str, units: dict[str, float]) -> float | No
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", text.lower())
     try:
         number, unit = match.groups() if match else ("", "")
-        return float(number) * units[unit.removesuffix("b") if units is _SIZES else unit]
+        value = float(number) * units[unit.removesuffix("b") if units is _SIZES else unit]
+        if math.isinf(value):
+            raise ValueError
+        return value
     except (KeyError, ValueError):
         example = "3.5GB or 512MiB" if units is _SIZES else "800ms, 1.5s, 20min, 12h or 30d"
         raise ConfigError(f"{option} {text!r}: expected something like {example}") from None

@@ -83,6 +83,14 @@ def documents_in(path: Path) -> dict[str, Path]:
     return found
 
 
+def document_in(path: Path) -> Path:
+    """The one document in ``path``. Raises LoadError that names them if there are several."""
+    found = documents_in(path)
+    if len(found) > 1:
+        raise LoadError(f"holds several files; give one of them: {', '.join(found)}", path=path)
+    return next(iter(found.values()))
+
+
 def read(file: Path) -> Contents:
     """Raises LoadError for what is damaged, or of a format whose contents cannot be told without loading it."""
     if file.name.endswith(INDEX_SUFFIX):

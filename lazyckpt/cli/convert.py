@@ -15,11 +15,11 @@ from rich.text import Text
 
 from lazyckpt import commit
 from lazyckpt.cli import stream
-from lazyckpt.cli.contents import INDEX_SUFFIX, SUFFIXES, documents_in, read
+from lazyckpt.cli.contents import INDEX_SUFFIX, SUFFIXES, document_in, read
 from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
 from lazyckpt.cli.skeleton import Opaque, Storage, Tensor
 from lazyckpt.cli.stream import Origin
-from lazyckpt.errors import ConfigError, CorruptFileError, LoadError, NoSpaceError, save_error
+from lazyckpt.errors import ConfigError, CorruptFileError, NoSpaceError, save_error
 from lazyckpt.plan import FilePlan, SafetensorsPlan, plan_for
 
 _UNITS = {"": 1, "B": 1} | {
@@ -57,10 +57,7 @@ def convert(
     """
     if os.path.lexists(dst):
         raise ConfigError(f"{dst}: exists already")
-    found = documents_in(src)
-    if len(found) > 1:
-        raise LoadError(f"holds several files; give one of them: {', '.join(found)}", path=src)
-    contents = read(*found.values())
+    contents = read(document_in(src))
     obj = contents.obj if key is None else _part(contents.obj, key, contents.file)
     sharded = max_shard_size is not None
     loader = _Hollow(contents.file)

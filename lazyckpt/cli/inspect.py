@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from lazyckpt.catalog import STATE, Checkpoint
-from lazyckpt.cli.contents import Contents, checkpoint_in, read
+from lazyckpt.cli.contents import Contents, checkpoint_in, document_in, read
 from lazyckpt.cli.output import TreeLine, age, count, plain, print_json, print_tree, size, stdout
 from lazyckpt.cli.tree import STYLES, Node, drawn_rows, short, shown_shape
-from lazyckpt.errors import LoadError
 
 
 def inspect(
@@ -27,10 +26,8 @@ def inspect(
 
     Reads no tensor and runs no code from the file. A storage that several tensors share is counted once.
     """
-    checkpoint = None
-    if path.is_dir() and (checkpoint := checkpoint_in(path)) is None:
-        raise LoadError("no checkpoint in this folder", path=path)
-    contents = read(checkpoint.path / STATE if checkpoint is not None else path)
+    checkpoint = checkpoint_in(path) if path.is_dir() else None
+    contents = read(checkpoint.path / STATE if checkpoint is not None else document_in(path))
     root = contents.tree().root
     if as_json:
         print_json(_to_json(contents, root, checkpoint, depth))

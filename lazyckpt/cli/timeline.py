@@ -14,10 +14,11 @@ from lazyckpt.trace import COMMITS, COPIES, RING, TRAINING, WRITES
 _TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 _BLOCKED = "#D55E00"
 _OTHER, _TRAINING, _STEP, _CREATE = "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8"
-_FSYNC, _COMMIT, _INK = "#7A8490", "#3B4450", "#2B3138"
+_FSYNC, _COMMIT, _INK, _RING = "#7A8490", "#3B4450", "#2B3138", "#B4C4DA"
 _MARGIN = 0.04  # of the time shown, before and behind
 _FURTHER = 1.6  # times as long as the checkpoint: if the next optimizer step ends by then, it is shown
 _SHORTEST = 0.0015  # of it: what is shorter is drawn as long as this
+_LONGEST_NAME = 42  # characters: two columns of them fit into the legend
 
 
 def draw(checkpoint: TracedCheckpoint, output: Path) -> None:
@@ -26,7 +27,7 @@ def draw(checkpoint: TracedCheckpoint, output: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib: pip install 'lazyckpt[trace]'") from error
-    picture = _Picture(checkpoint, Figure(figsize=(11, 6), layout="constrained", dpi=110))
+    picture = _Picture(checkpoint, Figure(figsize=(11, 7.2), layout="constrained", dpi=110))
     try:
         picture.figure.savefig(output)
     except ValueError as error:
@@ -53,13 +54,15 @@ class _Picture:
         lanes = {name: len({s.lane for s in spans}) for name, spans in rows.items()}
         lanes["training"] = 1
         heights = {name: 1.0 if n <= 1 else min(0.5 * n, 3.2) for name, n in lanes.items()}
-        chart, ring = figure.subplots(2, 1, sharex=True, height_ratios=(sum(heights.values()) + 1.5, 1.9))
+        ratios = (sum(heights.values()) + 1.5, 1.9, 1.9)
+        chart, ring, memory = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
         self._colours = self._choose_colours()
         self._top = 0.0
         for name, spans in rows.items():
             self._row(chart, name, spans, heights[name])
         self._ring(ring)
-        for axes in (chart, ring):
+        self._memory(memory)
+        for axes in (chart, ring, memory):
             for step in self._step_ends():
                 axes.axvline(step * self._scale, color=_STEP, lw=0.8, ls=(0, (2, 3)), zorder=0)
             axes.spines[["top", "right", "left"]].set_visible(False)
@@ -67,8 +70,10 @@ class _Picture:
             axes.tick_params(colors=_INK, length=0)
         chart.set_xlim(self._begin * self._scale, self._end * self._scale)
         chart.set_ylim(self._top, -0.5)
-        chart.tick_params(labelbottom=False)
-        ring.set_xlabel(f"{unit} since save() was called", color=_INK)
+        for axes in (chart, ring):
+            axes.tick_params(labelbottom=False)
+        figure.align_ylabels((ring, memory))
+        memory.set_xlabel(f"{unit} since save() was called", color=_INK)
         self._title(chart)
         self._legend()
 
@@ -130,27 +135,39 @@ class _Picture:
             return _STEP, 0.7, 3
         return _TRAINING, 0.7 if span.name == "iteration" else 0.0, 2
 
-    def _ring(self, axes: Any) -> None:
-        known = self._checkpoint.ring
-        before = [(at, nbytes) for at, nbytes in known if at < self._begin][-1:]
+    def _shown(self, known: list[tuple[float, int]], first: int) -> tuple[list[float], list[float]]:
+        """A counter as two lists, in the unit of the axis and in MiB. ``first``: before anything is known."""
+        before = [nbytes for at, nbytes in known if at < self._begin]
         inside = [(at, nbytes) for at, nbytes in known if self._begin <= at <= self._end]
-        series = [(self._begin, before[0][1] if before else 0), *inside]
+        series = [(self._begin, before[-1] if before else first), *inside]
         series.append((self._end, series[-1][1]))
-        mib = [nbytes / (1 << 20) for _, nbytes in series]
-        axes.fill_between([at * self._scale for at, _ in series], mib, step="post", color="#56B4E9", alpha=0.45, lw=0)
+        return [at * self._scale for at, _ in series], [nbytes / (1 << 20) for _, nbytes in series]
+
+    def _ring(self, axes: Any) -> None:
+        times, mib = self._shown(self._checkpoint.ring, 0)
+        axes.fill_between(times, mib, step="post", color=_RING, lw=0)
         for wait in self._checkpoint.spans(RING):
             axes.axvspan(wait.begin_s * self._scale, wait.end_s * self._scale, color=_BLOCKED, alpha=0.15, lw=0)
         axes.set_ylim(0, max(mib) * 1.15 or 1)
-        axes.set_ylabel("in the ring, MiB", color=_INK)
+        axes.set_ylabel("in the ring\nMiB", color=_INK)
         axes.grid(axis="y", color="#EEF0F2")
         axes.set_axisbelow(True)
+
+    def _memory(self, axes: Any) -> None:
+        """Of the process, where it was looked at: at optimizer steps, and at both ends of a checkpoint."""
+        known = self._checkpoint.memory
+        times, mib = self._shown(known, known[0][1] if known else 0)
+        axes.plot(times, mib, drawstyle="steps-post", color=_COMMIT, lw=1.2)
+        axes.set_ylim(0, max(mib) * 1.15 or 1)
+        axes.set_ylabel("process\nMiB", color=_INK)
+        axes.grid(axis="y", color="#EEF0F2")
 
     def _title(self, axes: Any) -> None:
         c, m = self._checkpoint, self._checkpoint.metrics
         blocked = sum(s.duration_s for s in c.own if s.name in ("save()", "gate"))
         what = "failed" if c.error is not None else f"durable after {m['durable_s']:.2f} s"
         iteration = "" if c.iteration_s is None else f"; an iteration takes {c.iteration_s:.3g} s"
-        title = f"{plain(Path(c.path).name)}: {size(m['bytes'])}, {what}, "
+        title = f"{_text(Path(c.path).name)}: {size(m['bytes'])}, {what}, "
         title += f"training blocked for {blocked * 1e3:.1f} ms{iteration}"
         axes.set_title(title, loc="left", fontsize=12, color=_INK, pad=10)
 
@@ -158,7 +175,7 @@ class _Picture:
         from matplotlib.patches import Patch
 
         spans = self._checkpoint.spans(COPIES)
-        meanings = {plain(name): colour for name, colour in self._colours.items()}
+        meanings = {_text(name): colour for name, colour in self._colours.items()}
         if any("tensor" not in s.args for s in spans):
             meanings["other chunks"] = _OTHER
         meanings |= {
@@ -178,3 +195,11 @@ class _Picture:
             labelcolor=_INK,
             handlelength=1.2,
         )
+
+
+def _text(name: str) -> str:
+    """Cut in its middle if it is long; and matplotlib would set what is between dollars as a formula."""
+    shown = plain(name)
+    if len(shown) > _LONGEST_NAME:
+        shown = f"{shown[: _LONGEST_NAME // 3]}…{shown[-_LONGEST_NAME * 2 // 3 :]}"
+    return shown.replace("$", r"\$")

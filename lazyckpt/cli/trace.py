@@ -14,6 +14,7 @@ from rich.text import Text
 from lazyckpt.cli.output import columns, count, plain, print_json, show, size, stdout
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.trace import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES
+from lazyckpt.trace_file import BEGIN, END, OPENING, SEPARATOR
 
 _KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
 
@@ -105,7 +106,7 @@ class Phase:
 
 
 class TraceFile:
-    """The events of a trace."""
+    """The events of a trace. ``run`` of each is the Checkpointer that wrote it: process ids come back."""
 
     def __init__(self, path: Path, events: list[dict[str, Any]]) -> None:
         self._path = path
@@ -135,7 +136,7 @@ class TraceFile:
         others: list[Span] = []
         counters: dict[str, list[tuple[float, int]]] = {"ring": [], "memory": []}
         for e in self.events:
-            if e["pid"] != chosen["pid"] or "ts" not in e:
+            if e["run"] != chosen["run"] or "ts" not in e:
                 continue
             at = (e["ts"] - chosen["ts"]) / 1e6
             if e["ph"] == "C":
@@ -166,17 +167,20 @@ def read_trace(path: Path) -> TraceFile:
         text = path.read_bytes()
     except OSError as error:
         raise LoadError(f"cannot be read: {error.strerror}", path=path) from error
-    lines = text.rstrip(b"\n]").split(b",\n")
-    if not lines[0].startswith(b'[\n{"ph": "M", "name": "lazyckpt trace"'):
+    if not text.startswith(BEGIN):
         raise UnsupportedFormatError("not a trace of lazyckpt; make one with Checkpointer(trace=FILE)", path=path)
-    events = []
+    lines = text.rstrip(END).split(SEPARATOR)
+    events: list[dict[str, Any]] = []
+    run = 0
     for number, line in enumerate(lines[1:], 3):
         try:
-            events.append(json.loads(line))
-        except ValueError as error:
+            event = json.loads(line)
+            run += event["name"] == OPENING
+            events.append(event | {"run": run})
+        except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) + 1:
                 break  # what the process was writing when it was killed
-            raise CorruptFileError(f"line {number} is not JSON", path=path) from error
+            raise CorruptFileError(f"line {number} is not an event", path=path) from error
     return TraceFile(path, events)
 
 

@@ -32,9 +32,7 @@ Advance = Callable[[int], None]
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="FILE|DIR...", help="Files, checkpoints, or folders: all checkpoints in them, or else all files."
-        ),
+        typer.Argument(metavar="FILE|DIR...", help="Files, checkpoints, or folders: all that is in them."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -81,7 +79,13 @@ class _Report:
 
 
 def _targets(path: Path) -> Iterator[Path | LoadError]:
-    """Files and checkpoints under ``path``, newest first, or why there are none."""
+    """Files and checkpoints under ``path``, or why there are none."""
+    found = list(_found_in(path))
+    yield from found or [LoadError("no checkpoint in this folder", path=path)]
+
+
+def _found_in(path: Path) -> Iterator[Path | LoadError]:
+    """Checkpoints newest first; of a folder that is not a Checkpointer's, what is inside by its name."""
     if not path.is_dir() or (path / commit.MANIFEST).exists():
         yield path
         return
@@ -91,13 +95,18 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
     except OSError as error:
         yield LoadError(f"cannot be read: {error.strerror}", path=path)
         return
-    if not checkpoints and not catalog.broken:  # a trainer's: by the names of its files, since damage may be anywhere
-        files = [entry for entry in sorted(path.iterdir()) if entry.suffix in SUFFIXES and not entry.is_symlink()]
-        yield from files
-        if not files:
-            yield LoadError("no checkpoint in this folder", path=path)
     yield from catalog.broken
     yield from (checkpoint.path for checkpoint in checkpoints)
+    if checkpoints or catalog.broken:
+        return
+    for entry in sorted(path.iterdir()):  # a trainer's: by the names of its files, since damage may be anywhere
+        if entry.is_symlink():
+            continue
+        if not entry.is_dir():
+            if entry.suffix in SUFFIXES:
+                yield entry
+        elif not entry.name.startswith("."):
+            yield from _found_in(entry)
 
 
 @dataclass
