@@ -434,6 +434,18 @@ def test_total_limit_removes_the_old_one_only_when_the_new_one_is_durable(
     assert names(tmp_path / "checkpoints") == ["checkpoint_2"]
 
 
+def test_what_another_node_wrote_is_synced_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main process syncs what its own node has cached."""
+    (tmp_path / "sampler").mkdir()
+    files = [tmp_path / "random_states_1.pkl", tmp_path / "sampler" / "x.bin"]
+    for file in files:
+        file.touch()
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    lazyckpt.integrations.accelerate._sync(tmp_path)
+    assert sorted(synced) == sorted(map(str, [*files, tmp_path, tmp_path / "sampler"]))
+
+
 def test_a_number_that_exists_is_refused_as_accelerate_does(tmp_path: Path) -> None:
     run = Run(**automatic(tmp_path))
     enable(run.accelerator)

@@ -76,10 +76,10 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._built = False
-        skip = shutil.ignore_patterns("_engine*.so", "__pycache__", "integrations")
-        for name in ("lazyckpt", "tests", "csrc"):
-            shutil.copytree(ROOT / name, folder / name, ignore=skip)
-        shutil.copytree(ROOT / "integrations", folder / "lazyckpt" / "integrations")
+        skip = ["_engine*.so", "__pycache__"]
+        shutil.copytree(ROOT / "lazyckpt", folder / "lazyckpt", ignore=shutil.ignore_patterns(*skip, "integrations"))
+        for name, copy in (("tests", "tests"), ("csrc", "csrc"), ("integrations", "lazyckpt/integrations")):
+            shutil.copytree(ROOT / name, folder / copy, ignore=shutil.ignore_patterns(*skip))
         shutil.copy(ROOT / "pyproject.toml", folder)
         (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
         (folder / "build").mkdir()
