@@ -10,6 +10,10 @@ from mutants import Mutant
 MUTANTS: list[Mutant] = []
 
 
+def _attacks(*names: str) -> str:
+    return " ".join(f"attacks/test_attacks.py::test_no_one_gets_in[{name}]" for name in names)
+
+
 def _in(file: str, *lines: tuple[str, str, str, str]) -> None:
     MUTANTS.extend(Mutant(what, file, old, new, tests) for what, old, new, tests in lines)
 
@@ -927,21 +931,26 @@ _in(
         "a small record may be large",
         'if name != "data.pkl" and record.nbytes > _MAX_SMALL_BYTES:',
         "if False:",
-        "attacks",
+        _attacks("zips.sparse_byteorder"),
     ),
     (
         "any version is read",
         r'if not re.fullmatch(rb"[0-9]{1,2}\n?", version) or not 1',
         "if False and not 1",
-        "attacks",
+        _attacks("zips.version_of_the_future"),
     ),
     (
         "a small record may say anything",
         "if name in self._records and not re.fullmatch(pattern, self._read_small(name)):",
         "if False:",
-        "attacks",
+        _attacks("zips.alignment_in_words"),
     ),
-    ("a storage is named by a number", "if not isinstance(key, str | bytes):", "if False:", "attacks"),
+    (
+        "a storage is named by a number",
+        "if not isinstance(key, str | bytes):",
+        "if False:",
+        _attacks("pickles.storage_by_a_number"),
+    ),
     (
         "a tensor may be larger than its record",
         "if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:",
@@ -964,7 +973,7 @@ _in(
         "indices of sparse tensors may lie outside",
         "check_sparse_tensor_invariants(weights_only or _checks_sparse_tensors())",
         "check_sparse_tensor_invariants(_checks_sparse_tensors())",
-        "attacks",
+        _attacks("pickles.sparse_indices_outside", "pickles.sparse_rows_outside"),
     ),
     (
         "sparse tensors are not checked",
@@ -975,29 +984,49 @@ _in(
 )
 _in(
     "lazyckpt/pickle_guard.py",
-    ("a key may be nested for ever", "if depth > _MAX_DEPTH or budget < 0:", "if budget < 0:", "attacks"),
-    ("a key may be shared for ever", "if depth > _MAX_DEPTH or budget < 0:", "if depth > _MAX_DEPTH:", "attacks"),
-    ("keys set at once are not looked at", "self._check_depth(stack[::2])", "pass", "attacks"),
-    ("nor those set alone", "self._check_depth(stack[-2:-1])", "pass", "attacks"),
-    ("nor arguments", "self._check_depth(stack[-1:])", "pass", "attacks"),
+    (
+        "a key may be nested for ever",
+        "if depth > _MAX_DEPTH or budget < 0:",
+        "if budget < 0:",
+        _attacks("pickles.hash_of_a_deep_tuple"),
+    ),
+    (
+        "a key may be shared for ever",
+        "if depth > _MAX_DEPTH or budget < 0:",
+        "if depth > _MAX_DEPTH:",
+        _attacks("pickles.hash_of_a_wide_tuple"),
+    ),
+    (
+        "keys set at once are not looked at",
+        "self._check_depth(stack[::2])",
+        "pass",
+        _attacks("pickles.hash_of_a_deep_tuple_among_others"),
+    ),
+    ("nor those set alone", "self._check_depth(stack[-2:-1])", "pass", _attacks("pickles.hash_of_a_deep_tuple")),
+    ("nor arguments", "self._check_depth(stack[-1:])", "pass", _attacks("pickles.hash_of_a_deep_tuple_in_a_set")),
     (
         "a bytearray may be as large as it says",
         "fine = all(isinstance(argument, bytes | str) for argument in arguments)",
         "fine = True",
-        "attacks",
+        _attacks("pickles.bytearray_of_a_number"),
     ),
-    ("so may a tensor", "fine = not arguments  # a number would be a length", "fine = True", "attacks"),
+    (
+        "so may a tensor",
+        "fine = not arguments  # a number would be a length",
+        "fine = True",
+        _attacks("pickles.tensor_of_a_number", "pickles.untyped_storage_of_a_number"),
+    ),
     (
         "text may have any encoding",
         "fine = len(arguments) < 2 or (isinstance(arguments[1], str) and arguments[1] in _ENCODINGS)",
         "fine = True",
-        "attacks",
+        _attacks("pickles.slow_codec"),
     ),
     (
         "a call inside a call is not looked at",
         "while function is torch._tensor._rebuild_from_type_v2 and len(arguments) > 2:",
         "while False:",
-        "attacks",
+        _attacks("pickles.bytearray_by_rebuild"),
     ),
 )
 _in(
@@ -1146,7 +1175,12 @@ _in(
         "test_catalog.py",
     ),
     ("sums may be anything", 'or not re.fullmatch("[0-9a-f]{8}", value)', "", "test_catalog.py"),
-    ("names may be half a character", "    value.encode()  # not half a character\n", "", "test_catalog.py attacks"),
+    (
+        "names may be half a character",
+        "    value.encode()  # not half a character\n",
+        "",
+        _attacks("folders.manifest_names_half_a_character"),
+    ),
     (
         "what is pinned goes",
         " and not c.pinned",
@@ -1256,7 +1290,7 @@ _in(
         "if attributes & 0x10:",
         ARCHIVES,
     ),
-    ("records may be folders", " or attributes & 0x10:", ":", "attacks"),
+    ("records may be folders", " or attributes & 0x10:", ":", _attacks("zips.folder_with_data")),
     ("records may have two sizes", "if packed != nbytes:", "if False:", ARCHIVES),
     ("something may follow the last entry", "if position != len(raw):", "if False:", ARCHIVES),
     ("extra fields may be cut off", "if position + 4 > len(extra):", "if False:", ARCHIVES),
@@ -1355,8 +1389,18 @@ _in(
             "test_catalog.py::test_a_manifest_that_is_no_file_does_not_hang"
         ),
     ),
-    ("keys may be there twice", "if len(tree) != len(pairs):", "if False:", f"{SAFETENSORS} attacks"),
-    ("a shape may overflow", "if count > _MAX_SIZE:", "if False:", f"{SAFETENSORS} attacks"),
+    (
+        "keys may be there twice",
+        "if len(tree) != len(pairs):",
+        "if False:",
+        f"{SAFETENSORS} {_attacks('headers.duplicate_tensor', 'folders.manifest_key_twice')}",
+    ),
+    (
+        "a shape may overflow",
+        "if count > _MAX_SIZE:",
+        "if False:",
+        f"{SAFETENSORS} {_attacks('headers.overflowing_shape', 'headers.overflowing_empty_shape')}",
+    ),
     (
         "a read beyond the end is tried",
         "if offset < 0 or offset + nbytes > self.size:",
