@@ -176,6 +176,14 @@ def test_a_state_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None
         lazyckpt.load(folder)
 
 
+def test_a_state_that_is_a_folder_is_refused(folder: Path) -> None:
+    (folder / "state.pt").unlink()
+    (folder / "state.pt").mkdir()
+    edit(folder, files=[{**STATE, "bytes": (folder / "state.pt").stat().st_size}])
+    with pytest.raises(CorruptFileError, match=r"state\.pt is missing"):
+        read_checkpoint(folder)
+
+
 def test_pins_are_durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there: list[bool] = []
     sync_path = commit.sync_path

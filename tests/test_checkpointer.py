@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import commit
+from lazyckpt import catalog, commit
 from lazyckpt.gate import gate
 
 HELD_S = 0.05
@@ -431,6 +431,14 @@ def test_warn_resolves_the_handle_even_if_warnings_are_errors(make_run: Any, mon
         handle = run.ckpt.save(1)
         assert isinstance(handle.exception(timeout=10), lazyckpt.SaveError)
     run.ckpt.save(2).result()
+
+
+def test_an_error_that_nobody_thought_of_is_told(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    monkeypatch.setattr(catalog, "manifest", lambda **told: told["nonsense"])
+    with pytest.raises(lazyckpt.SaveError, match="KeyError: 'nonsense'"):
+        run.ckpt.save(1).result(timeout=30)
+    assert names(run.ckpt.directory) == []
 
 
 def test_an_interrupted_save_is_not_published_and_nothing_hangs(make_run: Any, disk: Any) -> None:

@@ -287,7 +287,7 @@ _in(
         "an error that nobody thought of is lost",
         "except BaseException as cause:  # nothing may be lost on this thread",
         "except ZeroDivisionError as cause:",
-        "test_checkpointer.py test_saver.py test_faults.py::test_out_of_memory",
+        "test_checkpointer.py::test_an_error_that_nobody_thought_of_is_told",
     ),
     (
         "the gate opens before the disk has it",
@@ -799,9 +799,21 @@ _in(
     ),
     (
         "what a signal handler saved has no name after a power cut",
-        "        os.fsync(folder)\n",
-        "        pass\n",
-        "integrations/test_lightning.py::test_slurm_requeues_with_a_durable_checkpoint",
+        "commit.publish_file(unfinished, target)",
+        "os.replace(unfinished, target)",
+        "integrations/test_lightning.py::test_what_is_saved_at_once_survives_a_power_cut_with_its_folders",
+    ),
+    (
+        "nor has its folder",
+        "    commit.make_folder(target.parent)\n    lazyckpt.save(checkpoint, unfinished)",
+        "    target.parent.mkdir(parents=True, exist_ok=True)\n    lazyckpt.save(checkpoint, unfinished)",
+        "integrations/test_lightning.py::test_what_is_saved_at_once_survives_a_power_cut_with_its_folders",
+    ),
+    (
+        "nor that of what is saved without a Saver",
+        "            commit.make_folder(target.parent)\n            lazyckpt.save(checkpoint, target)",
+        "            target.parent.mkdir(parents=True, exist_ok=True)\n            lazyckpt.save(checkpoint, target)",
+        "integrations/test_lightning.py::test_what_is_saved_at_once_survives_a_power_cut_with_its_folders",
     ),
 )
 _in(
@@ -844,9 +856,15 @@ _in(
     ),
     (
         "what another node wrote is not synced",
-        "                    os.fsync(fd)\n",
-        "                    pass\n",
+        "commit.sync_path(Path(parent, name))",
+        "pass",
         "integrations/test_accelerate.py::test_what_another_node_wrote_is_synced_there",
+    ),
+    (
+        "the folder of the checkpoints is not synced",
+        "            commit.make_folder(beside)\n",
+        "            beside.mkdir(parents=True)\n",
+        "integrations/test_accelerate.py::test_the_folder_of_the_checkpoints_survives_a_power_cut",
     ),
 )
 _in(
@@ -864,11 +882,22 @@ _in(
         "integrations/test_transformers.py::test_an_exception_in_training_leaves_the_checkpoint_whole",
     ),
     (
-        "save_total_limit removes before the next one is durable",
-        "        while self._saves and self._saves[0].handle.done():",
-        "        while self._saves:",
-        "integrations/test_transformers.py::test_an_old_checkpoint_stays_until_the_new_one_is_durable "
+        "callbacks hear of a folder that is not there yet",
+        "                save.on_save = True\n                return True",
+        "                save.on_save = True\n                return False",
         "integrations/test_transformers.py::test_on_save_comes_when_the_folder_is_there",
+    ),
+    (
+        "a folder that is not there yet is pushed",
+        '_attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None)',
+        "contextlib.nullcontext()",
+        "integrations/test_transformers.py::test_a_push_comes_when_the_folder_is_there",
+    ),
+    (
+        "an old checkpoint is removed in the sight of others",
+        "            self._saver.remove(Path(old).absolute())\n",
+        "            __import__('shutil').rmtree(old)\n",
+        "integrations/test_transformers.py::test_old_checkpoints_are_removed_behind_the_back_of_training",
     ),
     (
         "it is removed although the next one failed",
