@@ -316,8 +316,8 @@ _in(
     ),
     (
         "removed before what came after it is durable",
-        "        concurrent.futures.wait(handles)\n",
-        "",
+        "if Future.exception(h) is not None and h.path != path]",
+        "if h.done() and Future.exception(h) is not None and h.path != path]",
         "test_saver.py::test_removed_only_when_what_came_after_is_durable",
     ),
     (
