@@ -17,6 +17,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import catalog, commit
+from lazyckpt.background import Background
 from lazyckpt.gate import gate
 
 HELD_S = 0.05
@@ -467,6 +468,20 @@ def test_an_interrupted_save_is_not_published_and_nothing_hangs(make_run: Any, d
     disk.release()
     run.ckpt.close()  # who interrupted it knows
     assert names(run.ckpt.directory) == []
+
+
+def test_a_save_that_never_reached_the_background_leaves_the_gate(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Background, "launch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.ckpt.save(1)
+    assert gate._pending == ()
 
 
 def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:

@@ -675,8 +675,9 @@ def test_who_comes_while_others_leave_is_not_forgotten() -> None:
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        for _ in range(300):
+        for _ in range(1500):
             mine: Any = object()
+            time.sleep(1e-4)  # the others are in the middle of it
             gate.add(mine)
             for _ in range(20):
                 assert any(pending is mine for pending in gate._pending)

@@ -170,7 +170,7 @@ def test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor
 
 def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The background verifies a checkpoint that nobody steps behind; a step may come just then."""
-    run = make_run(FUSED, host_buffer_bytes=16 << 20)
+    run = make_run(PLAIN, host_buffer_bytes=16 << 20)
     looks = threading.Event()
     changed = Snapshot._changed
 

@@ -615,7 +615,7 @@ _in(
         "an interrupted save stays behind the gate",
         ("            gate.discard(snapshot)\n            if trace"),
         "            if trace",
-        "test_checkpointer.py::test_an_interrupted_save_is_not_published_and_nothing_hangs",
+        "test_checkpointer.py::test_a_save_that_never_reached_the_background_leaves_the_gate",
     ),
     (
         "a forked child uses the Saver of its parent",
@@ -1672,15 +1672,6 @@ _in(
         "test_reader.py::test_passing_troubles_are_overcome",
     ),
     ("a file that shrinks in the page cache is whole", "if (n <= 0) return Fail(", "if (n < 0) return Fail(", READS),
-)
-_in(
-    "csrc/io_uring.cc",
-    (
-        "a write that the kernel refused is made later",
-        "      io_uring_prep_nop(sqe);\n      io_uring_sqe_set_data(sqe, nullptr);\n",
-        "",
-        "test_faults.py::test_io_uring_forbidden_after_the_start",
-    ),
 )
 _in(
     "csrc/bindings.cc",
