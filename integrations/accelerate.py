@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import lazyckpt
-from lazyckpt import settings
+from lazyckpt import commit, settings
 
 try:
     import accelerate
@@ -242,7 +242,8 @@ class StateSaver:
         inside, beside = Path(project_dir).resolve(), target.parent.resolve()
         if inside not in beside.parents:
             return None
-        beside.mkdir(parents=True, exist_ok=True)
+        if not beside.exists():
+            commit.make_folder(beside)
         return inside if inside.stat().st_dev == beside.stat().st_dev else None
 
     def _write(
@@ -315,11 +316,7 @@ def _sync(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in (*names, ""):
             with contextlib.suppress(FileNotFoundError):  # other ranks are at work here, too
-                fd = os.open(Path(parent, name), os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                commit.sync_path(Path(parent, name))
 
 
 def _close_and_warn(saver: lazyckpt.Saver) -> None:

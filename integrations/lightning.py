@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 import lazyckpt
+from lazyckpt import commit
 from lazyckpt.gate import gate
 
 try:
@@ -141,7 +142,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         """Without a Saver: nobody may call ``teardown`` after this."""
         self.wait()
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            commit.make_folder(target.parent)
             lazyckpt.save(checkpoint, target)
         except lazyckpt.SaveError as error:
             if self._config.on_error == "raise":
@@ -275,14 +276,9 @@ def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
     """Durable when it returns, and without the Saver, whose save() the signal may have interrupted."""
     # Not a temporary name of lazyckpt's: after a crash Lightning would take the digits in it for a version.
     unfinished = target.with_name(f".unfinished-{os.getpid()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    commit.make_folder(target.parent)
     lazyckpt.save(checkpoint, unfinished)
-    os.replace(unfinished, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    commit.publish_file(unfinished, target)
 
 
 def _replace_by_link(name: Path, target: Path) -> None:

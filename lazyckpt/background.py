@@ -184,8 +184,7 @@ class Background:
             raise ClosedError("the interpreter is ending; save before its exit handlers run") from error
 
     def _remove_behind(self, path: Path, handles: list[SaveHandle]) -> None:
-        concurrent.futures.wait(handles)
-        # Not handle.exception(): nobody has been told of a failure by this.
+        # Waits. Not handle.exception(): nobody has been told of a failure by this.
         failed = [h for h in handles if Future.exception(h) is not None and h.path != path]
         if failed:
             _warn(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")

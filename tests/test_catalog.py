@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt import catalog
+from lazyckpt import catalog, commit
 from lazyckpt.catalog import Catalog, Checkpoint, chain, checksum, read_checkpoint, superfluous
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
@@ -174,6 +174,29 @@ def test_a_state_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None
         read_checkpoint(folder)
     with pytest.raises(CorruptFileError):
         lazyckpt.load(folder)
+
+
+def test_a_state_that_is_a_folder_is_refused(folder: Path) -> None:
+    (folder / "state.pt").unlink()
+    (folder / "state.pt").mkdir()
+    edit(folder, files=[{**STATE, "bytes": (folder / "state.pt").stat().st_size}])
+    with pytest.raises(CorruptFileError, match=r"state\.pt is missing"):
+        read_checkpoint(folder)
+
+
+def test_pins_are_durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[bool] = []
+    sync_path = commit.sync_path
+
+    def note(path: Path) -> None:
+        assert path == folder.parent
+        there.append(catalog.pin_of(folder).exists())
+        sync_path(path)
+
+    monkeypatch.setattr(commit, "sync_path", note)
+    catalog.pin(folder)
+    catalog.unpin(folder)
+    assert there == [True, False]
 
 
 def test_scan_ignores_what_is_no_checkpoint(folder: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import commit
+from lazyckpt import catalog, commit
+from lazyckpt.background import Background
 from lazyckpt.gate import gate
 
 HELD_S = 0.05
@@ -433,6 +434,14 @@ def test_warn_resolves_the_handle_even_if_warnings_are_errors(make_run: Any, mon
     run.ckpt.save(2).result()
 
 
+def test_an_error_that_nobody_thought_of_is_told(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    monkeypatch.setattr(catalog, "manifest", lambda **told: told["nonsense"])
+    with pytest.raises(lazyckpt.SaveError, match="KeyError: 'nonsense'"):
+        run.ckpt.save(1).result(timeout=30)
+    assert names(run.ckpt.directory) == []
+
+
 def test_an_interrupted_save_is_not_published_and_nothing_hangs(make_run: Any, disk: Any) -> None:
     """Ctrl-C while eager bytes are copied: training may go on with them half read."""
     import signal
@@ -459,6 +468,20 @@ def test_an_interrupted_save_is_not_published_and_nothing_hangs(make_run: Any, d
     disk.release()
     run.ckpt.close()  # who interrupted it knows
     assert names(run.ckpt.directory) == []
+
+
+def test_a_save_that_never_reached_the_background_leaves_the_gate(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Background, "launch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.ckpt.save(1)
+    assert gate._pending == ()
 
 
 def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:

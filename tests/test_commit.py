@@ -107,6 +107,22 @@ def test_the_order_of_syncs_and_renames(tmp_path: Path, log: list[str]) -> None:
     assert log == ["sync manifest.json"[:18], "sync .tmp-step-000", "rename", f"sync {tmp_path.name[:13]}"]
 
 
+def test_the_manifest_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[str, bytes] = {}
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.is_file():
+            synced[path.name] = path.read_bytes()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    target = tmp_path / "step-00000001"
+    staged(target, "x").publish()
+    assert synced == {"manifest.json": (target / "manifest.json").read_bytes()}
+
+
 def syncs_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths that are synced from now on."""
     synced: list[str] = []

@@ -12,6 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,23 @@ def test_a_checkpoint_is_what_the_streams_made_of_it_at_save(
     train_through(state, make_engine(copy_threads=1 + seed % 2), tmp_path / "file")
     driver.synchronize()
     assert driver.context_depth() == 0
+
+
+def test_many_threads_and_each_waits_for_its_own(driver: FakeCuda, tmp_path: Path) -> None:
+    """Each with a stream of its own, on one device, in one engine."""
+    engine = make_engine()
+    states = [State(driver, [(0, 2 * CHUNK, 1), (0, CHUNK, 2), (0, 100, 0)], seed) for seed in range(4)]
+
+    def train(engine: _engine.Engine, state: State, path: Path) -> None:
+        state.streams = {0: driver.stream(0)}
+        for n in range(40):
+            train_through(state, engine, path.with_suffix(f".{n}"))
+
+    with ThreadPoolExecutor(len(states)) as pool:
+        trainings = [pool.submit(train, engine, state, tmp_path / f"{n}") for n, state in enumerate(states)]
+    for training in trainings:
+        training.result()
+    del engine
 
 
 def test_neither_save_nor_step_waits_for_the_device(driver: FakeCuda, tmp_path: Path) -> None:
@@ -476,6 +494,22 @@ def test_an_abandoned_checkpoint_lets_go_of_its_sources_after_its_copies(driver:
     assert job.wait_released(10)
     driver.device_free(state.pointers[0])
     del job, engine
+
+
+def test_a_checkpoint_that_nobody_holds_lets_go_after_its_copies(driver: FakeCuda) -> None:
+    """Its sources may be freed as soon as it is gone, while the engine goes on."""
+    state = State(driver, [(0, 30 * CHUNK, 1)])
+    engine = make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        assert not job.wait_enqueued(1, state.refs(), 0.1)
+        release = threading.Timer(0.1, driver.lib.fake_hold, (0, 0))
+        release.start()
+        del job
+        driver.device_free(state.pointers[0], 0)
+        release.join()
+    driver.synchronize()
+    del engine
 
 
 def test_an_engine_that_ends_in_the_middle_waits_for_its_copies(driver: FakeCuda) -> None:

@@ -5,6 +5,7 @@ What stands for their tensors: tests/fake_cuda/memory.py.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import math
 import threading
@@ -21,7 +22,7 @@ import torch
 import lazyckpt
 from fake_cuda import Capture, Mode
 from fake_cuda.memory import Gpu, raw
-from lazyckpt import _engine, devices, functional
+from lazyckpt import _engine, commit, devices, functional
 from lazyckpt import saver as saver_module
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
@@ -359,6 +360,27 @@ def test_a_call_that_fails_is_named_and_training_goes_on(gpu: Gpu, tmp_path: Pat
             saver.wait()
             assert saved(tmp_path / "b.pt") == picture
     assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_save_that_fails_holds_what_is_being_copied(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever hears of the failure may free it."""
+    training = Training(gpu)
+    training.step()
+    with lazyckpt.Saver(host_buffer_bytes=32 << 20, chunk_bytes=2 << 20) as saver:
+        saver.save(training.state(), tmp_path / "warm.pt", blocking=True)
+        training.step()
+
+        def refuse(*_: Any) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(commit.FileStaging, "__init__", refuse)
+        with gpu.driver.hold(copies=True):
+            handle = saver.save(training.state(), tmp_path / "a.pt")
+            assert not concurrent.futures.wait([handle], 0.2).done
+        with pytest.raises(lazyckpt.SaveError, match="Input/output"):
+            handle.result(30)
 
 
 def test_a_device_that_cannot_be_attached_fails_the_save(gpu: Gpu, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.gate import gate
+from lazyckpt.gate import Gate, gate
 from lazyckpt.snapshot import Snapshot
 
 HELD_S = 0.05  # how long the disk is held back: who waits, waits that long
@@ -654,6 +655,37 @@ def test_steps_on_many_threads_while_saves_go_on(make_run: Any) -> None:
     for thread in threads:
         thread.join(60)
     assert not errors and not any(t.is_alive() for t in threads)
+
+
+def test_who_comes_while_others_leave_is_not_forgotten() -> None:
+    """Checkpoints leave the gate on threads of their own, whenever they are copied."""
+    gate = Gate()
+    others: list[Any] = [object() for _ in range(200)]
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            for other in others:
+                gate.add(other)
+            for other in others:
+                gate.discard(other)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(1500):
+            mine: Any = object()
+            time.sleep(1e-4)  # the others are in the middle of it
+            gate.add(mine)
+            for _ in range(20):
+                assert any(pending is mine for pending in gate._pending)
+            gate.discard(mine)
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_gate_costs_nothing_when_nothing_is_pending(make_run: Any) -> None:

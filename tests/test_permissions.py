@@ -146,11 +146,15 @@ def test_a_guessed_temporary_name_is_not_followed(
     assert untouched(outside) and not (tmp_path / "a.pt").exists()
 
 
-def test_a_guessed_temporary_folder_is_not_used(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("planted", ["link", "folder"])
+def test_a_guessed_temporary_folder_is_not_used(
+    planted: str, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with lazyckpt.Checkpointer(tmp_path / "run", **TINY_RING) as ckpt:
         ckpt.track(x=STATE)
         monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
-        (tmp_path / "run" / f".tmp-step-00000001-{0:032x}").symlink_to(outside)
+        guessed = tmp_path / "run" / f".tmp-step-00000001-{0:032x}"
+        guessed.symlink_to(outside) if planted == "link" else guessed.mkdir()
         with pytest.raises(lazyckpt.SaveError, match="File exists"):
             ckpt.save(1).result()
     assert untouched(outside)

@@ -218,6 +218,14 @@ def test_passing_troubles_are_overcome(big: tuple[Path, bytes], backend: str, fa
         check(path, data, [(0, len(data))], backend=backend, threads=1, fault=faults)
 
 
+def test_a_read_that_never_moves_anything_is_given_up(big: tuple[Path, bytes]) -> None:
+    path, data = big
+    evict(path)
+    faults = ",".join(f"read:{n}:EAGAIN" for n in range(1, 3000))
+    with pytest.raises(OSError, match="short read"):
+        read(path, [(0, len(data))], backend="posix", threads=1, io_depth=1, fault=faults)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("left", [0, BLOCK, BLOCK + 100, 3 * BLOCK + 512, UNIT + 1])

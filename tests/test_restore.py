@@ -427,6 +427,48 @@ def test_saved_views_of_a_flat_buffer(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([target["a"], target["b"]]), flat)
 
 
+def _complex(size: int) -> torch.Tensor:
+    return torch.rand(size, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize("which", ["saved", "live"])
+@pytest.mark.parametrize(
+    ("base", "view"),
+    [
+        (lambda: torch.rand(40, 50), torch.t),
+        (lambda: _complex(3000), torch.conj),
+        (lambda: torch.rand(3000), torch._neg_view),
+    ],
+    ids=["transposed", "conjugated", "negated"],
+)
+def test_views_that_show_other_values_than_their_bytes(base: Any, view: Any, which: str, tmp_path: Path) -> None:
+    shown = view(base())
+    plain = shown.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    source, target = (shown, torch.zeros_like(plain)) if which == "saved" else (plain, view(torch.zeros_like(base())))
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={"t": source})
+        ckpt.save(1).result()
+    live = {"t": target}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x=live)
+        ckpt.restore()
+    assert torch.equal(live["t"], plain)
+
+
+def test_a_part_of_a_saved_storage_lands_alone(tmp_path: Path) -> None:
+    """torch saves the whole of it."""
+    part, flat = torch.rand(6000)[:3000], torch.zeros(9000)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={"t": part})
+        ckpt.save(1).result()
+    live = {"t": flat[3000:6000]}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x=live)
+        ckpt.restore()
+    assert torch.equal(live["t"], part)
+    assert not flat[:3000].any() and not flat[6000:].any()
+
+
 MEMORY = """
 import sys, torch, lazyckpt
 from torch import nn

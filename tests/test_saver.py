@@ -351,6 +351,28 @@ def test_what_is_saved_again_is_not_removed(
     assert torch.load(tmp_path / "a.pt") == "new"
 
 
+def test_nothing_is_saved_between_the_question_and_the_removal(
+    saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whether the name is still to be removed, and what has it by then: what is saved under it waits, and stays."""
+    path = tmp_path / "a.pt"
+    saving: list[threading.Thread] = []
+    hide = commit.hide
+
+    def overtaken(doomed: Path) -> Path | None:
+        saving.append(threading.Thread(target=lambda: saver.save("new", doomed).result(30)))
+        saving[0].start()
+        saving[0].join(0.5)
+        return hide(doomed)
+
+    torch.save("old", path)
+    monkeypatch.setattr(commit, "hide", overtaken)
+    saver.remove(path)
+    saver.drain()
+    saving[0].join(30)
+    assert torch.load(path) == "new"
+
+
 # leftovers
 
 

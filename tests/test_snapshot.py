@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import devices
-from lazyckpt.snapshot import LAZY_MIN_BYTES
+from lazyckpt.snapshot import LAZY_MIN_BYTES, Snapshot
 
 FUSED = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731
 PLAIN = lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)  # noqa: E731
@@ -200,6 +202,26 @@ def test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor
     assert sorted(p.name for p in good.parent.iterdir()) == ["step-00000001"], "nothing is left, nothing is touched"
     run.step()
     run.ckpt.save(3).result()
+
+
+def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The background verifies a checkpoint that nobody steps behind; a step may come just then."""
+    run = make_run(PLAIN, host_buffer_bytes=16 << 20)
+    looks = threading.Event()
+    changed = Snapshot._changed
+
+    def slowly(self: Snapshot, owners: int, verified: int) -> str | None:
+        if threading.current_thread() is not threading.main_thread():
+            looks.set()
+            time.sleep(0.2)
+        return changed(self, owners, verified)
+
+    monkeypatch.setattr(Snapshot, "_changed", slowly)
+    run.backward()
+    handle = run.ckpt.save(1)
+    assert looks.wait(30)
+    run.optimizer.step()
+    handle.result(timeout=30)
 
 
 def test_audit_finds_a_write_that_moves_no_version(make_run: Any, disk: Any) -> None:

@@ -344,6 +344,12 @@ def hash_of_a_deep_tuple(folder: Path) -> Path:
 
 
 @attack
+def hash_of_a_deep_tuple_among_others(folder: Path) -> Path:
+    """The same among several keys that are set at once."""
+    return archive(folder, PROTO + b"}(NN)" + TUPLE1 * 1_000_000 + b"Nu.")
+
+
+@attack
 def hash_of_a_deep_tuple_in_a_set(folder: Path) -> Path:
     """The same as the member of a set, whose making is a call."""
     return archive(

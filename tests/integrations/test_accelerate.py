@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,28 @@ def test_total_limit_removes_the_old_one_only_when_the_new_one_is_durable(
     run.accelerator.save_state()
     run.accelerator.end_training()
     assert names(tmp_path / "checkpoints") == ["checkpoint_2"]
+
+
+def test_the_folder_of_the_checkpoints_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = ProjectConfiguration(str(tmp_path / "project"), automatic_checkpoint_naming=True)
+    synced: list[str] = []
+    sync_path = commit.sync_path
+    monkeypatch.setattr(commit, "sync_path", lambda path: (synced.append(str(path)), sync_path(path)))
+    with closing(enable(accelerate.Accelerator(cpu=True, project_config=project))) as saver:
+        saver._staging_folder(tmp_path / "project" / "some" / "checkpoints" / "checkpoint_0")
+    assert {str(tmp_path), str(tmp_path / "project"), str(tmp_path / "project" / "some")} <= set(synced)
+
+
+def test_what_another_node_wrote_is_synced_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main process syncs what its own node has cached."""
+    (tmp_path / "sampler").mkdir()
+    files = [tmp_path / "random_states_1.pkl", tmp_path / "sampler" / "x.bin"]
+    for file in files:
+        file.touch()
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    lazyckpt.integrations.accelerate._sync(tmp_path)
+    assert sorted(synced) == sorted(map(str, [*files, tmp_path, tmp_path / "sampler"]))
 
 
 def test_a_number_that_exists_is_refused_as_accelerate_does(tmp_path: Path) -> None:

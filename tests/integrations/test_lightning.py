@@ -914,6 +914,24 @@ def test_slurm_requeues_with_a_durable_checkpoint(
     assert again.ckpt_path == str(run / "hpc_ckpt_1.ckpt")
 
 
+@pytest.mark.parametrize("name", ["hpc_ckpt_1.ckpt", "before_fit.ckpt"])
+def test_what_is_saved_at_once_survives_a_power_cut_with_its_folders(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "new" / "run" / name
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), target.exists()))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    lazy_io().save_checkpoint({"pytorch-lightning_version": "2"}, target)
+    assert {(str(tmp_path), False), (str(tmp_path / "new"), False)} <= set(synced)
+    assert synced[-1] == (str(target.parent), True)
+
+
 def test_a_signal_handler_of_ones_own_may_save_in_the_middle_of_a_save(tmp_path: Path, slow_disk: None) -> None:
     io = lazy_io()
 

@@ -76,16 +76,16 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._built = False
-        skip = shutil.ignore_patterns("_engine*.so", "__pycache__", "integrations")
-        for name in ("lazyckpt", "tests", "csrc"):
-            shutil.copytree(ROOT / name, folder / name, ignore=skip)
-        shutil.copytree(ROOT / "integrations", folder / "lazyckpt" / "integrations")
+        skip = ["_engine*.so", "__pycache__"]
+        shutil.copytree(ROOT / "lazyckpt", folder / "lazyckpt", ignore=shutil.ignore_patterns(*skip, "integrations"))
+        for name, copy in (("tests", "tests"), ("csrc", "csrc"), ("integrations", "lazyckpt/integrations")):
+            shutil.copytree(ROOT / name, folder / copy, ignore=shutil.ignore_patterns(*skip))
         shutil.copy(ROOT / "pyproject.toml", folder)
         (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
         (folder / "build").mkdir()
         (folder / "build" / "fake_cuda").symlink_to(ROOT / "build" / "fake_cuda")
         self._engine = folder / "lazyckpt" / f"_engine{sysconfig.get_config_var('EXT_SUFFIX')}"
-        shutil.copy(_engine.__file__, self._engine)
+        self._install()
         environment = {k: v for k, v in os.environ.items() if k != "LAZYCKPT_TORTURE"}
         environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         self._nursery = subprocess.Popen(
@@ -103,22 +103,22 @@ class Copy:
     def run(self, tests: str, mutant: Mutant | None = None) -> Outcome:
         """Which test fails, if one does."""
         begin = time.monotonic()
-        if mutant is not None:
-            path = self._folder / mutant.file
-            text = path.read_text()
-            assert text.count(mutant.old) == 1, f"{mutant.file} has changed: {mutant.old}"
-            path.write_text(text.replace(mutant.old, mutant.new))
-        native = mutant is not None and mutant.is_native
+        if mutant is None:
+            return Outcome(self._failing(tests), time.monotonic() - begin)
+        path = self._folder / mutant.file
+        text = path.read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.file} has changed: {mutant.old}"
+        if mutant.is_native:
+            self._build()
+        path.write_text(text.replace(mutant.old, mutant.new))
         try:
-            if native:
-                self._build(path)
+            if mutant.is_native:
+                self._link(path)
             return Outcome(self._failing(tests), time.monotonic() - begin)
         finally:
-            if mutant is not None:
-                path.write_text(text)
-            if native:
-                self._compile(path)
-                self._link()
+            path.write_text(text)
+            if mutant.is_native:
+                self._install()
 
     def _failing(self, tests: str) -> str | None:
         options = ["-x", "-v", "-rN", "--no-header", "--tb=line", "--timeout=60", "--timeout-method=thread"]
@@ -140,29 +140,33 @@ class Copy:
 
     # The engine
 
-    def _build(self, changed: Path) -> None:
+    def _install(self) -> None:
+        """The one that this process runs."""
+        self._engine.unlink(missing_ok=True)  # it may be mapped by somebody
+        shutil.copy(_engine.__file__, self._engine)
+
+    def _build(self) -> None:
+        """What a changed source is linked with."""
         if not self._built:
             (self._folder / "objects").mkdir(exist_ok=True)
-            sources = sorted((self._folder / "csrc").glob("*.cc"))
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(self._compile, sources))
+                list(pool.map(self._compile, (self._folder / "csrc").glob("*.cc")))
             self._built = True
-        else:
-            self._compile(changed)
-        self._link()
 
-    def _compile(self, source: Path) -> None:
+    def _compile(self, source: Path, target: Path | None = None) -> None:
         assert source.suffix == ".cc", "a change in a header would need all to be compiled"
         flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", f"-I{self._folder / 'csrc'}"]
         flags += [f"-I{importlib.import_module('pybind11').get_include()}", f"-I{sysconfig.get_path('include')}"]
         flags += [f"-DLAZYCKPT_{name}" for name in ("FAULTS", "HAVE_LIBURING", "HAVE_LIBDEFLATE")]
-        target = self._folder / "objects" / f"{source.stem}.o"
+        target = target or self._folder / "objects" / f"{source.stem}.o"
         subprocess.run(["c++", *flags, "-c", source, "-o", target], check=True)
 
-    def _link(self) -> None:
-        objects = sorted((self._folder / "objects").glob("*.o"))
-        self._engine.unlink()  # it may be mapped by somebody
-        subprocess.run(["c++", "-shared", *objects, "-o", self._engine, *_LIBRARIES], check=True)
+    def _link(self, changed: Path) -> None:
+        mutant = self._folder / "mutant.o"
+        self._compile(changed, mutant)
+        objects = [o for o in (self._folder / "objects").glob("*.o") if o.stem != changed.stem]
+        self._engine.unlink()
+        subprocess.run(["c++", "-shared", *objects, mutant, "-o", self._engine, *_LIBRARIES], check=True)
 
 
 def can_build() -> bool:

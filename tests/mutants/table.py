@@ -10,6 +10,10 @@ from mutants import Mutant
 MUTANTS: list[Mutant] = []
 
 
+def _attacks(*names: str) -> str:
+    return " ".join(f"attacks/test_attacks.py::test_no_one_gets_in[{name}]" for name in names)
+
+
 def _in(file: str, *lines: tuple[str, str, str, str]) -> None:
     MUTANTS.extend(Mutant(what, file, old, new, tests) for what, old, new, tests in lines)
 
@@ -55,6 +59,31 @@ SAFETENSORS = (
 
 _in(
     "lazyckpt/commit.py",
+    ("what is to be synced is opened and closed", "os.fsync(fd)", "pass", ORDER),
+    (
+        "the folder of a new run is not synced",
+        "sync_path(folder.absolute().parent)",
+        "pass",
+        "test_commit.py::test_the_name_of_the_run_itself_is_synced",
+    ),
+    (
+        "nor those above it",
+        "[path, *(folder for folder in path.parents if not folder.exists())]",
+        "[path]",
+        "test_commit.py::test_the_name_of_the_run_itself_is_synced",
+    ),
+    (
+        "a folder that somebody has put there is staged in",
+        "            os.mkdir(self.path)\n",
+        "            os.makedirs(self.path, exist_ok=True)\n",
+        "test_permissions.py::test_a_guessed_temporary_folder_is_not_used",
+    ),
+    (
+        "the manifest is synced before it is written",
+        "            file.flush()\n",
+        "",
+        "test_commit.py::test_the_manifest_is_whole_when_it_is_synced",
+    ),
     ("the manifest is not synced", "os.fsync(file.fileno())", "pass", ORDER),
     (
         "the staged folder is not synced",
@@ -101,6 +130,12 @@ _in(
         ),
     ),
     (
+        "a failed sync of the folder is ignored",
+        "raise OSError(error.errno, what, str(self.target.parent)) from error",
+        "del what",
+        "test_commit.py::test_a_failed_sync_of_the_parent_is_an_error",
+    ),
+    (
         "a step is not replaced in one go",
         "            _engine.rename_exchange(str(self.path), str(self.target))",
         '            raise OSError(errno.EINVAL, "")',
@@ -133,6 +168,12 @@ _in(
         "            _carry_over(replaced, self.target)  # what was put there in between",
         "            pass",
         "test_commit.py::test_what_others_put_into_a_replaced_folder_stays",
+    ),
+    (
+        "what others put there first is missing for an instant",
+        "                _carry_over(self.target, self.path)\n",
+        "                pass\n",
+        "test_commit.py::test_what_is_carried_over_is_synced",
     ),
     (
         "what is carried over is not synced",
@@ -194,6 +235,12 @@ _in(
         "test_commit.py::test_a_manifest_is_written_to_a_new_file",
     ),
     (
+        "what is removed may get its name back",
+        "sync_path(trash.parent)",
+        "pass",
+        "test_commit.py::test_the_final_name_is_gone_for_good_before_what_had_it",
+    ),
+    (
         "what is removed is not hidden first",
         "os.rename(path, trash)",
         ("os.stat(path)\n        return path"),
@@ -225,6 +272,30 @@ _in(
         ORDER,
     ),
     (
+        "the gate is opened before all is copied",
+        "            job.wait_released()\n",
+        "",
+        "test_consistency.py",
+    ),
+    (
+        "a failed checkpoint lets go of what is being copied",
+        ("            job.wait_settled()\n            _let_go(snapshot)\n            if staging"),
+        ("            _let_go(snapshot)\n            if staging"),
+        "test_cuda_training.py::test_a_save_that_fails_holds_what_is_being_copied",
+    ),
+    (
+        "an error that nobody thought of is lost",
+        "except BaseException as cause:  # nothing may be lost on this thread",
+        "except ZeroDivisionError as cause:",
+        "test_checkpointer.py::test_an_error_that_nobody_thought_of_is_told",
+    ),
+    (
+        "the gate opens before the disk has it",
+        "if snapshot.durable is None:  # otherwise steps still wait for the disk",
+        "if True:",
+        "test_checkpointer.py::test_before_step_makes_the_step_wait_for_the_disk",
+    ),
+    (
         "a torn snapshot is published",
         ("            if snapshot.torn is not None:\n                raise"),
         ("            if False:\n                raise"),
@@ -244,6 +315,12 @@ _in(
         "test_checkpointer.py::test_nothing_is_removed_when_a_save_fails",
     ),
     (
+        "removed before what came after it is durable",
+        "if Future.exception(h) is not None and h.path != path]",
+        "if h.done() and Future.exception(h) is not None and h.path != path]",
+        "test_saver.py::test_removed_only_when_what_came_after_is_durable",
+    ),
+    (
         "removed although what came after it failed",
         "if failed:",
         "if False:",
@@ -254,6 +331,42 @@ _in(
         "self._doomed.discard(flight.handle.path)",
         "pass",
         "test_saver.py::test_what_is_saved_again_is_not_removed",
+    ),
+    (
+        "removed while it is saved again",
+        ("            with self._removal:\n                trash ="),
+        ("            if True:\n                trash ="),
+        "test_saver.py::test_nothing_is_saved_between_the_question_and_the_removal",
+    ),
+    (
+        "nothing waits for room",
+        "while len(self._in_flight) >= self._config.max_in_flight:",
+        "while False:",
+        "test_checkpointer.py::test_max_in_flight_waits_and_says_how_long",
+    ),
+    (
+        "closed before all is durable",
+        "concurrent.futures.wait(self._tasks)",
+        "pass",
+        "test_checkpointer.py test_saver.py",
+    ),
+    (
+        "wait_captured of a handle does not wait",
+        "released = snapshot.job.wait_released(timeout)",
+        "released = True",
+        "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change",
+    ),
+    (
+        "nor does it verify",
+        "            snapshot.verify()  # now, since the caller is free to change everything\n",
+        "            pass\n",
+        "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change",
+    ),
+    (
+        "a forked child waits for saves of its parent",
+        "os.register_at_fork(after_in_child=_disown)\n",
+        "",
+        "test_endings.py::test_a_child_that_waits_for_a_save_of_its_parent_hears_of_it",
     ),
     (
         "a failure is told to nobody",
@@ -273,6 +386,24 @@ _in(
         ("        if self.durable is not None:\n            wait([self.durable])\n"),
         "",
         "test_checkpointer.py::test_before_step_makes_the_step_wait_for_the_disk",
+    ),
+    (
+        "audit looks while the device may still copy",
+        "((on_device and not self._crcs) or devices.capturing())",
+        "(on_device or devices.capturing())",
+        "test_cuda_training.py::test_who_writes_behind_the_optimizers_back_is_named",
+    ),
+    (
+        "an owner steps while somebody looks at what it changes",
+        "        with self._lock:\n            todo",
+        "        if True:\n            todo",
+        "test_snapshot.py::test_a_step_waits_for_whoever_looks_at_what_it_changes",
+    ),
+    (
+        "what is copied later may be freed",
+        "self.streams, self._held, self._cuda =",
+        "self.streams, _, self._cuda =",
+        "test_cuda_training.py::test_what_is_elsewhere_is_copied_by_torch",
     ),
     ("versions are not compared", "elif version != before:", "elif False:", TORN),
     (
@@ -390,6 +521,18 @@ _in(
         WAITS,
     ),
     (
+        "a step is not open",
+        "        self._open.add(optimizer)\n",
+        "",
+        "test_gate.py::test_a_save_inside_an_open_step_is_eager",
+    ),
+    (
+        "a snapshot is forgotten when another one leaves the gate",
+        ("        with self._lock:\n            self._pending = (*self._pending, pending)"),
+        "        self._pending = (*self._pending, pending)",
+        "test_gate.py::test_who_comes_while_others_leave_is_not_forgotten",
+    ),
+    (
         "nor behind a closure",
         ("            self._wait(optimizer)\n            return loss"),
         "            return loss",
@@ -469,6 +612,31 @@ _in(
         "test_cuda_training.py::test_a_captured_step_makes_its_optimizer_eager_until_somebody_waits_by_hand",
     ),
     (
+        "an interrupted save stays behind the gate",
+        ("            gate.discard(snapshot)\n            if trace"),
+        "            if trace",
+        "test_checkpointer.py::test_a_save_that_never_reached_the_background_leaves_the_gate",
+    ),
+    (
+        "a forked child uses the Saver of its parent",
+        "if os.getpid() != self._pid:\n            raise",
+        "if False:\n            raise",
+        "test_saver.py::test_after_close_and_in_a_child",
+    ),
+    (
+        "a module that is watched loads without waiting",
+        "self._unwatch.append(watch_module(module))",
+        "pass",
+        "test_saver.py::test_modules_that_are_watched_wait_before_they_load",
+    ),
+    (
+        "a folder is replaced with what others put there",
+        "keep_others=True",
+        "keep_others=False",
+        "test_saver.py integrations/test_accelerate.py::"
+        "test_a_folder_of_ones_own_is_replaced_whole_and_keeps_what_others_put_there",
+    ),
+    (
         "lack of space is not looked for",
         "self._check_space(sum(sizes), handle)",
         "pass",
@@ -479,6 +647,287 @@ _in(
         'job.fail(errno.ECANCELED, "save() was interrupted")',
         "pass",
         "test_checkpointer.py::test_an_interrupted_save_is_not_published_and_nothing_hangs",
+    ),
+)
+
+_in(
+    "lazyckpt/staged.py",
+    (
+        "a staged file may lie elsewhere",
+        ' or Path(name).is_absolute() or ".." in parts',
+        "",
+        "test_saver.py::test_names_outside_the_folder_are_refused",
+    ),
+    (
+        "a staged folder is not discarded",
+        "            staging.discard()\n\n    def __enter__",
+        "            pass\n\n    def __enter__",
+        "test_saver.py::test_a_folder_that_is_not_saved_is_gone",
+    ),
+)
+_in(
+    "lazyckpt/checkpointer.py",
+    (
+        "restore does not wait for its own saves",
+        "        self._saver.drain()\n        gate.wait_all()",
+        "        gate.wait_all()",
+        "test_restore.py::test_restore_waits_for_saves_in_flight",
+    ),
+    (
+        "restore does not wait for the copies of others",
+        "gate.wait_all()  # other",
+        "pass  # other",
+        "test_checkpointer.py::test_restoring_by_one_checkpointer_waits_for_the_copies_of_another",
+    ),
+    (
+        "frozen parameters are trusted across a restore",
+        "self._saver.forget_frozen()",
+        "pass",
+        "test_snapshot.py::test_after_a_restore_frozen_parameters_earn_their_laziness_anew",
+    ),
+    (
+        "a forked child uses the Checkpointer of its parent",
+        "if os.getpid() != self._pid:",
+        "if False:",
+        "test_checkpointer.py::test_use_in_a_forked_child",
+    ),
+)
+
+# preemption.py, integrations: who else has to wait
+
+_in(
+    "lazyckpt/preemption.py",
+    (
+        "a signal does not wait for the commit",
+        "concurrent.futures.wait(handles, self._deadline)",
+        "pass",
+        "test_preemption.py::test_a_handler_that_was_there_before_is_called_after_the_commit",
+    ),
+    (
+        "it waits for ever",
+        "concurrent.futures.wait(handles, self._deadline)",
+        "concurrent.futures.wait(handles)",
+        "test_preemption.py::test_after_the_deadline_it_gives_up_and_the_checkpoint_before_stands",
+    ),
+    (
+        "so does a second one",
+        "first = number not in self._committing and not",
+        "first = not",
+        "test_preemption.py::test_a_second_signal_does_not_wait",
+    ),
+    (
+        "the handler itself waits",
+        "_thread.start_new_thread(self._commit, (number, on_top))",
+        "self._commit(number, on_top)",
+        "test_preemption.py::test_a_lock_that_the_main_thread_holds_does_not_hold_up_the_commit",
+    ),
+    (
+        "who handled the signal before is not called",
+        "if callable(former):",
+        "if False:",
+        "test_preemption.py::test_a_handler_that_was_there_before_is_called_after_the_commit",
+    ),
+    (
+        "a handler that came later is cut short",
+        "            if not on_top:\n                self._committing.discard(number)\n            elif",
+        "            if",
+        "test_preemption.py::test_a_handler_that_is_installed_later_ends_the_process_its_own_way",
+    ),
+    (
+        "a handler that came later is put out of its place",
+        "            if signal.getsignal(number) == self._handle:\n",
+        "            if True:\n",
+        "test_preemption.py::test_close_puts_the_former_handler_back",
+    ),
+)
+_in(
+    "lazyckpt/integrations/lightning.py",
+    (
+        "weights are swapped before they are copied",
+        "            lazyckpt.wait_captured()\n",
+        "            pass\n",
+        "integrations/test_lightning.py::test_what_is_saved_is_not_what_was_swapped_in_afterwards",
+    ),
+    (
+        "what is loaded is not waited for",
+        "        try:\n            self.wait()\n        finally:\n            if torch",
+        "        try:\n            pass\n        finally:\n            if torch",
+        "integrations/test_lightning.py::test_every_ckpt_path_finds_what_was_just_saved",
+    ),
+    (
+        "a checkpoint is removed before the next one is durable",
+        "        saver.remove(target)\n",
+        "        super().remove_checkpoint(path)\n",
+        "integrations/test_lightning.py::test_the_old_checkpoint_stays_until_the_new_one_is_durable",
+    ),
+    (
+        "what is saved again is removed",
+        "        if target in self._removed:\n            self.wait()  # or",
+        "        if False:\n            self.wait()  # or",
+        "integrations/test_lightning.py::test_a_path_is_saved_to_again_after_its_removal",
+    ),
+    (
+        "a link points at what is not there yet",
+        "pending[-1].add_done_callback(make)",
+        "make(None)",
+        "integrations/test_lightning.py::test_a_link_to_the_last_never_dangles",
+    ),
+    (
+        "an older link takes the place of a newer one",
+        "number < self._linked.get(name, 0) or",
+        "False or",
+        "integrations/test_lightning.py::test_an_older_link_does_not_replace_a_newer_one",
+    ),
+    (
+        "who looks for the best model does not find it",
+        "        self._wait_durable(trainer)  # what",
+        "        pass  # what",
+        "integrations/test_lightning.py::test_who_looks_for_the_best_model_at_the_end_of_training_finds_it",
+    ),
+    (
+        "what is saved on an exception is still on its way",
+        "io._attended = False  # those",
+        "pass  # those",
+        "integrations/test_lightning.py::test_what_is_saved_on_an_exception_is_durable_at_once",
+    ),
+    (
+        "a signal handler saves with the Saver that it interrupted",
+        "elif self._saving or target.name.startswith(_SLURM_PREFIX):",
+        "elif False:",
+        "integrations/test_lightning.py::test_a_signal_handler_of_ones_own_may_save_in_the_middle_of_a_save "
+        "integrations/test_lightning.py::test_slurm_requeues_with_a_durable_checkpoint",
+    ),
+    (
+        "what a signal handler saved has no name after a power cut",
+        "commit.publish_file(unfinished, target)",
+        "os.replace(unfinished, target)",
+        "integrations/test_lightning.py::test_what_is_saved_at_once_survives_a_power_cut_with_its_folders",
+    ),
+    (
+        "nor has its folder",
+        "    commit.make_folder(target.parent)\n    lazyckpt.save(checkpoint, unfinished)",
+        "    target.parent.mkdir(parents=True, exist_ok=True)\n    lazyckpt.save(checkpoint, unfinished)",
+        "integrations/test_lightning.py::test_what_is_saved_at_once_survives_a_power_cut_with_its_folders",
+    ),
+    (
+        "nor that of what is saved without a Saver",
+        "            commit.make_folder(target.parent)\n            lazyckpt.save(checkpoint, target)",
+        "            target.parent.mkdir(parents=True, exist_ok=True)\n            lazyckpt.save(checkpoint, target)",
+        "integrations/test_lightning.py::test_what_is_saved_at_once_survives_a_power_cut_with_its_folders",
+    ),
+)
+_in(
+    "lazyckpt/integrations/accelerate.py",
+    (
+        "load_state does not wait for what was saved",
+        "                saver.wait()\n        lazyckpt",
+        "                pass\n        lazyckpt",
+        "integrations/test_accelerate.py::test_another_accelerator_of_the_process_waits_for_what_it_loads",
+    ),
+    (
+        "end_training does not wait",
+        "        try:\n            self.wait()\n        finally:\n            self._accelerates_own",
+        "        try:\n            pass\n        finally:\n            self._accelerates_own",
+        "integrations/test_accelerate.py::test_a_failure_in_the_background_is_raised_by_end_training",
+    ),
+    (
+        "total_limit removes before the next one is durable",
+        "            saver.remove(folder / name)\n",
+        "            __import__('shutil').rmtree(folder / name)\n",
+        "integrations/test_accelerate.py::test_total_limit_removes_the_old_one_only_when_the_new_one_is_durable",
+    ),
+    (
+        "without training save_state returns before it is there",
+        "if not self.last_save.in_training:",
+        "if False:",
+        "integrations/test_accelerate.py::test_a_state_that_is_not_being_trained_is_there_when_save_state_returns",
+    ),
+    (
+        "the folder lies among the checkpoints before it is whole",
+        "saver.stage(target, inside=self._staging_folder(target))",
+        "saver.stage(target)",
+        "integrations/test_accelerate.py::test_only_whole_checkpoints_are_ever_seen_among_the_checkpoints",
+    ),
+    (
+        "a rank that fails is alone with that",
+        "            if what is not None:\n                raise",
+        "            if False:\n                raise",
+        "integrations/test_accelerate.py::test_a_rank_that_fails_fails_the_save_on_all_ranks",
+    ),
+    (
+        "what another node wrote is not synced",
+        "commit.sync_path(Path(parent, name))",
+        "pass",
+        "integrations/test_accelerate.py::test_what_another_node_wrote_is_synced_there",
+    ),
+    (
+        "the folder of the checkpoints is not synced",
+        "            commit.make_folder(beside)\n",
+        "            beside.mkdir(parents=True)\n",
+        "integrations/test_accelerate.py::test_the_folder_of_the_checkpoints_survives_a_power_cut",
+    ),
+)
+_in(
+    "lazyckpt/integrations/transformers.py",
+    (
+        "training ends before all is durable",
+        "    callback.close()\n    _barrier(trainer)\n    best",
+        "    _barrier(trainer)\n    best",
+        "integrations/test_transformers.py::test_a_save_that_fails_raises_at_the_end_of_training",
+    ),
+    (
+        "an exception loses what was saved",
+        "            callback.close()  # what",
+        "            pass  # what",
+        "integrations/test_transformers.py::test_an_exception_in_training_leaves_the_checkpoint_whole",
+    ),
+    (
+        "callbacks hear of a folder that is not there yet",
+        "                save.on_save = True\n                return True",
+        "                save.on_save = True\n                return False",
+        "integrations/test_transformers.py::test_on_save_comes_when_the_folder_is_there",
+    ),
+    (
+        "a folder that is not there yet is pushed",
+        '_attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None)',
+        "contextlib.nullcontext()",
+        "integrations/test_transformers.py::test_a_push_comes_when_the_folder_is_there",
+    ),
+    (
+        "an old checkpoint is removed in the sight of others",
+        "            self._saver.remove(Path(old).absolute())\n",
+        "            __import__('shutil').rmtree(old)\n",
+        "integrations/test_transformers.py::test_old_checkpoints_are_removed_behind_the_back_of_training",
+    ),
+    (
+        "it is removed although the next one failed",
+        "            if Future.exception(save.handle) is None:\n                self._announce_one",
+        "            if True:\n                self._announce_one",
+        "integrations/test_transformers.py::test_an_old_checkpoint_stays_if_the_new_one_fails",
+    ),
+    (
+        "a just-in-time checkpoint is on its way when the process ends",
+        "handle = self.newest = staged.save(blocking=blocking)",
+        "handle = self.newest = staged.save()",
+        "integrations/test_transformers.py::test_a_just_in_time_checkpoint_is_durable_at_once",
+    ),
+    (
+        "a sentinel stays in the place of a checkpoint",
+        "    sentinel.unlink()\n",
+        "",
+        "integrations/test_transformers.py::test_a_just_in_time_checkpoint_is_durable_at_once",
+    ),
+    (
+        "the best model is loaded before it is there",
+        "    callback.wait()\n    _barrier(trainer)\n    return",
+        "    _barrier(trainer)\n    return",
+        "integrations/test_transformers.py::test_the_best_model_is_kept_and_loaded",
+    ),
+    (
+        "the folder is saved before every rank has written its part",
+        "        _barrier(trainer)  # every rank has written its part\n",
+        "",
+        "integrations/test_transformers.py::test_two_ranks_save_one_folder",
     ),
 )
 
@@ -502,6 +951,36 @@ _in(
         "test_archive.py::test_a_damaged_pickle_is_found_by_its_checksum",
     ),
     (
+        "an archive of another byte order is read as one of ours",
+        'self._read_small("byteorder") != sys.byteorder.encode()',
+        "False",
+        "test_archive.py::test_another_byte_order_is_left_to_torch",
+    ),
+    (
+        "a small record may be large",
+        'if name != "data.pkl" and record.nbytes > _MAX_SMALL_BYTES:',
+        "if False:",
+        _attacks("zips.sparse_byteorder"),
+    ),
+    (
+        "any version is read",
+        r'if not re.fullmatch(rb"[0-9]{1,2}\n?", version) or not 1',
+        "if False and not 1",
+        _attacks("zips.version_of_the_future"),
+    ),
+    (
+        "a small record may say anything",
+        "if name in self._records and not re.fullmatch(pattern, self._read_small(name)):",
+        "if False:",
+        _attacks("zips.alignment_in_words"),
+    ),
+    (
+        "a storage is named by a number",
+        "if not isinstance(key, str | bytes):",
+        "if False:",
+        _attacks("pickles.storage_by_a_number"),
+    ),
+    (
         "a tensor may be larger than its record",
         "if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:",
         "if False:",
@@ -520,10 +999,63 @@ _in(
         "test_archive.py",
     ),
     (
+        "indices of sparse tensors may lie outside",
+        "check_sparse_tensor_invariants(weights_only or _checks_sparse_tensors())",
+        "check_sparse_tensor_invariants(_checks_sparse_tensors())",
+        _attacks("pickles.sparse_indices_outside", "pickles.sparse_rows_outside"),
+    ),
+    (
         "sparse tensors are not checked",
         "torch._utils._validate_loaded_sparse_tensors()",
         "pass",
         "test_archive.py::test_sparse_tensors_are_checked_as_torch_checks_them",
+    ),
+)
+_in(
+    "lazyckpt/pickle_guard.py",
+    (
+        "a key may be nested for ever",
+        "if depth > _MAX_DEPTH or budget < 0:",
+        "if budget < 0:",
+        _attacks("pickles.hash_of_a_deep_tuple"),
+    ),
+    (
+        "a key may be shared for ever",
+        "if depth > _MAX_DEPTH or budget < 0:",
+        "if depth > _MAX_DEPTH:",
+        _attacks("pickles.hash_of_a_wide_tuple"),
+    ),
+    (
+        "keys set at once are not looked at",
+        "self._check_depth(stack[::2])",
+        "pass",
+        _attacks("pickles.hash_of_a_deep_tuple_among_others"),
+    ),
+    ("nor those set alone", "self._check_depth(stack[-2:-1])", "pass", _attacks("pickles.hash_of_a_deep_tuple")),
+    ("nor arguments", "self._check_depth(stack[-1:])", "pass", _attacks("pickles.hash_of_a_deep_tuple_in_a_set")),
+    (
+        "a bytearray may be as large as it says",
+        "fine = all(isinstance(argument, bytes | str) for argument in arguments)",
+        "fine = True",
+        _attacks("pickles.bytearray_of_a_number"),
+    ),
+    (
+        "so may a tensor",
+        "fine = not arguments  # a number would be a length",
+        "fine = True",
+        _attacks("pickles.tensor_of_a_number", "pickles.untyped_storage_of_a_number"),
+    ),
+    (
+        "text may have any encoding",
+        "fine = len(arguments) < 2 or (isinstance(arguments[1], str) and arguments[1] in _ENCODINGS)",
+        "fine = True",
+        _attacks("pickles.slow_codec"),
+    ),
+    (
+        "a call inside a call is not looked at",
+        "while function is torch._tensor._rebuild_from_type_v2 and len(arguments) > 2:",
+        "while False:",
+        _attacks("pickles.bytearray_by_rebuild"),
     ),
 )
 _in(
@@ -542,6 +1074,18 @@ _in(
         'if is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):',
         "if False:",
         "test_functional.py::test_weights_only_means_what_it_means_to_torch",
+    ),
+    (
+        "the folder of a checkpoint is loaded unchecked",
+        "        read_checkpoint(path)\n",
+        "",
+        "test_functional.py::test_a_checkpoint_folder",
+    ),
+    (
+        "a forked child uses the engine of its parent",
+        "return _engine_of(os.getpid())",
+        "return _engine_of(0)",
+        "test_functional.py::test_a_forked_child_saves_and_loads",
     ),
     (
         "a lone file is published before it is durable",
@@ -563,6 +1107,32 @@ _in(
         "weights_only=True, engine=engine",
         "weights_only=False, engine=engine",
         "test_restore.py::test_a_type_that_is_not_allowed_does_not_fall_back_either",
+    ),
+    (
+        "what is not allowed is passed over",
+        "        except UnsupportedFormatError:\n            raise  # not",
+        "        except ZeroDivisionError:\n            raise  # not",
+        "test_restore.py::test_a_type_that_is_not_allowed_does_not_fall_back_either",
+    ),
+    (
+        "a part of a storage lands",
+        "== slot.record.nbytes\n                for",
+        "<= slot.record.nbytes\n                for",
+        "test_restore.py",
+    ),
+    ("what is transposed lands", "                and landing.live.is_contiguous()\n", "", "test_restore.py"),
+    ("what was transposed lands", "                and landing.saved.is_contiguous()\n", "", "test_restore.py"),
+    (
+        "what was conjugated lands",
+        "                and landing.saved.is_conj() == landing.live.is_conj()\n",
+        "",
+        "test_restore.py",
+    ),
+    (
+        "what was negated lands",
+        "                and landing.saved.is_neg() == landing.live.is_neg()\n",
+        "",
+        "test_restore.py",
     ),
     (
         "what does not fit is restored in part",
@@ -591,12 +1161,14 @@ _in(
         "if nbytes is None:",
         "test_catalog.py test_cli.py::test_verify_compares_lengths_with_the_manifest",
     ),
-    ("a file may be a link", " and not member.is_symlink()", "", "test_catalog.py"),
+    ("a file may be a link", "status = os.lstat(path)", "status = os.stat(path)", "test_catalog.py"),
+    ("a file may be a folder", "if stat.S_ISREG(status.st_mode) else None", "", "test_catalog.py"),
+    ("a manifest may be a link", "if file.is_symlink():", "if False:", "test_catalog.py"),
     ("a manifest may have any length", "if reader.size > _MAX_MANIFEST_BYTES:", "if False:", "test_catalog.py"),
     (
         "a manifest may name files elsewhere",
-        ('if entry.name in ("", ".", "..", commit.MANIFEST) or "/" in entry.name or "\\0" in entry.name:'),
-        "if False:",
+        'or value in ("", ".", "..", commit.MANIFEST) or "/" in value or "\\0" in value:',
+        ":",
         "test_catalog.py",
     ),
     (
@@ -607,13 +1179,55 @@ _in(
     ),
     (
         "a manifest need not name the state",
-        "if [entry.name for entry in checkpoint.files].count(STATE) != 1:",
+        "if STATE not in names or",
+        "if",
+        "test_catalog.py",
+    ),
+    ("a manifest may name a file twice", " or len(set(names)) != len(names)", "", "test_catalog.py"),
+    (
+        "a manifest's checksum is not compared",
+        'if data["crc32"] != checksum(data):',
+        "if False:",
+        "test_catalog.py::test_a_manifest_that_was_changed_is_found",
+    ),
+    (
+        "numbers may be anything",
+        "if type(value) is not int or not 0 <= value <= _MAX_NUMBER:",
         "if False:",
         "test_catalog.py",
     ),
-    ("numbers may be anything", "if type(value) is not int or value < 0:", "if False:", "test_catalog.py"),
     ("a checkpoint may be a link", "entry.is_dir(follow_symlinks=False)", "entry.is_dir()", "test_catalog.py"),
-    ("a manifest of the future is read", 'if data["format"] != FORMAT:', "if False:", "test_catalog.py"),
+    (
+        "a manifest of the future is read",
+        'if type(data["format"]) is not int or data["format"] != FORMAT:',
+        "if False:",
+        "test_catalog.py",
+    ),
+    ("sums may be anything", 'or not re.fullmatch("[0-9a-f]{8}", value)', "", "test_catalog.py"),
+    (
+        "names may be half a character",
+        "    value.encode()  # not half a character\n",
+        "",
+        _attacks("folders.manifest_names_half_a_character"),
+    ),
+    (
+        "what is pinned goes",
+        " and not c.pinned",
+        "",
+        "test_cli_prune.py::test_what_is_pinned_stays_until_it_is_unpinned",
+    ),
+    (
+        "a pin is gone after a power cut",
+        "0o666))\n    commit.sync_path(checkpoint.parent)",
+        "0o666))",
+        "test_catalog.py::test_pins_are_durable",
+    ),
+    (
+        "a pin is back after a power cut",
+        "missing_ok=True)\n    commit.sync_path(checkpoint.parent)",
+        "missing_ok=True)",
+        "test_catalog.py::test_pins_are_durable",
+    ),
     (
         "newest is the highest step",
         "return sorted(found, key=lambda c: c.sequence, reverse=True)",
@@ -625,6 +1239,38 @@ _in(
     "lazyckpt/cli/verify.py",
     ("verify compares no record", "if r.crc32 is not None and r.crc32 != crc]", "if False]", VERIFY),
     ("verify compares no file", "if whole != entry.crc32:", "if False:", VERIFY),
+)
+
+_in(
+    "lazyckpt/cli/prune.py",
+    (
+        "prune removes what was saved again meanwhile",
+        "if found != checkpoint.sequence or",
+        "if",
+        "test_cli_prune.py::test_a_step_that_is_saved_again_or_pinned_meanwhile_stays",
+    ),
+    (
+        "prune removes what was pinned meanwhile",
+        " or os.path.lexists(pin_of(checkpoint.path)):",
+        ":",
+        "test_cli_prune.py::test_a_step_that_is_saved_again_or_pinned_meanwhile_stays",
+    ),
+)
+
+_in(
+    "lazyckpt/cli/stream.py",
+    (
+        "what is converted appears before it is written",
+        "            job.wait_settled()\n            job.raise_error()\n            written",
+        "            written",
+        "test_cli_convert.py",
+    ),
+    (
+        "what is converted is not compared with what was read",
+        "if wrong := [views.keys[source] for source, crc in crcs.items() if written[source] != crc]:",
+        "if wrong := []:",
+        "test_cli_convert.py::test_what_is_written_is_compared_with_what_was_read",
+    ),
 )
 
 # containers: a file has one meaning
@@ -669,10 +1315,11 @@ _in(
     ("records may be compressed", "if method or flags & ~(FLAG_DESCRIPTOR | FLAG_UTF8):", "if False:", ARCHIVES),
     (
         "records may be links",
-        ("if attributes >> 28 not in (0, 8):  # the type of a Unix file mode: none told, or a regular file"),
-        "if False:",
+        "if attributes >> 28 not in (0, 8) or attributes & 0x10:",
+        "if attributes & 0x10:",
         ARCHIVES,
     ),
+    ("records may be folders", " or attributes & 0x10:", ":", _attacks("zips.folder_with_data")),
     ("records may have two sizes", "if packed != nbytes:", "if False:", ARCHIVES),
     ("something may follow the last entry", "if position != len(raw):", "if False:", ARCHIVES),
     ("extra fields may be cut off", "if position + 4 > len(extra):", "if False:", ARCHIVES),
@@ -737,7 +1384,6 @@ _in(
     ),
     ("tensors may overlap, and leave gaps", "if info.record.offset != end:", "if False:", SAFETENSORS),
     ("something may follow the last tensor", "if end != file.size:", "if False:", SAFETENSORS),
-    ("keys may be there twice", "if len(tree) != len(pairs):", "if False:", SAFETENSORS),
     ("the header's checksum is not compared", "if not values or values[0] != rest:", "if False:", SAFETENSORS),
     (
         "a tensor may have other keys",
@@ -753,7 +1399,7 @@ _in(
     ),
     ("a dtype may be unknown", "if kind not in _DTYPES:", "if False:", SAFETENSORS),
     ("a packed dtype may be odd", "if not shape or shape[-1] % 2:", "if False:", SAFETENSORS),
-    ("a shape may not fit its bytes", "if math.prod(shape) * dtype.itemsize != end - begin:", "if False:", SAFETENSORS),
+    ("a shape may not fit its bytes", "if nbytes != end - begin:", "if False:", SAFETENSORS),
     (
         "True is a size",
         "type(value) is list and all(type(n) is int and",
@@ -771,6 +1417,18 @@ _in(
             "test_functional.py::test_a_folder_or_a_pipe_in_the_place_of_a_file "
             "test_catalog.py::test_a_manifest_that_is_no_file_does_not_hang"
         ),
+    ),
+    (
+        "keys may be there twice",
+        "if len(tree) != len(pairs):",
+        "if False:",
+        f"{SAFETENSORS} {_attacks('headers.duplicate_tensor', 'folders.manifest_key_twice')}",
+    ),
+    (
+        "a shape may overflow",
+        "if count > _MAX_SIZE:",
+        "if False:",
+        f"{SAFETENSORS} {_attacks('headers.overflowing_shape', 'headers.overflowing_empty_shape')}",
     ),
     (
         "a read beyond the end is tried",
@@ -846,6 +1504,12 @@ _in(
     "csrc/writer.cc",
     ("durable without a sync", "    syncs_.push_back(&file);", "    file.synced = true;", EVERY_OPERATION),
     (
+        "synced before all is laid out",
+        "if (!job.sealed || !job.error.ok()) return;",
+        "if (!job.error.ok()) return;",
+        "test_engine.py",
+    ),
+    (
         "synced before all is written",
         "if (file.chunks_left > 0 || file.fd < 0 || file.sync_begun) continue;",
         "if (file.fd < 0 || file.sync_begun) continue;",
@@ -889,6 +1553,27 @@ _in(
         "if (!IsComplete(job)) {",
         "if (false) {",
         "test_engine.py::test_invalid_programs_are_refused",
+    ),
+)
+_in(
+    "csrc/engine.cc",
+    (
+        "captured before it is copied",
+        "return HelpUntil([&job, owners] { return job.captured(owners); }, deadline);",
+        "return HelpUntil([] { return true; }, deadline);",
+        WAITS,
+    ),
+    (
+        "released before it is copied",
+        "const auto released = [&job] { return job.sources_released(); };",
+        "const auto released = [] { return true; };",
+        "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change test_engine.py test_cuda.py",
+    ),
+    (
+        "settled before it is written",
+        "const auto settled = [&job] { return job.settled(); };",
+        "const auto settled = [] { return true; };",
+        f"test_engine.py::test_any_program {EVERY_OPERATION}",
     ),
 )
 _in(
@@ -963,12 +1648,45 @@ _in(
         READS,
     ),
     (
+        "a range may end behind the file",
+        "if (r.offset > file_size_ || r.size > file_size_ - r.offset)",
+        "if (false)",
+        "test_reader.py::test_beyond_the_end fuzz/test_fuzz.py::test_the_engine_reads_inside_the_file_or_not_at_all",
+    ),
+    (
+        "what was read lands before it is said where",
+        "  void Deliver(const Flight& flight) {\n    if (!AwaitPlaces()) return;",
+        "  void Deliver(const Flight& flight) {",
+        "test_reader.py::test_nothing_lands_before_it_is_said_where test_reader.py",
+    ),
+    (
+        "a read that moves nothing is tried for ever",
+        "if (result == 0 || (flight->done == before && ++flight->retries > kMaxRetries))",
+        "if (result == 0)",
+        "test_reader.py::test_a_read_that_never_moves_anything_is_given_up",
+    ),
+    (
         "a short read is whole",
         "if (!failed_ && flight->done < std::min(unit.end, file_size_) - unit.begin) {",
         "if (false) {",
         "test_reader.py::test_passing_troubles_are_overcome",
     ),
     ("a file that shrinks in the page cache is whole", "if (n <= 0) return Fail(", "if (n < 0) return Fail(", READS),
+)
+_in(
+    "csrc/bindings.cc",
+    (
+        "files are told of before they are durable",
+        "if (!job_->durable()) throw",
+        "if (false) throw",
+        "test_engine.py",
+    ),
+    (
+        "what a checkpoint copies is freed when nobody holds it",
+        "    e.WaitReleased(*job_, Clock::time_point::max());\n",
+        "",
+        "test_cuda.py::test_a_checkpoint_that_nobody_holds_lets_go_after_its_copies",
+    ),
 )
 _in(
     "csrc/bindings.cc",
@@ -998,6 +1716,118 @@ _in(
     ),
 )
 _in(
+    "csrc/device_cuda.cc",
+    (
+        "copies wait for what another thread has marked",
+        (
+            "      std::lock_guard lock(marking_);\n"
+            "      Status status = Call(driver_->cuEventRecord, mark_, Stream(stream));"
+        ),
+        "      Status status = Call(driver_->cuEventRecord, mark_, Stream(stream));",
+        "test_cuda.py::test_many_threads_and_each_waits_for_its_own",
+    ),
+    (
+        "training waits for what another thread has marked",
+        (
+            "      std::lock_guard lock(marking_);\n"
+            "      Status status = Call(driver_->cuEventRecord, mark_, StreamOf(lane));"
+        ),
+        "      Status status = Call(driver_->cuEventRecord, mark_, StreamOf(lane));",
+        "test_cuda.py::test_many_threads_and_each_waits_for_its_own",
+    ),
+    (
+        "copies are under way when the wait for them failed",
+        "    if (!status.ok()) (void)Inside(wait);  // whatever",
+        "    // whatever",
+        "test_cuda.py::test_every_call_that_fails_fails_its_checkpoint_alone",
+    ),
+    (
+        "a context is left behind",
+        "    if (!status.ok()) (void)Call(driver_->cuCtxPopCurrent, &popped);\n",
+        "",
+        "test_cuda.py::test_every_call_that_fails_fails_its_checkpoint_alone",
+    ),
+    (
+        "the default stream is not captured, it says",
+        "*capturing = result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || found",
+        "*capturing = found",
+        "test_cuda.py::test_the_default_stream_may_not_be_asked_during_a_capture",
+    ),
+)
+_in(
+    "csrc/engine.cc",
+    (
+        "a source may lie where no stream is told of",
+        "if (s.device < 0 || (static_cast<size_t>(s.device) < kMaxDevices && (ready >> s.device & 1) != 0)) continue;",
+        "continue;",
+        "test_cuda.py::test_a_device_that_is_not_attached_is_refused",
+    ),
+    (
+        "copies begin although they could not be put behind training",
+        "  *status = CopyAfter(job->streams);\n  if (!status->ok()) return nullptr;",
+        "  (void)CopyAfter(job->streams);",
+        DEVICES,
+    ),
+    (
+        "training goes on although it could not be put behind copies",
+        "  if (!status.ok()) Fail(job, std::move(status));\n}\n\nbool Engine::WaitCaptured",
+        "}\n\nbool Engine::WaitCaptured",
+        DEVICES,
+    ),
+    (
+        "it goes on while the copies of a failed checkpoint are under way",
+        (
+            "for (const Lane lane : {Lane::kEager, Lane::kLazy}) RunAfterCopies(job, lane, s);\n"
+            "  return HelpUntil([&job] { return job.captured(0); }, deadline);"
+        ),
+        "for (const Lane lane : {Lane::kEager, Lane::kLazy}) RunAfterCopies(job, lane, s);\n  return true;",
+        DEVICES,
+    ),
+    (
+        "so does save",
+        ("RunAfterCopies(job, Lane::kEager, s);\n  return HelpUntil([&job] { return job.captured(0); }, deadline);"),
+        "RunAfterCopies(job, Lane::kEager, s);\n  return true;",
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/capture.cc",
+    (
+        "a copy that could not be enqueued is written",
+        "  if (!status.ok()) FailLocked(job, status);\n",
+        "",
+        "test_cuda.py::test_every_call_that_fails_fails_its_checkpoint_alone",
+    ),
+    (
+        "a copy that failed is written",
+        "  if (!status.ok()) FailLocked(*keep, status);\n",
+        "",
+        "test_cuda.py::test_every_call_that_fails_fails_its_checkpoint_alone "
+        "test_cuda.py::test_a_lost_device_fails_checkpoints_not_the_process",
+    ),
+    (
+        "restore returns before its copies are complete",
+        "return status.ok() ? target.Finish(Lane::kRestore, ticket) : status;",
+        "return status;",
+        DEVICES,
+    ),
+)
+_in(
+    "csrc/bindings.cc",
+    (
+        "restore writes to what training still reads",
+        "status = e.CopyAfter(current);",
+        "status = Status::Ok();",
+        DEVICES,
+    ),
+    (
+        "restore writes where no stream is told of",
+        "if (device >= 0 && std::none_of(",
+        "if (false && std::none_of(",
+        "test_cuda.py test_cuda_training.py",
+    ),
+)
+_in(
     "csrc/engine.cc",
     (
         "nor for eager ones",
@@ -1010,6 +1840,19 @@ _in(
         "for (const Lane lane : {Lane::kEager, Lane::kLazy}) RunAfterCopies(job, lane, s);",
         "RunAfterCopies(job, Lane::kEager, s);",
         DEVICES,
+    ),
+    (
+        "host memory is left to a wait of the stream",
+        "if (!HelpUntil([&job, owners] { return job.enqueued(owners); }, deadline)) return false;",
+        (
+            "const auto on_device = [&] {\n"
+            "    for (const auto& c : job.chunks)\n"
+            "      if (c->devices != 0 && (c->owners & owners) && c->state <= Chunk::State::kCopying) return false;\n"
+            "    return true;\n"
+            "  };\n"
+            "  if (!HelpUntil(on_device, deadline)) return false;"
+        ),
+        "test_cuda_training.py::test_host_memory_of_an_optimizer_is_copied_before_its_step",
     ),
     (
         "the step does not wait for what is not enqueued",
@@ -1085,7 +1928,7 @@ _in(
             "      StopLanes(*gpu);\n"
             "    }"
         ),
-        DEVICES,
+        "test_sanitizers.py",
     ),
 )
 _in(

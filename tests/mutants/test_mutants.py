@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants import Copy, Mutant, Outcome, can_build
+from mutants import ROOT, Copy, Mutant, Outcome, can_build
 from mutants.table import MUTANTS
 from trials import Trials
 
@@ -24,6 +24,17 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     return {}
+
+
+def test_all_fit_the_sources_and_the_tests() -> None:
+    assert len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        source = ROOT / mutant.file.replace("lazyckpt/integrations", "integrations")
+        assert source.read_text().count(mutant.old) == 1, f"{mutant.file} has changed: {mutant.what}"
+        for test in mutant.tests.split():
+            file, _, name = test.partition("[")[0].partition("::")
+            path = ROOT / "tests" / file
+            assert path.exists() and (not name or f"def {name}(" in path.read_text()), f"{mutant.what}: no {test}"
 
 
 @pytest.mark.slow
