@@ -88,6 +88,12 @@ class SaveHandle(Future[Path]):
         self._reported = self._reported or error is not None
         return error
 
+    def _give_up(self, why: str) -> None:
+        """No more of it is written, and it fails, unless all of it was written before."""
+        job = None if self._snapshot is None else self._snapshot.job
+        if job is not None:
+            job.fail(errno.ECANCELED, why)
+
     def _disown(self) -> None:
         # Another thread may have held the lock at the fork; callbacks are for the process that saved.
         self._condition = threading.Condition()
@@ -201,16 +207,18 @@ class Background:
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
         in_flight.pop(handle, None)
-        self._tell(handle, error)
-        if error is None:
-            handle.set_result(handle.path)
-            return
-        if self._config.on_error == "raise":
-            with self._lock:
-                self._failed.append(handle)
-        handle.set_exception(error)
-        if self._config.on_error == "warn":
-            _warn(str(error))
+        try:
+            self._tell(handle, error)
+        finally:  # whatever on_done raises, somebody waits for this handle
+            if error is None:
+                handle.set_result(handle.path)
+            else:
+                if self._config.on_error == "raise":
+                    with self._lock:
+                        self._failed.append(handle)
+                handle.set_exception(error)
+                if self._config.on_error == "warn":
+                    _warn(str(error))
 
     def _tell(self, handle: SaveHandle, error: SaveError | None) -> None:
         m = handle.metrics
@@ -298,7 +306,10 @@ class Background:
             if staging is not None:
                 staging.discard()
         engine_begin = _fill_in(handle.metrics, job, flight)
-        self.finish(handle, error)
+        try:
+            self.finish(handle, error)
+        except BaseException as cause:  # SystemExit, say: it ends no process from here, and must not end this either
+            _warn(f"on_done or a done-callback raised {type(cause).__name__}: {cause}")
         gate.discard(snapshot)
         snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
         try:

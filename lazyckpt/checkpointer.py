@@ -115,8 +115,8 @@ class Checkpointer:
         Newest is the last one saved, whatever its step; a damaged one is passed over with a warning. ``step`` or
         ``path`` (a checkpoint folder) roll back to a given one. Waits for saves in flight.
 
-        Raises RestoreError if the checkpoint does not fit what is tracked (nothing is touched then) or if none is
-        whole; LoadError if the given one cannot be read.
+        Raises RestoreError if the checkpoint does not fit what is tracked (nothing is touched then), if something
+        tracked fails to load it, or if none is whole; LoadError if the given one cannot be read.
         """
         self._check_usable()
         if step is not None and path is not None:

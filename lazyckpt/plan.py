@@ -135,4 +135,4 @@ def unsavable(error: Exception) -> str:
     """Why a plan could not gather or lay out, in words."""
     if isinstance(error, UnpicklableError | ConfigError):
         return str(error)
-    return f"cannot be pickled: {error}"
+    return f"cannot be pickled: {type(error).__name__}: {error}"

@@ -8,12 +8,24 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from types import FrameType, TracebackType
 
 from lazyckpt.background import SaveHandle, in_flight
 from lazyckpt.errors import ConfigError
 
 _log = logging.getLogger("lazyckpt")
+_late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # what missed a deadline
+
+
+def _give_up_the_late() -> None:
+    for handle in _late:
+        handle._give_up("not committed within the deadline of a signal")
+
+
+# Called when the main thread has ended, before the interpreter waits for the threads of executors: it would wait for a
+# disk that stalls, longer than whoever sent the signal does. Exit handlers come too late for that.
+threading._register_atexit(_give_up_the_late)  # type: ignore[attr-defined]
 
 
 def commit_on(*signals: int, deadline: float = 25.0) -> CommitOnSignal:
@@ -95,6 +107,7 @@ class CommitOnSignal:
         """On a thread of its own."""
         handles = list(in_flight)
         concurrent.futures.wait(handles, self._deadline)
+        _late.update(handle for handle in handles if not handle.done())
         try:
             _report(signal.Signals(number).name, handles, self._deadline)
         finally:

@@ -75,7 +75,11 @@ def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
     except OSError as error:  # a device cannot be used
         raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
-    provider.load(archive.tree, landed)
+    try:
+        provider.load(archive.tree, landed)
+    except RestoreError as error:
+        what = f"{path} was not restored, the tracked state is undefined now: {error}"
+        raise RestoreError(what) from error.__cause__ or error
 
 
 def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[int, int]], dict[int, torch.Tensor]]:

@@ -282,7 +282,7 @@ class Saver:
             snapshot = self._snapshot(views, [plan.any_order for plan in plans], training_step)
             with _serialization_errors(handle):
                 programs = [plan.lay_out(file) for plan, file in zip(plans, snapshot.files, strict=True)]
-        snapshot.name_of = lambda view: name_of(view) or f"data/{view.key}"
+        snapshot.name_of = partial(_name_of, name_of)
         sizes = [nbytes for _, nbytes in programs]
         self._check_space(sum(sizes), handle)
         snapshot.metrics = handle.metrics
@@ -325,13 +325,14 @@ class Saver:
             job.go()
             if not frozen:
                 job.wait_eager()
-        except BaseException:  # Ctrl-C: training may go on and change what is only half copied, and the ring is wanted
+        except BaseException as error:
+            # Ctrl-C: training may go on and change what is only half copied, and the ring is wanted.
             job.fail(errno.ECANCELED, "save() was interrupted")
             gate.discard(snapshot)
             if trace is not None and traced is not None:
                 trace.forget(traced)
             in_flight.pop(handle, None)
-            handle._reported = True  # by this
+            handle._reported = not isinstance(error, OSError)  # by this; of those submit() tells
             raise
         if snapshot.devices is not None and self.engine.unpinned:
             way = "pass a small buffer that is" if self.engine.bounces else "are slow, and save() may wait for them"
@@ -396,6 +397,13 @@ class Saver:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(f"this {type(self).__name__} belongs to the parent of this process; make one here")
+
+
+def _name_of(find: Callable[[TensorView], str | None], view: TensorView) -> str:
+    try:
+        return find(view) or f"data/{view.key}"
+    except Exception:  # it asks providers for their state: what is to be said matters more than the name
+        return f"data/{view.key}"
 
 
 @contextlib.contextmanager

@@ -184,13 +184,13 @@ class Snapshot:
         after its copy and before its owner may step. Sets ``torn`` and fails the job otherwise."""
         with self._lock:
             todo = owners & ~self._verified
-            self._verified |= owners
             if not todo or self.torn is not None or self.job is None:
                 return
-            problem = self._changed(todo, self._verified & ~todo)
+            problem = self._changed(todo, self._verified)
             if problem is not None:
                 self.torn = problem
                 self.job.fail(errno.ECANCELED, problem)
+            self._verified |= owners  # last: Ctrl-C before this, and the next who waits looks again
 
     def _changed(self, owners: int, verified: int) -> str | None:
         """What changed of the storages of ``owners`` that no owner in ``verified`` has been asked about."""

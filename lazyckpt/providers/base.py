@@ -140,6 +140,15 @@ class StorageTable:
         self.views.extend(keys, storages, sizes, dtypes)
         return True
 
+    def check(self, first: int, keys: list[str]) -> None:
+        """Raises ValueError if one of ``keys`` is not in here, or if a storage from place ``first`` on has not the
+        bytes that were told of it: others would be read, or nobody's memory."""
+        if unknown := set(keys) - self._keys:
+            raise ValueError(f"segments() gave the storage {min(unknown)!r}, which it has not added to the table")
+        for view in self.views[first:]:
+            if view.nbytes != (there := view.storage.nbytes()):
+                raise ValueError(f"segments() tells {view.nbytes} bytes of the storage {view.key!r}, which has {there}")
+
 
 @dataclass(frozen=True, slots=True)
 class Landing:

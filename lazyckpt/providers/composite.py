@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
+from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView, TensorViews
+from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
 
 
@@ -23,11 +24,7 @@ class CompositeProvider(Provider):
         opcodes = {}
         for name, part in self.parts.items():
             try:
-                for segment in part.segments(table):
-                    if isinstance(segment, Bytes):
-                        opcodes[name] = segment.data
-                    else:
-                        yield segment
+                opcodes[name] = yield from _checked(part, table)
             except Exception as error:
                 raise UnpicklableError(name, error) from error
         yield Bytes(dict_opcodes(opcodes))
@@ -51,8 +48,36 @@ class CompositeProvider(Provider):
         return list(itertools.chain.from_iterable(landings))
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
+        """Raises RestoreError for whatever a part raises."""
         for name, part in self.parts.items():
-            part.load(saved[name], landed)
+            try:
+                part.load(saved[name], landed)
+            except Exception as error:
+                what = str(error) if isinstance(error, RestoreError) else f"{type(error).__name__}: {error}"
+                raise RestoreError(f"{name}: {what}") from error
+
+
+def _checked(part: Provider, table: StorageTable) -> Generator[Segment, None, bytes]:
+    """The storages of ``part``; the result is its pickle. Raises TypeError and ValueError for a stream that is not as
+    ``Provider.segments`` says."""
+    foreign = type(part).segments is not StateProvider.segments
+    first = len(table.views)
+    keys: list[str] = []
+    pickles = []
+    for segment in part.segments(table):
+        if isinstance(segment, Bytes) and isinstance(segment.data, bytes):
+            pickles.append(segment.data)
+            continue
+        if not isinstance(segment, TensorView | TensorViews):
+            raise TypeError(f"segments() gave a {type(segment).__name__}; expected storages and Bytes")
+        if foreign:
+            keys += [segment.key] if isinstance(segment, TensorView) else segment.keys
+        yield segment
+    if len(pickles) != 1:
+        raise TypeError(f"segments() gave {len(pickles)} pickles; expected one")
+    if foreign:
+        table.check(first, keys)
+    return pickles[0]
 
 
 class UnpicklableError(Exception):

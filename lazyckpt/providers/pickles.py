@@ -231,7 +231,7 @@ class Skeleton:
             return self._opcodes
         opcodes = None
         if not known:
-            self._tensors = None
+            self._facts = self._tensors = None  # now: Ctrl-C below must not leave old facts beside new keys
             if not _PLAIN_DTYPES.issuperset(map(_dtype, outline.tensors)):
                 facts = None
             if facts is not None and not outline.others:

@@ -7,6 +7,7 @@ the state is not even copied, which is when a naive CheckpointIO goes wrong.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -53,6 +54,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lazyckpt.integrations import lightning as integration
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
@@ -978,6 +980,33 @@ def test_a_failed_last_save_raises_at_the_end_of_fit_and_the_old_one_stays(
         trainer.fit(Net())
     assert names_in(tmp_path) == {"step=3.ckpt": "", "last.ckpt": "step=3.ckpt"}
     assert signal.getsignal(signal.SIGTERM) is handler  # the Trainer was torn down all the same
+
+
+@pytest.mark.parametrize("committing", [False, True], ids=["alone", "under commit_on"])
+def test_sigterm_ends_fit_after_the_batch_with_everything_committed(
+    committing: bool, tmp_path: Path, slow_disk: None
+) -> None:
+    """The Trainer's handler has the say; that of commit_on, which was there before it, is called and kills nothing."""
+
+    def look(trainer: Trainer) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps.append(io._open_saver().pending())
+
+    steps: list[Any] = []
+    io = lazy_io()
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}", save_top_k=-1)
+    with contextlib.ExitStack() as stack:
+        if committing:
+            stack.enter_context(lazyckpt.commit_on(signal.SIGTERM))
+        handler = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SIGTERMException):
+            trainer_in(tmp_path, io, checkpoint, Each(look)).fit(Net())
+        assert signal.getsignal(signal.SIGTERM) == handler
+    assert len(steps) == 1 and steps[0], "something was in flight"
+    assert names_in(tmp_path) == {f"step={n}.ckpt": "" for n in (1, 2, 3)}
+    for file in tmp_path.iterdir():
+        lazyckpt.load(file, weights_only=False)
 
 
 def test_the_exception_that_ended_training_matters_more(tmp_path: Path, broken_disk: list[str]) -> None:
