@@ -163,12 +163,15 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bo
 }
 
 void Engine::Go(Job& job) {
+  bool opened = false;
   {
     std::lock_guard lock(mutex_);
     job.held = false;
+    opened = std::any_of(job.files.begin(), job.files.end(), [](const File& f) { return f.fd >= 0; });
   }
-  // In this order: when the writer thread, which may preempt this one, sleeps again, no copy thread stands in line yet.
-  io_->Wake();
+  // The writer thread may preempt this one: let Open() wake it, on another thread and later. It is before the copy
+  // threads where that was quicker, so that none of them stands in line yet when it sleeps again.
+  if (opened) io_->Wake();
   changed_.notify_all();
 }
 

@@ -113,5 +113,5 @@ def _apply_cuda(states: list[torch.Tensor]) -> None:
 
 def _words(values: Any) -> torch.Tensor:
     """32-bit words as a tensor: a storage record instead of 625 integers in the pickle. By way of an array, since torch
-    takes three times as long to look at each of them."""
+    takes twice as long to look at each of them."""
     return torch.frombuffer(array("q", values), dtype=torch.int64)
