@@ -192,9 +192,9 @@ def check_that_nothing_grows(name: str, running: Any, count: int, folder: Path, 
     descriptors, threads, alive, blocks, allocated, resident = map(list, zip(*found, strict=True))
     assert max(descriptors) <= descriptors[0] + 2, descriptors  # of a removal that is under way
     assert max(threads) <= threads[0], threads
-    # One object in ten saves would be a leak; less is a cache of somebody else's.
-    assert alive[-1] - alive[0] < max(count // 10, 20), alive
     half = WINDOWS // 2
+    # One object in ten saves would be a leak; less is a cache of somebody else's.
+    assert min(alive[half:]) - min(alive[:half]) < max(count // 20, 20), alive
     assert min(blocks[half:]) - min(blocks[:half]) < 4 * count, blocks
     assert min(allocated[half:]) - min(allocated[:half]) < count // 4 * PAGE_BYTES, allocated
     assert max(resident[half:]) - max(resident[:half]) < SLACK_BYTES, resident
