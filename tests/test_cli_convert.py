@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Graph
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file
 
 import lazyckpt
 from commands import fails, run, run_json
@@ -125,8 +125,8 @@ def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
         ({"w": base, "epoch": 3}, "'epoch' is a int"),
         ({7: base}, "7 is not a name"),
         ([base], "a dict of tensors, this is a list"),
-        ({"a": base, "b": base}, "'a' and 'b' share memory"),
-        ({"a": base[:2], "b": base[2:]}, "'a' and 'b' share memory"),
+        ({"a": base, "b": base[2:]}, "'a' and 'b' show parts of the same memory"),
+        ({"a": base[:2], "b": base[2:]}, "'a' and 'b' show parts of the same memory"),
         ({"a": torch.eye(3).to_sparse()}, "'a' is a torch._utils._rebuild_sparse_tensor"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, "cannot hold torch.complex128"),
         ({"a": torch.ones(2, dtype=torch.complex64).conj()}, "conjugated"),
@@ -134,6 +134,31 @@ def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
         torch.save(obj, tmp_path / "x.pt")
         assert why in fails(2, "convert", tmp_path / "x.pt", target), why
     assert os.listdir(tmp_path) == ["x.pt"]
+
+
+@pytest.mark.parametrize("options", [[], ["--max-shard-size", "100B"]], ids=["one file", "shards"])
+def test_tied_weights_are_held_once_and_tied_again(options: list[str], tmp_path: Path) -> None:
+    embedding = torch.nn.Embedding(8, 4)
+    model = torch.nn.ModuleDict({"wte": embedding, "body": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 8, False)})
+    model["head"].weight = embedding.weight
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    target = tmp_path / ("shards" if options else "b.safetensors")
+    told = run_json("convert", tmp_path / "a.pt", target, *options)
+    assert told["tied"] == {"head.weight": "wte.weight"}
+    files = [target / name for name in told["files"] if name.endswith(".safetensors")] if options else [target]
+    assert len(files) == (2 if options else 1)
+    held = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert held.keys() == {"wte.weight", "body.weight", "body.bias"}
+    if not options:
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        assert load_model(model, target) == (set(), [])  # safetensors' own
+        assert same(dict(model.state_dict()), torch.load(tmp_path / "a.pt"))
+    source = target / "model.safetensors.index.json" if options else target
+    assert "tied: head.weight = wte.weight" in run("convert", source, tmp_path / "c.pt").stdout
+    back = torch.load(tmp_path / "c.pt")
+    assert same(back, torch.load(tmp_path / "a.pt"))
+    assert back["head.weight"].data_ptr() == back["wte.weight"].data_ptr()
 
 
 def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:

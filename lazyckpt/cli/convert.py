@@ -53,7 +53,9 @@ def convert(
 
     Tensors are streamed, so the memory this takes is that of the largest one. Every checksum in SRC is compared on the
     way. DST appears under its name when it is whole and durable. Runs no code from SRC: what is neither a tensor nor a
-    plain value is refused. safetensors holds named tensors and nothing else; --key takes them out of a checkpoint.
+    plain value is refused. safetensors holds named tensors and nothing else; --key takes them out of a checkpoint. A
+    tensor with several names, a tied weight, is held once; the other names stand in the metadata, as safetensors' own
+    save_model has it, and are tied again on the way back.
     """
     if os.path.lexists(dst):
         raise ConfigError(f"{dst}: exists already")
@@ -62,12 +64,14 @@ def convert(
     sharded = max_shard_size is not None
     loader = _Hollow(contents.file)
     if sharded or dst.suffix == ".safetensors":
-        tensors = loader.tensors(obj)
-        metadata = contents.metadata or {"format": "pt"}
+        tensors, ties = loader.tensors(obj)
+        metadata = (contents.metadata or {"format": "pt"}) | ties
         files, index = _shards(tensors, metadata, max_shard_size) if sharded else ({dst.name: tensors}, None)
         plans: dict[str, FilePlan] = {name: SafetensorsPlan(part, metadata) for name, part in files.items()}
     elif dst.suffix in SUFFIXES:
-        plans, index = {dst.name: plan_for(dst.name, loader.whole(obj))}, None
+        ties = _ties_in(obj, contents.metadata or {}) if key is None else {}
+        whole = obj | {name: obj[kept] for name, kept in ties.items()} if ties else obj
+        plans, index = {dst.name: plan_for(dst.name, loader.whole(whole))}, None
     else:
         raise ConfigError(f"{dst}: give it a name that ends in .safetensors or .pt, or --max-shard-size for a folder")
     _write(dst, plans, index, loader, folder=sharded)
@@ -75,23 +79,38 @@ def convert(
     nbytes = sum(file.stat().st_size for file in written)
     unchecked = sum(record.crc32 is None for record in loader.records.values())
     left_out = (
-        sorted((contents.metadata or {}).keys() - {"format"}) if dst.suffix != ".safetensors" and not sharded else []
+        sorted((contents.metadata or {}).keys() - {"format", *ties})
+        if dst.suffix != ".safetensors" and not sharded
+        else []
     )
     if as_json:
         about = {"path": str(dst), "files": [file.name for file in written], "bytes": nbytes}
         print_json(
-            about | {"records": len(loader.records), "without_checksum": unchecked, "metadata_left_out": left_out}
+            about
+            | {
+                "records": len(loader.records),
+                "without_checksum": unchecked,
+                "metadata_left_out": left_out,
+                "tied": ties,
+            }
         )
         return
     facts = f"{count(len(loader.records), 'storage')}, {size(nbytes)}" + f" in {len(written)} files" * sharded
     text = Text.assemble(("written", "green"), "  ", (plain(dst), "bold"), f"  {facts}")
     if unchecked:
         text.append(f"\n    {count(unchecked, 'record')} without a checksum: not compared", style="yellow")
+    if ties:
+        text.append(f"\n    tied: {plain(', '.join(f'{name} = {kept}' for name, kept in ties.items()))}")
     if left_out:
         text.append(
             f"\n    left out, since torch.save has no place for it: {plain(', '.join(left_out))}", style="yellow"
         )
     stdout().print(text, soft_wrap=True)
+
+
+def _ties_in(obj: Any, metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a safetensors file says of tensors with several names: the one it has, by each that it has not."""
+    return {name: kept for name, kept in metadata.items() if kept in obj and name not in obj}
 
 
 def _part(obj: Any, key: str, file: Path) -> Any:
@@ -115,12 +134,14 @@ class _Hollow:
         self._storages: dict[tuple[Path, str], torch.UntypedStorage] = {}
         self._made: dict[int, Any] = {}
 
-    def tensors(self, obj: Any) -> dict[str, torch.Tensor]:
-        """Of a dict of tensors: each dense, with a storage of its own. Raises ConfigError for anything else."""
+    def tensors(self, obj: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Of a dict of tensors: each dense, with a storage of its own; and further names of some, with the first that
+        they have. Raises ConfigError for anything else."""
         if not isinstance(obj, Mapping):
             raise ConfigError(f"{self._file}: safetensors holds a dict of tensors, this is a {_kind(obj)}")
         owner: dict[tuple[Path, str], str] = {}
-        made = {}
+        made: dict[str, torch.Tensor] = {}
+        ties = {}
         for name, value in obj.items():
             if not isinstance(name, str) or not isinstance(value, Tensor) or value.storage is None:
                 what = f"{name!r} is a {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
@@ -130,8 +151,12 @@ class _Hollow:
             record = value.storage.record
             place = value.storage.file, record.name
             if record.nbytes and place in owner:
+                if _shows(value) == _shows(obj[owner[place]]):
+                    ties[name] = owner[place]
+                    continue
                 raise ConfigError(
-                    f"{self._file}: {owner[place]!r} and {name!r} share memory, which safetensors cannot express"
+                    f"{self._file}: {owner[place]!r} and {name!r} show parts of the same memory, which safetensors "
+                    "cannot express; convert to .pt instead"
                 )
             owner[place] = name
             tensor = self._tensor(value, name)
@@ -140,7 +165,7 @@ class _Hollow:
                 tensor = torch.empty(value.shape, dtype=tensor.dtype)
                 self.origins[tensor.untyped_storage()._cdata] = Origin(value.storage.file, record, view)
             made[name] = tensor
-        return made
+        return made, ties
 
     def whole(self, obj: Any, name: str = "") -> Any:
         """Of anything made of plain values and tensors; ties stay. Raises ConfigError for the rest."""
@@ -184,6 +209,11 @@ class _Hollow:
             storage = self._storages[place] = torch.UntypedStorage(record.nbytes)
             self.origins[storage._cdata] = Origin(tensor.storage.file, record)
         return torch.empty(0, dtype=dtype).set_(storage, tensor.offset, tensor.shape, tensor.stride)
+
+
+def _shows(tensor: Tensor) -> tuple[Any, ...]:
+    """Of its storage."""
+    return tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.kind
 
 
 def _kind(value: Any) -> str:
