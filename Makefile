@@ -32,7 +32,8 @@ demo: setup
 	$(BIN)/python examples/train_gpt.py
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and alone'
 
 check: setup build/types
 	$(BIN)/ruff format --check .

@@ -30,6 +30,16 @@ torch.set_num_threads(1)
 Graph = Callable[[Any], Any]
 
 
+@pytest.fixture(autouse=True)
+def no_step_stays_open() -> Iterator[None]:
+    """An optimizer whose step has failed is inside of it until it is garbage that was collected; all that the next
+    tests save would be eager till then."""
+    yield
+    if gate.inside_step():
+        gc.collect()
+    assert not gate.inside_step()
+
+
 @pytest.fixture
 def trials(request: pytest.FixtureRequest) -> Trials:
     """How many trials of a safety to run, their seed, and where they are reported."""

@@ -711,6 +711,7 @@ def test_a_forked_child_has_an_inert_engine(backend: str, tmp_path: Path) -> Non
     check(job, program, [tmp_path / "file"])
 
 
+@pytest.mark.alone
 def test_forks_are_fast_and_do_not_inherit_the_ring(tmp_path: Path) -> None:
     """With an inherited, registered ring of 2 GiB four forks took nine seconds. Regression: a fork also waited up to
     0.3 s for the ring to be faulted in, 64 MiB at a time."""
