@@ -32,8 +32,7 @@ demo: setup
 	$(BIN)/python examples/train_gpt.py
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --dist loadfile
-	$(BIN)/python -m pytest -m 'not slow and alone'
+	$(BIN)/python -m pytest -m 'not slow'
 
 check: setup build/types
 	$(BIN)/ruff format --check .
