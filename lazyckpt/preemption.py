@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import weakref
 from types import FrameType, TracebackType
 
@@ -54,7 +55,7 @@ class CommitOnSignal:
 
     The handler itself does nothing but start a thread. It runs between two lines of the main thread, which may hold a
     lock there that a checkpoint needs; so the main thread must go on while the checkpoint is waited for. When it is
-    durable, the thread sends the signal once more.
+    durable, the thread sends the signal again.
     """
 
     def __init__(self, signals: tuple[int, ...], deadline: float) -> None:
@@ -113,8 +114,18 @@ class CommitOnSignal:
         finally:
             if not on_top:
                 self._committing.discard(number)
-            elif number in self._committing:
-                signal.pthread_kill(self._main, number)
+            else:
+                self._send(number)
+
+    def _send(self, number: int) -> None:
+        """Until it is noticed: one that comes just before the main thread waits in a system call does not end that."""
+        pause_s = 0.05
+        while number in self._committing:
+            signal.pthread_kill(self._main, number)
+            if signal.getsignal(number) != self._handle:
+                break  # a handler was installed meanwhile, which takes it from here
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 5)
 
     def close(self) -> None:
         """Put the handlers back that were there before, where no other has taken the place of these."""

@@ -729,9 +729,15 @@ _in(
     ),
     (
         "a handler that came later is cut short",
-        "            if not on_top:\n                self._committing.discard(number)\n            elif",
-        "            if",
+        "            if not on_top:\n                self._committing.discard(number)\n            else:\n                self._send(",
+        "            self._send(",
         "test_preemption.py::test_a_handler_that_is_installed_later_ends_the_process_its_own_way",
+    ),
+    (
+        "the signal is sent once",
+        "            time.sleep(pause_s)",
+        "            break",
+        "test_preemption.py::test_a_signal_that_does_not_end_a_wait_is_sent_again",
     ),
     (
         "a handler that came later is put out of its place",
