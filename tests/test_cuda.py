@@ -595,6 +595,24 @@ def test_a_device_that_is_not_attached_is_refused(driver: FakeCuda) -> None:
     del engine
 
 
+def test_a_reader_writes_only_after_streams_that_it_knows(driver: FakeCuda, tmp_path: Path) -> None:
+    """Training may still use the place on the device: without its stream nothing tells when it has done so."""
+    engine = make_engine()
+    assert engine.attach(0)
+    data = np.arange(CHUNK, dtype=np.uint8)
+    data.tofile(tmp_path / "file")
+    place = driver.device_malloc(0, CHUNK)
+    reader = _engine.Reader(engine, str(tmp_path / "file"), array("Q", [0]), array("Q", [CHUNK]))
+    where = array("Q", [place]), array("q", [0])
+    for streams in (None, array("Q"), array("Q", [1, 0])):
+        with pytest.raises(ValueError, match="without a stream"):
+            reader.read_into(*where, streams)
+    assert reader.read_into(*where, array("Q", [0, 0])) == [_engine.crc32(data)]
+    assert driver.read(place, CHUNK) == data.tobytes()
+    driver.device_free(place)
+    del reader, engine
+
+
 def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
     assert not make_engine().attach(0)

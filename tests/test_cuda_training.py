@@ -164,22 +164,35 @@ def test_only_torchs_own_optimizers_let_the_device_wait(
     assert saved(tmp_path / "a.pt") == picture
 
 
-def test_host_memory_of_an_optimizer_is_copied_before_its_step(gpu: Gpu, tmp_path: Path) -> None:
-    """An optimizer whose state was offloaded: a wait on the device would not keep the host from writing to it."""
+def test_host_memory_of_an_optimizer_is_copied_before_its_step(gpu: Gpu, tmp_path: Path, disk: Any) -> None:
+    """Some parameters are offloaded: a wait on the device would not keep the host from writing to them. The ring has
+    room for the 2 MB on the device, which are copied first, and not for the rest before the disk has taken some."""
     training = Training(gpu)
-    other = torch.nn.Linear(300, 300)
+    other = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(10)))
     training.optimizer.add_param_group({"params": list(other.parameters())})
-    training.step()
-    with lazyckpt.Saver(**SMALL) as saver:
-        for number in range(10):
-            state = {"other": other.state_dict(), **training.state()}
-            handle = saver.save(state, tmp_path / f"{number}.pt")
-            picture = gpu.picture(state)
-            training.backward()
-            other(torch.ones(1, 300)).sum().backward()
+
+    def backward() -> None:
+        training.backward()
+        other(torch.ones(1, 100)).sum().backward()
+
+    def state() -> Any:
+        return {**training.state(), "other": other.state_dict()}
+
+    with lazyckpt.Saver(chunk_bytes=64 << 10, host_buffer_bytes=34 * (64 << 10)) as saver:
+        backward()
+        training.optimizer.step()
+        training.after_step()
+        for number in range(3):
+            disk.hold()
+            handle = saver.save(state(), tmp_path / f"{number}.pt")
+            picture = gpu.picture(state())
+            backward()
+            disk.release(after_s=0.1)
+            waiting = pending_chunks(handle)
             training.optimizer.step()
             training.after_step()
             handle.result(30)
+            assert waiting > 0
             assert saved(tmp_path / f"{number}.pt") == picture
 
 
