@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import json
 import os
+import statistics
 import struct
+import subprocess
+import sys
 import time
 import traceback
 import weakref
@@ -714,33 +718,52 @@ def test_a_forked_child_has_an_inert_engine(backend: str, tmp_path: Path) -> Non
 @pytest.mark.alone
 def test_forks_are_fast_and_do_not_inherit_the_ring(tmp_path: Path) -> None:
     """With an inherited, registered ring of 2 GiB four forks took nine seconds. Regression: a fork also waited up to
-    0.3 s for the ring to be faulted in, 64 MiB at a time."""
+    0.3 s for the ring to be faulted in, 64 MiB at a time.
 
-    def fork_s() -> float:
-        begin = time.perf_counter()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        took = time.perf_counter() - begin
-        os.waitpid(pid, 0)
-        return took
+    In a fresh process, since a fork takes as long as the process is large; a machine that does something else for a
+    moment gets two more chances."""
+    code = "import sys; from pathlib import Path; from test_engine import fork_times; fork_times(Path(sys.argv[1]))"
+    for chance in range(3):
+        folder = tmp_path / str(chance)
+        folder.mkdir()
+        done = subprocess.run([sys.executable, "-c", code, folder], cwd=Path(__file__).parent, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        times = json.loads(done.stdout)
+        usual = statistics.median(times["before"])
+        if all(statistics.median(times[when]) < usual + s for when, s in (("faulting", 0.060), ("writing", 0.010))):
+            return
+    pytest.fail(f"seconds of each fork: {times}")
 
-    usual = sorted(fork_s() for _ in range(5))[2]
+
+def fork_times(folder: Path) -> None:
+    """Prints how long forks take before there is a ring, while it is faulted in, and while a save is written."""
+
+    def forks(count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            times.append(time.perf_counter() - begin)
+            os.waitpid(pid, 0)
+        return times
+
+    times = {"before": forks(5)}
     engine = make_engine(ring_bytes=1 << 30, chunk_bytes=1 << 24)
     assert engine.reserve(1 << 30)
-    times = sorted(fork_s() for _ in range(9))  # while the ring is being faulted in
-    assert times[4] < 0.060 + usual, times
+    times["faulting"] = forks(9)
     program = simple([40 << 20], [1])
     for number in range(2):  # the first write begins when the ring is ready
         job = program.begin(engine)
         program.append(job)
         job.seal()
         assert job.wait_released(30)
-        job.open(0, str(tmp_path / f"{number}"), 0)
-        times = sorted(fork_s() for _ in range(4 if number else 0))
+        job.open(0, str(folder / f"{number}"), 0)
+        times["writing"] = forks(4)
         assert job.wait_settled(30)
-        check(job, program, [tmp_path / f"{number}"])
-    assert times[1] < 0.010 + usual, times  # the others may have lost their core for a while
+        check(job, program, [folder / f"{number}"])
+    print(json.dumps(times))
 
 
 def chunks_copied(job: _engine.Job) -> int:

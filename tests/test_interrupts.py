@@ -84,8 +84,9 @@ class Training:
         self.model = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.Linear(80, 80))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, momentum=0.9)
         self.ckpt = lazyckpt.Checkpointer(folder, keep_last=2, max_in_flight=2, **{**TINY, **knobs})
-        self.ckpt.track(model=self.model, optimizer=self.optimizer)
         self.number = 0
+        self.losses = {"": torch.zeros(self.number)}  # more at every save, so that each file is laid out anew
+        self.ckpt.track(model=self.model, optimizer=self.optimizer, losses=self.losses)
         self.step()
         self.save().result()  # something to restore
 
@@ -94,9 +95,10 @@ class Training:
         self.model(torch.ones(2, 80)).square().sum().backward()
         self.optimizer.step()
 
-    def save(self) -> lazyckpt.SaveHandle:
+    def save(self, **knobs: Any) -> lazyckpt.SaveHandle:
         self.number += 1
-        return self.ckpt.save(self.number)
+        self.losses[""] = torch.zeros(self.number)
+        return self.ckpt.save(self.number, **knobs)
 
 
 def save(training: Training) -> None:
@@ -104,8 +106,7 @@ def save(training: Training) -> None:
 
 
 def save_blocking(training: Training) -> None:
-    training.number += 1
-    training.ckpt.save(training.number, blocking=True)
+    training.save(blocking=True)
 
 
 def wait_captured_and_step(training: Training) -> None:
