@@ -31,8 +31,10 @@ $(READY): pyproject.toml constraints.txt scripts/system-packages.sh $(ENGINE)
 demo: setup
 	$(BIN)/python examples/train_gpt.py
 
+# On all cores, then what measures how long something takes.
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and alone'
 
 check: setup build/types
 	$(BIN)/ruff format --check .
