@@ -83,7 +83,9 @@ class Copy:
         shutil.copy(ROOT / "pyproject.toml", folder)
         (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
         (folder / "build").mkdir()
-        (folder / "build" / "fake_cuda").symlink_to(ROOT / "build" / "fake_cuda")
+        driver = ROOT / "build" / "fake_cuda"
+        driver.mkdir(parents=True, exist_ok=True)
+        (folder / "build" / "fake_cuda").symlink_to(driver)
         self._engine = folder / "lazyckpt" / f"_engine{sysconfig.get_config_var('EXT_SUFFIX')}"
         self._install()
         environment = {k: v for k, v in os.environ.items() if k != "LAZYCKPT_TORTURE"}
