@@ -96,6 +96,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "bytes negative": {"files": [{**STATE, "bytes": -1}]},
     "crc not hex": {"files": [{**STATE, "crc32": "zz"}]},
     "crc a number": {"files": [{**STATE, "crc32": 5}]},
+    "crc signed": {"files": [{**STATE, "crc32": "-0000001"}]},
+    "crc too long": {"files": [{**STATE, "crc32": "100000000"}]},
     "wrong length": {"files": [STATE]},
     "outside": {"files": [STATE, {**STATE, "name": "../other"}]},
     "absolute": {"files": [STATE, {**STATE, "name": "/etc/passwd"}]},
@@ -164,6 +166,14 @@ def test_a_huge_manifest_is_not_read(folder: Path) -> None:
     with open(folder / "manifest.json", "r+b") as file:
         file.truncate(1 << 40)
     with pytest.raises(CorruptFileError, match="too large"):
+        read_checkpoint(folder)
+
+
+def test_a_manifest_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    manifest = folder / commit.MANIFEST
+    manifest.rename(tmp_path / "elsewhere")
+    manifest.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptFileError, match="symbolic link"):
         read_checkpoint(folder)
 
 

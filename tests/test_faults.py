@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, catalog, commit
+from lazyckpt import _engine, catalog, commit, functional
 from lazyckpt.checkpointer import Checkpointer, SaveHandle
 from lazyckpt.containers.base import SOURCE
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
@@ -367,6 +367,15 @@ def test_a_lone_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 break
         assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
     assert failing.calls == ["replace", "open", "fsync"]
+
+
+@pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
+def test_a_lone_file_that_cannot_be_written_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = _engine.Engine(ring_bytes=8192, chunk_bytes=4096, io_depth=1, copy_threads=1, fault="write:1:EIO")
+    monkeypatch.setattr(functional, "process_engine", lambda: failing)
+    with pytest.raises(SaveError, match=r"a\.pt.*Input/output error"):
+        lazyckpt.save({"x": torch.ones(1000)}, tmp_path / "a.pt")
+    assert list(tmp_path.iterdir()) == []
 
 
 # a full disk

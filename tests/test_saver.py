@@ -391,13 +391,16 @@ def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["b.pt"]
 
 
-def test_modules_that_are_watched_wait_before_they_load(training: Training, tmp_path: Path) -> None:
+def test_modules_that_are_watched_wait_before_they_load(training: Training, tmp_path: Path, disk: Any) -> None:
     with lazyckpt.Saver(**TINY) as saver:
+        training.step()
         saver.watch(training.model)
         saver.watch(training.model)
         zeros = {k: torch.zeros_like(v) for k, v in training.model.state_dict().items()}
         expected = training.model[0].weight.detach().clone()
+        disk.hold()
         handle = saver.save(training.model.state_dict(), tmp_path / "a.pt")
+        disk.release(after_s=0.1)
         training.model.load_state_dict(zeros)
         assert torch.equal(torch.load(handle.result(timeout=30))["0.weight"], expected)
     assert json.dumps(sorted(p.name for p in tmp_path.iterdir())) == '["a.pt"]'

@@ -64,6 +64,8 @@ class Witness:
                 yield
         except LazyCkptError as error:
             self.refused[who] = type(error).__name__
+            if isinstance(error.__cause__, MemoryError) or "can't allocate memory" in str(error.__cause__):
+                self.blame(f"{who}: asked for all memory: {error}")
             if len(str(error)) > 20_000 + self._allowed // _BYTES_PER_BYTE:
                 self.blame(f"{who}: a message of {len(str(error)):,} characters")
             if SECRET in str(error):

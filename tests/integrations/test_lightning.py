@@ -722,6 +722,19 @@ def test_every_ckpt_path_finds_what_was_just_saved(which: str, tmp_path: Path, s
     assert trainer.validate(Net(), ckpt_path=path, verbose=False)
 
 
+def test_a_callback_finds_what_was_just_saved(tmp_path: Path, slow_disk: None) -> None:
+    """As one that goes back when the loss has jumped."""
+    found = []
+
+    def look(trainer: Trainer) -> None:
+        path = tmp_path / f"{trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        found.append(trainer.strategy.load_checkpoint(path)["global_step"])
+
+    trainer_in(tmp_path, lazy_io(), Each(look)).fit(Net())
+    assert found == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_save_after_fit_is_durable_when_it_returns(tmp_path: Path, slow_disk: None) -> None:
     trainer = trainer_in(tmp_path, lazy_io())
     trainer.fit(Net())

@@ -499,11 +499,19 @@ def test_old_checkpoints_are_removed_behind_the_back_of_training(
     assert len(threads) >= 3 and threading.main_thread() not in threads
 
 
-def test_an_old_checkpoint_stays_if_the_new_one_fails(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_an_old_checkpoint_stays_if_the_new_one_fails(on_error: str, tmp_path: Path, disk: Disk) -> None:
     disk.fails_at = {"checkpoint-4"}
-    with pytest.raises(lazyckpt.SaveError):
-        trainer_of(tmp_path, lazy(), max_steps=4, save_total_limit=1).train()
+    announced = []
+
+    class Announced(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            announced.append(state.global_step)
+
+    with pytest.raises(lazyckpt.SaveError) if on_error == "raise" else pytest.warns(match="checkpoint-4"):
+        trainer_of(tmp_path, lazy(on_error=on_error), Announced(), max_steps=4, save_total_limit=1).train()
     assert checkpoints(tmp_path) == ["checkpoint-2"]
+    assert announced == [2]
 
 
 class Scripted(Trainer):  # type: ignore[misc]
@@ -548,6 +556,29 @@ def test_the_best_model_is_kept_and_loaded(
     for name in checkpoints(folders[0]):
         states = [contents(folder / name, graph)["trainer_state.json"] for folder in folders]
         assert states[1] == states[0]
+
+
+@pytest.mark.parametrize("best", [True, False], ids=["_load_best_model", "_load_from_checkpoint"])
+def test_who_goes_back_to_a_checkpoint_during_training_finds_it(
+    best: bool, tmp_path: Path, disk: Disk, graph: Graph
+) -> None:
+    """As callbacks do when the loss has jumped."""
+    disk.publish_s = 0.5
+    states = []
+
+    class GoBack(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5 and best:
+                state.best_model_checkpoint = str(tmp_path / "checkpoint-4")
+                trainer._load_best_model()
+            elif state.global_step == 5:
+                trainer._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
+            if state.global_step in (4, 5):
+                states.append(graph(trainer.model.state_dict()))
+
+    trainer = trainer_of(tmp_path, lazy(), GoBack(), max_steps=5)
+    trainer.train()
+    assert states[1] == states[0]
 
 
 def test_the_best_model_is_found_again_after_the_folder_was_moved(tmp_path: Path) -> None:

@@ -729,8 +729,8 @@ _in(
     ),
     (
         "a handler that came later is cut short",
-        "            if not on_top:\n                self._committing.discard(number)\n            else:\n                self._send(",
-        "            self._send(",
+        "            if not on_top:\n                self._committing.discard(number)\n            else:",
+        "            if True:",
         "test_preemption.py::test_a_handler_that_is_installed_later_ends_the_process_its_own_way",
     ),
     (
@@ -758,7 +758,7 @@ _in(
         "what is loaded is not waited for",
         "        try:\n            self.wait()\n        finally:\n            if torch",
         "        try:\n            pass\n        finally:\n            if torch",
-        "integrations/test_lightning.py::test_every_ckpt_path_finds_what_was_just_saved",
+        "integrations/test_lightning.py::test_a_callback_finds_what_was_just_saved",
     ),
     (
         "a checkpoint is removed before the next one is durable",
@@ -906,7 +906,7 @@ _in(
         "integrations/test_transformers.py::test_old_checkpoints_are_removed_behind_the_back_of_training",
     ),
     (
-        "it is removed although the next one failed",
+        "a checkpoint that failed is announced",
         "            if Future.exception(save.handle) is None:\n                self._announce_one",
         "            if True:\n                self._announce_one",
         "integrations/test_transformers.py::test_an_old_checkpoint_stays_if_the_new_one_fails",
@@ -927,7 +927,7 @@ _in(
         "the best model is loaded before it is there",
         "    callback.wait()\n    _barrier(trainer)\n    return",
         "    _barrier(trainer)\n    return",
-        "integrations/test_transformers.py::test_the_best_model_is_kept_and_loaded",
+        "integrations/test_transformers.py::test_who_goes_back_to_a_checkpoint_during_training_finds_it",
     ),
     (
         "the folder is saved before every rank has written its part",
@@ -1103,7 +1103,7 @@ _in(
         "a lone file is published with errors",
         ("            job.raise_error()\n        except"),
         "        except",
-        "test_faults.py::test_a_lone_file_fails test_functional.py",
+        "test_faults.py::test_a_lone_file_that_cannot_be_written_is_not_published",
     ),
 )
 _in(
@@ -1142,8 +1142,8 @@ _in(
     ),
     (
         "what does not fit is restored in part",
-        ("        landings = provider.landings(archive.tree)\n    except RestoreError as error:\n"),
-        ("        landings = provider.landings(archive.tree)\n    except ZeroDivisionError as error:\n"),
+        "    except RestoreError as error:\n        lines =",
+        "    except RestoreError:\n        landings = []\n    except AssertionError as error:\n        lines =",
         "test_restore.py::test_a_changed_model_is_one_error_that_lists_all_and_touches_nothing",
     ),
     (
