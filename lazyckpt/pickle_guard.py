@@ -44,8 +44,9 @@ class GuardedPickle(io.BytesIO):
                 self._check_depth(stack[::2])
             elif data == _SETITEM:
                 self._check_depth(stack[-2:-1])
-            elif len(stack) > 1 and not any(stack[-2] is plain for plain in _PLAIN_CALLS):
-                self._check_depth(stack[-1:])
+            elif len(stack) > 1:
+                if not any(stack[-2] is view for view in _VIEWS):  # which hash nothing
+                    self._check_depth(stack[-1:])
                 self._check_call(stack[-2], stack[-1])
         return data
 
@@ -63,7 +64,10 @@ class GuardedPickle(io.BytesIO):
     def _check_call(self, function: Any, arguments: Any) -> None:
         while function is torch._tensor._rebuild_from_type_v2 and len(arguments) > 2:
             function, _, arguments = arguments[:3]
-        if function is bytearray:
+        if any(function is view for view in _VIEWS):
+            self._check_view(*arguments[:4])
+            fine = True
+        elif function is bytearray:
             fine = all(isinstance(argument, bytes | str) for argument in arguments)
         elif _is_memory(function):
             fine = not arguments  # a number would be a length
@@ -75,6 +79,12 @@ class GuardedPickle(io.BytesIO):
             what = f"a call of {function.__name__} that torch.save does not write"
             raise UnsupportedFormatError(f"record data.pkl: {what}", path=self._path)
 
+    def _check_view(self, storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        """torch would enlarge a storage that is too small for a tensor."""
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if 0 not in size and last >= storage._size():
+            raise CorruptFileError("record data.pkl: a tensor views more than its storage holds", path=self._path)
+
 
 def _is_memory(function: Any) -> bool:
     """Types that are as large as they are told to be."""
@@ -84,5 +94,5 @@ def _is_memory(function: Any) -> bool:
     )
 
 
-# Nearly all calls; they hash nothing, and the bounds of a view are checked afterwards.
-_PLAIN_CALLS = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3)
+# Nearly all calls. They begin with a storage, an offset, a size and a stride.
+_VIEWS = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3, torch._utils._rebuild_tensor)

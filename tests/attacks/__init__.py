@@ -24,25 +24,29 @@ class Attack:
     """``make(folder)`` writes into the empty ``folder`` and returns what the victim is to open.
 
     ``harmless``: why it may be read, if it may; what is read is then what the format's own library reads.
+    ``large``: why it may ask for more memory than there is, if it may.
     ``trap``: an unpickler that is not restricted leaves a CANARY.
     """
 
     name: str
     make: Make
     harmless: str
+    large: str
     trap: bool
 
 
 ATTACKS: dict[str, Attack] = {}
 
 
-def attack(make: Make | None = None, *, harmless: str = "", trap: bool = False) -> Callable[[Make], Make]:
+def attack(
+    make: Make | None = None, *, harmless: str = "", large: str = "", trap: bool = False
+) -> Callable[[Make], Make]:
     """Registers an attempt, under its function's name."""
 
     def register(make: Make) -> Make:
         name = f"{make.__module__.rpartition('.')[2]}.{make.__name__}"
         assert make.__doc__ and name not in ATTACKS
-        ATTACKS[name] = Attack(name, make, harmless, trap)
+        ATTACKS[name] = Attack(name, make, harmless, large, trap)
         return make
 
     return register(make) if make is not None else register  # type: ignore[return-value]

@@ -48,7 +48,7 @@ def sparse_header(folder: Path) -> Path:
     return path
 
 
-@attack
+@attack(large="the file is that large")
 def sparse_tensor_of_a_terabyte(folder: Path) -> Path:
     """All is as it should be, but for the hole of 2^42 bytes that is to be loaded."""
     path = file_of(folder, {"a": told([1 << 42], [0, 1 << 42], "U8")}, b"")

@@ -270,7 +270,7 @@ def tar_that_begins_like_a_legacy_file(folder: Path) -> Path:
     return written(folder, bytes(head))
 
 
-@attack
+@attack(large="torch.load reads it")
 def legacy_file_that_claims_a_terabyte(folder: Path) -> Path:
     """A file of torch < 1.6 whose storage has 2^40 elements and no bytes."""
     out = io.BytesIO()
