@@ -122,7 +122,7 @@ def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
     for obj, why in [
         ({"model": {"w": base}, "epoch": 3}, "'model' is a dict; take a part with --key: model"),
-        ({"w": base, "epoch": 3}, "'epoch' is a int"),
+        ({"w": base, "epoch": 3}, "'epoch' is an int"),
         ({7: base}, "7 is not a name"),
         ([base], "a dict of tensors, this is a list"),
         ({"a": base, "b": base[2:]}, "'a' and 'b' show parts of the same memory"),

@@ -78,7 +78,7 @@ def documents_in(path: Path) -> dict[str, Path]:
         return {STATE: checkpoint.path / STATE}
     if found := files_in(path):
         return found
-    raise LoadError("no checkpoint in this folder", path=path)
+    raise nothing_in(path)
 
 
 def files_in(folder: Path) -> dict[str, Path]:
@@ -95,13 +95,30 @@ def files_in(folder: Path) -> dict[str, Path]:
 def _is_alias(entry: Path) -> bool:
     """Whether it is another name of what is in the same folder, as last.ckpt is. All files in a cache of the Hugging
     Face hub are links, but to elsewhere."""
-    return entry.is_symlink() and os.path.dirname(os.path.realpath(entry)) == os.path.realpath(entry.parent)
+    if not entry.is_symlink():
+        return False
+    return os.path.realpath((entry.parent / os.readlink(entry)).parent) == os.path.realpath(entry.parent)
 
 
 def model_of(file: Path) -> str | None:
     """The name that the shards of an index would have as one file; None if it is no index."""
     named = _INDEX.fullmatch(file.name)
     return None if named is None else f"{named[1]}{named[3] or ''}{named[2]}"
+
+
+def nothing_in(folder: Path) -> LoadError:
+    """The error that says so."""
+    if is_distributed(folder):
+        how = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
+        return UnsupportedFormatError(
+            f"a checkpoint of torch.distributed.checkpoint; one file of it: {how}", path=folder
+        )
+    return LoadError("no checkpoint in this folder", path=folder)
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote it."""
+    return any(folder.glob("*.distcp"))
 
 
 def document_in(path: Path) -> Path:

@@ -63,10 +63,10 @@ def convert(
     sharded, name = max_shard_size is not None, dst.name
     if sharded:  # into a folder, in which DST may name what the model would be in one file
         dst, name = (dst.parent, dst.name) if dst.suffix in SUFFIXES else (dst, "model.safetensors")
+    contents = read(document_in(src))
     if os.path.lexists(dst):
         hint = f"; shards are written into a new folder: DIR or DIR/{name}" if sharded else ""
         raise ConfigError(f"{dst}: exists already{hint}")
-    contents = read(document_in(src))
     obj = contents.obj if key is None else _part(contents.obj, key, contents.file)
     loader = _Hollow(contents.file)
     if to_safetensors := name.endswith(".safetensors"):
@@ -99,7 +99,7 @@ def convert(
             }
         )
         return
-    facts = f"{count(len(loader.records), 'storage')}, {size(nbytes)}" + f" in {len(written)} files" * sharded
+    facts = f"{count(len(loader.records), 'storage')}, {size(nbytes)}" + f" in {count(len(written), 'file')}" * sharded
     text = Text.assemble(("written", "green"), "  ", (plain(dst), "bold"), f"  {facts}")
     if unchecked:
         text.append(f"\n    {count(unchecked, 'record')} without a checksum: not compared", style="yellow")
@@ -168,10 +168,10 @@ class _Hollow:
     def check_named(self, obj: Any, target: str) -> None:
         """Raises ConfigError unless it is a dict of tensors, which is all that ``target`` holds."""
         if not isinstance(obj, Mapping):
-            raise ConfigError(f"{self._file}: {target} holds a dict of tensors, this is a {_kind(obj)}")
+            raise ConfigError(f"{self._file}: {target} holds a dict of tensors, this is {_kind(obj)}")
         for name, value in obj.items():
             if not isinstance(name, str) or not isinstance(value, Tensor) or value.storage is None:
-                what = f"{name!r} is a {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
+                what = f"{name!r} is {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
                 parts = [str(k) for k, v in obj.items() if isinstance(v, Mapping)]
                 hint = f"; take a part with --key: {', '.join(parts[:10])}" if parts else ""
                 raise ConfigError(f"{self._file}: {target} holds named tensors and nothing else: {what}{hint}")
@@ -185,7 +185,7 @@ class _Hollow:
             return tensor
         if isinstance(obj, Tensor | Storage | Opaque):
             raise ConfigError(
-                f"{self._file}: {name or 'it'} is a {_kind(obj)}; only tensors and plain values are converted (--key "
+                f"{self._file}: {name or 'it'} is {_kind(obj)}; only tensors and plain values are converted (--key "
                 "takes a part)"
             )
         if not isinstance(obj, Mapping | list | tuple | set | frozenset):
@@ -206,7 +206,7 @@ class _Hollow:
         assert tensor.storage is not None
         dtype = getattr(torch, tensor.dtype, None)
         if tensor.kind or not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"{self._file}: {name!r} is a {_kind(tensor)}, which is not converted")
+            raise ConfigError(f"{self._file}: {name!r} is {_kind(tensor)}, which is not converted")
         record = tensor.storage.record
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * dtype.itemsize > record.nbytes:
@@ -226,11 +226,11 @@ def _shows(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Opaque):
-        return value.global_name
+    """With its article."""
     if isinstance(value, Tensor):
-        return f"tensor {value.kind}" if value.kind else f"tensor of {value.dtype}"
-    return "storage" if isinstance(value, Storage) else type(value).__name__
+        return f"a tensor {value.kind}" if value.kind else f"a tensor of {value.dtype}"
+    name = value.global_name if isinstance(value, Opaque) else type(value).__name__
+    return "a storage" if isinstance(value, Storage) else f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 
 
 def _shards(

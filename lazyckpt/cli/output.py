@@ -17,6 +17,7 @@ from rich.text import Text
 
 # Wide enough for any line: what is piped into another program is neither wrapped nor cut.
 _UNBOUNDED = 1_000_000
+_MAX_NAME_CELLS = 60  # of a tree; what is longer goes past the column, which would be off the screen for all
 
 
 class _Console(Console):
@@ -66,7 +67,7 @@ class TreeLine:
 def print_tree(console: Console, lines: list[TreeLine]) -> None:
     """By hand, not with rich's tables: those take seconds for ten thousand rows."""
     before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
-    names = max(cell_len(line.drawn + line.name) for line in lines)
+    names = max(n if (n := cell_len(line.drawn + line.name)) <= _MAX_NAME_CELLS else 0 for line in lines)
     behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
     text = Text()
     for line in lines:

@@ -14,7 +14,7 @@ from rich.text import Text
 from lazyckpt import _engine, commit
 from lazyckpt.archive import Reading
 from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
-from lazyckpt.cli.contents import files_in, model_of, read_shard, shards_of
+from lazyckpt.cli.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import Tree
@@ -81,7 +81,7 @@ class _Report:
 def _targets(path: Path) -> Iterator[Path | LoadError]:
     """Files and checkpoints under ``path``, or why there are none."""
     found = list(_found_in(path))
-    yield from found or [LoadError("no checkpoint in this folder", path=path)]
+    yield from found or [nothing_in(path)]
 
 
 def _found_in(path: Path) -> Iterator[Path | LoadError]:
@@ -99,6 +99,8 @@ def _found_in(path: Path) -> Iterator[Path | LoadError]:
     yield from (checkpoint.path for checkpoint in checkpoints)
     if checkpoints or catalog.broken:
         return
+    if is_distributed(path):
+        yield nothing_in(path)
     files = set(files_in(path).values())  # a trainer's: by their names, since damage may be anywhere
     for entry in sorted(path.iterdir()):
         if entry in files:
@@ -152,8 +154,9 @@ def _print(finding: _Finding) -> None:
     if finding.why:
         stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(finding.why)}"))
         return
-    facts = f"{count(report.records, 'record')}, {size(report.nbytes)}, "
-    facts += f"{report.nbytes / finding.seconds / 1e9:.2f} GB/s"
+    facts = f"{count(report.records, 'record')}, {size(report.nbytes)}"
+    if report.nbytes > 1e6:  # of less it would be that of opening the file
+        facts += f", {report.nbytes / finding.seconds / 1e9:.2f} GB/s"
     word = ("damaged", "bold red") if report.damage else ("ok", "green")
     text = Text.assemble(word, "  ", (plain(finding.target), "bold"), f"  {facts}")
     if report.without_checksum == report.records and not report.whole_file_checked:
