@@ -173,6 +173,9 @@ def test_nothing_appears_unless_all_of_it_is_right(tmp_path: Path, monkeypatch: 
     source = tmp_path / "a.pt"
     lazyckpt.save(weights(), source)
     assert "exists already" in fails(2, "convert", source, source)
+    assert "b.pt: cannot be opened: No such file" in fails(
+        2, "convert", tmp_path / "b.pt", source
+    )  # the wrong way round
     assert "name that ends in" in fails(2, "convert", source, tmp_path / "b.zip")
     assert "No such file" in fails(2, "convert", source, tmp_path / "no/b.pt")
     assert run("convert", source, tmp_path / "b", "--max-shard-size", "5 apples").exit_code == 2

@@ -52,7 +52,7 @@ def convert(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Convert between torch.save archives and safetensors files, one or several.
+    """Convert between torch.save archives and safetensors files, one or several of either.
 
     Tensors are streamed, so the memory this takes is that of the largest one. Every checksum in SRC is compared on the
     way. DST appears under its name when it is whole and durable. Runs no code from SRC: what is neither a tensor nor a
