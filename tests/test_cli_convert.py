@@ -221,12 +221,14 @@ def test_peak_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     lazyckpt.save(large, tmp_path / "large.pt")
     lazyckpt.save({"x": torch.full((10 << 20,), 1.0)}, tmp_path / "one.pt")
     code = (
-        "import pathlib, re, lazyckpt.cli\n"
+        "import pathlib, re, shutil, lazyckpt.cli\n"
         "for name in ('one', 'one', 'large'):\n"
         "    pathlib.Path('/proc/self/clear_refs').write_text('5')\n"  # forgets the peak
-        "    for source, target in (('.pt', '.safetensors'), ('.safetensors', '-2.pt')):\n"
-        "        pathlib.Path(name + target).unlink(missing_ok=True)\n"
-        "        try: lazyckpt.cli.app(['convert', name + source, name + target])\n"
+        "    shutil.rmtree('shards', ignore_errors=True)\n"
+        "    for file in ('a.safetensors', name + '-2.pt'): pathlib.Path(file).unlink(missing_ok=True)\n"
+        "    shards = ['shards/pytorch_model.bin', '--max-shard-size', '90MB']\n"
+        "    for words in ([name + '.pt', 'a.safetensors'], ['a.safetensors', *shards], ['shards', name + '-2.pt']):\n"
+        "        try: lazyckpt.cli.app(['convert', *words])\n"
         "        except SystemExit as end: assert not end.code\n"
         "    print(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])\n"
     )

@@ -227,6 +227,19 @@ def test_a_variant_has_its_name_inside_that_of_its_index(tmp_path: Path) -> None
     assert run("diff", tmp_path / "a", tmp_path / "b").exit_code == 0
 
 
+def test_what_an_index_does_not_name_is_a_file_of_its_own(tmp_path: Path) -> None:
+    """Also the same model in one file, and a shard of another split: nothing in a folder is passed over."""
+    index = sharded(tmp_path / "a", "model.safetensors", tensors())
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "optimizer.bin"):
+        lazyckpt.save({"w": torch.zeros(3)}, tmp_path / "a" / name)
+    named = sorted([index.name, "model.safetensors", "model-00001-of-00002.safetensors", "optimizer.bin"])
+    assert [Path(target["path"]).name for target in run_json("verify", tmp_path / "a")["targets"]] == named
+    assert f"give one of them: {', '.join(named)}" in fails(2, "inspect", tmp_path / "a")
+    index.write_text("{}")
+    result = run("verify", tmp_path / "a")
+    assert result.exit_code == 1 and "6 ok, 1 damaged, 0 unreadable" in result.stdout
+
+
 def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
     """Every file of a snapshot is one, to a name without a suffix; one inside of a folder is a second name."""
     index = sharded(tmp_path / "a", "pytorch_model.bin", tensors())

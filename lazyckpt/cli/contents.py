@@ -22,10 +22,9 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
 _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
-# As Hugging Face names a model in several files: model-00001-of-00002.safetensors and so on; and the index that says
-# which of them holds what, model.safetensors.index.json, which may have the name of a variant in it.
+# The index of a model in several files, as Hugging Face names it: model.safetensors.index.json, in which there may be
+# the name of a variant. It says which of them holds what.
 _INDEX = re.compile(rf"(.+)({_ANY_SUFFIX})\.index(\.\w+)?\.json")
-_SHARD = re.compile(rf"(.+)-\d{{5}}-of-\d{{5}}({_ANY_SUFFIX})")
 _MAX_INDEX_BYTES = 100_000_000
 
 
@@ -84,11 +83,13 @@ def documents_in(path: Path) -> dict[str, Path]:
 def files_in(folder: Path) -> dict[str, Path]:
     """The files of a trainer's folder, by name. Shards are their index, by the name of the same in one file."""
     entries = [entry for entry in sorted(folder.iterdir()) if not entry.is_dir() and not _is_alias(entry)]
-    found = {name: entry for entry in entries if (name := model_of(entry)) is not None}
-    for entry in entries:
-        shard = _SHARD.fullmatch(entry.name)
-        if entry.suffix in SUFFIXES and not (shard is not None and f"{shard[1]}{shard[2]}" in found):
-            found[entry.name] = entry
+    found = {entry.name: entry for entry in entries if entry.suffix in SUFFIXES}
+    for index in entries:
+        if (name := model_of(index)) is not None:
+            with contextlib.suppress(LoadError):  # whoever reads it hears of that
+                for shard in shards_of(index):
+                    found.pop(shard.name, None)
+            found[index.name if name in found else name] = index
     return found
 
 
@@ -125,7 +126,8 @@ def document_in(path: Path) -> Path:
     """The one document in ``path``. Raises LoadError that names them if there are several."""
     found = documents_in(path)
     if len(found) > 1:
-        raise LoadError(f"holds several files; give one of them: {', '.join(found)}", path=path)
+        names = ", ".join(sorted(file.name for file in found.values()))
+        raise LoadError(f"holds several files; give one of them: {names}", path=path)
     return next(iter(found.values()))
 
 
