@@ -121,7 +121,8 @@ def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) 
 
 def test_ls_of_what_is_no_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert run("ls", tmp_path / "empty").stdout.startswith("no checkpoints in")
+    line = run("ls", tmp_path / "empty").stdout
+    assert line.startswith("no checkpoints in") and "what trainers saved: lazyckpt verify" in line
     assert "No such file" in fails(2, "ls", tmp_path / "missing")
     assert "a checkpoint itself" in fails(2, "ls", folder / "step-00000010")
 
