@@ -8,6 +8,7 @@ import os
 import pty
 import random
 import re
+import runpy
 import struct
 import subprocess
 import sys
@@ -120,7 +121,8 @@ def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) 
 
 def test_ls_of_what_is_no_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert run("ls", tmp_path / "empty").stdout.startswith("no checkpoints in")
+    line = run("ls", tmp_path / "empty").stdout
+    assert line.startswith("no checkpoints in") and "what trainers saved: lazyckpt verify" in line
     assert "No such file" in fails(2, "ls", tmp_path / "missing")
     assert "a checkpoint itself" in fails(2, "ls", folder / "step-00000010")
 
@@ -280,9 +282,30 @@ def test_inspect_of_what_cannot_be_told(tmp_path: Path, folder: Path) -> None:
     assert "No such file" in fails(2, "inspect", tmp_path / "missing")
     (tmp_path / "empty").mkdir()
     assert "no checkpoint in this folder" in fails(2, "inspect", tmp_path / "empty")
+    (tmp_path / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "git lfs pull fetches it" in fails(2, "inspect", tmp_path / "a.safetensors")
     file = folder / "step-00000015/state.pt"
     flip(file, offset_of(file, "data.pkl") + 30)
     assert "data.pkl: checksum does not match" in fails(2, "inspect", folder)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's: that nothing is distributed
+def test_a_distributed_checkpoint_is_told_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command in the error does what it says."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    tensors = {"w": torch.arange(4.0)}
+    dcp.save(tensors, checkpoint_id=tmp_path / "a/dcp")
+    for words in (["inspect", tmp_path / "a/dcp"], ["verify", tmp_path / "a/dcp"], ["diff", *[tmp_path / "a/dcp"] * 2]):
+        line = fails(2, *words)
+        assert "a checkpoint of torch.distributed.checkpoint" in line
+    module, mode, source, target = line.partition("python -m ")[2].split()
+    assert target == "FILE"
+    monkeypatch.setattr(sys, "argv", ["-m", mode, source, str(tmp_path / "b.pt")])
+    runpy.run_module(module, run_name="__main__")
+    assert torch.equal(torch.load(tmp_path / "b.pt")["w"], tensors["w"])
+    lazyckpt.save(tensors, tmp_path / "a/optimizer.pt")
+    states = {Path(t["path"]).name: t["state"] for t in run_json("verify", tmp_path / "a", code=2)["targets"]}
+    assert states == {"dcp": "unreadable", "optimizer.pt": "ok"}  # what is not looked at is not whole
 
 
 def test_a_damaged_pickle_is_one_clear_error(folder: Path) -> None:
@@ -375,6 +398,16 @@ def test_verify_of_damaged_safetensors(tmp_path: Path) -> None:
     flip(path, path.stat().st_size - 1)
     result = run("verify", path)
     assert result.exit_code == 1 and "record y: checksum" in result.stdout and "record x" not in result.stdout
+
+
+def test_a_truncated_file_is_called_that(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(500)}, tmp_path / "a.pt")
+    save_file({"w": torch.zeros(500)}, tmp_path / "b.safetensors")
+    for name, nbytes in (("a.pt", 900), ("a.pt", 5), ("b.safetensors", 900)):
+        os.truncate(tmp_path / name, nbytes)
+        line = fails(2, "inspect", tmp_path / name)
+        assert ": truncated" in line and "-" not in line.partition(": truncated")[2]
+        assert run("verify", tmp_path / name).exit_code == 1
 
 
 def test_verify_says_when_there_are_no_checksums(tmp_path: Path) -> None:
@@ -587,16 +620,30 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         assert process.wait(60) == 141
 
 
-def test_a_narrow_terminal_cuts_lines_and_a_pipe_does_not(tmp_path: Path) -> None:
-    lazyckpt.save({"x" * 100: torch.zeros(1)}, tmp_path / "a.pt")
-    command = [sys.executable, "-m", "lazyckpt", "inspect", "a.pt"]
+def on_terminal(cells: int, *words: str, cwd: Path) -> list[str]:
+    """What a terminal of that width shows."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")} | {"TERM": "xterm"}
-    assert subprocess.run(command, stdin=slave, stdout=slave, cwd=tmp_path, env=environment).returncode == 0
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, cells, 0, 0))
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+    command = [sys.executable, "-m", "lazyckpt", *words]
+    subprocess.run(command, stdin=slave, stdout=slave, cwd=cwd, env=kept | {"TERM": "xterm"}, check=True)
     os.close(slave)
     shown = re.sub(r"\x1b\[[0-9;]*m|\r", "", os.read(master, 10_000).decode())
     os.close(master)
-    assert max(map(len, shown.splitlines())) <= 60 and "x…" in shown
-    piped = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
-    assert "x" * 100 + "  float32" in piped
+    return shown.splitlines()
+
+
+def test_a_narrow_terminal_cuts_lines_and_a_pipe_does_not(tmp_path: Path, folder: Path) -> None:
+    lazyckpt.save({"x" * 100: torch.zeros(1)}, tmp_path / "a.pt")
+    shown = on_terminal(60, "inspect", "a.pt", cwd=tmp_path)
+    assert max(map(len, shown)) <= 60 and "x…" in shown[-1]
+    assert "x" * 100 + "  float32" in run("inspect", tmp_path / "a.pt").stdout
+    newest = on_terminal(40, "ls", str(folder), cwd=tmp_path)[1].split()  # nothing of it is cut, or missing
+    assert newest[0] == "15" and newest[-3:] == ["KiB", "ok,", "newest"]
+
+
+def test_one_long_name_does_not_push_the_columns_of_all_off_the_screen(tmp_path: Path) -> None:
+    """Lightning names the state of a callback by all of its arguments."""
+    lazyckpt.save({"w": torch.zeros(2), "m" * 200: {"best": 1, "last": 2}}, tmp_path / "a.ckpt")
+    header, _, tensor, *_ = run("inspect", tmp_path / "a.ckpt").stdout.splitlines()[1:]
+    assert len(header) < 40 and header.index("DTYPE") == tensor.index("float32")

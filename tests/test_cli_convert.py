@@ -122,7 +122,7 @@ def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "x.safetensors"
     for obj, why in [
         ({"model": {"w": base}, "epoch": 3}, "'model' is a dict; take a part with --key: model"),
-        ({"w": base, "epoch": 3}, "'epoch' is a int"),
+        ({"w": base, "epoch": 3}, "'epoch' is an int"),
         ({7: base}, "7 is not a name"),
         ([base], "a dict of tensors, this is a list"),
         ({"a": base, "b": base[2:]}, "'a' and 'b' show parts of the same memory"),
@@ -173,6 +173,9 @@ def test_nothing_appears_unless_all_of_it_is_right(tmp_path: Path, monkeypatch: 
     source = tmp_path / "a.pt"
     lazyckpt.save(weights(), source)
     assert "exists already" in fails(2, "convert", source, source)
+    assert "b.pt: cannot be opened: No such file" in fails(
+        2, "convert", tmp_path / "b.pt", source
+    )  # the wrong way round
     assert "name that ends in" in fails(2, "convert", source, tmp_path / "b.zip")
     assert "No such file" in fails(2, "convert", source, tmp_path / "no/b.pt")
     assert run("convert", source, tmp_path / "b", "--max-shard-size", "5 apples").exit_code == 2
@@ -218,12 +221,14 @@ def test_peak_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     lazyckpt.save(large, tmp_path / "large.pt")
     lazyckpt.save({"x": torch.full((10 << 20,), 1.0)}, tmp_path / "one.pt")
     code = (
-        "import pathlib, re, lazyckpt.cli\n"
+        "import pathlib, re, shutil, lazyckpt.cli\n"
         "for name in ('one', 'one', 'large'):\n"
         "    pathlib.Path('/proc/self/clear_refs').write_text('5')\n"  # forgets the peak
-        "    for source, target in (('.pt', '.safetensors'), ('.safetensors', '-2.pt')):\n"
-        "        pathlib.Path(name + target).unlink(missing_ok=True)\n"
-        "        try: lazyckpt.cli.app(['convert', name + source, name + target])\n"
+        "    shutil.rmtree('shards', ignore_errors=True)\n"
+        "    for file in ('a.safetensors', name + '-2.pt'): pathlib.Path(file).unlink(missing_ok=True)\n"
+        "    shards = ['shards/pytorch_model.bin', '--max-shard-size', '90MB']\n"
+        "    for words in ([name + '.pt', 'a.safetensors'], ['a.safetensors', *shards], ['shards', name + '-2.pt']):\n"
+        "        try: lazyckpt.cli.app(['convert', *words])\n"
         "        except SystemExit as end: assert not end.code\n"
         "    print(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])\n"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
-INDEX_SUFFIX = ".safetensors.index.json"  # says which of several safetensors files holds what; as Hugging Face has it
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
+_ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
+# The index of a model in several files, as Hugging Face names it: model.safetensors.index.json, in which there may be
+# the name of a variant. It says which of them holds what.
+_INDEX = re.compile(rf"(.+)({_ANY_SUFFIX})\.index(\.\w+)?\.json")
 _MAX_INDEX_BYTES = 100_000_000
 
 
@@ -72,29 +75,68 @@ def documents_in(path: Path) -> dict[str, Path]:
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
         return {STATE: checkpoint.path / STATE}
-    entries = [entry for entry in sorted(path.iterdir()) if not entry.is_dir() and not entry.is_symlink()]
-    found = {e.name.removesuffix(".index.json"): e for e in entries if e.name.endswith(INDEX_SUFFIX)}
-    for entry in entries:
-        shard = _SHARD.fullmatch(entry.name)
-        if entry.suffix in SUFFIXES and not (shard is not None and f"{shard[1]}.safetensors" in found):
-            found[entry.name] = entry
-    if not found:
-        raise LoadError("no checkpoint in this folder", path=path)
+    if found := files_in(path):
+        return found
+    raise nothing_in(path)
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files of a trainer's folder, by name. Shards are their index, by the name of the same in one file."""
+    entries = [entry for entry in sorted(folder.iterdir()) if not entry.is_dir() and not _is_alias(entry)]
+    found = {entry.name: entry for entry in entries if entry.suffix in SUFFIXES}
+    for index in entries:
+        if (name := model_of(index)) is not None:
+            with contextlib.suppress(LoadError):  # whoever reads it hears of that
+                for shard in shards_of(index):
+                    found.pop(shard.name, None)
+            found[index.name if name in found else name] = index
     return found
+
+
+def _is_alias(entry: Path) -> bool:
+    """Whether it is another name of what is in the same folder, as last.ckpt is. All files in a cache of the Hugging
+    Face hub are links, but to elsewhere."""
+    if not entry.is_symlink():
+        return False
+    return os.path.realpath((entry.parent / os.readlink(entry)).parent) == os.path.realpath(entry.parent)
+
+
+def model_of(file: Path) -> str | None:
+    """The name that the shards of an index would have as one file; None if it is no index."""
+    named = _INDEX.fullmatch(file.name)
+    return None if named is None else f"{named[1]}{named[3] or ''}{named[2]}"
+
+
+def nothing_in(folder: Path) -> LoadError:
+    """The error that says so."""
+    if is_distributed(folder):
+        how = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
+        return UnsupportedFormatError(
+            f"a checkpoint of torch.distributed.checkpoint; one file of it: {how}", path=folder
+        )
+    return LoadError("no checkpoint in this folder", path=folder)
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote it."""
+    return any(folder.glob("*.distcp"))
 
 
 def document_in(path: Path) -> Path:
     """The one document in ``path``. Raises LoadError that names them if there are several."""
     found = documents_in(path)
     if len(found) > 1:
-        raise LoadError(f"holds several files; give one of them: {', '.join(found)}", path=path)
+        names = ", ".join(sorted(file.name for file in found.values()))
+        raise LoadError(f"holds several files; give one of them: {names}", path=path)
     return next(iter(found.values()))
 
 
 def read(file: Path) -> Contents:
     """Raises LoadError for what is damaged, or of a format whose contents cannot be told without loading it."""
-    if file.name.endswith(INDEX_SUFFIX):
-        return _read_shards(file)
+    return _read_file(file) if model_of(file) is None else _read_shards(file)
+
+
+def _read_file(file: Path) -> Contents:
     kind = sniff(file)
     if kind == "torch_legacy":
         raise UnsupportedFormatError("written by torch before 1.6; load it with lazyckpt.load, save it anew", path=file)
@@ -116,28 +158,45 @@ def _tensors_of(file: Path, infos: Mapping[str, safetensors.TensorInfo]) -> dict
 
 
 def _read_shards(index: Path) -> Contents:
+    shards = [read_shard(file, names) for file, names in shards_of(index).items()]
+    metadata = [shard.metadata for shard in shards if shard.metadata is not None]
+    return Contents(
+        index,
+        f"{' and '.join(sorted({shard.format for shard in shards}))} in {len(shards)} files",
+        sum(shard.nbytes for shard in shards),
+        {name: tensor for shard in shards for name, tensor in shard.obj.items()},
+        {key: text for each in metadata for key, text in each.items()} if metadata else None,
+    )
+
+
+def shards_of(index: Path) -> dict[Path, set[str]]:
+    """The files that an index names, and what each of them is to hold. They may be missing.
+
+    Raises CorruptFileError if it is damaged, or leads out of its folder."""
     with FileReader(index) as reader:
         if reader.size > _MAX_INDEX_BYTES:
             raise reader.corrupt("too large for an index")
         text = reader.read(0, reader.size)
     try:
         places: dict[str, str] = json.loads(text, object_pairs_hook=unique_keys)["weight_map"]
-        files = sorted(set(places.values()))
+        files: dict[str, set[str]] = {file: set() for file in sorted(places.values())}
+        for name, file in places.items():
+            files[file].add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not an index of shards ({type(error).__name__}: {error})", path=index) from error
-    nbytes = 0
-    tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
-    for name in files:
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise CorruptFileError(f"names a file {name!r} outside its folder", path=index)
-        file = index.parent / name
-        header = safetensors.read_header(file)
-        nbytes += file.stat().st_size
-        metadata |= header.metadata
-        if wrong := {n for n in header.tensors if places.get(n) != name} | {
-            n for n, where in places.items() if where == name and n not in header.tensors
-        }:
-            raise CorruptFileError(f"the index and this file disagree about {min(wrong)!r}", path=file)
-        tensors |= _tensors_of(file, header.tensors)
-    return Contents(index, f"safetensors in {len(files)} files", nbytes, tensors, metadata)
+    if not files:
+        raise CorruptFileError("an index that names no file", path=index)
+    for file in files:
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise CorruptFileError(f"names a file {file!r} outside its folder", path=index)
+    return {index.parent / file: names for file, names in files.items()}
+
+
+def read_shard(file: Path, names: set[str]) -> Contents:
+    """Raises CorruptFileError unless it holds these ``names`` and no other, and what ``read`` raises."""
+    contents = _read_file(file)
+    if not isinstance(contents.obj, Mapping):
+        raise CorruptFileError("a shard holds named tensors, this file something else", path=file)
+    if wrong := names ^ contents.obj.keys():
+        raise CorruptFileError(f"the index and this file disagree about {min(map(str, wrong))!r}", path=file)
+    return contents

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from lazyckpt import commit
 from lazyckpt.cli import stream
-from lazyckpt.cli.contents import INDEX_SUFFIX, SUFFIXES, document_in, read
+from lazyckpt.cli.contents import SUFFIXES, document_in, read
 from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
 from lazyckpt.cli.skeleton import Opaque, Storage, Tensor
 from lazyckpt.cli.stream import Origin
 from lazyckpt.errors import ConfigError, CorruptFileError, NoSpaceError, save_error
-from lazyckpt.plan import FilePlan, SafetensorsPlan, plan_for
+from lazyckpt.plan import FilePlan, plan_for
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("", "i")
@@ -37,19 +37,22 @@ def _parse_size(text: str) -> int:
 
 def convert(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="A file, an index of shards, a checkpoint or a folder.")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="A new .safetensors or .pt file; a folder for shards.")],
+    dst: Annotated[
+        Path, typer.Argument(metavar="DST", help="A new .safetensors or .pt file; for shards a new folder.")
+    ],
     key: Annotated[str | None, typer.Option(help="Take only this part of what is saved, e.g. model.")] = None,
     max_shard_size: Annotated[
         Any,
         typer.Option(
             metavar="SIZE",
             parser=_parse_size,
-            help="Write a folder of safetensors files of at most this size, e.g. 5GB, and their index.",
+            help="Write a folder of files of at most this size, e.g. 5GB, and their index. They are safetensors files, "
+            "or archives if DST is DIR/pytorch_model.bin.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Convert between torch.save archives and safetensors files, one or several.
+    """Convert between torch.save archives and safetensors files, one or several of either.
 
     Tensors are streamed, so the memory this takes is that of the largest one. Every checksum in SRC is compared on the
     way. DST appears under its name when it is whole and durable. Runs no code from SRC: what is neither a tensor nor a
@@ -57,32 +60,33 @@ def convert(
     tensor with several names, a tied weight, is held once; the other names stand in the metadata, as safetensors' own
     save_model has it, and are tied again on the way back.
     """
-    if os.path.lexists(dst):
-        raise ConfigError(f"{dst}: exists already")
+    sharded, name = max_shard_size is not None, dst.name
+    if sharded:  # into a folder, in which DST may name what the model would be in one file
+        dst, name = (dst.parent, dst.name) if dst.suffix in SUFFIXES else (dst, "model.safetensors")
     contents = read(document_in(src))
+    if os.path.lexists(dst):
+        hint = f"; shards are written into a new folder: DIR or DIR/{name}" if sharded else ""
+        raise ConfigError(f"{dst}: exists already{hint}")
     obj = contents.obj if key is None else _part(contents.obj, key, contents.file)
-    sharded = max_shard_size is not None
     loader = _Hollow(contents.file)
-    if sharded or dst.suffix == ".safetensors":
-        tensors, ties = loader.tensors(obj)
-        metadata = (contents.metadata or {"format": "pt"}) | ties
-        files, index = _shards(tensors, metadata, max_shard_size) if sharded else ({dst.name: tensors}, None)
-        plans: dict[str, FilePlan] = {name: SafetensorsPlan(part, metadata) for name, part in files.items()}
-    elif dst.suffix in SUFFIXES:
+    if to_safetensors := name.endswith(".safetensors"):
+        saved, ties = loader.tensors(obj)
+    elif Path(name).suffix in SUFFIXES:
         ties = _ties_in(obj, contents.metadata or {}) if key is None else {}
-        whole = obj | {name: obj[kept] for name, kept in ties.items()} if ties else obj
-        plans, index = {dst.name: plan_for(dst.name, loader.whole(whole))}, None
+        whole = obj | {tied: obj[kept] for tied, kept in ties.items()} if ties else obj
+        if sharded:
+            loader.check_named(whole, "a folder of shards")
+        saved = loader.whole(whole)
     else:
         raise ConfigError(f"{dst}: give it a name that ends in .safetensors or .pt, or --max-shard-size for a folder")
+    files, index = _shards(saved, name, max_shard_size) if sharded else ({name: saved}, {})
+    metadata = (contents.metadata or {"format": "pt"}) | ties
+    plans = {file: plan_for(file, part, metadata) for file, part in files.items()}
     _write(dst, plans, index, loader, folder=sharded)
     written = sorted(dst.iterdir()) if sharded else [dst]
     nbytes = sum(file.stat().st_size for file in written)
     unchecked = sum(record.crc32 is None for record in loader.records.values())
-    left_out = (
-        sorted((contents.metadata or {}).keys() - {"format", *ties})
-        if dst.suffix != ".safetensors" and not sharded
-        else []
-    )
+    left_out = [] if to_safetensors else sorted((contents.metadata or {}).keys() - {"format", *ties})
     if as_json:
         about = {"path": str(dst), "files": [file.name for file in written], "bytes": nbytes}
         print_json(
@@ -95,7 +99,7 @@ def convert(
             }
         )
         return
-    facts = f"{count(len(loader.records), 'storage')}, {size(nbytes)}" + f" in {len(written)} files" * sharded
+    facts = f"{count(len(loader.records), 'storage')}, {size(nbytes)}" + f" in {count(len(written), 'file')}" * sharded
     text = Text.assemble(("written", "green"), "  ", (plain(dst), "bold"), f"  {facts}")
     if unchecked:
         text.append(f"\n    {count(unchecked, 'record')} without a checksum: not compared", style="yellow")
@@ -137,17 +141,11 @@ class _Hollow:
     def tensors(self, obj: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Of a dict of tensors: each dense, with a storage of its own; and further names of some, with the first that
         they have. Raises ConfigError for anything else."""
-        if not isinstance(obj, Mapping):
-            raise ConfigError(f"{self._file}: safetensors holds a dict of tensors, this is a {_kind(obj)}")
+        self.check_named(obj, "safetensors")
         owner: dict[tuple[Path, str], str] = {}
         made: dict[str, torch.Tensor] = {}
         ties = {}
         for name, value in obj.items():
-            if not isinstance(name, str) or not isinstance(value, Tensor) or value.storage is None:
-                what = f"{name!r} is a {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
-                parts = [str(k) for k, v in obj.items() if isinstance(v, Mapping)]
-                hint = f"; take a part with --key: {', '.join(parts[:10])}" if parts else ""
-                raise ConfigError(f"{self._file}: safetensors holds named tensors and nothing else: {what}{hint}")
             record = value.storage.record
             place = value.storage.file, record.name
             if record.nbytes and place in owner:
@@ -167,6 +165,17 @@ class _Hollow:
             made[name] = tensor
         return made, ties
 
+    def check_named(self, obj: Any, target: str) -> None:
+        """Raises ConfigError unless it is a dict of tensors, which is all that ``target`` holds."""
+        if not isinstance(obj, Mapping):
+            raise ConfigError(f"{self._file}: {target} holds a dict of tensors, this is {_kind(obj)}")
+        for name, value in obj.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor) or value.storage is None:
+                what = f"{name!r} is {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
+                parts = [str(k) for k, v in obj.items() if isinstance(v, Mapping)]
+                hint = f"; take a part with --key: {', '.join(parts[:10])}" if parts else ""
+                raise ConfigError(f"{self._file}: {target} holds named tensors and nothing else: {what}{hint}")
+
     def whole(self, obj: Any, name: str = "") -> Any:
         """Of anything made of plain values and tensors; ties stay. Raises ConfigError for the rest."""
         if (known := self._made.get(id(obj))) is not None:
@@ -176,7 +185,7 @@ class _Hollow:
             return tensor
         if isinstance(obj, Tensor | Storage | Opaque):
             raise ConfigError(
-                f"{self._file}: {name or 'it'} is a {_kind(obj)}; only tensors and plain values are converted (--key "
+                f"{self._file}: {name or 'it'} is {_kind(obj)}; only tensors and plain values are converted (--key "
                 "takes a part)"
             )
         if not isinstance(obj, Mapping | list | tuple | set | frozenset):
@@ -197,7 +206,7 @@ class _Hollow:
         assert tensor.storage is not None
         dtype = getattr(torch, tensor.dtype, None)
         if tensor.kind or not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"{self._file}: {name!r} is a {_kind(tensor)}, which is not converted")
+            raise ConfigError(f"{self._file}: {name!r} is {_kind(tensor)}, which is not converted")
         record = tensor.storage.record
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
         if 0 not in tensor.shape and (tensor.offset + last + 1) * dtype.itemsize > record.nbytes:
@@ -217,40 +226,50 @@ def _shows(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Opaque):
-        return value.global_name
+    """With its article."""
     if isinstance(value, Tensor):
-        return f"tensor {value.kind}" if value.kind else f"tensor of {value.dtype}"
-    return "storage" if isinstance(value, Storage) else type(value).__name__
+        return f"a tensor {value.kind}" if value.kind else f"a tensor of {value.dtype}"
+    name = value.global_name if isinstance(value, Opaque) else type(value).__name__
+    return "a storage" if isinstance(value, Storage) else f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 
 
 def _shards(
-    tensors: dict[str, torch.Tensor], metadata: dict[str, str], max_bytes: int
-) -> tuple[dict[str, dict[str, torch.Tensor]], str | None]:
-    """The files of a folder, named and filled as Hugging Face does it; and the index, if there are several."""
+    tensors: dict[str, torch.Tensor], model: str, max_bytes: int
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
+    """The files of a folder, named and filled as Hugging Face does it; and the index, if there are several. Tensors
+    that share a storage are in one file, which has it once."""
     shards: list[dict[str, torch.Tensor]] = [{}]
-    held = 0
+    homes: dict[int, dict[str, torch.Tensor]] = {}  # of storages
+    held = total = 0
     for name, tensor in tensors.items():
-        if tensor.nbytes > max_bytes:  # by itself, without an end to the shard that is being filled
-            shards.insert(len(shards) - 1, {name: tensor})
+        storage = tensor.untyped_storage()
+        if (home := homes.get(storage._cdata)) is not None:
+            home[name] = tensor
             continue
-        if held + tensor.nbytes > max_bytes:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += tensor.nbytes
+        total += storage.nbytes()
+        if storage.nbytes() > max_bytes:  # by itself, without an end to the shard that is being filled
+            shards.insert(len(shards) - 1, {})
+            home = shards[-2]
+        else:
+            if held + storage.nbytes() > max_bytes:
+                shards.append({})
+                held = 0
+            home = shards[-1]
+            held += storage.nbytes()
+        home[name] = tensor
+        homes[storage._cdata] = home
     if len(shards) > 1 and not shards[-1]:
         shards.pop()
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}, None
-    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+        return {model: shards[0]}, {}
+    stem, suffix = os.path.splitext(model)
+    files = {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
     places = {name: file for file, shard in files.items() for name in shard}
-    total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return files, {f"{model}.index.json": json.dumps(index, indent=2, sort_keys=True) + "\n"}
 
 
-def _write(dst: Path, plans: dict[str, FilePlan], index: str | None, loader: _Hollow, *, folder: bool) -> None:
+def _write(dst: Path, plans: dict[str, FilePlan], texts: dict[str, str], loader: _Hollow, *, folder: bool) -> None:
     """``dst`` appears when all of it is durable. Raises SaveError."""
     nbytes = sum(record.nbytes for record in loader.records.values())
     try:
@@ -263,8 +282,8 @@ def _write(dst: Path, plans: dict[str, FilePlan], index: str | None, loader: _Ho
                 task = bar.add_task(plain(dst), total=nbytes)
                 files = {staging.path / name: plan for name, plan in plans.items()}
                 stream.write(files, loader.origins, lambda done: bar.advance(task, done))
-            if index is not None:
-                (staging.path / f"model{INDEX_SUFFIX}").write_text(index)
+            for name, text in texts.items():
+                (staging.path / name).write_text(text)
             staging.describe(None, plans)
             staging.publish()
         except BaseException:

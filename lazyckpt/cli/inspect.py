@@ -82,11 +82,12 @@ def _entry(node: Node) -> dict[str, Any]:
         entry |= {"dtype": node.dtype, "shape": list(node.shape), "tied_to": node.tied_to, "note": node.note or None}
     if node.text:
         entry["value"] = node.text
-    if node.record is not None:
-        crc = node.record.crc32
+    if node.storage is not None:
+        record, crc = node.storage.record, node.storage.record.crc32
         entry |= {
-            "record": node.record.name,
-            "offset": node.record.offset,
+            "file": node.storage.file.name,
+            "record": record.name,
+            "offset": record.offset,
             "crc32": None if crc is None else f"{crc:08x}",
         }
     return entry

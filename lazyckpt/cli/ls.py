@@ -35,7 +35,8 @@ def ls(
         return
     console = stdout()
     if not rows:
-        console.print(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there")
+        others = "what trainers saved: lazyckpt verify"
+        console.print(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there ({others})")
     else:
         table = columns("step", "sequence", "parent", "age", "size", "state", right=_NUMBERS, wrap=("state",))
         ages = {row["name"]: age(checkpoint.created) for row, checkpoint in zip(rows, checkpoints, strict=False)}

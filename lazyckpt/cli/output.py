@@ -17,6 +17,9 @@ from rich.text import Text
 
 # Wide enough for any line: what is piped into another program is neither wrapped nor cut.
 _UNBOUNDED = 1_000_000
+_NARROW_CELLS = 60  # on a terminal with less, tables leave these columns out rather than cut all of them
+_SPARED = ("SEQUENCE", "PARENT")
+_MAX_NAME_CELLS = 60  # the column of a tree's names at most; what is longer shifts its own row, not all
 
 
 class _Console(Console):
@@ -43,6 +46,8 @@ def stderr() -> Console:
 def show(console: Console, table: Table | Padding) -> None:
     """Prints a table; into a pipe without the spaces that fill its last column."""
     if console.is_terminal:
+        if isinstance(table, Table) and console.width < _NARROW_CELLS:
+            table.columns = [column for column in table.columns if column.header not in _SPARED]
         console.print(table)
         return
     with console.capture() as capture:
@@ -66,13 +71,13 @@ class TreeLine:
 def print_tree(console: Console, lines: list[TreeLine]) -> None:
     """By hand, not with rich's tables: those take seconds for ten thousand rows."""
     before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
-    names = max(cell_len(line.drawn + line.name) for line in lines)
+    names = max(n if (n := cell_len(line.drawn + line.name)) <= _MAX_NAME_CELLS else 0 for line in lines)
     behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
     text = Text()
     for line in lines:
         text.append("".join(f"{cell:>{cells}}  " for cell, cells in zip(line.before, before, strict=True)))
         text.append(line.drawn, "dim").append(line.name, line.style)
-        text.append(" " * (names - cell_len(line.drawn + line.name) + 2))
+        text.append(" " * (max(names - cell_len(line.drawn + line.name), 0) + 2))
         *middle, last = zip(line.behind, behind, strict=True)
         text.append("".join(cell + " " * (cells - cell_len(cell) + 2) for cell, cells in middle))
         text.append(last[0], "dim" if line.style == "bold" else "")

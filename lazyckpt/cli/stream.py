@@ -4,8 +4,9 @@ A plan lays a file out from names and sizes alone, so its storages need no bytes
 touched. What the engine is given instead is two buffers. The program is cut into batches; a batch is read into one
 buffer, appended, and copied into the engine's ring, while the batch before it is still being written from there.
 
-The engine begins to copy a chunk when it is full. So of a batch, what went into the last chunk may not be copied yet
-when the next one is read; that is why there are two buffers, and why a batch is never smaller than a chunk.
+The engine begins to copy a chunk when it is full, or when another file begins. So of a batch, what went into the last
+chunk may not be copied yet when the next one is read; that is why there are two buffers, and why a batch is never
+smaller than a chunk unless its file ends with it. The end of an archive has no storages: it takes no buffer.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class _Batch:
     first_source: int  # of the file
     extent: Extent
     sources: list[int]
+    buffer: int = 0
 
 
 def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Callable[[int], None]) -> None:
@@ -74,8 +76,9 @@ def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Call
     engine = process_engine()
     with _Buffers(max((sum(views.sizes[i] for i in batch.sources) for batch in batches), default=0)) as buffers:
         pointers = array("Q", bytes(8 * len(views)))
-        for turn, batch in enumerate(batches):
-            at = buffers.pointers[turn % 2]
+        for turn, batch in enumerate(batch for batch in batches if batch.sources):
+            batch.buffer = turn % 2
+            at = buffers.pointers[batch.buffer]
             for source in batch.sources:
                 pointers[source], at = at, at + views.sizes[source]
         job = engine.begin(pointers, array("Q", views.sizes), array("Q", bytes(8 * len(views))), files=len(files))
@@ -84,7 +87,7 @@ def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Call
             for number, (path, _, _) in enumerate(files):
                 job.open(number, os.fspath(path), sizes[number])
             crcs: dict[int, int] = {}
-            for turn, batch in enumerate(batches):
+            for batch in batches:
                 path = files[batch.file][0]
                 wanted = [(source, origins[views.identities[source]]) for source in batch.sources]
                 crcs |= _read(wanted, pointers)
@@ -92,7 +95,7 @@ def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Call
                 job.wait_eager()
                 job.raise_error()
                 nbytes = sum(views.sizes[source] for source in batch.sources)
-                buffers.drop(turn % 2, nbytes - CHUNK_BYTES)
+                buffers.drop(batch.buffer, nbytes - CHUNK_BYTES)
                 advance(nbytes)
             job.seal()
             job.wait_settled()

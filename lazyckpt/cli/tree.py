@@ -18,7 +18,6 @@ import torch
 
 from lazyckpt.cli.output import count
 from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name, strides_of
-from lazyckpt.containers.base import Record
 
 MAX_DEPTH = 32
 STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a row, by its kind
@@ -44,7 +43,7 @@ class Node:
     text: str = ""
     note: str = ""
     tied_to: str | None = None
-    record: Record | None = None
+    storage: Storage | None = None
     value: Any = None
     children: list[Node] = field(default_factory=list)
     modules: dict[str, Node] = field(default_factory=dict)
@@ -64,7 +63,9 @@ class Tree:
 
     def __init__(self, name: str, obj: Any, *, join: bool = True) -> None:
         self._opened: dict[int, str] = {}  # id of a container, alive as long as obj -> path
-        self._storages: dict[str, tuple[str, Any]] = {}  # record -> path of the first tensor there, and its view
+        self._storages: dict[
+            Any, tuple[str, Any]
+        ] = {}  # of a file and record: path of the first tensor there, its view
         self._room = _MAX_CHARACTERS
         self.root = Node(name, "", "module", 0)
         container = _contents(obj)
@@ -131,11 +132,12 @@ class Tree:
         node = Node(name, path, "tensor", depth, 0, 1, tensor.dtype, tensor.shape, note=tensor.kind, value=tensor)
         if tensor.storage is None:
             return node
-        record = node.record = tensor.storage.record
+        node.storage, record = tensor.storage, tensor.storage.record
+        place = tensor.storage.file, record.name
         view = (tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
-        first = self._storages.get(record.name)
+        first = self._storages.get(place)
         if first is None:
-            self._storages[record.name] = (path, view)
+            self._storages[place] = (path, view)
             node.nbytes = record.nbytes
             if tensor.nbytes < record.nbytes and not tensor.kind:
                 node.note = f"a view: {tensor.nbytes:,} bytes of {record.nbytes:,}"

@@ -14,7 +14,7 @@ from rich.text import Text
 from lazyckpt import _engine, commit
 from lazyckpt.archive import Reading
 from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
-from lazyckpt.cli.contents import SUFFIXES
+from lazyckpt.cli.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import Tree
@@ -81,7 +81,7 @@ class _Report:
 def _targets(path: Path) -> Iterator[Path | LoadError]:
     """Files and checkpoints under ``path``, or why there are none."""
     found = list(_found_in(path))
-    yield from found or [LoadError("no checkpoint in this folder", path=path)]
+    yield from found or [nothing_in(path)]
 
 
 def _found_in(path: Path) -> Iterator[Path | LoadError]:
@@ -99,13 +99,13 @@ def _found_in(path: Path) -> Iterator[Path | LoadError]:
     yield from (checkpoint.path for checkpoint in checkpoints)
     if checkpoints or catalog.broken:
         return
-    for entry in sorted(path.iterdir()):  # a trainer's: by the names of its files, since damage may be anywhere
-        if entry.is_symlink():
-            continue
-        if not entry.is_dir():
-            if entry.suffix in SUFFIXES:
-                yield entry
-        elif not entry.name.startswith("."):
+    if is_distributed(path):
+        yield nothing_in(path)
+    files = set(files_in(path).values())  # a trainer's: by their names, since damage may be anywhere
+    for entry in sorted(path.iterdir()):
+        if entry in files:
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
             yield from _found_in(entry)
 
 
@@ -133,7 +133,7 @@ def _verify(target: Path | LoadError, *, named: bool) -> _Finding:
     try:
         if isinstance(target, LoadError):
             raise target
-        report = _verify_checkpoint(target) if target.is_dir() else _verify_file(target, None)
+        report = _verify_target(target)
     except CorruptFileError as error:
         return _Finding(path, "damaged", why=str(error))
     except LoadError as error:
@@ -154,8 +154,9 @@ def _print(finding: _Finding) -> None:
     if finding.why:
         stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(finding.why)}"))
         return
-    facts = f"{count(report.records, 'record')}, {size(report.nbytes)}, "
-    facts += f"{report.nbytes / finding.seconds / 1e9:.2f} GB/s"
+    facts = f"{count(report.records, 'record')}, {size(report.nbytes)}"
+    if report.nbytes > 1e6:  # of less it would be that of opening the file
+        facts += f", {report.nbytes / finding.seconds / 1e9:.2f} GB/s"
     word = ("damaged", "bold red") if report.damage else ("ok", "green")
     text = Text.assemble(word, "  ", (plain(finding.target), "bold"), f"  {facts}")
     if report.without_checksum == report.records and not report.whole_file_checked:
@@ -169,20 +170,40 @@ def _print(finding: _Finding) -> None:
     stdout().print(text)
 
 
+def _verify_target(target: Path) -> _Report:
+    if target.is_dir():
+        return _verify_checkpoint(target)
+    return _verify_file(target) if model_of(target) is None else _verify_shards(target)
+
+
 def _verify_checkpoint(folder: Path) -> _Report:
     checkpoint = read_checkpoint(folder)  # compares the lengths
     report = _Report()
     for entry in checkpoint.files:
-        report.add(_verify_file(folder / entry.name, entry))
+        report.add(_verify_file(folder / entry.name, entry, prefix=f"{entry.name}: "))
     return report
 
 
-def _verify_file(file: Path, entry: FileEntry | None) -> _Report:
-    """``entry`` is what the manifest tells of the file. Raises LoadError if it cannot be read; CorruptFileError,
-    if there is no manifest and its structure is damaged."""
+def _verify_shards(index: Path) -> _Report:
+    report = _Report()
+    for file, names in shards_of(index).items():
+        try:
+            part = _verify_file(file, prefix=f"{file.name}: ")
+            report.add(part)
+            if not part.damage:
+                read_shard(file, names)
+        except UnsupportedFormatError:
+            raise
+        except LoadError as error:  # also if it is missing: the others may be whole
+            report.damage.append(str(error).removeprefix(f"{file.parent}/"))
+    return report
+
+
+def _verify_file(file: Path, entry: FileEntry | None = None, *, prefix: str = "") -> _Report:
+    """``entry`` is what the manifest tells of the file, ``prefix`` stands in front of its damage. Raises LoadError if
+    it cannot be read; CorruptFileError, if there is no manifest and its structure is damaged."""
     report = _Report()
     records: list[Record] = []
-    prefix = f"{file.name}: " if entry is not None else ""
     try:
         records = _records_of(file)
     except (CorruptFileError, UnsupportedFormatError) as error:
@@ -268,8 +289,8 @@ def _meanings(file: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     try:
         for node in Tree(file.name, read_skeleton(file, read_directory(file))).root.walk():
-            if node.record is not None:
-                names.setdefault(node.record.name, node.path)
+            if node.storage is not None:
+                names.setdefault(node.storage.record.name, node.path)
     except (LoadError, ValueError):
         pass  # damage in the pickle: the records have no names then
     return names

@@ -15,6 +15,7 @@ from lazyckpt.errors import UnsupportedFormatError
 # torch.save before 1.6 begins with the pickle of this number (torch.serialization.MAGIC_NUMBER), as LONG1 of
 # 10 bytes, behind the PROTO opcode; from protocol 4 on also behind a FRAME
 _LEGACY_MAGIC = b"\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 def sniff(path: str | os.PathLike[str]) -> Literal["torch_zip", "safetensors", "torch_legacy"]:
@@ -31,5 +32,9 @@ def sniff(path: str | os.PathLike[str]) -> Literal["torch_zip", "safetensors", "
             return "safetensors"
         if start[2:].startswith(_LEGACY_MAGIC) or start[11:].startswith(_LEGACY_MAGIC):
             return "torch_legacy"
-        what = f"neither a torch.save archive nor a safetensors file (begins with {start[:8].hex(' ')})"
+        if start.startswith(_LFS_POINTER):
+            raise UnsupportedFormatError(
+                "a pointer of Git LFS, not the file itself: git lfs pull fetches it", path=path
+            )
+        what = f"neither a torch.save archive nor a safetensors file (begins with {start[:16]!r})"
         raise UnsupportedFormatError(what, path=path)

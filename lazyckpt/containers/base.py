@@ -150,7 +150,8 @@ class FileReader:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes at ``offset``; ``CorruptFileError`` if the file ends before."""
         if offset < 0 or offset + nbytes > self.size:
-            raise self.corrupt(f"truncated: {nbytes} bytes at offset {offset}, file has {self.size}")
+            wanted = f"{nbytes} bytes at offset {offset}, " if offset >= 0 else ""
+            raise self.corrupt(f"truncated: {wanted}file has {self.size} bytes")
         parts = []
         while nbytes:
             try:

@@ -160,7 +160,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
                 raise file.corrupt(f"tensor {info.record.name!r}: a gap or an overlap at offset {end}")
             end += info.record.nbytes
         if end != file.size:
-            raise file.corrupt(f"tensors end at {end}, the file at {file.size}")
+            how = "truncated: " if end > file.size else ""
+            raise file.corrupt(f"{how}tensors end at {end}, the file at {file.size}")
         return Header({info.record.name: info for info in found}, metadata)
 
 

@@ -1277,6 +1277,43 @@ _in(
         "if wrong := []:",
         "test_cli_convert.py::test_what_is_written_is_compared_with_what_was_read",
     ),
+    (
+        "a buffer is read into while a file waits for the next one",
+        "enumerate(batch for batch in batches if batch.sources):",
+        "enumerate(batches):",
+        "test_cli_shards.py::test_archives_are_sharded_as_hugging_face_does_it",
+    ),
+)
+
+_in(
+    "lazyckpt/cli/contents.py",
+    (
+        "an index leads out of its folder",
+        ' or "/" in file or',
+        " or",
+        "test_cli_shards.py::test_an_index_leads_to_nothing_outside_of_its_folder",
+    ),
+    (
+        "an index leads to itself",
+        "    contents = _read_file(file)\n    if not isinstance",
+        "    contents = read(file)\n    if not isinstance",
+        "test_cli_shards.py::test_an_index_leads_to_nothing_outside_of_its_folder",
+    ),
+    (
+        "an index is not compared with its shards",
+        "if wrong := names ^ contents.obj.keys():",
+        "if wrong := ():",
+        "test_cli_shards.py::test_a_shard_that_is_missing_or_of_another_model_is_damage",
+    ),
+)
+_in(
+    "lazyckpt/cli/tree.py",
+    (
+        "records of two files are one",
+        "place = tensor.storage.file, record.name",
+        "place = record.name",
+        "test_cli_shards.py::test_shards_are_one_document",
+    ),
 )
 
 # containers: a file has one meaning
