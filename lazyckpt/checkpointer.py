@@ -56,7 +56,7 @@ class Checkpointer:
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
         self.config = self._saver.config
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # os.chdir() does not move it
         try:
             commit.make_folder(self.directory)
             commit.sweep(self.directory)
@@ -217,6 +217,6 @@ class Checkpointer:
 
 
 def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError(f"step={step!r}: expected a whole number, at least 0")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= catalog.MAX_NUMBER:
+        raise ConfigError(f"step={step!r}: expected a whole number, at least 0 and of at most 63 bits")
     return step

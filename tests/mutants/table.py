@@ -546,7 +546,7 @@ _in(
     ),
     (
         "an optimizer loads without waiting",
-        "optimizer.register_load_state_dict_pre_hook(_wait_before_load)",
+        "optimizer.register_load_state_dict_pre_hook(_WaitBeforeLoad())",
         "pass",
         "test_gate.py::test_loading_in_the_middle_of_training_waits",
     ),
@@ -1198,7 +1198,7 @@ _in(
     ),
     (
         "numbers may be anything",
-        "if type(value) is not int or not 0 <= value <= _MAX_NUMBER:",
+        "if type(value) is not int or not 0 <= value <= MAX_NUMBER:",
         "if False:",
         "test_catalog.py",
     ),
