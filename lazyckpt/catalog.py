@@ -188,9 +188,11 @@ class Catalog:
         found = []
         self.broken = []
         for entry in os.scandir(self.root):
-            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir():
                 continue
             try:
+                if entry.is_symlink():
+                    raise LoadError("a symbolic link, which is not followed; restore(path=…) does", path=entry.path)
                 found.append(read_checkpoint(Path(entry.path)))
             except LoadError as error:
                 self.broken.append(error)
