@@ -46,8 +46,9 @@ class Saver:
     its state, whatever object they are saved in. Everything else is frozen before ``save`` returns.
     A ``Checkpointer`` adds a folder of checkpoints, their retention and their restoration.
 
-    Keyword arguments are the fields of ``Config``. One thread at a time may call. Saves become durable in
-    the order in which they were called. Raises ConfigError for a knob that makes no sense.
+    Keyword arguments are the fields of ``Config``; ``keep_last`` and ``keep_every`` have no effect here: retention is a
+    ``Checkpointer``'s. One thread at a time may call. Saves become durable in the order in which they were called.
+    Raises ConfigError for a knob that makes no sense.
     """
 
     def __init__(self, **knobs: Any) -> None:
