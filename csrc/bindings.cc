@@ -2,11 +2,13 @@
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -23,17 +25,18 @@ namespace py = pybind11;
 namespace lazyckpt {
 namespace {
 
-// The one place where a Status becomes an exception: OSError, so that errno and file name reach the user.
-void Raise(const Status& status) {
-  if (status.ok()) return;
-  py::object error = py::module_::import("builtins").attr("OSError")(status.error(), status.message(), status.path());
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  throw py::error_already_set();
-}
-
 py::object Returned(PyObject* result) {
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
+}
+
+// The one place where a Status becomes an exception: OSError, so that errno and file name reach the user.
+void Raise(const Status& status) {
+  if (status.ok()) return;
+  const auto path = Returned(PyUnicode_DecodeFSDefault(status.path().c_str()));  // it need not be UTF-8
+  py::object error = py::module_::import("builtins").attr("OSError")(status.error(), status.message(), path);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
 }
 
 template <class T>
@@ -202,11 +205,11 @@ class JobHandle {
 
   void Go() { engine_->get().Go(*job_); }  // with the GIL: who lets go of it here may wait for it
 
-  void Open(size_t file, const std::string& path, uint64_t size) {
+  void Open(size_t file, const std::filesystem::path& path, uint64_t size) {
     Status status;
     {
       NoGil no_gil;
-      status = engine_->get().Open(*job_, file, path, size);
+      status = engine_->get().Open(*job_, file, path.string(), size);
     }
     Raise(status);
   }
@@ -327,7 +330,7 @@ class JobHandle {
 
 class ReaderHandle {
  public:
-  ReaderHandle(std::shared_ptr<EngineHandle> engine, const std::string& path, const py::buffer& offsets,
+  ReaderHandle(std::shared_ptr<EngineHandle> engine, const std::filesystem::path& path, const py::buffer& offsets,
                const py::buffer& sizes, unsigned threads, unsigned io_depth)
       : engine_(std::move(engine)) {
     const auto o = ToVector<uint64_t>(offsets, "offsets");
@@ -347,7 +350,7 @@ class ReaderHandle {
     Status status;
     {
       NoGil no_gil;
-      reader_ = Reader::Start(path, options, std::move(ranges), &status);
+      reader_ = Reader::Start(path.string(), options, std::move(ranges), &status);
     }
     if (!status.ok()) Close();
     Raise(status);
@@ -401,10 +404,10 @@ class ReaderHandle {
 };
 
 // Swaps two names in one step; os.rename cannot.
-void RenameExchange(const std::string& a, const std::string& b) {
+void RenameExchange(const std::filesystem::path& a, const std::filesystem::path& b) {
   constexpr unsigned kRenameExchange = 2;
   if (syscall(SYS_renameat2, AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), kRenameExchange) != 0)
-    Raise(Status(errno, "renameat2", b));
+    Raise(Status(errno, "renameat2", b.string()));
 }
 
 // For tests: the bookkeeping of a ring without its memory being used.
@@ -523,8 +526,8 @@ PYBIND11_MODULE(_engine, m) {
       .def_property_readonly("used", &RingHandle::used);
 
   py::class_<ReaderHandle>(m, "Reader")
-      .def(py::init<std::shared_ptr<EngineHandle>, const std::string&, const py::buffer&, const py::buffer&, unsigned,
-                    unsigned>(),
+      .def(py::init<std::shared_ptr<EngineHandle>, const std::filesystem::path&, const py::buffer&, const py::buffer&,
+                    unsigned, unsigned>(),
            "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
       .def("read_into", &ReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
 
@@ -549,5 +552,5 @@ PYBIND11_MODULE(_engine, m) {
   m.def("look_at_tensors", [](const py::object& tensors) { return Returned(LookAtTensors(tensors.ptr())); });
   m.def("storages_of_tensors", [](const py::object& tensors) { return Returned(StoragesOfTensors(tensors.ptr())); });
   m.def("rename_exchange", &RenameExchange);
-  m.def("probe", &Probe);
+  m.def("probe", [](const std::filesystem::path& folder) { return Probe(folder.string()); });
 }

@@ -29,6 +29,8 @@ class UringBackend final : public IoBackend {
     // Two entries more than requests: the poll for wake-ups, and one so that the queue is never full.
     if (const int r = io_uring_queue_init(depth + 2, &ring_, 0); r < 0) return Status(-r, "io_uring_setup", "");
     ring_ready_ = true;
+    // Came with the reads and writes that are used below.
+    if ((ring_.features & IORING_FEAT_RW_CUR_POS) == 0) return Status(ENOSYS, "io_uring before Linux 5.6", "");
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) return Status(errno, "eventfd", "");
     return ArmWake();

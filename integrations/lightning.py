@@ -66,7 +66,8 @@ _ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, Learning
 class LazyCheckpointIO(TorchCheckpointIO):
     """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
 
-    Keyword arguments are the fields of ``Config``; ConfigError if one makes no sense. Make it before
+    Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
+    ``ModelCheckpoint(save_top_k=…)``. Raises ConfigError for one that makes no sense. Make it before
     training begins. Paths that are not local go to ``torch.save``, as ever.
 
     A Trainer's saves block, that is, are durable when they return, outside of ``fit`` and its like, after an exception,
@@ -81,6 +82,8 @@ class LazyCheckpointIO(TorchCheckpointIO):
             self._config = lazyckpt.Config(**knobs)
         except TypeError as error:
             raise lazyckpt.ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
+        if self._config.keep_last is not None:
+            raise lazyckpt.ConfigError("keep_last: ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
         gate.install()  # now, not for the first save: only what was seen to step before is copied lazily
         self._saver: lazyckpt.Saver | None = None  # its threads run while there is something to save

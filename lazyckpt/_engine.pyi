@@ -4,8 +4,12 @@ it (csrc/tensors.cc), what every save asks of every tensor.
 Failures of the operating system are OSError with errno and path. Waits release the GIL and heed Ctrl-C.
 """
 
+import os
+
 import torch
 from typing_extensions import Buffer
+
+StrPath = str | os.PathLike[str]
 
 FAULTS: bool  # whether this is the test build, with fault injection
 
@@ -82,7 +86,7 @@ class Job:
         """Nothing more will be appended. OSError(EINVAL), and the job fails, if a file has a hole or an overlap, or
         if a source was left out."""
 
-    def open(self, file: int, path: str, size: int) -> None:
+    def open(self, file: int, path: StrPath, size: int) -> None:
         """Creates the file (it must not exist) and reserves `size` bytes on the disk. If it fails, so does the job."""
 
     def wait_eager(self, timeout_s: float | None = None) -> bool:
@@ -134,7 +138,7 @@ class Reader:
     in the engine's ring if that has room; nothing lands before read_into(). Dropping it gives up."""
 
     def __init__(
-        self, engine: Engine, path: str, offsets: Buffer, sizes: Buffer, *, threads: int = 0, io_depth: int = 0
+        self, engine: Engine, path: StrPath, offsets: Buffer, sizes: Buffer, *, threads: int = 0, io_depth: int = 0
     ) -> None: ...
     def read_into(self, pointers: Buffer, devices: Buffer | None = None, streams: Buffer | None = None) -> list[int]:
         """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. Once.
@@ -153,5 +157,5 @@ def storages_of_tensors(tensors: list[torch.Tensor]) -> tuple[list[int], list[in
     and is no inference tensor, 0 for others. None if one has no storage."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
-def rename_exchange(a: str, b: str) -> None: ...
-def probe(dir: str) -> dict[str, str]: ...
+def rename_exchange(a: StrPath, b: StrPath) -> None: ...
+def probe(folder: StrPath) -> dict[str, str]: ...

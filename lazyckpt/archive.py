@@ -287,7 +287,7 @@ class Reading:
         self._records = records
         offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
         with self._load_error():
-            self._reader = _engine.Reader(engine, os.fspath(path), offsets, sizes)
+            self._reader = _engine.Reader(engine, path, offsets, sizes)
 
     def close(self) -> None:
         """Gives up."""

@@ -275,7 +275,7 @@ class Background:
             for number, (name, nbytes) in enumerate(zip(target.files, flight.nbytes, strict=True)):
                 file = staging.path / name
                 file.parent.mkdir(parents=True, exist_ok=True)
-                job.open(number, os.fspath(file), nbytes)
+                job.open(number, file, nbytes)
             created = created[0], time.perf_counter()
             job.wait_released()
             snapshot.verify()

@@ -25,7 +25,7 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 FORMAT = 1
 STATE = "state.pt"
 _MAX_MANIFEST_BYTES = 16 << 20
-_MAX_NUMBER = 2**63 - 1
+MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
 
@@ -150,7 +150,7 @@ def _crc(value: Any) -> int:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise ValueError(f"{value!r} is not a whole number")
     return value
 
@@ -188,9 +188,11 @@ class Catalog:
         found = []
         self.broken = []
         for entry in os.scandir(self.root):
-            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir():
                 continue
             try:
+                if entry.is_symlink():
+                    raise LoadError("a symbolic link, which is not followed; restore(path=…) does", path=entry.path)
                 found.append(read_checkpoint(Path(entry.path)))
             except LoadError as error:
                 self.broken.append(error)

@@ -56,7 +56,7 @@ class Checkpointer:
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
         self.config = self._saver.config
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # os.chdir() does not move it
         try:
             commit.make_folder(self.directory)
             commit.sweep(self.directory)
@@ -116,7 +116,8 @@ class Checkpointer:
         ``path`` (a checkpoint folder) roll back to a given one. Waits for saves in flight.
 
         Raises RestoreError if the checkpoint does not fit what is tracked (nothing is touched then), if something
-        tracked fails to load it, or if none is whole; LoadError if the given one cannot be read.
+        tracked fails to load it, or if none is whole; LoadError if the given one cannot be read;
+        UnsupportedFormatError if it holds types that are not allowed (``torch.serialization.add_safe_globals``).
         """
         self._check_usable()
         if step is not None and path is not None:
@@ -217,6 +218,6 @@ class Checkpointer:
 
 
 def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError(f"step={step!r}: expected a whole number, at least 0")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= catalog.MAX_NUMBER:
+        raise ConfigError(f"step={step!r}: expected a whole number, at least 0 and of at most 63 bits")
     return step

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import uuid
@@ -30,6 +31,7 @@ from lazyckpt import _engine
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 MANIFEST = "manifest.json"
+_NAME_BYTES = 100  # of a name, that come back in the temporary one
 
 # Descriptors that hold the locks of staged folders. A forked child must let go of its copies, or a lock would
 # outlive the process that it stands for.
@@ -65,8 +67,20 @@ def make_folder(path: Path) -> None:
                 sync_path(folder.absolute().parent)
 
 
+def free_bytes(folder: Path) -> float:
+    """What may be written there; infinite where the file system does not say, as some in user space. Raises OSError."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks > 0 else math.inf
+
+
 def temporary_name(target: Path) -> Path:
-    return target.with_name(f"{TEMPORARY}{target.name}-{uuid.uuid4().hex}")
+    return _fresh_name(TEMPORARY, target)
+
+
+def _fresh_name(prefix: str, target: Path) -> Path:
+    """Beside ``target``; as long as file systems allow, whatever they allowed that to be."""
+    name = os.fsencode(target.name.removeprefix(TEMPORARY))[:_NAME_BYTES].decode(errors="ignore")
+    return target.with_name(f"{prefix}{name}-{uuid.uuid4().hex}")
 
 
 class Staging:
@@ -148,13 +162,13 @@ class Staging:
 
     def _exchange(self) -> Path:
         try:
-            _engine.rename_exchange(str(self.path), str(self.target))
+            _engine.rename_exchange(self.path, self.target)
             return self.path
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
         # A file system without RENAME_EXCHANGE. For an instant neither has the name; older checkpoints stand in.
-        old = self.target.with_name(f"{TRASH}{self.target.name}-{uuid.uuid4().hex}")
+        old = _fresh_name(TRASH, self.target)
         os.rename(self.target, old)
         try:
             os.rename(self.path, self.target)
@@ -231,7 +245,7 @@ def remove(path: Path) -> None:
 def hide(path: Path) -> Path | None:
     """The first half of ``remove``: the name is free now. Returns what ``unlink`` is to be given, or None if
     there was nothing."""
-    trash = path.with_name(f"{TRASH}{path.name.removeprefix(TEMPORARY)}-{uuid.uuid4().hex}")
+    trash = _fresh_name(TRASH, path)
     try:
         os.rename(path, trash)
     except FileNotFoundError:

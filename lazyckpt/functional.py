@@ -54,7 +54,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             streams=sources.streams,
         )
         try:
-            job.open(0, os.fspath(temporary), nbytes)
+            job.open(0, temporary, nbytes)
             for extent in extents:
                 job.append(0, extent.offset, extent.rows, extent.blob)
             job.seal()

@@ -11,7 +11,9 @@ post-hook), or to the same optimizer's next pre-hook. A snapshot taken inside an
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -126,7 +128,7 @@ class Gate:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer not in self.steps:
-            optimizer.register_load_state_dict_pre_hook(_wait_before_load)
+            optimizer.register_load_state_dict_pre_hook(_WaitBeforeLoad())
         if optimizer not in self._open:  # a subclass that calls super().step() comes by twice
             self._count(optimizer)
         self._open.add(optimizer)
@@ -218,13 +220,20 @@ class GatedMethod:
 os.register_at_fork(after_in_child=gate.forget)
 
 
-def _wait_before_load(*_: Any) -> None:
-    gate.wait_all()
+class _WaitBeforeLoad:
+    """A hook. Who pickles or copies the module that has it gets one that does nothing, and needs no lazyckpt to load
+    the pickle."""
+
+    def __call__(self, *_: Any) -> None:
+        gate.wait_all()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (collections.ChainMap,)  # takes whatever it is called with
 
 
 def watch_module(module: torch.nn.Module) -> Callable[[], None]:
     """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies; the result undoes it."""
-    handles = [part.register_load_state_dict_pre_hook(_wait_before_load) for part in module.modules()]
+    handles = [part.register_load_state_dict_pre_hook(_WaitBeforeLoad()) for part in module.modules()]
 
     def undo() -> None:
         for handle in handles:

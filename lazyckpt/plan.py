@@ -101,8 +101,8 @@ class SafetensorsPlan(FilePlan):
         self._shapes = []
         # Sorted as the format's own library does, so that every tensor is aligned to its dtype.
         for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-            if tensor.layout is not torch.strided:
-                raise ConfigError(f"{name!r} is not a dense tensor")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise ConfigError(f"{name!r} is not a dense tensor with data")
             pointer = tensor.untyped_storage().data_ptr()
             if pointer and pointer in owner:
                 raise ConfigError(

@@ -110,7 +110,7 @@ class CommitOnSignal:
         concurrent.futures.wait(handles, self._deadline)
         _late.update(handle for handle in handles if not handle.done())
         try:
-            _report(signal.Signals(number).name, handles, self._deadline)
+            _report(_name_of(number), handles, self._deadline)
         finally:
             if not on_top:
                 self._committing.discard(number)
@@ -143,6 +143,13 @@ class CommitOnSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 def _report(name: str, handles: list[SaveHandle], deadline: float) -> None:

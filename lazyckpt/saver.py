@@ -46,8 +46,9 @@ class Saver:
     its state, whatever object they are saved in. Everything else is frozen before ``save`` returns.
     A ``Checkpointer`` adds a folder of checkpoints, their retention and their restoration.
 
-    Keyword arguments are the fields of ``Config``. One thread at a time may call. Saves become durable in
-    the order in which they were called. Raises ConfigError for a knob that makes no sense.
+    Keyword arguments are the fields of ``Config``; ``keep_last`` and ``keep_every`` have no effect here: retention is a
+    ``Checkpointer``'s. One thread at a time may call. Saves become durable in the order in which they were called.
+    Raises ConfigError for a knob that makes no sense.
     """
 
     def __init__(self, **knobs: Any) -> None:
@@ -113,8 +114,8 @@ class Saver:
         Raises the SaveError of an earlier save that failed in the background (``on_error="raise"``), or its own, if it
         fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
-        target = Path(path)
-        if not target.name:
+        target = Path(path).absolute()  # os.chdir() does not move it
+        if not Path(path).name:
             raise ConfigError(f"save: {str(path)!r} is not the name of a file")
         plan: FilePlan
         if target.name.endswith(".safetensors"):
@@ -144,8 +145,8 @@ class Saver:
         if it had been written to. Raises SaveError if it cannot be made.
         """
         self.check_usable()
-        target = Path(path)
-        beside = None if inside is None else Path(inside)
+        target = Path(path).absolute()
+        beside = None if inside is None else Path(inside).absolute()
         self._prepare(target.parent, target, step)
         if beside is not None:
             self._prepare(beside, target, step)
@@ -175,7 +176,7 @@ class Saver:
         if path is None:
             self._background.drain()
         else:
-            wanted = Path(path)
+            wanted = Path(path).absolute()
             concurrent.futures.wait([h for h in self.pending() if h.path == wanted or wanted in h.path.parents])
         self._background.raise_failed()
 
@@ -190,7 +191,7 @@ class Saver:
         under that name after this call.
         """
         self.check_usable()
-        self._background.remove(Path(path))
+        self._background.remove(Path(path).absolute())
 
     def close(self) -> None:
         """Wait until everything is durable; stop the threads. Raises the SaveError of a save that failed."""
@@ -310,7 +311,6 @@ class Saver:
                 first_source += len(snapshot.files[number])
             job.seal()
             snapshot.job = job
-            handle._snapshot = snapshot
             if trace is not None:
                 layout = [extents for extents, _ in programs]
                 traced = trace.begin(begin, list(target.files), layout, snapshot.files, snapshot.name_of)
@@ -320,6 +320,7 @@ class Saver:
             # longer, since the ring may have no room before the background has opened the files.
             frozen = job.wait_eager(_EAGER_FIRST_S)
             previous = self._background.newest
+            handle._snapshot = snapshot
             self._background.launch(Flight(handle, target, snapshot, job, sizes, begin, previous, traced))
             handle.metrics.plan_s = time.perf_counter() - started
             job.go()
@@ -369,10 +370,9 @@ class Saver:
         """Found now, before anything is copied; fallocate finds what others take in the meantime."""
         where = {"path": handle.path, "step": handle.step}
         try:
-            disk = os.statvfs(handle.path.parent)
+            free = commit.free_bytes(handle.path.parent)
         except OSError as error:
             raise save_error(error, **where) from error  # type: ignore[arg-type]
-        free = disk.f_bavail * disk.f_frsize
         if free < nbytes:
             what = f"needs {nbytes} bytes, {free} are free; free some space, or keep fewer checkpoints (keep_last)"
             raise NoSpaceError(what, **where)  # type: ignore[arg-type]

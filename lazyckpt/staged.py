@@ -31,8 +31,10 @@ class StagedFolder:
         """A file of the folder, captured at ``save``: ``name`` is relative to the folder. ``.safetensors`` takes a
         dict of tensors and ``metadata``, any other name gives what ``torch.save`` writes.
 
-        Raises ConfigError for a name outside the folder, or one that was added before.
+        Raises ConfigError for a name outside the folder, or one that was added before, and after ``save``.
         """
+        if self._staging is None:
+            raise ConfigError(f"add: {name!r} comes too late: the folder was saved or discarded")
         parts = Path(name).parts
         if not parts or Path(name).is_absolute() or ".." in parts or name in self._files:
             raise ConfigError(f"add: {name!r} is not a new name inside the folder")

@@ -207,8 +207,11 @@ class Trace:
         self._file.flush_if_due()
 
     def _sample_memory(self) -> None:
-        with open("/proc/self/statm", "rb") as file:
-            resident = int(file.read().split()[1]) * _SYSTEM_PAGE_BYTES
+        try:
+            with open("/proc/self/statm", "rb") as file:
+                resident = int(file.read().split()[1]) * _SYSTEM_PAGE_BYTES
+        except OSError:  # no descriptor is left
+            return
         self._file.put("C", "memory", 0, time.perf_counter(), args={"resident bytes": resident})
 
     # tracks

@@ -40,6 +40,16 @@ def no_step_stays_open() -> Iterator[None]:
     assert not gate.inside_step()
 
 
+@pytest.fixture(scope="module")
+def quick_garbage_collection() -> Iterator[None]:
+    """For tests that collect often: the modules of torch and of other tests hold a million objects, none of them
+    garbage."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def trials(request: pytest.FixtureRequest) -> Trials:
     """How many trials of a safety to run, their seed, and where they are reported."""

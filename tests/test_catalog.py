@@ -214,9 +214,16 @@ def test_scan_ignores_what_is_no_checkpoint(folder: Path) -> None:
     for name in ("step-1", "step-0000000x", ".tmp-step-00000003-abc", ".trash-step-00000004-abc", "logs"):
         (root / name).mkdir()
     (root / "step-00000099").write_text("a file")
-    (root / "step-00000098").symlink_to(folder)
     found = Catalog(root)
     assert steps(found.scan()) == [12] and found.broken == []
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_told(folder: Path, tmp_path: Path) -> None:
+    """Regression: restore() took an older one without a word, or none at all and began anew."""
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    found = Catalog(folder.parent)
+    assert found.scan() == [] and [(e.path, "symbolic link" in str(e)) for e in found.broken] == [(folder, True)]
 
 
 # the chain, and what may go

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -58,7 +59,7 @@ def test_save_returns_before_the_checkpoint_is_durable(make_run: Any, disk: Any)
     disk.hold()
     handle = run.ckpt.save(1)
     assert not handle.done()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):  # another one than Python's until 3.11
         handle.result(timeout=0.01)
     assert not any(n.startswith("step-") for n in names(run.ckpt.directory))
     disk.release()
@@ -108,7 +109,7 @@ def test_metrics_say_where_the_time_went(make_run: Any, disk: Any) -> None:
     assert m.ring_wait_s > 0, "the ring is a fraction of the state"
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, None, "1", 2**63 * 1.0])
+@pytest.mark.parametrize("step", [-1, 1.0, True, None, "1", 2**63 * 1.0, 2**63])
 def test_a_step_that_is_none_is_refused(step: Any, make_run: Any) -> None:
     run = make_run()
     with pytest.raises(lazyckpt.ConfigError, match="step="):
@@ -121,8 +122,9 @@ def test_a_step_that_is_none_is_refused(step: Any, make_run: Any) -> None:
 
 
 def test_large_steps_sort_and_restore(make_run: Any) -> None:
+    """Regression: from 2**63 on a step was committed, and its manifest refused as damaged."""
     run = make_run()
-    for step in (0, 99_999_999, 100_000_000, 10**12):
+    for step in (0, 99_999_999, 100_000_000, 10**12, 2**63 - 1):
         run.ckpt.save(step).result()
         assert run.ckpt.restore() == step
     assert run.ckpt.restore(step=0) == 0
@@ -538,7 +540,7 @@ def test_lack_of_space_is_found_before_training_is_blocked(make_run: Any, monkey
     real = os.statvfs(run.ckpt.directory)
 
     class Full:
-        f_bavail, f_frsize = 10, real.f_frsize
+        f_bavail, f_frsize, f_blocks = 10, real.f_frsize, real.f_blocks
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: Full)
@@ -547,6 +549,31 @@ def test_lack_of_space_is_found_before_training_is_blocked(make_run: Any, monkey
     assert gate._pending == ()
     assert run.ckpt.save(3).result().name == "step-00000003"
     assert names(run.ckpt.directory) == ["step-00000001", "step-00000003"]
+
+
+def test_a_file_system_that_does_not_say_how_large_it_is(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: libfuse answers with zeros where a file system has no statfs; every save was a NoSpaceError."""
+
+    class Untold:
+        f_bavail, f_frsize, f_blocks = 0, 0, 0
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Untold)
+    assert make_run().ckpt.save(1).result().is_dir()
+
+
+def test_a_change_of_the_working_folder_moves_no_checkpoint(
+    make_run: Any, disk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the background took a relative path from wherever the process was by then, and so did restore()."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = make_run(directory="run")
+    disk.hold()
+    handle = run.ckpt.save(1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    disk.release()
+    assert handle.result() == tmp_path / "run" / "step-00000001" and names(handle.path) == ["manifest.json", "state.pt"]
+    assert run.ckpt.restore() == 1 and names(tmp_path / "elsewhere") == []
 
 
 def test_the_ring_must_not_be_refused_in_a_raw_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

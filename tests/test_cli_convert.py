@@ -207,7 +207,7 @@ def test_a_full_disk_is_told_before_and_while_writing(tmp_path: Path, monkeypatc
     statvfs = os.statvfs(tmp_path)
 
     class Full:
-        f_bavail, f_frsize = 1, statvfs.f_frsize
+        f_bavail, f_frsize, f_blocks = 1, statvfs.f_frsize, statvfs.f_blocks
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: Full)

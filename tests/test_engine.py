@@ -15,7 +15,6 @@ import time
 import traceback
 import weakref
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from hypothesis import strategies as st
 
 from lazyckpt import _engine
 from lazyckpt.containers.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE
+
+pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
 
 BLOCK = 4096
 BACKENDS = ("io_uring", "posix")
@@ -114,15 +115,6 @@ def check(job: _engine.Job, program: Program, paths: list[Path]) -> None:
     assert all(p.read_bytes() == data for p, data in zip(paths, expected, strict=True))
     assert job.files() == [(len(data), _engine.crc32(data)) for data in expected]
     assert job.source_crcs() == [_engine.crc32(s) for s in program.sources]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """The modules of other tests hold many objects, none of them garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def descriptors() -> int:

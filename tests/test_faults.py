@@ -30,20 +30,14 @@ from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
 from lazyckpt.functional import process_engine
 from trials import Trials
 
-pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
+pytestmark = [
+    pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection"),
+    pytest.mark.usefixtures("quick_garbage_collection"),
+]
 
 KIB = 1 << 10
 BACKENDS = ("io_uring", "posix")
 Engine = _engine.Engine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Torch's modules hold a million objects, none of them garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def descriptors() -> int:

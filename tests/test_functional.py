@@ -59,6 +59,30 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert lazyckpt.load("a.pt") == [1] and os.listdir() == ["a.pt"]
 
 
+@pytest.mark.parametrize("name", [os.fsdecode(b"\xff.pt"), "ü" * 126 + ".pt", "x" * 252 + ".pt"])
+def test_any_name_that_the_file_system_takes(name: str, tmp_path: Path) -> None:
+    """Regression: a name that is not UTF-8 was a TypeError of the engine, a long one too long for a temporary file."""
+    torch.save([1], tmp_path / name)
+    assert lazyckpt.load(tmp_path / name) == [1]
+    lazyckpt.save([torch.ones(2)], tmp_path / name)
+    assert lazyckpt.load(tmp_path / name)[0].tolist() == [1, 1]
+    with lazyckpt.Saver() as saver:
+        saver.save([torch.ones(3)], tmp_path / name)
+        saver.wait()
+        assert lazyckpt.load(tmp_path / name)[0].tolist() == [1, 1, 1]
+        with saver.stage(tmp_path / "folder" / name) as staged:
+            staged.add("a.pt", 1)
+            staged.save()
+        saver.remove(tmp_path / name)
+    assert os.listdir(tmp_path) == ["folder"] and os.listdir(tmp_path / "folder") == [name]
+
+
+def test_an_error_tells_a_name_that_is_not_text(tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.SaveError) as caught:
+        lazyckpt.save([1], tmp_path / os.fsdecode(b"\xff") / "a.pt")
+    assert isinstance(caught.value.__cause__, FileNotFoundError) and "\udcff" in caught.value.__cause__.filename
+
+
 def test_zip_tools_find_nothing_to_complain_about(tmp_path: Path, state: Any) -> None:
     lazyckpt.save(state, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
@@ -390,6 +414,7 @@ def test_safetensors_writes_values_not_the_bytes_behind_a_lazy_view(tmp_path: Pa
         ({1: torch.ones(1)}, "dict of names to tensors"),
         ({"a": 1}, "dict of names to tensors"),
         ({"a": torch.eye(3).to_sparse()}, "'a' is not a dense tensor"),
+        ({"a": torch.ones(3, device="meta")}, "'a' is not a dense tensor with data"),
         ({"a": torch.ones(2, dtype=torch.complex32)}, "complex32|ComplexHalf"),
         ((lambda w: {"a": w, "b": w})(torch.ones(4)), "'a' and 'b' share memory"),
         ({"__metadata__": torch.ones(1)}, "__metadata__"),

@@ -6,11 +6,13 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -575,6 +577,19 @@ def test_a_copy_of_a_guarded_object_updates_itself(duplicate: Any) -> None:
     other.update_parameters(model)
     assert torch.equal(average.module.weight, before) and int(average.n_averaged) == 0
     assert torch.equal(other.module.weight, model.weight) and int(other.n_averaged) == 1
+
+
+def test_a_model_that_is_tracked_is_pickled_without_lazyckpt(make_run: Any, tmp_path: Path) -> None:
+    """Regression: its hook was in the pickle, and whoever loaded that had to have lazyckpt."""
+    run = make_run()
+    torch.save(run.model, tmp_path / "model.pt")
+    script = f"""
+import sys, torch
+sys.modules["lazyckpt"] = None
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+model.load_state_dict(model.state_dict())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_guard_of_an_unknown_method_is_refused() -> None:

@@ -23,6 +23,8 @@ from lazyckpt.background import in_flight
 from lazyckpt.gate import gate
 from trials import Trials
 
+pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
+
 TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "copy_threads": 1, "io_depth": 2}
 WINDOWS = 10
 WARM = 60  # saves
@@ -30,15 +32,6 @@ PAGE_BYTES = 4096
 # What an allocator may keep between windows, of pools that grew once: glibc gives arenas back in pieces of 1 MiB. A
 # leak of one page in each save is 40 MB in the 10,000 of `make torture`; among few, malloc is asked what is in use.
 SLACK_BYTES = 8 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Torch's modules hold a million objects, none of them garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 _MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

@@ -506,10 +506,12 @@ def test_close_puts_the_former_handler_back(tmp_path: Path) -> None:
         assert came == [signal.SIGUSR1]
 
 
-def test_a_signal_that_is_ignored_is_ignored_after_the_commit(tmp_path: Path, caplog: Any) -> None:
-    with handler(signal.SIGUSR1, signal.SIG_IGN), lazyckpt.commit_on(signal.SIGUSR1) as commit:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGRTMIN + 3])
+def test_a_signal_that_is_ignored_is_ignored_after_the_commit(number: int, tmp_path: Path, caplog: Any) -> None:
+    """Regression: of a real-time signal, which has no name, nothing was said but a traceback."""
+    with handler(number, signal.SIG_IGN), lazyckpt.commit_on(number) as commit:
         for count in (1, 2):
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(number)
             wait_for(lambda count=count: len(caplog.records) == count and not commit._committing)  # type: ignore[misc]
 
 

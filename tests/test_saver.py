@@ -22,6 +22,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import commit
+from lazyckpt.gate import gate
 
 TINY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 
@@ -144,6 +145,26 @@ def test_a_file_is_replaced_only_by_a_whole_one(
     assert saver.pending() == [] and torch.load(path)["note"] == ["x", 1]
 
 
+def test_a_change_of_the_working_folder_moves_nothing(
+    saver: lazyckpt.Saver, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a relative path was taken from wherever the process was when the background came to it."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    handles = [saver.save(1, "a.pt")]
+    with saver.stage("folder") as staged:
+        staged.add("b.pt", 2)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        held.set()
+        handles.append(staged.save())
+    assert [handle.result() for handle in handles] == [tmp_path / "a.pt", tmp_path / "folder"]
+    monkeypatch.chdir(tmp_path)
+    saver.remove("a.pt")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saver.wait()
+    assert list((tmp_path / "elsewhere").iterdir()) == [] and not (tmp_path / "a.pt").exists()
+
+
 # a folder
 
 
@@ -217,7 +238,24 @@ def test_a_folder_is_saved_once(saver: lazyckpt.Saver, tmp_path: Path) -> None:
         staged.save(blocking=True)
         with pytest.raises(lazyckpt.ConfigError, match="once"):
             staged.save()
+        with pytest.raises(lazyckpt.ConfigError, match="too late"):
+            staged.add("b.pt", 2)
     assert torch.load(tmp_path / "c" / "a.pt") == 1
+
+
+def test_a_folder_whose_save_is_interrupted_is_gone(
+    saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it stayed, and its lock with it, until the process ended."""
+
+    def interrupt(pending: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate, "add", interrupt)
+    with pytest.raises(KeyboardInterrupt), saver.stage(tmp_path / "c") as staged:
+        staged.add("a.pt", 1)
+        staged.save()
+    assert list(tmp_path.iterdir()) == [] and staged._staging is None
 
 
 # what goes wrong

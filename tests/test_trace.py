@@ -285,6 +285,22 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, training: T
         assert ckpt.save(2).result(30)
 
 
+def test_a_lack_of_descriptors_ends_neither_training_nor_a_save(
+    tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: to ask how much memory the process has was an OSError in optimizer.step() and in save()."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with lazyckpt.Checkpointer(tmp_path / "run", trace=tmp_path / "trace.json") as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        monkeypatch.setattr(trace, "open", refuse, raising=False)
+        training.step()
+        assert ckpt.save(1).result().is_dir()
+    assert len(on_tracks(tmp_path / "trace.json", trace.SAVES)) == 1
+
+
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     with (
         lazyckpt.Saver(trace=tmp_path / "trace.json"),

@@ -55,7 +55,7 @@ def bench(
     except OSError as error:
         raise save_error(error, path=directory) from error
     try:
-        direct = _engine.probe(str(directory))["o_direct"] == "yes"
+        direct = _engine.probe(directory)["o_direct"] == "yes"
         raw = _Raw(direct)
         try:
             nbytes = _choose_bytes(staging.path, raw)

@@ -273,9 +273,8 @@ def _write(dst: Path, plans: dict[str, FilePlan], texts: dict[str, str], loader:
     """``dst`` appears when all of it is durable. Raises SaveError."""
     nbytes = sum(record.nbytes for record in loader.records.values())
     try:
-        disk = os.statvfs(dst.absolute().parent)
-        if disk.f_bavail * disk.f_frsize < nbytes:
-            raise NoSpaceError(f"needs {nbytes} bytes, {disk.f_bavail * disk.f_frsize} are free", path=dst)
+        if (free := commit.free_bytes(dst.absolute().parent)) < nbytes:
+            raise NoSpaceError(f"needs {nbytes} bytes, {free} are free", path=dst)
         staging = commit.Staging(dst) if folder else commit.FileStaging(dst)
         try:
             with progress() as bar:

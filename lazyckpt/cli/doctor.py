@@ -82,7 +82,7 @@ class _Facts:
             available_bytes=available_memory_bytes(),
             ring_bytes=auto_ring_bytes(Config.chunk_bytes),
             locks_freely=_may_lock_memory(),
-            probe=_engine.probe(str(directory)),
+            probe=_engine.probe(directory),
             numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         )
 

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import errno
 import mmap
-import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -85,7 +84,7 @@ def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Call
         path = next(iter(plans))
         try:
             for number, (path, _, _) in enumerate(files):
-                job.open(number, os.fspath(path), sizes[number])
+                job.open(number, path, sizes[number])
             crcs: dict[int, int] = {}
             for batch in batches:
                 path = files[batch.file][0]

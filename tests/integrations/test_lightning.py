@@ -1132,6 +1132,8 @@ def test_a_knob_that_makes_no_sense_is_refused_at_once() -> None:
         LazyCheckpointIO(max_in_flight=0)
     with pytest.raises(lazyckpt.ConfigError, match="no_such"):
         LazyCheckpointIO(no_such=1)
+    with pytest.raises(lazyckpt.ConfigError, match="save_top_k"):
+        LazyCheckpointIO(keep_last=3)  # Regression: it was taken, and nothing was ever removed
 
 
 def test_another_process_makes_its_own_threads(tmp_path: Path) -> None:

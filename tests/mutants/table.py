@@ -137,7 +137,7 @@ _in(
     ),
     (
         "a step is not replaced in one go",
-        "            _engine.rename_exchange(str(self.path), str(self.target))",
+        "            _engine.rename_exchange(self.path, self.target)",
         '            raise OSError(errno.EINVAL, "")',
         (
             "test_checkpointer.py::test_saving_a_step_again_replaces_it_atomically "
@@ -546,7 +546,7 @@ _in(
     ),
     (
         "an optimizer loads without waiting",
-        "optimizer.register_load_state_dict_pre_hook(_wait_before_load)",
+        "optimizer.register_load_state_dict_pre_hook(_WaitBeforeLoad())",
         "pass",
         "test_gate.py::test_loading_in_the_middle_of_training_waits",
     ),
@@ -653,6 +653,12 @@ _in(
 _in(
     "lazyckpt/staged.py",
     (
+        "a folder whose save was interrupted stays",
+        "if handle._snapshot is None:",
+        "if handle.done():",
+        "test_saver.py::test_a_folder_whose_save_is_interrupted_is_gone",
+    ),
+    (
         "a staged file may lie elsewhere",
         ' or Path(name).is_absolute() or ".." in parts',
         "",
@@ -667,6 +673,12 @@ _in(
 )
 _in(
     "lazyckpt/checkpointer.py",
+    (
+        "a run follows os.chdir()",
+        "Path(directory).absolute()",
+        "Path(directory)",
+        "test_checkpointer.py::test_a_change_of_the_working_folder_moves_no_checkpoint",
+    ),
     (
         "restore does not wait for its own saves",
         "        self._saver.drain()\n        gate.wait_all()",
@@ -1198,11 +1210,11 @@ _in(
     ),
     (
         "numbers may be anything",
-        "if type(value) is not int or not 0 <= value <= _MAX_NUMBER:",
+        "if type(value) is not int or not 0 <= value <= MAX_NUMBER:",
         "if False:",
         "test_catalog.py",
     ),
-    ("a checkpoint may be a link", "entry.is_dir(follow_symlinks=False)", "entry.is_dir()", "test_catalog.py"),
+    ("a checkpoint may be a link", "if entry.is_symlink():", "if False:", "test_catalog.py"),
     (
         "a manifest of the future is read",
         'if type(data["format"]) is not int or data["format"] != FORMAT:',
