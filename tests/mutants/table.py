@@ -1911,8 +1911,8 @@ _in(
     "csrc/device_cuda.cc",
     (
         "copies go on when their checkpoint is over",
-        "if (done.ok()) done = Call(driver_->cuEventSynchronize, event);",
-        "",
+        "(void)Finish(lane, event);",
+        "GiveBack(event);",
         DEVICES,
     ),
 )
