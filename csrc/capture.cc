@@ -59,6 +59,7 @@ Chunk* Engine::TakeChunk(bool helping) {
   if (chunk->memory == nullptr) {
     if (!job.ring_waiting) job.ring_wait_begin = now;
     job.ring_waiting = true;
+    if (helping) io_->Wake();  // nobody did for what a held checkpoint has ready
     return nullptr;
   }
   if (job.ring_waiting) chunk->ring_wait_s = std::chrono::duration<double>(now - job.ring_wait_begin).count();

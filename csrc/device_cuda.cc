@@ -83,12 +83,8 @@ class CudaDevice final : public Device {
     });
     *ticket = event;
     if (!status.ok() && event != nullptr) {  // some of them may be under way
-      (void)Inside([&] {
-        Status done = Call(driver_->cuEventRecord, event, StreamOf(lane));
-        if (done.ok()) done = Call(driver_->cuEventSynchronize, event);
-        return done;
-      });
-      GiveBack(event);
+      (void)Inside([&] { return Call(driver_->cuEventRecord, event, StreamOf(lane)); });
+      (void)Finish(lane, event);
     }
     return status;
   }

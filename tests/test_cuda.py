@@ -461,6 +461,23 @@ def test_every_call_that_fails_fails_its_checkpoint_alone(
     assert failures > 0
 
 
+def test_a_wait_that_fails_after_a_copy_that_failed_is_repeated(driver: FakeCuda) -> None:
+    """Regression: the copies before the one that failed were taken for done."""
+    state = State(driver, [(0, 100, 1), (0, 100, 1)])
+    engine = make_engine()
+    driver.fail("cuMemcpyDtoHAsync_v2", 2, code=1)
+    driver.fail("cuEventSynchronize", code=1)
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        assert not job.wait_released(0.2), "the first copy is under way"
+    assert job.wait_released(10)
+    with pytest.raises(OSError, match="cuMemcpyDtoHAsync_v2: CUDA_ERROR_INVALID_VALUE"):
+        job.raise_error()
+    for pointer in state.pointers:
+        driver.device_free(pointer)
+    del job, engine
+
+
 def test_a_lost_device_fails_checkpoints_not_the_process(driver: FakeCuda, tmp_path: Path) -> None:
     state = State(driver, [(1, CHUNK, 0), (0, 8 * CHUNK, 1)])
     engine = make_engine()

