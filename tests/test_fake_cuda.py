@@ -1048,6 +1048,7 @@ def test_any_call_can_be_made_to_fail(cuda: FakeCuda, drv: Driver) -> None:
     assert cuda.live()["streams"] == 1
 
 
+@pytest.mark.alone
 def test_calls_can_be_made_slow(cuda: FakeCuda, drv: Driver) -> None:
     cuda.delay("cuEventRecord", 50_000)
     event, started = drv.event(), time.monotonic()

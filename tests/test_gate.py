@@ -703,6 +703,7 @@ def test_who_comes_while_others_leave_is_not_forgotten() -> None:
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.alone
 def test_gate_costs_nothing_when_nothing_is_pending(make_run: Any) -> None:
     run = make_run(FUSED)
     run.ckpt.save(1, blocking=True)
