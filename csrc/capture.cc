@@ -49,6 +49,8 @@ Chunk* Engine::TakeChunk(bool helping) {
   Chunk* chunk = queue_.front();
   Job& job = *chunk->job;
   if (!helping && (job.held || (job.eager_by_caller && chunk->eager && job.eager_left == 1))) return nullptr;
+  // More threads than half of the cores would take what training computes with, for copies that nobody waits for.
+  if (!helping && copying_ >= modest_ && !job.ring_was_full) return nullptr;
   const auto lane = static_cast<size_t>(chunk->lane());
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1)
     if (gpus_[std::countr_zero(bits)]->lanes[lane].in_flight == options_.copies_in_flight) return nullptr;
@@ -58,7 +60,7 @@ Chunk* Engine::TakeChunk(bool helping) {
   const auto now = Clock::now();
   if (chunk->memory == nullptr) {
     if (!job.ring_waiting) job.ring_wait_begin = now;
-    job.ring_waiting = true;
+    job.ring_waiting = job.ring_was_full = true;
     if (helping) io_->Wake();  // nobody did for what a held checkpoint has ready
     return nullptr;
   }
@@ -311,7 +313,9 @@ void Engine::CopyLoop() {
 // Does one thing that there is to do; false if there is none. Copies begin before checksums: devices work meanwhile.
 bool Engine::Work(bool helping, std::unique_lock<std::mutex>& lock) {
   if (Chunk* chunk = TakeChunk(helping)) {
+    copying_ += helping ? 0 : 1;
     CopyChunk(chunk, lock);
+    copying_ -= helping ? 0 : 1;
     return true;
   }
   if (landed_.empty()) return false;

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <bit>
@@ -9,6 +10,16 @@
 #include <utility>
 
 namespace lazyckpt {
+namespace {
+
+// Those that this process may use.
+unsigned Cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0) return std::thread::hardware_concurrency();  // over a thousand
+  return static_cast<unsigned>(CPU_COUNT(&cores));
+}
+
+}  // namespace
 
 std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* status) {
   std::unique_ptr<Engine> engine(new Engine);
@@ -36,6 +47,7 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
   *status = engine->ring_.Map(options.max_ring_bytes);
   if (!status->ok()) return nullptr;
   engine->ring_.Grow(std::min(options.max_ring_bytes, 2 * chunk));
+  engine->modest_ = std::max(1u, Cores() / 2);
   Engine* e = engine.get();
   try {
     for (unsigned i = 0; i < options.copy_threads; ++i) {

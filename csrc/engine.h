@@ -200,6 +200,8 @@ class Engine {
   std::vector<std::byte*> idle_bounces_;  // those of them that hold nothing
 
   std::vector<std::thread> copiers_;
+  unsigned copying_ = 0;  // copiers that copy now
+  unsigned modest_ = 1;   // half of the cores: so many copiers work before the ring is full
   std::thread writer_;
 };
 

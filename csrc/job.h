@@ -157,6 +157,7 @@ struct Job : std::enable_shared_from_this<Job> {
   Clock::time_point captured_at, written, synced;
   Clock::time_point ring_wait_begin;
   bool ring_waiting = false;
+  bool ring_was_full = false;
   double copy_s = 0, ring_wait_s = 0;
 
   bool durable() const {

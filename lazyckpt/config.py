@@ -49,9 +49,9 @@ class Config:
     io_depth: int = 8
     """Writes in flight."""
 
-    copy_threads: int = min(max(len(os.sched_getaffinity(0)) // 2, 1), 2)
-    """Threads that copy while training computes: one for each two cores of this process, two at most. Of two cores a
-    second one would take what training computes with (docs/benchmarks.md)."""
+    copy_threads: int = min(len(os.sched_getaffinity(0)), 2)
+    """Threads that copy while training computes. Until the staging buffer is full no more of them work than half of
+    the cores of this process: the others are training's (docs/benchmarks.md)."""
 
     io_backend: Literal["auto", "io_uring", "posix"] = "auto"
     """"posix" is a thread pool; "auto" is io_uring where the machine has it. "io_uring" fails where it does not."""

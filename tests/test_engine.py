@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -799,6 +800,28 @@ def test_who_waits_for_a_checkpoint_copies_it_before_the_copy_threads_may() -> N
     assert job.wait_captured(1, 10)
     assert chunks_copied(job) == len(job.timeline())
     job.fail(errno.ECANCELED, "over")
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_half_of_the_cores_are_trainings_until_the_ring_is_full(fits: bool, tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:2])
+    try:
+        engine = make_engine(ring_bytes=(64 if fits else 16) << 20, chunk_bytes=1 << 20, copy_threads=2)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert engine.reserve(64 << 20)
+    program = simple([10 << 20] * 5, [1] * 5)
+    together = 0
+    for number in range(10):
+        job = program.begin(engine)
+        program.append(job)
+        job.seal()
+        job.open(0, str(tmp_path / f"{number}"), 0)
+        assert job.wait_settled(30)
+        copies = sorted((row[3], row[4]) for row in job.timeline())
+        together += sum(after < end for (_, end), (after, _) in itertools.pairwise(copies))
+    assert (together == 0) == fits, together
 
 
 def test_what_does_not_fit_into_the_ring_makes_room_before_the_copy_threads_may(tmp_path: Path) -> None:

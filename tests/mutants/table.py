@@ -1634,6 +1634,12 @@ _in(
 _in(
     "csrc/capture.cc",
     (
+        "all copy threads work at once",
+        "copying_ >= modest_",
+        "false",
+        "test_engine.py::test_half_of_the_cores_are_trainings_until_the_ring_is_full",
+    ),
+    (
         "who waits for the ring does not wake the writer",
         "    if (helping) io_->Wake();",
         "",
