@@ -111,7 +111,7 @@ class Archive:
             why = "it takes more memory than there is" if isinstance(error, MemoryError) else error
             raise LoadError(f"cannot be unpickled: {why}", path=path) from error
         finally:
-            torch._utils._sparse_tensors_to_validate.clear()
+            _sparse_tensors_to_validate().clear()
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot that a tensor of the tree views."""
@@ -269,6 +269,12 @@ class _Unpickler(pickle.Unpickler):
             except KeyError:
                 pass
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+
+def _sparse_tensors_to_validate() -> list[torch.Tensor]:
+    """torch's own list, which became one for each thread between 2.13 and 2.15."""
+    of_thread = getattr(torch.serialization._serialization_tls, "sparse_tensors_to_validate", None)
+    return torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread
 
 
 def _checks_sparse_tensors() -> bool:
