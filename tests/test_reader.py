@@ -275,6 +275,19 @@ def test_nothing_lands_before_it_is_said_where(big: tuple[Path, bytes]) -> None:
         reader.read_into(array("Q", [target.ctypes.data]))
 
 
+@pytest.mark.timeout(60)
+def test_a_file_that_shrinks_in_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "shrinking"
+    path.write_bytes(bytes(8 << 20))
+    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
+    engine.reserve(4 * UNIT)
+    reader = begin(engine, path, 8 << 20)
+    os.truncate(path, 3 << 20)
+    target = np.ones(8 << 20, np.uint8)
+    with pytest.raises(OSError, match="short read"):
+        reader.read_into(array("Q", [target.ctypes.data]))
+
+
 def test_given_up(big: tuple[Path, bytes]) -> None:
     path, data = big
     evict(path)
