@@ -110,8 +110,8 @@ def test_a_part_measures(part: str, settings: Settings) -> None:
         missing = {row[0] for row in table.rows if "missing" in row}
         assert missing <= {"fio"}, table.notes  # it writes whole chunks only
         assert all(least <= middle <= most for middle, least, most in spreads(table))
-        if "minus" in " ".join(table.columns) or "forks" in table.title or part in ("memory", "phases"):
-            continue  # they hold differences, which may be negative on a machine that does something else
+        if "minus" in " ".join(table.columns) or "forks" in table.title or part == "memory":
+            continue
         assert all(least >= 0 for _, least, _ in spreads(table))
         for points in table.picture.lines.values() if table.picture else ():
             assert all(math.isfinite(value) and value > 0 for _, values in points for value in values)

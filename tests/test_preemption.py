@@ -78,6 +78,12 @@ class Child:
             self.lines = lambda *_, **__: lines  # type: ignore[method-assign]
         return os.waitstatus_to_exitcode(waited[1])
 
+    def terminated(self, timeout_s: float = 60) -> int:
+        """Its exit code, after SIGTERM came when it was ready."""
+        self.lines(until="ready")
+        os.kill(self.pid, signal.SIGTERM)
+        return self.end(timeout_s)
+
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
@@ -192,9 +198,7 @@ def test_after_the_deadline_it_gives_up_and_the_checkpoint_before_stands(child: 
         idle()
 
     process = child(body)
-    process.lines(until="ready")
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.end(timeout_s=20) == -signal.SIGTERM
+    assert process.terminated(20) == -signal.SIGTERM
     assert committed(tmp_path) == [1]
     lazyckpt.Checkpointer(tmp_path).close()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"], "leftovers are swept"
@@ -334,9 +338,7 @@ def test_a_handler_that_was_there_before_is_called_after_the_commit(child: Any, 
         idle()
 
     process = child(body)
-    process.lines(until="ready")
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.end() == 3
+    assert process.terminated() == 3
     assert f"handler {signal.SIGTERM} [1]" in process.lines()
 
 
@@ -353,9 +355,7 @@ def test_a_signal_that_does_not_end_a_wait_is_sent_again(child: Any, tmp_path: P
         idle()
 
     process = child(body)
-    process.lines(until="ready")
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.end(timeout_s=20) == -signal.SIGTERM
+    assert process.terminated(20) == -signal.SIGTERM
     assert committed(tmp_path) == [1]
 
 
@@ -383,9 +383,7 @@ def test_a_handler_that_is_installed_later_ends_the_process_its_own_way(child: A
         sys.exit(5)
 
     process = child(body)
-    process.lines(until="ready")
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.end() == 5
+    assert process.terminated() == 5
     assert process.lines().count("handler") == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "b.pt"]
 

@@ -1052,6 +1052,12 @@ _in(
     ("nor those set alone", "self._check_depth(stack[-2:-1])", "pass", _attacks("pickles.hash_of_a_deep_tuple")),
     ("nor arguments", "self._check_depth(stack[-1:])", "pass", _attacks("pickles.hash_of_a_deep_tuple_in_a_set")),
     (
+        "a view may be larger than its storage",
+        "if 0 not in size and last >= storage._size():",
+        "if False:",
+        _attacks("pickles.view_by_stride", "pickles.view_by_offset"),
+    ),
+    (
         "a bytearray may be as large as it says",
         "fine = all(isinstance(argument, bytes | str) for argument in arguments)",
         "fine = True",
