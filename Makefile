@@ -73,7 +73,7 @@ torture: setup
 	$(BIN)/python tests/trials.py
 
 mutants: setup
-	$(BIN)/python -m pytest -m 'slow or not slow' tests/mutants
+	$(BIN)/python -m pytest -m 'slow or not slow' -n auto tests/mutants
 
 sanitize: setup
 	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest tests/test_sanitizers.py

@@ -177,12 +177,13 @@ LIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("lands", [False, True])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_pickle_that_lies_about_its_storages(lie: str, lands: bool, tmp_path: Path) -> None:
+def test_a_pickle_that_lies_about_its_storages(lie: str, lands: bool, weights_only: bool, tmp_path: Path) -> None:
     path = forge(tmp_path / "a.pt", {"x": LIES[lie]}, **DATA)
     with pytest.raises(LoadError, match=r"a\.pt"):
-        Archive(path, "cpu", weights_only=True, lands=lands, engine=process_engine())
+        Archive(path, "cpu", weights_only=weights_only, lands=lands, engine=process_engine())
 
 
 def test_the_forger_can_also_tell_the_truth(tmp_path: Path) -> None:

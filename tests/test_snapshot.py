@@ -204,6 +204,25 @@ def test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor
     run.ckpt.save(3).result()
 
 
+def test_a_write_after_the_step_of_another_owner_is_found(tmp_path: Any, disk: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
+    model(torch.ones(1, 64)).sum().backward()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, first=first, second=second)
+        for optimizer in (first, second):
+            optimizer.step()
+        disk.hold()
+        handle = ckpt.save(1)
+        first.step()
+        with torch.no_grad():
+            model[1].weight.add_(1)
+        second.step()
+        disk.release()
+        with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.1\.weight was written to"):
+            handle.result(timeout=30)
+
+
 def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The background verifies a checkpoint that nobody steps behind; a step may come just then."""
     run = make_run(PLAIN, host_buffer_bytes=16 << 20)

@@ -777,6 +777,14 @@ def train_in_two_processes(folder: str) -> None:
         save_total_limit=2,
     )
     trainer = Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=[lazy()])
+    if options.process_index == 1:  # long after rank 0
+        save_rng_state = trainer._save_rng_state
+
+        def slowly(output_dir: str) -> None:
+            time.sleep(1)
+            save_rng_state(output_dir)
+
+        trainer._save_rng_state = slowly
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if os.path.isdir(folder) else None)
     result = trainer.model.state_dict(), trainer.state.best_model_checkpoint, trainer.state.global_step
     torch.save(result, f"{folder}-rank{options.process_index}.pt")

@@ -26,17 +26,18 @@ sys.meta_path = [f for f in sys.meta_path if "ditable" not in type(f).__name__ +
 """
 
 
-# Imports what takes long once, and forks for each run of pytest. One line a run: arguments, where the output goes.
+# Imports what takes long once, and forks for each run of pytest. One line a run: its number, arguments, where the
+# output goes; in answer, its number and exit code.
 _NURSERY = """
 import json, os, signal, sys, time
 import hypothesis, numpy, pytest, torch
 for line in sys.stdin:
-    arguments, output, seconds = json.loads(line)
+    number, arguments, output, seconds = json.loads(line)
     child = os.fork()
     if child == 0:
         os.setsid()
-        for number, name in ((0, os.devnull), (1, output), (2, output)):
-            os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), number)
+        for fd, name in ((0, os.devnull), (1, output), (2, output)):
+            os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), fd)
         os._exit(pytest.main(arguments))
     end = time.monotonic() + seconds
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
@@ -46,7 +47,7 @@ for line in sys.stdin:
     except ProcessLookupError:
         pass
     status = done[1] if done[0] else os.waitpid(child, 0)[1]
-    print(os.waitstatus_to_exitcode(status), flush=True)
+    print(number, os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
@@ -75,7 +76,9 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.output = folder / "output"  # of the last run of pytest
         self._built = False
+        self._runs = 0
         skip = ["_engine*.so", "__pycache__"]
         shutil.copytree(ROOT / "lazyckpt", folder / "lazyckpt", ignore=shutil.ignore_patterns(*skip, "integrations"))
         for name, copy in (("tests", "tests"), ("csrc", "csrc"), ("integrations", "lazyckpt/integrations")):
@@ -124,12 +127,16 @@ class Copy:
 
     def _failing(self, tests: str) -> str | None:
         options = ["-x", "-v", "-rN", "--no-header", "--tb=line", "--timeout=60", "--timeout-method=thread"]
-        output = self._folder / "output"
+        output = self.output
         output.write_text("")
-        told = [*options, "-p", "no:cacheprovider", *tests.split()], str(output), 600
+        self._runs += 1
+        told = self._runs, [*options, "-p", "no:cacheprovider", *tests.split()], str(output), 600
         assert self._nursery.stdin is not None and self._nursery.stdout is not None
         print(json.dumps(told), file=self._nursery.stdin, flush=True)
-        code, text = int(self._nursery.stdout.readline()), output.read_text(errors="replace")
+        number = code = 0
+        while number != self._runs:  # before it: the answers to those who no longer waited
+            number, code = map(int, self._nursery.stdout.readline().split())
+        text = output.read_text(errors="replace")
         if code == 0:
             return None
         failed = re.search(r"^(.+?::.+?) (?:FAILED|ERROR)", text, re.MULTILINE)

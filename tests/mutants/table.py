@@ -449,7 +449,7 @@ _in(
         "what one owner verified is never looked at again",
         "todo = owners & ~self._verified",
         "todo = 0 if self._verified else owners",
-        "test_snapshot.py test_gate.py test_consistency.py",
+        "test_snapshot.py::test_a_write_after_the_step_of_another_owner_is_found",
     ),
     ("frozen parameters may change", "return same or not was_lazy", "return True", FROZEN),
     (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from mutants import ROOT, Copy, Mutant, Outcome, can_build
+from mutants import ROOT, Copy, Mutant, can_build
 from mutants.table import MUTANTS
-from trials import Trials
 
 IN_MAKE_TEST = ("a step does not wait", "the manifest is not synced", "a record's checksum is not compared")
 
@@ -19,11 +17,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     copy = Copy(tmp_path_factory.mktemp("mutants"))
     yield copy
     copy.close()
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    return {}
 
 
 def test_all_fit_the_sources_and_the_tests() -> None:
@@ -41,7 +34,7 @@ def test_all_fit_the_sources_and_the_tests() -> None:
 @pytest.mark.timeout(1200)
 def test_nothing_fails_as_it_is(copy: Copy) -> None:
     tests = dict.fromkeys(test for mutant in MUTANTS for test in mutant.tests.split())
-    assert copy.run(" ".join(tests)).caught_by is None
+    assert copy.run(" ".join(tests)).caught_by is None, copy.output.read_text(errors="replace")[-5000:]
 
 
 @pytest.mark.timeout(600)
@@ -49,24 +42,10 @@ def test_nothing_fails_as_it_is(copy: Copy) -> None:
     "mutant",
     [pytest.param(m, id=m.what, marks=() if m.what in IN_MAKE_TEST else pytest.mark.slow) for m in MUTANTS],
 )
-def test_it_is_noticed(mutant: Mutant, copy: Copy, outcomes: dict[str, Outcome]) -> None:
+def test_it_is_noticed(mutant: Mutant, copy: Copy, record_property: Callable[[str, object], None]) -> None:
     if mutant.is_native and not can_build():
         pytest.skip("no C++ compiler or no pybind11")
-    outcomes[mutant.what] = outcome = copy.run(mutant.tests, mutant)
+    outcome = copy.run(mutant.tests, mutant)
     assert outcome.caught_by is not None, f"{mutant.file}: {mutant.what}, and {mutant.tests} pass"
-
-
-@pytest.mark.slow
-def test_all_are_noticed(
-    outcomes: dict[str, Outcome], trials: Trials, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Last: the table of what was noticed by whom."""
-    assert outcomes.keys() == {mutant.what for mutant in MUTANTS}
-    rows = [(m.file, m.what, o.caught_by, f"{o.seconds:.0f}") for m in MUTANTS if (o := outcomes[m.what])]
-    with capsys.disabled():
-        print("\n| file | mutant | caught by | seconds |\n|---|---|---|--:|")
-        print("\n".join(f"| {' | '.join(map(str, row))} |" for row in rows))
-    by_language = {"in_C++": sum(m.is_native for m in MUTANTS), "in_Python": sum(not m.is_native for m in MUTANTS)}
-    trials.report(
-        "mutants (a sync, a rename, a wait, a check removed), each noticed", len(MUTANTS), tmp_path, **by_language
-    )
+    for name, value in {"mutant": mutant.what, **outcome._asdict()}.items():
+        record_property(name, value)
