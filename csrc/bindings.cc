@@ -10,6 +10,8 @@
 #include <cerrno>
 #include <filesystem>
 #include <optional>
+#include <span>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -40,14 +42,19 @@ void Raise(const Status& status) {
 }
 
 template <class T>
-std::vector<T> ToVector(const py::buffer& buffer, const char* name) {
-  const py::buffer_info info = buffer.request();
+std::span<const T> Flat(const py::buffer_info& info, const char* name) {
   if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T)) ||
       (info.size > 1 && info.strides[0] != info.itemsize))
     throw py::value_error(std::string(name) + ": expected a flat array of " + std::to_string(sizeof(T)) +
                           "-byte items");
-  const T* data = static_cast<const T*>(info.ptr);
-  return {data, data + info.size};
+  return {static_cast<const T*>(info.ptr), static_cast<size_t>(info.size)};
+}
+
+template <class T>
+std::vector<T> ToVector(const py::buffer& buffer, const char* name) {
+  const py::buffer_info info = buffer.request();
+  const auto flat = Flat<T>(info, name);
+  return {flat.begin(), flat.end()};
 }
 
 // Flat pairs of device and handle.
@@ -173,23 +180,17 @@ class JobHandle {
   }
 
   // The rows of a file count its sources from 0; first_source is where they begin among those of the checkpoint.
-  void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob, int64_t first_source) {
-    const auto flat = ToVector<int64_t>(rows, "rows");
+  void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob, size_t first_source) {
+    const py::buffer_info info = rows.request();  // nobody resizes it meanwhile
+    const auto flat = Flat<int64_t>(info, "rows");
     if (flat.size() % 3 != 0) throw py::value_error("rows: expected triples");
-    std::vector<Row> parsed;
-    parsed.reserve(flat.size() / 3);
-    for (size_t i = 0; i < flat.size(); i += 3) {
-      const auto kind = static_cast<RowKind>(flat[i]);
-      int64_t arg = flat[i + 2];
-      if (kind != RowKind::kLiteral && __builtin_add_overflow(arg, first_source, &arg))
-        throw py::value_error("rows: overflow");
-      parsed.push_back({kind, flat[i + 1], arg});
-    }
+    static_assert(sizeof(Row) == 3 * sizeof(int64_t));
+    const std::span parsed(reinterpret_cast<const Row*>(flat.data()), flat.size() / 3);
+    const std::string_view literals = blobs_.emplace_back(blob);
     Status status;
-    std::string literals = blob;
     {
       NoGil no_gil;
-      status = engine_->get().Append(*job_, file, offset, parsed, std::move(literals));
+      status = engine_->get().Append(*job_, file, offset, parsed, literals, first_source);
     }
     Raise(status);
   }
@@ -326,6 +327,7 @@ class JobHandle {
  private:
   std::shared_ptr<EngineHandle> engine_;
   std::shared_ptr<Job> job_;
+  std::vector<py::bytes> blobs_;  // the engine reads them until its sources are released
 };
 
 class ReaderHandle {
@@ -550,7 +552,7 @@ PYBIND11_MODULE(_engine, m) {
       "pointer"_a, "size"_a);
   m.def("crc32_combine", &Crc32Combine);
   m.def("look_at_tensors", [](const py::object& tensors) { return Returned(LookAtTensors(tensors.ptr())); });
-  m.def("storages_of_tensors", [](const py::object& tensors) { return Returned(StoragesOfTensors(tensors.ptr())); });
+  m.def("storages_in", [](const py::object& tree) { return Returned(StoragesIn(tree.ptr())); });
   m.def("rename_exchange", &RenameExchange);
   m.def("probe", [](const std::filesystem::path& folder) { return Probe(folder.string()); });
 }

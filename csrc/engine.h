@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -70,9 +71,11 @@ class Engine {
 
   void Go(Job& job);  // the copy threads may begin
 
-  // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before).
+  // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before). Source 0 of
+  // its rows is `first_source` of the job. Like sources, the blob stays alive until they are released.
   // Copying begins at once. EINVAL, and the checkpoint fails, if the program does not fit its blob or its sources.
-  Status Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
+  Status Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
+                size_t first_source = 0);
   // Nothing more will be appended. EINVAL, and the checkpoint fails, if its files have holes or overlaps, or if a
   // source was left out.
   Status Seal(Job& job);
@@ -137,7 +140,8 @@ class Engine {
   void RunAfterCopies(Job& job, Lane lane, const StreamRef& stream);
 
   // layout.cc
-  Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob);
+  Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
+                size_t first_source);
   void OpenChunk(Job& job, size_t file, uint64_t offset);
   void AddPiece(Job& job, Piece piece);
   void SplitAtLastBlock(Job& job);

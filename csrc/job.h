@@ -40,12 +40,13 @@ struct IoTag {
 };
 
 // The kinds of a program's rows (lazyckpt/containers/base.py has the same numbers).
-enum class RowKind : int64_t { kLiteral = 0, kSource = 1, kCrc32Le = 2, kCrc32Hex = 3 };
+enum class RowKind : uint8_t { kLiteral = 0, kSource = 1, kCrc32Le = 2, kCrc32Hex = 3 };
 
+// As the rows of a program lie in memory.
 struct Row {
-  RowKind kind;
+  int64_t kind;
   int64_t size;
-  int64_t arg;  // kLiteral: offset in the blob; otherwise: index of a source
+  int64_t arg;  // kLiteral: offset in the blob; otherwise: index of a source among those of its file
 };
 
 // Bytes of the training state: one storage. The caller keeps it alive and, if it is lazy, unchanged until captured.
@@ -70,15 +71,18 @@ struct Source {
   std::vector<Slot> waiting;  // checksums to fill in when complete
 };
 
+// Bytes of a chunk that come from one place. There are six for each storage: kept small.
 struct Piece {
-  RowKind kind;
-  size_t size;
-  size_t at;                           // offset in the chunk
-  const std::byte* literal = nullptr;  // kLiteral: into a blob of the job
-  size_t source = 0;                   // otherwise
-  uint64_t source_offset = 0;          // kSource: in the source; kCrc32*: in its written form, which chunks may cut
-  size_t part = 0;                     // kSource: index in Source::parts
+  union {
+    const std::byte* literal;  // kLiteral: in a blob that the caller keeps alive, as it does sources
+    uint64_t source_offset;    // kSource: in the source; kCrc32*: in its written form, which chunks may cut
+  };
+  uint32_t size;
+  uint32_t at = 0;      // offset in the chunk
+  uint32_t source = 0;  // kSource, kCrc32*
+  uint32_t part = 0;    // kSource: index in Source::parts
   uint32_t crc = 0;
+  RowKind kind;
 };
 
 // What is copied, written and freed at once.
@@ -134,7 +138,6 @@ struct Job : std::enable_shared_from_this<Job> {
   std::vector<Source> sources;
   std::deque<File> files;  // deques: what points into them stays valid
   std::vector<std::unique_ptr<Chunk>> chunks;
-  std::deque<std::string> blobs;
   Chunk* open = nullptr;  // the chunk that Append is filling
   bool sealed = false;
   bool held = false;             // copy threads leave it alone, until Go

@@ -29,43 +29,48 @@ bool IsComplete(const Job& job) {
 
 }  // namespace
 
-Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
+Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
+                      size_t first_source) {
   std::lock_guard lock(mutex_);
   if (!job.error.ok()) return job.error;
-  Status status = LayOut(job, file, offset, rows, std::move(blob));
+  Status status = LayOut(job, file, offset, rows, blob, first_source);
   if (!status.ok()) FailLocked(job, status);  // part of it may be in the ring
   // A thread that is woken only to find the job held may stand in save()'s way.
   if (!job.held || !status.ok()) changed_.notify_all();
   return status;
 }
 
-Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string blob) {
+Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
+                      size_t first_source) {
   const Status invalid(EINVAL, "program of a checkpoint", "");
   if (file >= job.files.size() || job.sealed) return invalid;
-  const std::string& literals = job.blobs.emplace_back(std::move(blob));
+  if (first_source > job.sources.size()) return invalid;
   const bool continues = job.open != nullptr && job.open->file == file && job.open->offset + job.open->size == offset;
   if (!continues) {
     QueueOpenChunk(job);
     if (offset % kBlockBytes != 0) return invalid;
   }
   for (const Row& row : rows) {
+    if (row.kind < 0 || row.kind > static_cast<int64_t>(RowKind::kCrc32Hex) || row.size < 0 || row.arg < 0)
+      return invalid;
+    const auto kind = static_cast<RowKind>(row.kind);
     const auto size = static_cast<uint64_t>(row.size);
-    const auto arg = static_cast<size_t>(row.arg);
-    if (row.kind < RowKind::kLiteral || row.kind > RowKind::kCrc32Hex || row.size < 0 || row.arg < 0) return invalid;
-    if (row.kind == RowKind::kLiteral) {
-      if (arg > literals.size() || size > literals.size() - arg) return invalid;
+    auto arg = static_cast<size_t>(row.arg);
+    if (kind == RowKind::kLiteral) {
+      if (arg > blob.size() || size > blob.size() - arg) return invalid;
     } else {
-      if (arg >= job.sources.size()) return invalid;
+      if (arg >= job.sources.size() - first_source) return invalid;
+      arg += first_source;
       Source& source = job.sources[arg];
       const bool laid_out = !source.parts.empty() || source.size == 0;
-      if (row.kind == RowKind::kSource) {
+      if (kind == RowKind::kSource) {
         if (size != source.size || (laid_out && size > 0)) return invalid;
-      } else if (!laid_out || size != Crc32Size(row.kind)) {
+      } else if (!laid_out || size != Crc32Size(kind)) {
         return invalid;
       }
     }
-    const bool eager = row.kind == RowKind::kSource && job.sources[arg].owners == 0;
-    const bool lazy = row.kind == RowKind::kSource && job.sources[arg].owners != 0;
+    const bool eager = kind == RowKind::kSource && job.sources[arg].owners == 0;
+    const bool lazy = kind == RowKind::kSource && job.sources[arg].owners != 0;
     for (uint64_t done = 0; done < size;) {
       if (job.open == nullptr) OpenChunk(job, file, offset);
       // Eager and lazy bytes share at most a block, so that save() waits for eager chunks alone.
@@ -74,16 +79,14 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
       if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
       const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);
       if (n > 0) {
-        Piece piece{.kind = row.kind, .size = n, .at = chunk->size};
-        if (row.kind == RowKind::kLiteral) {
-          piece.literal = reinterpret_cast<const std::byte*>(literals.data()) + arg + done;
-        } else {
-          piece.source = arg;
-          piece.source_offset = done;
-        }
-        if (row.kind == RowKind::kSource) {
+        Piece piece{.source_offset = done, .size = static_cast<uint32_t>(n), .kind = kind};
+        if (kind == RowKind::kLiteral)
+          piece.literal = reinterpret_cast<const std::byte*>(blob.data()) + arg + done;
+        else
+          piece.source = static_cast<uint32_t>(arg);
+        if (kind == RowKind::kSource) {
           Source& source = job.sources[arg];
-          piece.part = source.parts.size();
+          piece.part = static_cast<uint32_t>(source.parts.size());
           source.parts.push_back({n, 0});
           ++source.parts_left;
         }
@@ -110,7 +113,7 @@ void Engine::OpenChunk(Job& job, size_t file, uint64_t offset) {
 // At the end of the open chunk.
 void Engine::AddPiece(Job& job, Piece piece) {
   Chunk* chunk = job.open;
-  piece.at = chunk->size;
+  piece.at = static_cast<uint32_t>(chunk->size);
   if (piece.kind == RowKind::kSource) {
     const Source& source = job.sources[piece.source];
     chunk->owners |= source.owners;
@@ -131,7 +134,7 @@ void Engine::SplitAtLastBlock(Job& job) {
   std::vector<Piece> rest;
   while (!chunk->pieces.empty() && chunk->pieces.back().at + chunk->pieces.back().size > end) {
     Piece& last = chunk->pieces.back();
-    const size_t keep = last.at < end ? end - last.at : 0;
+    const auto keep = static_cast<uint32_t>(last.at < end ? end - last.at : 0);
     Piece moved = last;
     moved.size -= keep;
     if (moved.kind == RowKind::kLiteral)
@@ -141,7 +144,7 @@ void Engine::SplitAtLastBlock(Job& job) {
     if (moved.kind == RowKind::kSource && keep > 0) {  // it is the last part so far: a source is laid out in one go
       Source& source = job.sources[moved.source];
       source.parts[last.part].size = keep;
-      moved.part = source.parts.size();
+      moved.part = static_cast<uint32_t>(source.parts.size());
       source.parts.push_back({moved.size, 0});
       ++source.parts_left;
     }

@@ -88,7 +88,7 @@ bool Truth(const Ref& object) {
   return truth != 0;
 }
 
-// Sparse tensors and wrapper subclasses have no storage, nested ones no shape.
+// nullptr where there is no answer: sparse tensors and wrapper subclasses have no storage, nested ones no shape.
 Ref IfPlain(const Question& question, PyObject* tensor) {
   try {
     return question(tensor);
@@ -97,7 +97,7 @@ Ref IfPlain(const Question& question, PyObject* tensor) {
   if (PyErr_ExceptionMatches(PyExc_NotImplementedError) == 0 && PyErr_ExceptionMatches(PyExc_RuntimeError) == 0)
     throw PythonError();
   PyErr_Clear();
-  throw NotPlain();
+  return nullptr;
 }
 
 void AppendIntegers(const Ref& tuple, std::vector<int64_t>* out) {
@@ -139,6 +139,7 @@ Ref Look(PyObject* tensors) {
     PyObject* tensor = held.get();
     const Ref dtype = ask.dtype(tensor);
     const Ref storage = IfPlain(ask.untyped_storage, tensor);
+    if (storage == nullptr) throw NotPlain();
     if (dtype.get() != last_dtype) {
       last_dtype = dtype.get();
       is_complex = Truth(Own(PyObject_GetAttrString(dtype.get(), "is_complex")));
@@ -156,6 +157,7 @@ Ref Look(PyObject* tensors) {
     looks.push_back(Truth(ask.requires_grad(tensor)));
     looks.push_back(Integer(ask.storage_offset(tensor)));
     const Ref shape = IfPlain(ask.shape, tensor);
+    if (shape == nullptr) throw NotPlain();
     looks.push_back(PyTuple_Size(shape.get()));
     AppendIntegers(shape, &looks);
     AppendIntegers(ask.stride(tensor), &looks);
@@ -165,35 +167,69 @@ Ref Look(PyObject* tensors) {
   return Own(PyTuple_Pack(2, bytes.get(), storages.get()));
 }
 
-Ref Storages(PyObject* tensors) {
+// One level more of what may be nested without end. RecursionError where it is too many.
+class Deeper {
+ public:
+  Deeper() {
+    if (Py_EnterRecursiveCall(" while looking for tensors") != 0) throw PythonError();
+  }
+  ~Deeper() { Py_LeaveRecursiveCall(); }
+  Deeper(const Deeper&) = delete;
+  Deeper& operator=(const Deeper&) = delete;
+};
+
+// Appends the tensors in `value`.
+void Collect(PyObject* value, PyObject* tensors) {
+  if (PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(Ask().tensor))) {
+    if (PyList_Append(tensors, value) < 0) throw PythonError();
+    return;
+  }
+  const bool is_dict = PyDict_Check(value);
+  if (!is_dict && !PyList_Check(value) && !PyTuple_Check(value)) return;
+  const Deeper deeper;
+  Py_ssize_t at = 0;
+  if (is_dict) {
+    for (PyObject* item = nullptr; PyDict_Next(value, &at, nullptr, &item) != 0;) Collect(item, tensors);
+  } else {
+    for (; at < PySequence_Fast_GET_SIZE(value); ++at) Collect(PySequence_Fast_GET_ITEM(value, at), tensors);
+  }
+}
+
+Ref Storages(PyObject* tree) {
   const Questions& ask = Ask();
-  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  const Ref found = Own(PyList_New(0));
+  Collect(tree, found.get());
+  const Py_ssize_t count = PyList_GET_SIZE(found.get());
+  Ref tensors = Own(PyList_New(0));
   Ref identities = Own(PyList_New(0));
   Ref sizes = Own(PyList_New(0));
   std::vector<char> whole;
   whole.reserve(static_cast<size_t>(count));
-  for (Py_ssize_t i = 0; i < count && i < PyList_GET_SIZE(tensors); ++i) {
-    const Ref held(Py_NewRef(PyList_GET_ITEM(tensors, i)));
-    PyObject* tensor = held.get();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* tensor = PyList_GET_ITEM(found.get(), i);
     const Ref storage = IfPlain(ask.untyped_storage, tensor);
+    if (storage == nullptr) continue;
     const Ref identity = ask.cdata(storage.get());
     const Ref size = ask.storage_nbytes(storage.get());
     const bool fills = Integer(ask.nbytes(tensor)) == Integer(size) && Truth(ask.is_contiguous(tensor));
     whole.push_back(fills && !Truth(ask.is_inference(tensor)));
+    if (PyList_Append(tensors.get(), tensor) < 0) throw PythonError();
     if (PyList_Append(identities.get(), identity.get()) < 0) throw PythonError();
     if (PyList_Append(sizes.get(), size.get()) < 0) throw PythonError();
   }
   const Ref bytes = Own(PyBytes_FromStringAndSize(whole.data(), static_cast<Py_ssize_t>(whole.size())));
-  return Own(PyTuple_Pack(3, identities.get(), sizes.get(), bytes.get()));
+  return Own(PyTuple_Pack(4, tensors.get(), identities.get(), sizes.get(), bytes.get()));
 }
 
-PyObject* Guarded(Ref (*ask)(PyObject*), PyObject* tensors) {
+}  // namespace
+
+PyObject* LookAtTensors(PyObject* tensors) {
   if (!PyList_Check(tensors)) {
     PyErr_SetString(PyExc_TypeError, "expected a list of tensors");
     return nullptr;
   }
   try {
-    return ask(tensors).release();
+    return Look(tensors).release();
   } catch (const PythonError&) {
     return nullptr;
   } catch (const NotPlain&) {
@@ -201,9 +237,12 @@ PyObject* Guarded(Ref (*ask)(PyObject*), PyObject* tensors) {
   }
 }
 
-}  // namespace
-
-PyObject* LookAtTensors(PyObject* tensors) { return Guarded(Look, tensors); }
-PyObject* StoragesOfTensors(PyObject* tensors) { return Guarded(Storages, tensors); }
+PyObject* StoragesIn(PyObject* tree) {
+  try {
+    return Storages(tree).release();
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+}
 
 }  // namespace lazyckpt

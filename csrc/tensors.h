@@ -13,9 +13,10 @@ namespace lazyckpt {
 // CUDA). nullptr with a Python error set if a question fails.
 PyObject* LookAtTensors(PyObject* tensors);
 
-// Of a list of tensors: the _cdata of their storages, as a list; the sizes of these in bytes, as a list; and as bytes,
-// 1 for a tensor that is contiguous, fills its storage and is no inference tensor, 0 for others. None if
-// one has no storage. nullptr with a Python error set if a question fails.
-PyObject* StoragesOfTensors(PyObject* tensors);
+// Of the tensors that have a storage, however deep they are in dicts, lists and tuples: these tensors, as a list; the
+// _cdata of their storages, as a list; the sizes of these in bytes, as a list; and as bytes, 1 for a tensor that is
+// contiguous, fills its storage and is no inference tensor, 0 for others. nullptr with a Python error set if a question
+// fails.
+PyObject* StoragesIn(PyObject* tree);
 
 }  // namespace lazyckpt

@@ -5,6 +5,7 @@ Failures of the operating system are OSError with errno and path. Waits release 
 """
 
 import os
+from typing import Any
 
 import torch
 from typing_extensions import Buffer
@@ -152,9 +153,9 @@ def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch
     and their storages, each once, by _cdata. None if one is not plain: has attributes, hooks, is nested, sparse,
     negated or conjugated, or is neither on a CPU nor on CUDA."""
 
-def storages_of_tensors(tensors: list[torch.Tensor]) -> tuple[list[int], list[int], bytes] | None:
-    """The _cdata of their storages, the bytes of these, and 1 for each tensor that is contiguous, fills its storage
-    and is no inference tensor, 0 for others. None if one has no storage."""
+def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
+    """The tensors with a storage in dicts, lists and tuples, however deep; the _cdata of their storages; the bytes of
+    these; and 1 for each tensor that is contiguous, fills its storage and is no inference tensor, 0 for others."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: StrPath, b: StrPath) -> None: ...

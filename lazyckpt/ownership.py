@@ -110,25 +110,7 @@ def parameters_of(owner: Any) -> list[int]:
 def _storages_of(owner: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
     """The tensors that an optimizer or a guarded object owns; identity and bytes of the storage of each; and whether it
     fills that, simply."""
-    tensors: list[torch.Tensor] = []
-    if isinstance(owner, Guarded):
-        obj = owner.obj
-        _collect(list(obj.parameters()) if isinstance(obj, torch.nn.Module) else obj.state_dict(), tensors)
-    else:
-        _collect([group["params"] for group in owner.param_groups], tensors)
-        _collect(owner.state, tensors)
-    storages = _engine.storages_of_tensors(tensors)
-    if storages is None:  # some have none of their own: wrapper subclasses, sparse
-        tensors = [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided]
-        storages = _engine.storages_of_tensors(tensors)
-        assert storages is not None
-    return tensors, *storages
-
-
-def _collect(obj: Any, tensors: list[torch.Tensor]) -> None:
-    values = obj.values() if isinstance(obj, dict) else obj
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, dict | list | tuple):
-            _collect(value, tensors)
+    if not isinstance(owner, Guarded):
+        return _engine.storages_in([[group["params"] for group in owner.param_groups], owner.state])
+    obj = owner.obj
+    return _engine.storages_in(list(obj.parameters()) if isinstance(obj, torch.nn.Module) else obj.state_dict())

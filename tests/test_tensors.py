@@ -104,20 +104,36 @@ def test_which_tensors_fill_their_storage(kind: str) -> None:
     make, whole = WHOLE[kind]
     tensor = make()
     storage = tensor.untyped_storage()
-    assert _engine.storages_of_tensors([tensor]) == ([storage._cdata], [storage.nbytes()], bytes([whole]))
+    [found], identities, sizes, filled = _engine.storages_in(tensor)
+    assert found is tensor
+    assert (identities, sizes, filled) == ([storage._cdata], [storage.nbytes()], bytes([whole]))
 
 
-def test_a_tensor_without_a_storage() -> None:
-    assert _engine.storages_of_tensors([torch.zeros(1), torch.eye(2).to_sparse()]) is None
+def test_tensors_are_found_however_deep_and_those_without_a_storage_are_left_out() -> None:
+    a, b, c, d = (torch.zeros(n) for n in range(1, 5))
+    tree = {"a": a, 1: [b, (c, {"x": None, "y": "text"}, [[d]]), torch.eye(2).to_sparse(), {a}], "again": a}
+    found, identities, sizes, _ = _engine.storages_in(tree)
+    assert [id(t) for t in found] == [id(t) for t in (a, b, c, d, a)]
+    assert identities == [t.untyped_storage()._cdata for t in found]
+    assert sizes == [4, 8, 12, 16, 4]
+    assert _engine.storages_in(object()) == ([], [], [], b"")
 
 
-@pytest.mark.parametrize("ask", [_engine.look_at_tensors, _engine.storages_of_tensors])
-def test_errors_of_those_asked_come_through(ask: Callable[[Any], object]) -> None:
+def test_a_tree_without_end_is_an_error() -> None:
+    tree: list[Any] = [torch.zeros(1)]
+    tree.append({"again": (tree,)})
+    for _ in range(2):
+        with pytest.raises(RecursionError, match="looking for tensors"):
+            _engine.storages_in(tree)
+    assert len(_engine.storages_in([tree[0]])[0]) == 1
+
+
+def test_errors_of_those_asked_come_through() -> None:
     with pytest.raises(TypeError, match="list"):
-        ask((torch.zeros(1),))
+        _engine.look_at_tensors((torch.zeros(1),))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="object"):
-        ask([object()])
-    assert ask([]) is not None
+        _engine.look_at_tensors([object()])  # type: ignore[list-item]
+    assert _engine.look_at_tensors([]) is not None
 
 
 def test_two_threads_may_be_the_first_to_ask() -> None:

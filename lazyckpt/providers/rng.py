@@ -77,7 +77,7 @@ def _capture_numpy() -> dict[str, Any] | None:
         )
         return None
     return {
-        "key": _words(state["state"]["key"].tolist()),
+        "key": torch.frombuffer(state["state"]["key"].astype("int64"), dtype=torch.int64),
         "pos": int(state["state"]["pos"]),
         "has_gauss": int(state["has_gauss"]),
         "cached_gaussian": float(state["gauss"]),

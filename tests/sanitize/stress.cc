@@ -123,7 +123,7 @@ struct Checkpoint {
 };
 
 void AddRow(Checkpoint& c, Extent& extent, RowKind kind, int64_t arg, const std::string& bytes) {
-  extent.rows.push_back({kind, static_cast<int64_t>(bytes.size()), arg});
+  extent.rows.push_back({static_cast<int64_t>(kind), static_cast<int64_t>(bytes.size()), arg});
   c.bytes[extent.file] += bytes;
 }
 
