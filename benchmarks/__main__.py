@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -54,13 +55,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="in a block (default %(default)s; half outside train)")
     parser.add_argument("--train-gb", type=float, default=0.5, help="AdamW state of the training job")
     parser.add_argument("--disk-gb", type=float, default=1.0, help="tensors that are written and read without training")
-    parser.add_argument("--largest-gb", type=float, help="the largest state of all; default 1, with --full 3")
+    parser.add_argument("--largest-gb", type=float, help="the largest state; default 1, with --full what memory allows")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--dir", type=Path, default=HERE / "build", help="where checkpoints go: the disk to test")
     parser.add_argument("--output", type=Path, default=HERE.parent / "build" / "benchmarks", help="the report's folder")
     arguments = parser.parse_args()
     arguments.pairs = arguments.pairs or (FULL_PAIRS if arguments.full else QUICK_PAIRS)
-    arguments.largest_gb = arguments.largest_gb or (3.0 if arguments.full else 1.0)
+    # Beside it: AdamW's gradients, a third of it, and the ring, as large as it at most; and as much again to be polite.
+    allowed = psutil.virtual_memory().available / GB / 3
+    arguments.largest_gb = arguments.largest_gb or (allowed if arguments.full else min(1.0, allowed))
     arguments.arms = _choice(parser, arguments.arms, list(KINDS), [])
     default = [name for name, part in PARTS.items() if part.quick or arguments.full]
     arguments.only = _choice(parser, arguments.only, list(PARTS), default)
@@ -96,6 +99,7 @@ def _measure(arguments: argparse.Namespace, name: str, directory: Path, progress
         full=arguments.full,
         device=arguments.device,
         compute={},
+        output=arguments.output,
     )
     packages = [*PARTS[name].packages, *(KINDS[arm].package for arm in arms)]
     about = machine.describe(arguments.dir, packages)

@@ -120,26 +120,33 @@ def over_sizes(settings: Settings, progress: Progress) -> Iterator[Table]:
     columns = ["state, GB", "save(), ms", "durable, GB/s", "of raw", "torch.save + fsync, of raw"]
     table = Table(f"A growing AdamW state of {STATE_TENSORS} tensors", columns)
     table.picture = Picture("state, GB", "GB/s, durable", log_x=True)
-    nbytes = min(FIRST_BYTES, settings.largest_bytes)
-    while nbytes <= settings.largest_bytes:
+    for nbytes in _sizes(settings.largest_bytes):
         gigabytes = nbytes / 1e9
-        case = Case(f"{gigabytes:g} GB", ((STATE_TENSORS // 3, nbytes // STATE_TENSORS // 4 * 4),))
+        case = Case(f"{gigabytes:.2g} GB", ((STATE_TENSORS // 3, nbytes // STATE_TENSORS // 4 * 4),))
         found = _save(case, settings, progress, RAW, TORCH)
         if found.failure:
-            table.missing(f"{gigabytes:g}", found.failure)
+            table.missing(f"{gigabytes:.2g}", found.failure)
         else:
             ours, theirs = (_percent(found.seconds[RAW], found.seconds[name]) for name in (LAZY, TORCH))
             rates = {name: [gigabytes / s for s in values] for name, values in found.seconds.items()}
-            table.add(f"{gigabytes:g}", spread(found.blocked_ms(), 1), spread(rates[LAZY]), ours, theirs)
+            table.add(f"{gigabytes:.2g}", spread(found.blocked_ms(), 1), spread(rates[LAZY]), ours, theirs)
             for name, values in rates.items():
                 table.picture.add(name, gigabytes, values)
-        nbytes *= FACTOR
     table.notes.append(
-        f"At most {settings.largest_bytes / 1e9:g} GB: AdamW needs a third more for gradients, and the ring up to "
+        f"At most {settings.largest_bytes / 1e9:.2g} GB: AdamW needs a third more for gradients, and the ring up to "
         "a quarter of the memory that is free. Nothing runs beside the checkpoint."
     )
     yield table
     yield _over_tensor_size(settings, progress)
+
+
+def _sizes(largest: int) -> Iterator[int]:
+    """In bytes, up to the largest."""
+    nbytes = FIRST_BYTES
+    while nbytes < largest:
+        yield nbytes
+        nbytes *= FACTOR
+    yield largest
 
 
 def _over_tensor_size(settings: Settings, progress: Progress) -> Table:

@@ -23,6 +23,7 @@ from benchmarks.paired import Progress, interleaved, median, spread
 from benchmarks.pictures import Picture
 from benchmarks.report import Table
 from benchmarks.settings import Settings
+from benchmarks.timeline import timeline
 from benchmarks.train import Contest, Series, contest
 from benchmarks.workload import Training
 
@@ -112,8 +113,8 @@ def over_interval(settings: Settings, progress: Progress) -> Iterator[Table]:
 
 
 def phases(settings: Settings, progress: Progress) -> Iterator[Table]:
-    """001 table III: of each checkpoint of a training, by lazyckpt's own metrics; of torch.save, by the time inside
-    of its writes."""
+    """001 table III: of each checkpoint of a training, by lazyckpt's own metrics; of torch.save, by the time inside of
+    its writes. And fig. 15."""
     training = Training(settings.state_bytes, device=settings.device)
     ours = LazyCkpt(training, _made(settings.directory / "lazyckpt"), ring=1.0)
     theirs = _made(settings.directory / "torch.save") / "state.pt"
@@ -152,6 +153,7 @@ def phases(settings: Settings, progress: Progress) -> Iterator[Table]:
         f"{metrics[0].bytes / 1e9:.2f} GB, {metrics[0].storages} storages, {len(metrics)} checkpoints after the first.",
         "Training waits for all of torch.save. Its writes and its fsync stand in the line of writing, all else in the "
         "first line.",
+        timeline(training, settings.directory / "timeline", settings.output / "phases-timeline"),
     ]
     yield table
 

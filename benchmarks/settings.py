@@ -35,3 +35,4 @@ class Settings:
     full: bool
     device: torch.device
     compute: Compute
+    output: Path  # the folder of the report, for what goes beside it

@@ -248,6 +248,7 @@ def _table(contest: Contest, pairs: int) -> Table:
             "time over none",
             "minus floor",
             "blocked, ms",
+            "minus floor",
             "durable, GB/s",
             "of raw",
         ],
@@ -259,12 +260,16 @@ def _table(contest: Contest, pairs: int) -> Table:
             table.missing(one.name, one.failure)
             continue
         floor = series.get("floor-quarter" if one.name.endswith("-quarter") else "floor")
-        above = differences(one.ratio, floor.ratio) if floor and floor is not one else []
+        above, waited = [], []
+        if floor and floor is not one:
+            above = differences(one.ratio, floor.ratio)
+            waited = differences([1e3 * s for s in one.blocked_s], [1e3 * s for s in floor.blocked_s])
         table.add(
             one.name,
             spread(one.ratio),
             spread(above) if above else "-",
             spread([1e3 * s for s in one.blocked_s], 1),
+            spread(waited, 1) if waited else "-",
             spread(one.durable),
             f"{median(ratios(one.durable, one.ceiling)):.0%}",
         )

@@ -82,6 +82,7 @@ def settings(tmp_path: Path) -> Settings:
         full=False,
         device=torch.device("cpu"),
         compute={"compute_over_write": 0.0, "min_compute_s": 0.0},
+        output=tmp_path,
     )
 
 

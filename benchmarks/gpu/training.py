@@ -7,11 +7,9 @@ In every round all arms and none take a turn each, in shuffled order; their rati
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import signal
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from benchmarks.arms.lazy import LazyCkpt
 from benchmarks.gpu.part import Part, main
 from benchmarks.paired import median, ratios, rounds, spread
 from benchmarks.report import Table
+from benchmarks.timeline import timeline
 from benchmarks.train import WARM_UP_STEPS, durable_seconds, run_block
 from benchmarks.workload import Training
 from lazyckpt import CheckpointMetrics
@@ -42,7 +41,6 @@ ROUNDS = 9  # at most
 COMPUTE_OVER_DURABLE = 1.25  # the disk can just keep up
 PROBE_BYTES = 512_000_000
 SEQUENCES = {"cuda": 64, "cpu": 2}
-LARGEST = 5  # tensors in the timeline
 
 
 def measure_pairs(part: Part) -> None:
@@ -248,7 +246,8 @@ def _breakdown(part: Part, contest: Contest) -> list[Table]:
         f"medians of {len(while_computing)} checkpoints while training computes; device -> host has the checksums in "
         "it, host -> file is what comes after the last byte has been copied: most of the writing is done by then."
     )
-    table.notes.append(_timeline(contest, part.output.with_name(f"{part.name}-timeline")))
+    output = part.output.with_name(f"{part.name}-timeline")
+    table.notes.append(timeline(contest.training, part.directory / "timeline", output))
     return [table]
 
 
@@ -283,51 +282,6 @@ def _to_host(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_host(inner) for key, inner in value.items()}
     return value
-
-
-def _timeline(contest: Contest, path: Path) -> str:
-    """Copies and writes of the largest tensors of a checkpoint, as CSV and, if matplotlib is there, as a picture.
-    Returns a note about them."""
-    arm = contest.arms["lazyckpt"]
-    arm.save(contest._step())
-    contest.training.compute()
-    contest.training.optimizer.step()
-    arm.drain()
-    assert isinstance(arm, LazyCkpt)
-    events = arm.metrics[-1].timeline
-    newest = max(arm.directory.glob("step-*/state.pt"))
-    with zipfile.ZipFile(newest) as archive:
-        records = sorted(archive.infolist(), key=lambda record: record.file_size, reverse=True)[:LARGEST]
-    rows = [
-        (record.filename, record.file_size, *event)
-        for record in records
-        for event in events
-        if event.offset < record.header_offset + record.file_size and event.offset + event.nbytes > record.header_offset
-    ]
-    with open(path.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["tensor", "tensor_bytes", *events[0]._fields])
-        writer.writerows(rows)
-    try:
-        import matplotlib
-    except ImportError:
-        return f"Timeline of the {LARGEST} largest tensors: {path.name}.csv; matplotlib is missing for a picture."
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 3))
-    for row, record in enumerate(records):
-        mine = [r for r in rows if r[0] == record.filename]
-        axes.broken_barh([(1e3 * r[5], 1e3 * (r[6] - r[5])) for r in mine], (row - 0.35, 0.3), color="tab:blue")
-        axes.broken_barh([(1e3 * r[7], 1e3 * (r[8] - r[7])) for r in mine], (row + 0.05, 0.3), color="tab:orange")
-    axes.set_yticks(
-        range(len(records)), [f"{r.filename.split('/')[-1]}: {r.file_size / 2**20:.0f} MiB" for r in records]
-    )
-    axes.set_xlabel("ms since save()")
-    axes.set_title("Device to host with checksums (blue), host to file (orange): the largest tensors, all their chunks")
-    figure.savefig(path.with_suffix(".png"), dpi=150, bbox_inches="tight")
-    plt.close(figure)
-    return f"Timeline of the {LARGEST} largest tensors: {path.name}.png and .csv."
 
 
 def measure_large(part: Part) -> None:
