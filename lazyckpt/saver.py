@@ -176,8 +176,9 @@ class Saver:
         if path is None:
             self._background.drain()
         else:
-            wanted = Path(path).absolute()
-            concurrent.futures.wait([h for h in self.pending() if h.path == wanted or wanted in h.path.parents])
+            wanted = Path(path).resolve()  # however it was spelled
+            ways = [(h, h.path.resolve()) for h in self.pending()]
+            concurrent.futures.wait([h for h, there in ways if there == wanted or wanted in there.parents])
         self._background.raise_failed()
 
     def check(self) -> None:

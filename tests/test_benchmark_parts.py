@@ -111,6 +111,8 @@ def test_a_part_measures(part: str, settings: Settings) -> None:
         missing = {row[0] for row in table.rows if "missing" in row}
         assert missing <= {"fio"}, table.notes  # it writes whole chunks only
         assert all(least <= middle <= most for middle, least, most in spreads(table))
+        if part == "phases":
+            assert (settings.output / "phases-timeline.png").stat().st_size > 10_000
         if "minus" in " ".join(table.columns) or "forks" in table.title or part == "memory":
             continue
         assert all(least >= 0 for _, least, _ in spreads(table))

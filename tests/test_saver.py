@@ -145,6 +145,19 @@ def test_a_file_is_replaced_only_by_a_whole_one(
     assert saver.pending() == [] and torch.load(path)["note"] == ["x", 1]
 
 
+@pytest.mark.parametrize("way", ["link/a.pt", "link", "link/../link/a.pt"])
+def test_a_path_is_waited_for_however_it_is_spelled(
+    way: str, saver: lazyckpt.Saver, tmp_path: Path, held: threading.Event
+) -> None:
+    """Regression: by way of a link there was nothing to wait for."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    handle = saver.save(torch.zeros(9), tmp_path / "folder/a.pt")
+    threading.Timer(0.2, held.set).start()
+    saver.wait(tmp_path / way)
+    assert handle.done()
+
+
 def test_a_change_of_the_working_folder_moves_nothing(
     saver: lazyckpt.Saver, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
