@@ -620,6 +620,18 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         assert process.wait(60) == 141
 
 
+@pytest.mark.parametrize("words", [["ls", "."], ["ls", "missing", "--json"]])
+def test_output_that_finds_no_room_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    """Also if that is noticed only when the interpreter ends, as of what is buffered."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lazyckpt", *words], stdout=full, stderr=subprocess.PIPE, env=kept, cwd=tmp_path
+        )
+    (line,) = done.stderr.decode().splitlines()
+    assert done.returncode == 2 and line.startswith("error: ")
+
+
 def on_terminal(cells: int, *words: str, cwd: Path) -> list[str]:
     """What a terminal of that width shows."""
     master, slave = pty.openpty()

@@ -50,8 +50,7 @@ class _OneLineErrors(TyperGroup):
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # What is still buffered goes nowhere, or the interpreter would complain when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             raise typer.Exit(_EXIT_BROKEN_PIPE) from None
         except (typer.Exit, typer.Abort):
             raise
@@ -63,9 +62,18 @@ class _OneLineErrors(TyperGroup):
             if self._debug:
                 traceback.print_exc()
             print_error(_in_words(error))
-            if self._json:
-                print_json({"error": _in_words(error)})
+            try:
+                if self._json:
+                    print_json({"error": _in_words(error)})
+                sys.stdout.flush()
+            except OSError:  # what the error was about, most likely
+                _discard_output()
             raise typer.Exit(_EXIT_TROUBLE) from error
+
+
+def _discard_output() -> None:
+    """What is still buffered goes nowhere, or the interpreter would complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _in_words(error: Exception) -> str:
