@@ -143,8 +143,9 @@ def test_flags_have_units() -> None:
     told = json.loads(result.stdout)
     expected = lazyckpt.advise(**KNOWN, cost_s=0.02, failure_s=7200, gpus=8, optimizer_s=0.1)
     assert {name: told[name] for name in vars(expected)} == pytest.approx(vars(expected))
-    same = run("--state", "2GiB", "--iteration", "1min", "--bandwidth", "512 MiB", "--json")
-    assert json.loads(same.stdout)["write_s"] == 4
+    for state, bandwidth in (("2GiB", "512 MiB"), ("2TiB", "512GiB"), ("2TB", "500GB")):
+        same = run("--state", state, "--iteration", "1min", "--bandwidth", bandwidth, "--json")
+        assert json.loads(same.stdout)["write_s"] == 4
 
 
 def test_it_explains_every_number() -> None:
@@ -165,7 +166,9 @@ def test_it_explains_every_number() -> None:
         ([*FLAGS, "--state", "1e400GB"], "--state '1e400GB'"),
         ([*FLAGS, "--state", "1.2.3GB"], "--state"),
         ([*FLAGS, "--iteration", "0"], "iteration_s"),
-        ([*FLAGS, "--max-overhead", "0"], "max_overhead"),
+        ([*FLAGS, "--max-overhead", "0"], "--max-overhead 0: expected a percentage"),
+        ([*FLAGS, "--max-overhead", "200"], "--max-overhead 200: expected a percentage"),
+        ([*FLAGS, "--max-overhead", "nan"], "--max-overhead nan: expected a percentage"),
         (["nowhere.json"], "nowhere.json"),
     ],
 )

@@ -28,6 +28,7 @@ _SIZES: dict[str, float] = {
     "ki": 1 << 10,
     "mi": 1 << 20,
     "gi": 1 << 30,
+    "ti": 1 << 40,
 }
 _TIMES = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOSURE_SHARE = 0.5  # of an iteration: an optimizer's step as long as that has forward and backward in it
@@ -60,6 +61,8 @@ def advise(
 
     What a trace tells need not be given; what is given goes before it.
     """
+    if not 0 < max_overhead < 100:
+        raise ConfigError(f"--max-overhead {max_overhead:g}: expected a percentage, above 0 and below 100")
     numbers = _measured(source) if source is not None else {}
     given = {
         "state_bytes": _parse(state, "--state", _SIZES),
