@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -570,6 +571,17 @@ def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: 
         assert list(json.loads(result.stdout)) == ["error"], words
     helped = {name: run(name, "--help").stdout for name in commands()}
     assert [name for name, text in helped.items() if "--json" not in text and name != "accelerate"] == []
+
+
+def test_help_fills_the_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of prose but the last of a paragraph is so long that the next word has no room in it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in commands():
+        text = run(name, "--help").stdout.split("╭─")[0]
+        for paragraph in re.split(r"\n\s*\n", text):
+            lines = paragraph.strip().splitlines()
+            for line, following in itertools.pairwise(lines):
+                assert len(line.strip()) + 1 + len(following.split()[0]) > 77, (name, line)
 
 
 def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated, Any, cast
 
 import torch
@@ -111,16 +112,22 @@ def _main(
     """Look into checkpoints: torch.save archives, safetensors files, and the folders that lazyckpt writes."""
 
 
-app.command("ls")(ls.ls)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("diff")(diff.diff)
-app.command("convert")(convert.convert)
-app.command("prune")(prune.prune)
-app.command("pin")(pin.pin)
-app.command("unpin")(pin.unpin)
-app.command("advise")(advise.advise)
-app.command("trace")(trace.trace)
-app.command("doctor")(doctor.doctor)
-app.command("bench")(bench.bench)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    ls.ls,
+    inspect.inspect,
+    verify.verify,
+    diff.diff,
+    convert.convert,
+    prune.prune,
+    pin.pin,
+    pin.unpin,
+    advise.advise,
+    trace.trace,
+    doctor.doctor,
+    bench.bench,
+)
+for _command in _COMMANDS:
+    # The help is wrapped to the terminal; the ends of the docstring's lines would stay in it.
+    _paragraphs = [" ".join(paragraph.split()) for paragraph in (_command.__doc__ or "").split("\n\n")]
+    app.command(_command.__name__, help="\n\n".join(_paragraphs))(_command)
 app.add_typer(accelerate.app, name="accelerate")
