@@ -23,6 +23,7 @@ from lazyckpt.cli.output import print_error, print_json
 from lazyckpt.errors import LazyCkptError
 
 _EXIT_TROUBLE = 2
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that ignored nothing
 _DEBUG = "--debug"
 _JSON = "--json"
@@ -53,8 +54,14 @@ class _OneLineErrors(TyperGroup):
         except BrokenPipeError:
             _discard_output()
             raise typer.Exit(_EXIT_BROKEN_PIPE) from None
-        except (typer.Exit, typer.Abort):
+        except typer.Exit:
             raise
+        except typer.Abort as abort:  # instead of an answer
+            print(file=sys.stderr)
+            if isinstance(abort.__context__, KeyboardInterrupt):
+                raise typer.Exit(_EXIT_INTERRUPTED) from None
+            print_error("the input has ended, and not all is answered; nothing is written")
+            raise typer.Exit(_EXIT_TROUBLE) from None
         except _USAGE_ERROR as error:
             if self._json:
                 print_json({"error": cast(Any, error).format_message()})
