@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import itertools
 import json
 import os
@@ -21,13 +22,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 import lazyckpt
 from commands import commands, fails, run, run_json
 from lazyckpt import _engine
 from lazyckpt.cli import verify
-from lazyckpt.cli.output import size
+from lazyckpt.cli.output import progress, size
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import MAX_DEPTH, Tree
 from lazyckpt.config import auto_ring_bytes
@@ -664,6 +666,15 @@ def test_a_narrow_terminal_cuts_lines_and_a_pipe_does_not(tmp_path: Path, folder
     assert "x" * 100 + "  float32" in run("inspect", tmp_path / "a.pt").stdout
     newest = on_terminal(40, "ls", str(folder), cwd=tmp_path)[1].split()  # nothing of it is cut, or missing
     assert newest[0] == "15" and newest[-3:] == ["KiB", "ok,", "newest"]
+
+
+def test_a_bar_takes_one_line_of_a_narrow_terminal() -> None:
+    bar = progress()
+    bar.update(bar.add_task("runs/a/step-00000400/state.pt", total=900 << 20), completed=300 << 20)
+    shown = io.StringIO()
+    Console(width=60, file=shown).print(bar.make_tasks_table(bar.tasks))
+    (line,) = shown.getvalue().splitlines()
+    assert "300.0/900" in line
 
 
 def test_one_long_name_does_not_push_the_columns_of_all_off_the_screen(tmp_path: Path) -> None:
