@@ -143,8 +143,9 @@ def test_flags_have_units() -> None:
     told = json.loads(result.stdout)
     expected = lazyckpt.advise(**KNOWN, cost_s=0.02, failure_s=7200, gpus=8, optimizer_s=0.1)
     assert {name: told[name] for name in vars(expected)} == pytest.approx(vars(expected))
-    same = run("--state", "2GiB", "--iteration", "1min", "--bandwidth", "512 MiB", "--json")
-    assert json.loads(same.stdout)["write_s"] == 4
+    for state, bandwidth in (("2GiB", "512 MiB"), ("2TiB", "512GiB"), ("2TB", "500GB")):
+        same = run("--state", state, "--iteration", "1min", "--bandwidth", bandwidth, "--json")
+        assert json.loads(same.stdout)["write_s"] == 4
 
 
 def test_it_explains_every_number() -> None:
@@ -165,7 +166,9 @@ def test_it_explains_every_number() -> None:
         ([*FLAGS, "--state", "1e400GB"], "--state '1e400GB'"),
         ([*FLAGS, "--state", "1.2.3GB"], "--state"),
         ([*FLAGS, "--iteration", "0"], "iteration_s"),
-        ([*FLAGS, "--max-overhead", "0"], "max_overhead"),
+        ([*FLAGS, "--max-overhead", "0"], "--max-overhead 0: expected a percentage"),
+        ([*FLAGS, "--max-overhead", "200"], "--max-overhead 200: expected a percentage"),
+        ([*FLAGS, "--max-overhead", "nan"], "--max-overhead nan: expected a percentage"),
         (["nowhere.json"], "nowhere.json"),
     ],
 )
@@ -176,14 +179,31 @@ def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
     assert expected in line
 
 
-def test_a_validation_in_a_trace_is_not_taken_for_the_cost_of_a_checkpoint() -> None:
-    metrics = {"bytes": 10, "write_s": 0.1, "durable_s": 0.25, "save_blocked_s": 0.01, "gate_blocked_s": 0.0}
+def traced(*iterations: tuple[float, float]) -> TraceFile:
+    """Iterations (begin, length), and a checkpoint from 0.2 s to 0.45 s that blocked the training for 0.01 s."""
+    metrics = {"bytes": 10, "write_s": 0.1, "durable_s": 0.25, "save_blocked_s": 0.008, "gate_blocked_s": 0.002}
     checkpoint = {"name": "step-1", "tid": SAVES, "dur": 0.25e6, "args": {"error": None, "metrics": metrics}}
     events = [checkpoint | {"ts": 0.2e6}]
-    for begin_s, seconds in ((0.0, 0.1), (0.1, 0.1), (0.2, 60.0), (60.2, 0.1)):
+    for begin_s, seconds in iterations:
         events.append({"name": "iteration", "tid": TRAINING, "ts": begin_s * 1e6, "dur": seconds * 1e6})
-    events = [event | {"ph": "X", "run": 1} for event in events]
-    assert measure(TraceFile(Path("trace.json"), events))["cost_s"] == 0.25
+    return TraceFile(Path("trace.json"), [event | {"ph": "X", "run": 1} for event in events])
+
+
+def test_a_validation_in_a_trace_is_not_taken_for_the_cost_of_a_checkpoint() -> None:
+    assert measure(traced((0.0, 0.1), (0.1, 0.1), (0.2, 60.0), (60.2, 0.1)))["cost_s"] == 0.25
+
+
+@pytest.mark.parametrize("iterations", [[(0.2, 0.1), (0.3, 0.1)], [(0.0, 0.1), (0.1, 0.1)], []])
+def test_with_nothing_to_compare_a_checkpoint_costs_what_it_blocked(iterations: list[tuple[float, float]]) -> None:
+    """Every iteration overlaps a checkpoint, or none does."""
+    assert measure(traced(*iterations))["cost_s"] == pytest.approx(0.01)
+
+
+def test_a_trace_without_an_iteration_to_measure_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyckpt.cli.advise.read_trace", lambda path: traced((0.2, 0.1)))
+    (line,) = run(tmp_path / "t.json").stderr.splitlines()
+    assert line.endswith("t.json: there is no iteration without a checkpoint in it; give --iteration")
+    assert json.loads(run(tmp_path / "t.json", "--iteration", "10ms", "--json").stdout)["cost_s"] == pytest.approx(0.01)
 
 
 def test_numbers_come_from_a_trace_or_a_folder(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import itertools
 import json
 import os
 import pty
@@ -20,13 +22,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 import lazyckpt
 from commands import commands, fails, run, run_json
 from lazyckpt import _engine
 from lazyckpt.cli import verify
-from lazyckpt.cli.output import size
+from lazyckpt.cli.output import progress, size
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import MAX_DEPTH, Tree
 from lazyckpt.config import auto_ring_bytes
@@ -572,6 +575,17 @@ def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: 
     assert [name for name, text in helped.items() if "--json" not in text and name != "accelerate"] == []
 
 
+def test_help_fills_the_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of prose but the last of a paragraph is so long that the next word has no room in it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in commands():
+        text = run(name, "--help").stdout.split("╭─")[0]
+        for paragraph in re.split(r"\n\s*\n", text):
+            lines = paragraph.strip().splitlines()
+            for line, following in itertools.pairwise(lines):
+                assert len(line.strip()) + 1 + len(following.split()[0]) > 77, (name, line)
+
+
 def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
     lazyckpt.save({"h.0.w": torch.zeros(1), "h.1.w": torch.zeros(1)}, tmp_path / "a.pt")
     command = [sys.executable, "-m", "lazyckpt", "verify", "a.pt"]
@@ -620,6 +634,18 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         assert process.wait(60) == 141
 
 
+@pytest.mark.parametrize("words", [["ls", "."], ["ls", "missing", "--json"]])
+def test_output_that_finds_no_room_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    """Also if that is noticed only when the interpreter ends, as of what is buffered."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lazyckpt", *words], stdout=full, stderr=subprocess.PIPE, env=kept, cwd=tmp_path
+        )
+    (line,) = done.stderr.decode().splitlines()
+    assert done.returncode == 2 and line.startswith("error: ")
+
+
 def on_terminal(cells: int, *words: str, cwd: Path) -> list[str]:
     """What a terminal of that width shows."""
     master, slave = pty.openpty()
@@ -640,6 +666,15 @@ def test_a_narrow_terminal_cuts_lines_and_a_pipe_does_not(tmp_path: Path, folder
     assert "x" * 100 + "  float32" in run("inspect", tmp_path / "a.pt").stdout
     newest = on_terminal(40, "ls", str(folder), cwd=tmp_path)[1].split()  # nothing of it is cut, or missing
     assert newest[0] == "15" and newest[-3:] == ["KiB", "ok,", "newest"]
+
+
+def test_a_bar_takes_one_line_of_a_narrow_terminal() -> None:
+    bar = progress()
+    bar.update(bar.add_task("runs/a/step-00000400/state.pt", total=900 << 20), completed=300 << 20)
+    shown = io.StringIO()
+    Console(width=60, file=shown).print(bar.make_tasks_table(bar.tasks))
+    (line,) = shown.getvalue().splitlines()
+    assert "300.0/900" in line
 
 
 def test_one_long_name_does_not_push_the_columns_of_all_off_the_screen(tmp_path: Path) -> None:

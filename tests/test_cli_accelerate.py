@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,19 @@ def test_beside_accelerates_own_file_by_default(tmp_path: Path, monkeypatch: pyt
     assert config("--default").exit_code == 0
     assert (tmp_path / "lazyckpt.yaml").is_file()
     assert Path(config_args.default_yaml_config_file).name == "default_config.yaml"
+
+
+class Interrupted(io.StringIO):
+    def readline(self, _: int | None = -1, /) -> str:
+        raise KeyboardInterrupt
+
+
+def test_no_answer_ends_it_as_it_ends_all_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lazyckpt.yaml"
+    ended = config("--config-file", file, answers="yes\n")
+    assert ended.exit_code == 2 and "error: the input has ended" in ended.stderr
+    monkeypatch.setattr(sys, "stdin", Interrupted())
+    with pytest.raises(SystemExit) as interrupted:
+        app(["accelerate", "config", "--config-file", str(file)])
+    assert interrupted.value.code == 130
+    assert not file.exists()

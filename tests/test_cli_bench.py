@@ -70,14 +70,18 @@ def test_the_raw_loops_move_every_byte(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "No such file" in fails(2, "bench", tmp_path / "missing")
+    (tmp_path / "a.pt").touch()
+    for name in ("missing", "a.pt"):  # no checkpoint failed
+        assert fails(2, "bench", tmp_path / name).startswith(f"error: {tmp_path / name}: not a folder")
+    (tmp_path / "a.pt").unlink()
 
     class Full:
         f_bavail, f_frsize = 3, 4096
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: Full)
-        assert "needs 64.0 MiB for a moment; 12.0 KiB are free" in fails(2, "bench", tmp_path)
+        what = "needs 64.0 MiB for a moment; 12.0 KiB are free"
+        assert fails(2, "bench", tmp_path) == f"error: {tmp_path}: {what}"
 
     def break_off(*_: object) -> None:
         assert [name.startswith(commit.TEMPORARY) for name in os.listdir(tmp_path)] == [True]

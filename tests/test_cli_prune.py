@@ -86,6 +86,8 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path) -> None:
     run("unpin", folder, "30")
     run("prune", folder, "--keep-last", "1", "--yes")
     assert os.listdir(folder) == ["step-00000061"]
+    for command in ("pin", "unpin"):
+        assert fails(2, command, folder / "none", "10") == f"error: {folder / 'none'}: No such file or directory"
     assert "no checkpoint" in fails(2, "pin", folder, "10") and "no such checkpoint" in fails(2, "unpin", folder, "10")
 
 

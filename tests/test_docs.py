@@ -28,6 +28,33 @@ def test_every_error_has_its_cure() -> None:
     assert headings == errors
 
 
+def test_every_message_of_an_error_is_explained_or_says_what_to_do() -> None:
+    text = re.sub(r"\s+(> )?", " ", (DOCS / "troubleshooting.md").read_text())
+    _, *sections = re.split(r" ### `(\w+)`", text)
+    cures = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert len(messages := list(_errors())) > 50
+    assert [(kind, words) for kind, words in messages if words not in cures[kind]] == []
+
+
+def _errors() -> Iterator[tuple[str, str]]:
+    """Their kinds and words. Not of CorruptFileError: damage has one cure, whatever it hit."""
+    kinds = {name for name in lazyckpt.__all__ if name.endswith("Error")} - {"LazyCkptError", "CorruptFileError"}
+    for function in (node for node in _nodes() if isinstance(node, ast.FunctionDef)):
+        nodes = list(ast.walk(function))
+        assigned = [(ast.unparse(n.targets[0]), n.value) for n in nodes if isinstance(n, ast.Assign)]
+        for call in (n for n in nodes if isinstance(n, ast.Call) and n.args):
+            kind = ast.unparse(call.func).removeprefix("lazyckpt.")
+            name = ast.unparse(call.args[0])  # of a message that was put together before
+            for message in [value for target, value in assigned if target == name] or call.args[:1]:
+                words = _words(message)
+                says = kind == "ConfigError" and _SAYS_WHAT_TO_DO.search(ast.unparse(message))
+                if kind in kinds and words and not says:
+                    yield kind, words
+
+
+_SAYS_WHAT_TO_DO = re.compile(r"\b(expected|at most|give|use|make|call|name a|Pass)\b")
+
+
 def test_every_warning_is_explained() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     assert len(messages := list(_warnings())) > 10
@@ -35,15 +62,25 @@ def test_every_warning_is_explained() -> None:
 
 
 def _warnings() -> Iterator[str]:
-    """Of each the longest part that is not filled in, up to the end of a sentence."""
+    for node in _nodes():
+        warns = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("warn", "_warn_once"))
+        if warns and (words := _words(node.args[0])):
+            yield words
+
+
+def _nodes() -> Iterator[ast.AST]:
+    """Of the whole package but for the command line."""
     package = DOCS.parent / "lazyckpt"
-    for file in [*package.glob("*.py"), *package.glob("providers/*.py"), *DOCS.parent.glob("integrations/*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("warn", "_warn_once")):
-                parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else node.args[:1]
-                words = [part.value for part in parts if isinstance(part, ast.Constant)]
-                if words:
-                    yield max(words, key=len).strip(" (").split(". ")[0]
+    files = [file for file in package.rglob("*.py") if file.parent.name not in ("cli", "integrations")]
+    for file in [*files, *DOCS.parent.glob("integrations/*.py")]:
+        yield from ast.walk(ast.parse(file.read_text()))
+
+
+def _words(message: ast.expr) -> str:
+    """The longest part that is not filled in, up to the end of a sentence."""
+    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+    words = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return max(words, key=len, default="").strip(" ():;,\n").split(". ")[0]
 
 
 def test_every_knob_is_explained() -> None:

@@ -396,7 +396,6 @@ def broken(tmp_path: Path, file: Path) -> Iterator[list[tuple[list[str], str]]]:
         ([str(tmp_path / "strange.json")], "line 7 is not an event"),
         ([str(tmp_path / "empty.json")], "no checkpoint ended in it"),
         ([str(tmp_path / "other.json")], "not a trace"),
-        ([str(file), "-o", str(tmp_path / "picture.doc")], "picture.doc"),
     ]
 
 
@@ -413,21 +412,43 @@ def test_a_picture(file: Path, tmp_path: Path) -> None:
     result = run(file, "-o", tmp_path / "picture.png")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "picture.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert run(file, "-o", tmp_path / "picture.svg").exit_code == 0
+    told = json.loads(run(file, "-o", tmp_path / "picture.svg", "--json").stdout)
+    assert told["picture"] == str(tmp_path / "picture.svg")
     drawing = (tmp_path / "picture.svg").read_text()
     assert "model.1.weight" in drawing and "save()" in drawing
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("picture", "Format '' is not supported"),
+        ("picture.doc", "Format 'doc' is not supported"),
+        ("missing/picture.png", "No such file or directory"),
+    ],
+)
+def test_a_picture_is_written_under_the_name_given_or_not_at_all(
+    file: Path, tmp_path: Path, name: str, problem: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    before = sorted(tmp_path.iterdir())
+    result = run(file, "-o", tmp_path / name)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: {tmp_path / name}: {problem}")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_picture_of_strange_names(tmp_path: Path) -> None:
-    """matplotlib takes what is between dollars for a formula, and names with an underscore for private."""
+    """matplotlib takes what is between dollars for a formula, names with an underscore for private, and warns of every
+    character that its font has not."""
     pytest.importorskip("matplotlib")
     long = "_orig_mod.transformer.encoder.layers.11.self_attention.query_key_value.weight"
     with lazyckpt.Saver(trace=tmp_path / "trace.json", **SMALL) as saver:
-        saver.save({long: torch.ones(9000), "$\\frac$": torch.ones(8000)}, tmp_path / "a $x_ and $y.pt", step=1)
+        strange = {long: torch.ones(9000), "$\\frac$": torch.ones(8000), "层.weight": torch.ones(7000)}
+        saver.save(strange, tmp_path / "a $x_ and $y.pt", step=1)
     result = run(tmp_path / "trace.json", "-o", tmp_path / "picture.svg")
     assert result.exit_code == 0, result.output
     drawing = (tmp_path / "picture.svg").read_text()
-    assert "a $x_ and $y.pt" in drawing and "frac$" in drawing
+    assert "a $x_ and $y.pt" in drawing and "frac$" in drawing and r"\u5c42.weight" in drawing
     assert "<!-- _orig_mod.tran…" in drawing and long not in drawing
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated, Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from lazyckpt.cli.output import print_error, print_json
 from lazyckpt.errors import LazyCkptError
 
 _EXIT_TROUBLE = 2
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that ignored nothing
 _DEBUG = "--debug"
 _JSON = "--json"
@@ -50,11 +52,16 @@ class _OneLineErrors(TyperGroup):
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # What is still buffered goes nowhere, or the interpreter would complain when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             raise typer.Exit(_EXIT_BROKEN_PIPE) from None
-        except (typer.Exit, typer.Abort):
+        except typer.Exit:
             raise
+        except typer.Abort as abort:  # instead of an answer
+            print(file=sys.stderr)
+            if isinstance(abort.__context__, KeyboardInterrupt):
+                raise typer.Exit(_EXIT_INTERRUPTED) from None
+            print_error("the input has ended, and not all is answered; nothing is written")
+            raise typer.Exit(_EXIT_TROUBLE) from None
         except _USAGE_ERROR as error:
             if self._json:
                 print_json({"error": cast(Any, error).format_message()})
@@ -63,9 +70,18 @@ class _OneLineErrors(TyperGroup):
             if self._debug:
                 traceback.print_exc()
             print_error(_in_words(error))
-            if self._json:
-                print_json({"error": _in_words(error)})
+            try:
+                if self._json:
+                    print_json({"error": _in_words(error)})
+                sys.stdout.flush()
+            except OSError:  # what the error was about, most likely
+                _discard_output()
             raise typer.Exit(_EXIT_TROUBLE) from error
+
+
+def _discard_output() -> None:
+    """What is still buffered goes nowhere, or the interpreter would complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _in_words(error: Exception) -> str:
@@ -103,16 +119,22 @@ def _main(
     """Look into checkpoints: torch.save archives, safetensors files, and the folders that lazyckpt writes."""
 
 
-app.command("ls")(ls.ls)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("diff")(diff.diff)
-app.command("convert")(convert.convert)
-app.command("prune")(prune.prune)
-app.command("pin")(pin.pin)
-app.command("unpin")(pin.unpin)
-app.command("advise")(advise.advise)
-app.command("trace")(trace.trace)
-app.command("doctor")(doctor.doctor)
-app.command("bench")(bench.bench)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    ls.ls,
+    inspect.inspect,
+    verify.verify,
+    diff.diff,
+    convert.convert,
+    prune.prune,
+    pin.pin,
+    pin.unpin,
+    advise.advise,
+    trace.trace,
+    doctor.doctor,
+    bench.bench,
+)
+for _command in _COMMANDS:
+    # The help is wrapped to the terminal; the ends of the docstring's lines would stay in it.
+    _paragraphs = [" ".join(paragraph.split()) for paragraph in (_command.__doc__ or "").split("\n\n")]
+    app.command(_command.__name__, help="\n\n".join(_paragraphs))(_command)
 app.add_typer(accelerate.app, name="accelerate")

@@ -28,6 +28,7 @@ _SIZES: dict[str, float] = {
     "ki": 1 << 10,
     "mi": 1 << 20,
     "gi": 1 << 30,
+    "ti": 1 << 40,
 }
 _TIMES = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOSURE_SHARE = 0.5  # of an iteration: an optimizer's step as long as that has forward and backward in it
@@ -60,6 +61,8 @@ def advise(
 
     What a trace tells need not be given; what is given goes before it.
     """
+    if not 0 < max_overhead < 100:
+        raise ConfigError(f"--max-overhead {max_overhead:g}: expected a percentage, above 0 and below 100")
     numbers = _measured(source) if source is not None else {}
     given = {
         "state_bytes": _parse(state, "--state", _SIZES),
@@ -73,7 +76,11 @@ def advise(
     options = {"state_bytes": "--state", "iteration_s": "--iteration", "write_bytes_per_s": "--bandwidth"}
     missing = [option for name, option in options.items() if name not in numbers]
     if missing:
-        raise ConfigError(f"give {', '.join(missing)}, or a trace of a run (Checkpointer(trace=FILE))")
+        wanted = f"give {', '.join(missing)}"
+        if source is None or source.is_dir():
+            raise ConfigError(f"{wanted}, or a trace of a run (Checkpointer(trace=FILE))")
+        lacks = "iteration without a checkpoint" if missing == ["--iteration"] else "durable checkpoint"
+        raise ConfigError(f"{source}: there is no {lacks} in it; {wanted}")
     numbers["state_bytes"] = int(numbers["state_bytes"])
     advice = compute(**numbers, max_overhead=max_overhead / 100, gpus=gpus)
     if as_json:
@@ -158,23 +165,21 @@ def measure(trace: TraceFile) -> dict[str, Any]:
     by_checkpoint = [[i for i in iterations if _overlap(i, c)] for c in durable]
     disturbed = {id(i) for touched in by_checkpoint for i in touched}
     usual = [i["dur"] / 1e6 for i in iterations if id(i) not in disturbed]
+    costs = blocked = [m["save_blocked_s"] + m["gate_blocked_s"] for m in facts]
     if usual:
         iteration_s = numbers["iteration_s"] = median(usual)
         # Iterations vary, and some have a validation in them: a checkpoint costs no less than it blocked, and no more
         # than it was on its way.
         costs = [
-            max(
-                min(sum(i["dur"] / 1e6 - iteration_s for i in touched), m["durable_s"]),
-                m["save_blocked_s"] + m["gate_blocked_s"],
-            )
-            for touched, m in zip(by_checkpoint, facts, strict=True)
+            max(min(sum(i["dur"] / 1e6 - iteration_s for i in touched), m["durable_s"]), least_s)
+            for touched, m, least_s in zip(by_checkpoint, facts, blocked, strict=True)
             if touched
-        ]
-        if costs:
-            numbers["cost_s"] = mean(costs[1:] or costs)  # the first pickles and copies everything, and makes the ring
+        ] or blocked
         steps = [s["dur"] / 1e6 for s in trace.spans("optimizer.step")]
         if steps and median(steps) < _CLOSURE_SHARE * iteration_s:
             numbers["optimizer_s"] = median(steps)
+    if costs:
+        numbers["cost_s"] = mean(costs[1:] or costs)  # the first pickles and copies everything, and makes the ring
     return numbers
 
 

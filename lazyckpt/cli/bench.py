@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import statistics
@@ -20,7 +21,7 @@ from lazyckpt import _engine, commit
 from lazyckpt.archive import Archive
 from lazyckpt.cli.output import columns, count, plain, print_json, progress, show, size, stdout
 from lazyckpt.config import MIB, available_memory_bytes
-from lazyckpt.errors import ConfigError, NoSpaceError, save_error
+from lazyckpt.errors import ConfigError
 from lazyckpt.functional import load, process_engine, save
 from lazyckpt.providers.training import provider_for
 from lazyckpt.restore import restore_archive
@@ -50,10 +51,9 @@ def bench(
     Checkpointer.restore() does; lazyckpt.load takes new memory, and waits for the system to make room and clear it.
     What is written is removed again.
     """
-    try:
-        staging = commit.Staging(directory / "bench")  # locked, and swept by the next run if this one is killed
-    except OSError as error:
-        raise save_error(error, path=directory) from error
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: not a folder; give one on the disk that is to be measured")
+    staging = commit.Staging(directory / "bench")  # locked, and swept by the next run if this one is killed
     try:
         direct = _engine.probe(directory)["o_direct"] == "yes"
         raw = _Raw(direct)
@@ -62,8 +62,6 @@ def bench(
             rates = _measure(staging.path, nbytes, raw)
         finally:
             raw.close()
-    except OSError as error:
-        raise save_error(error, path=directory) from error
     finally:
         staging.discard()
     median = {name: statistics.median(found) for name, found in rates.items()}
@@ -114,14 +112,14 @@ def _seconds(seconds: float) -> str:
 
 
 def _choose_bytes(folder: Path, raw: _Raw) -> int:
-    """So many that one way takes about a second. Raises NoSpaceError if the disk has no room for twice as much."""
+    """So many that one way takes about a second. Raises OSError if the disk has no room for twice as much."""
     disk = os.statvfs(folder)
     room = min(disk.f_bavail * disk.f_frsize, available_memory_bytes()) // 4
     if room < _MIN_BYTES:
         if available_memory_bytes() // 4 < _MIN_BYTES:
             raise ConfigError(f"needs {size(4 * _MIN_BYTES)} of memory; {size(available_memory_bytes())} are available")
         what = f"needs {size(4 * _MIN_BYTES)} for a moment; {size(disk.f_bavail * disk.f_frsize)} are free"
-        raise NoSpaceError(what, path=folder.parent)
+        raise OSError(errno.ENOSPC, what, str(folder.parent))
     begin = time.perf_counter()
     raw.write(folder / "try", _MIN_BYTES)
     rate = _MIN_BYTES / (time.perf_counter() - begin)

@@ -57,7 +57,8 @@ def ls(
 
 
 def catalog_of(directory: Path) -> Catalog:
-    """Raises LoadError if a checkpoint is given in place of the folder it is in."""
+    """Raises LoadError if a checkpoint is given in place of the folder it is in, OSError for what is no folder."""
+    os.scandir(directory).close()
     if (directory / commit.MANIFEST).is_file():
         raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
     return Catalog(directory)

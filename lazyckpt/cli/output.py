@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 # Wide enough for any line: what is piped into another program is neither wrapped nor cut.
@@ -94,8 +94,8 @@ def progress() -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(),
         console=console,
         transient=True,

@@ -7,7 +7,7 @@ from typing import Any
 
 from lazyckpt.cli.output import plain, size
 from lazyckpt.cli.trace import Span, TracedCheckpoint
-from lazyckpt.errors import ConfigError, SaveError
+from lazyckpt.errors import ConfigError
 from lazyckpt.trace import COMMITS, COPIES, RING, TRAINING, WRITES
 
 # Okabe and Ito: told apart by everybody. Vermilion is kept for what the training waits for.
@@ -29,11 +29,9 @@ def draw(checkpoint: TracedCheckpoint, output: Path) -> None:
         raise ConfigError("a picture needs matplotlib: pip install 'lazyckpt[trace]'") from error
     picture = _Picture(checkpoint, Figure(figsize=(11, 7.2), layout="constrained", dpi=110))
     try:
-        picture.figure.savefig(output)
+        picture.figure.savefig(output, format=output.suffix[1:])  # told none, it writes to another name
     except ValueError as error:
         raise ConfigError(f"{output}: {error}") from error
-    except OSError as error:
-        raise SaveError(f"the picture cannot be written: {error.strerror}", path=output) from error
 
 
 class _Picture:
@@ -198,8 +196,12 @@ class _Picture:
 
 
 def _text(name: str) -> str:
-    """Cut in its middle if it is long; and matplotlib would set what is between dollars as a formula."""
-    shown = plain(name)
+    """Cut in its middle if it is long; what the font has not is escaped; and matplotlib would set what is between
+    dollars as a formula."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    glyphs = get_font(findfont(FontProperties())).get_charmap()
+    shown = "".join(c if ord(c) in glyphs else c.encode("ascii", "backslashreplace").decode() for c in plain(name))
     if len(shown) > _LONGEST_NAME:
         shown = f"{shown[: _LONGEST_NAME // 3]}…{shown[-_LONGEST_NAME * 2 // 3 :]}"
     return shown.replace("$", r"\$")

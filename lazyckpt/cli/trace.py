@@ -37,7 +37,8 @@ def trace(
         draw(checkpoint, output)
     if as_json:
         about = {name: getattr(checkpoint, name) for name in ("step", "path", "error", "iteration_s", "metrics")}
-        print_json({"trace": str(file), **about, "phases": [asdict(phase) for phase in phases]})
+        picture = None if output is None else str(output)
+        print_json({"trace": str(file), **about, "phases": [asdict(phase) for phase in phases], "picture": picture})
         return
     console = stdout()
     facts = f"{size(checkpoint.metrics['bytes'])} in {count(checkpoint.metrics['chunks'], 'chunk')}"
