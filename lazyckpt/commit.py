@@ -280,7 +280,8 @@ def _remove_abandoned(path: Path) -> bool:
     """Removes a staged folder unless a live process holds its lock.
 
     The lock is held here until the folder is gone: a process that made it an instant ago and is about to lock it
-    finds that out then (``Staging``), and not when its checkpoint disappears.
+    finds that out then (``Staging``), and not when its checkpoint disappears. The folder may be one that was replaced,
+    by a process that died before it synced that: as in ``unlink``, its final name must be gone for good first.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -291,6 +292,7 @@ def _remove_abandoned(path: Path) -> bool:
     except OSError:
         return False
     else:
+        sync_path(path.parent)
         shutil.rmtree(path, ignore_errors=True)
         return True
     finally:

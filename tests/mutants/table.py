@@ -195,14 +195,19 @@ _in(
     ),
     (
         "a sweep lets go of the lock before it removes",
-        ("    else:\n        shutil.rmtree(path, ignore_errors=True)\n        return True"),
+        ("        shutil.rmtree(path, ignore_errors=True)\n        return True"),
         (
-            "    else:\n"
             "        fcntl.flock(fd, fcntl.LOCK_UN)\n"
             "        shutil.rmtree(path, ignore_errors=True)\n"
             "        return True"
         ),
         "test_commit.py::test_sweep_holds_the_lock_until_the_folder_is_gone",
+    ),
+    (
+        "what is swept may get its name back",
+        "sync_path(path.parent)",
+        "pass",
+        "test_commit.py::test_what_was_replaced_is_swept_when_its_name_is_gone_for_good",
     ),
     (
         "a sweep follows links",
