@@ -182,6 +182,7 @@ class Catalog:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.broken: list[LoadError] = []  # what the last scan could not read
+        self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
 
     def scan(self) -> list[Checkpoint]:
         """All committed checkpoints, newest first."""
@@ -197,6 +198,20 @@ class Catalog:
             except LoadError as error:
                 self.broken.append(error)
         return sorted(found, key=lambda c: c.sequence, reverse=True)
+
+    def last_sequence(self) -> int:
+        """The highest of a committed checkpoint, 0 without one. Reads only manifests that were not there at the last
+        call: it is asked for at every save. Raises OSError."""
+        before, self._sequences = self._sequences, {}
+        for entry in os.scandir(self.root):
+            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+                continue
+            key = entry.name, entry.inode()
+            try:
+                self._sequences[key] = before[key] if key in before else read_checkpoint(Path(entry.path)).sequence
+            except LoadError:
+                self._sequences[key] = 0
+        return max(self._sequences.values(), default=0)
 
 
 def chain(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

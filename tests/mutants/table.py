@@ -685,6 +685,18 @@ _in(
         "test_checkpointer.py::test_a_change_of_the_working_folder_moves_no_checkpoint",
     ),
     (
+        "a checkpoint is numbered after those of its own process only",
+        "max(self._sequence, newest) + 1",
+        "self._sequence + 1",
+        "test_checkpointer.py::test_two_that_save_into_one_folder",
+    ),
+    (
+        "retention removes what another process saves",
+        "c.sequence <= self._ours.get(c.step, 0)",
+        "True",
+        "test_checkpointer.py::test_two_that_save_into_one_folder",
+    ),
+    (
         "restore does not wait for its own saves",
         "        self._saver.drain()\n        gate.wait_all()",
         "        gate.wait_all()",
