@@ -222,6 +222,12 @@ _in(
         "test_commit.py::test_sweep_spares_the_living_and_takes_the_dead",
     ),
     (
+        "a staged folder may go without a lock",
+        "if error.errno not in _NO_LOCKS:",
+        "if False:",
+        "test_commit.py::test_a_lock_that_fails_is_an_error",
+    ),
+    (
         "nobody looks whether it was swept before it was locked",
         ("            if os.path.isdir(self.path):\n                return\n"),
         "            return\n",
