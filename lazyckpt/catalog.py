@@ -25,6 +25,7 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 FORMAT = 1
 STATE = "state.pt"
 _MAX_MANIFEST_BYTES = 16 << 20
+SCANS = 10  # at most, of a folder from which another process removes what was just listed
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
@@ -186,6 +187,13 @@ class Catalog:
 
     def scan(self) -> list[Checkpoint]:
         """All committed checkpoints, newest first."""
+        for _ in range(SCANS):
+            found = self._read_all()
+            if all(os.path.lexists(error.path) for error in self.broken):
+                break  # otherwise another process removes while we read, and what it has committed may not be listed
+        return sorted(found, key=lambda c: c.sequence, reverse=True)
+
+    def _read_all(self) -> list[Checkpoint]:
         found = []
         self.broken = []
         for entry in os.scandir(self.root):
@@ -197,7 +205,7 @@ class Catalog:
                 found.append(read_checkpoint(Path(entry.path)))
             except LoadError as error:
                 self.broken.append(error)
-        return sorted(found, key=lambda c: c.sequence, reverse=True)
+        return found
 
     def last_sequence(self) -> int:
         """The highest of a committed checkpoint, 0 without one. Reads only manifests that were not there at the last

@@ -1150,6 +1150,12 @@ _in(
 _in(
     "lazyckpt/restore.py",
     (
+        "what another process removed is passed over, and what it has committed since",
+        "if scans > 1 and not checkpoint.path.exists():",
+        "if False:",
+        "test_restore.py::test_another_process_removes_what_is_about_to_be_restored",
+    ),
+    (
         "restore runs code",
         "weights_only=True, engine=engine",
         "weights_only=False, engine=engine",
@@ -1202,6 +1208,12 @@ _in(
 )
 _in(
     "lazyckpt/catalog.py",
+    (
+        "nor is what it removed while the names were read",
+        "if all(os.path.lexists(error.path) for error in self.broken):",
+        "if True:",
+        "test_catalog.py::test_what_is_removed_while_it_is_read_is_not_there",
+    ),
     (
         "lengths are not compared with the manifest",
         "if nbytes != entry.nbytes:",
