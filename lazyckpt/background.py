@@ -21,7 +21,7 @@ from typing import Any
 
 from lazyckpt import _engine, commit
 from lazyckpt.config import Config
-from lazyckpt.errors import ClosedError, ConfigError, SaveError, TornSnapshotError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.plan import FilePlan
@@ -317,7 +317,7 @@ class Background:
                 commit.remove(replaced)
             if error is None:
                 target.retain()
-        except OSError as cause:  # the new checkpoint stands all the same
+        except (OSError, LoadError) as cause:  # the new checkpoint stands all the same
             warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
         if self._trace is not None and flight.traced is not None:
             self._trace.end(

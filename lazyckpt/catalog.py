@@ -186,7 +186,7 @@ class Catalog:
         self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
 
     def scan(self) -> list[Checkpoint]:
-        """All committed checkpoints, newest first."""
+        """All committed checkpoints, newest first. Raises LoadError if the folder itself cannot be read."""
         for _ in range(SCANS):
             found = self._read_all()
             if all(os.path.lexists(error.path) for error in self.broken):
@@ -196,7 +196,11 @@ class Catalog:
     def _read_all(self) -> list[Checkpoint]:
         found = []
         self.broken = []
-        for entry in os.scandir(self.root):
+        try:
+            entries = list(os.scandir(self.root))
+        except OSError as error:
+            raise LoadError(f"cannot be read: {error.strerror}", path=self.root) from error
+        for entry in entries:
             if not _FOLDER.fullmatch(entry.name) or not entry.is_dir():
                 continue
             try:

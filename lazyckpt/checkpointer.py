@@ -119,7 +119,7 @@ class Checkpointer:
         ``path`` (a checkpoint folder) roll back to a given one. Waits for saves in flight.
 
         Raises RestoreError if the checkpoint does not fit what is tracked (nothing is touched then), if something
-        tracked fails to load it, or if none is whole; LoadError if the given one cannot be read;
+        tracked fails to load it, or if none is whole; LoadError if the given one, or the folder, cannot be read;
         UnsupportedFormatError if it holds types that are not allowed (``torch.serialization.add_safe_globals``).
         """
         self._check_usable()

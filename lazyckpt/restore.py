@@ -20,9 +20,9 @@ def restore_newest(
 ) -> Checkpoint | None:
     """Restores the newest checkpoint that is whole; damaged ones are passed over with a warning.
 
-    If one is gone by then, another process has removed it, and has newer ones: the catalog is read anew, up to ``scans``
-    times in all. Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not fit, and
-    UnsupportedFormatError for one that holds types which the user has not allowed.
+    If one is gone by then, another process has removed it, and has newer ones: the catalog is read anew, up to
+    ``scans`` times in all. Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not
+    fit, and UnsupportedFormatError for one that holds types which the user has not allowed.
     """
     candidates = catalog.scan()
     reasons: list[LoadError] = list(catalog.broken)

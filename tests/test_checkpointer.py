@@ -297,6 +297,14 @@ def test_retention_counts_along_the_chain_after_a_rollback(make_run: Any) -> Non
     assert names(run.ckpt.directory) == ["step-00000100", "step-00000120"], "the abandoned branch is gone"
 
 
+def test_a_folder_that_is_gone_when_old_ones_are_to_be_removed_is_a_warning(make_run: Any) -> None:
+    run = make_run(keep_last=1)
+    moved = run.ckpt.directory.with_name("moved")
+    with pytest.warns(UserWarning, match="could not be removed.*cannot be read: No such file"):
+        run.ckpt.save(1).add_done_callback(lambda _: run.ckpt.directory.rename(moved))
+        run.ckpt._saver.drain()
+
+
 def test_two_that_save_into_one_folder(make_run: Any) -> None:
     """Regression: sequences were counted from what was found at the start, so that the one with the lower count removed
     what it had just acknowledged."""

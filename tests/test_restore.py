@@ -132,6 +132,17 @@ def test_another_process_removes_what_is_about_to_be_restored(
                 ckpt.restore()
 
 
+def test_a_folder_that_somebody_removed_is_named(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    """Regression: a bare FileNotFoundError."""
+    model, optimizer, ckpt = fresh
+    before = bits(model, optimizer)
+    tmp_path.rename(moved := tmp_path.with_name("moved"))
+    with pytest.raises(LoadError, match=f"^{tmp_path}: cannot be read: No such file"):
+        ckpt.restore()
+    moved.rename(tmp_path)
+    assert same(bits(model, optimizer), before)
+
+
 def test_restore_waits_for_saves_in_flight(make_run: Any, disk: Any) -> None:
     run = make_run()
     before = run.state()["model"]["0.weight"]
