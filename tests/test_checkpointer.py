@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import json
 import os
 import subprocess
@@ -557,6 +558,32 @@ def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:
     with pytest.raises(lazyckpt.SaveError):
         lazyckpt.Checkpointer(tmp_path / ("x" * 300))
     assert file.read_text() == "in the way"
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_read_only_folder_is_restored_from(
+    code: int, on_error: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an evaluation could not open what it had no need to write to."""
+
+    def refuse(path: Any, *args: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    (empty := tmp_path / "empty").mkdir()
+    run = make_run()
+    run.ckpt.save(5).result()
+    folder = run.ckpt.directory
+    before = names(folder)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.warns(UserWarning, match=rf"{folder}: {os.strerror(code)}; restore\(\) works"):
+        reader = make_run(directory=folder, on_error=on_error)
+    assert reader.ckpt.restore() == 5
+    with pytest.raises(lazyckpt.SaveError, match=rf"step 6.*{os.strerror(code)}"):
+        reader.ckpt.save(6)
+    with pytest.raises(lazyckpt.SaveError, match=os.strerror(code)):  # nothing to restore: a writer should hear it now
+        make_run(directory=empty)
+    assert names(folder) == before
 
 
 def test_a_folder_that_vanishes_while_training(make_run: Any) -> None:
