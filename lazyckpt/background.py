@@ -21,7 +21,7 @@ from typing import Any
 
 from lazyckpt import _engine, commit
 from lazyckpt.config import Config
-from lazyckpt.errors import ClosedError, ConfigError, SaveError, TornSnapshotError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.plan import FilePlan
@@ -193,7 +193,7 @@ class Background:
         # Waits. Not handle.exception(): nobody has been told of a failure by this.
         failed = [h for h in handles if Future.exception(h) is not None and h.path != path]
         if failed:
-            _warn(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
+            warn(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
             return
         try:
             with self._removal:
@@ -202,7 +202,7 @@ class Background:
             if trash is not None:
                 commit.unlink(trash)
         except OSError as cause:
-            _warn(f"{path} could not be removed: {cause}")
+            warn(f"{path} could not be removed: {cause}")
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
@@ -218,7 +218,7 @@ class Background:
                         self._failed.append(handle)
                 handle.set_exception(error)
                 if self._config.on_error == "warn":
-                    _warn(str(error))
+                    warn(str(error))
 
     def _tell(self, handle: SaveHandle, error: SaveError | None) -> None:
         m = handle.metrics
@@ -236,7 +236,7 @@ class Background:
             try:
                 self._config.on_done(m, error)
             except Exception as cause:
-                _warn(f"on_done raised {type(cause).__name__}: {cause}")
+                warn(f"on_done raised {type(cause).__name__}: {cause}")
 
     def raise_failed(self) -> None:
         """Raises the first failure that nobody has seen yet; the next call the next one."""
@@ -309,7 +309,7 @@ class Background:
         try:
             self.finish(handle, error)
         except BaseException as cause:  # SystemExit, say: it ends no process from here, and must not end this either
-            _warn(f"on_done or a done-callback raised {type(cause).__name__}: {cause}")
+            warn(f"on_done or a done-callback raised {type(cause).__name__}: {cause}")
         gate.discard(snapshot)
         snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
         try:
@@ -317,8 +317,8 @@ class Background:
                 commit.remove(replaced)
             if error is None:
                 target.retain()
-        except OSError as cause:  # the new checkpoint stands all the same
-            _warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
+        except (OSError, LoadError) as cause:  # the new checkpoint stands all the same
+            warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
         if self._trace is not None and flight.traced is not None:
             self._trace.end(
                 flight.traced,
@@ -331,7 +331,8 @@ class Background:
             )
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """From a thread on which nobody would see an exception."""
     with contextlib.suppress(Warning):  # a filter may make an error of it, which nobody could handle here
         warnings.warn(message, stacklevel=2)
 

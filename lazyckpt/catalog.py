@@ -25,6 +25,7 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 FORMAT = 1
 STATE = "state.pt"
 _MAX_MANIFEST_BYTES = 16 << 20
+SCANS = 10  # at most, of a folder from which another process removes what was just listed
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
@@ -182,12 +183,24 @@ class Catalog:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.broken: list[LoadError] = []  # what the last scan could not read
+        self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
 
     def scan(self) -> list[Checkpoint]:
-        """All committed checkpoints, newest first."""
+        """All committed checkpoints, newest first. Raises LoadError if the folder itself cannot be read."""
+        for _ in range(SCANS):
+            found = self._read_all()
+            if all(os.path.lexists(error.path) for error in self.broken):
+                break  # otherwise another process removes while we read, and what it has committed may not be listed
+        return sorted(found, key=lambda c: c.sequence, reverse=True)
+
+    def _read_all(self) -> list[Checkpoint]:
         found = []
         self.broken = []
-        for entry in os.scandir(self.root):
+        try:
+            entries = list(os.scandir(self.root))
+        except OSError as error:
+            raise LoadError(f"cannot be read: {error.strerror}", path=self.root) from error
+        for entry in entries:
             if not _FOLDER.fullmatch(entry.name) or not entry.is_dir():
                 continue
             try:
@@ -196,7 +209,21 @@ class Catalog:
                 found.append(read_checkpoint(Path(entry.path)))
             except LoadError as error:
                 self.broken.append(error)
-        return sorted(found, key=lambda c: c.sequence, reverse=True)
+        return found
+
+    def last_sequence(self) -> int:
+        """The highest of a committed checkpoint, 0 without one. Reads only manifests that were not there at the last
+        call: it is asked for at every save. Raises OSError."""
+        before, self._sequences = self._sequences, {}
+        for entry in os.scandir(self.root):
+            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+                continue
+            key = entry.name, entry.inode()
+            try:
+                self._sequences[key] = before[key] if key in before else read_checkpoint(Path(entry.path)).sequence
+            except LoadError:
+                self._sequences[key] = 0
+        return max(self._sequences.values(), default=0)
 
 
 def chain(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from lazyckpt import catalog, commit
-from lazyckpt.background import SaveHandle, Target
+from lazyckpt.background import SaveHandle, Target, warn
 from lazyckpt.catalog import STATE, Catalog, Checkpoint
 from lazyckpt.config import MIB
-from lazyckpt.errors import ClosedError, ConfigError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.interval import interval
 from lazyckpt.plan import ZipPlan
@@ -42,7 +44,8 @@ class Checkpointer:
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as checkpoints cost at most the
     part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
     One thread at a time may call.
-    Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to.
+    Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to. If it is read-only
+    and holds checkpoints, these can be restored: that is a warning, and ``save`` raises the error.
     """
 
     def __init__(
@@ -57,16 +60,23 @@ class Checkpointer:
         self._saver = Saver(**knobs)
         self.config = self._saver.config
         self.directory = Path(directory).absolute()  # os.chdir() does not move it
+        self._catalog = Catalog(self.directory)
+        self._unwritable: str | None = None  # why
         try:
             commit.make_folder(self.directory)
             commit.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:
-            self._saver.close()
-            raise save_error(error, path=self.directory) from error
-        self._catalog = Catalog(self.directory)
+            if error.errno not in (errno.EROFS, errno.EACCES) or not self._holds_checkpoints():
+                self._saver.close()
+                raise save_error(error, path=self.directory) from error
+            self._unwritable = os.strerror(error.errno)
+            warnings.warn(f"{self.directory}: {self._unwritable}; restore() works there, save() does not", stacklevel=2)
         known = self._catalog.scan()
-        self._sequence = max((c.sequence for c in known), default=0)
+        self._sequence = known[0].sequence if known else 0  # of the last one; a save that fails may leave a gap
+        self._warned = False  # that somebody else saves here
+        # Of each step the last sequence found here or given here: retention leaves alone what others save.
+        self._ours = {c.step: c.sequence for c in known}
         self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
         self._provider = CompositeProvider()
         self._plan = ZipPlan(self._provider)
@@ -74,6 +84,12 @@ class Checkpointer:
         if known:  # what restore() reads ahead of the unpickler; the first save lets the ring grow to what it needs
             self._saver.reserve(min(known[0].nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
+
+    def _holds_checkpoints(self) -> bool:
+        try:
+            return bool(self._catalog.scan())
+        except LoadError:
+            return False
 
     # what is saved
 
@@ -116,7 +132,7 @@ class Checkpointer:
         ``path`` (a checkpoint folder) roll back to a given one. Waits for saves in flight.
 
         Raises RestoreError if the checkpoint does not fit what is tracked (nothing is touched then), if something
-        tracked fails to load it, or if none is whole; LoadError if the given one cannot be read;
+        tracked fails to load it, or if none is whole; LoadError if the given one, or the folder, cannot be read;
         UnsupportedFormatError if it holds types that are not allowed (``torch.serialization.add_safe_globals``).
         """
         self._check_usable()
@@ -135,6 +151,9 @@ class Checkpointer:
         self._saver.forget_frozen()
         own = checkpoint.path.parent.resolve() == self.directory.resolve()
         self._parent = checkpoint.sequence if own else None
+        if own:  # also if whoever was here before us committed it since
+            self._ours[checkpoint.step] = checkpoint.sequence
+            self._sequence = max(self._sequence, checkpoint.sequence)
         return checkpoint.step
 
     # save
@@ -151,12 +170,13 @@ class Checkpointer:
         """
         self._check_usable()
         handle = SaveHandle(_checked_step(step), self.directory / catalog.folder_name(step))
-        self._sequence = sequence = self._sequence + 1  # a failed save leaves a gap
+        if self._unwritable is not None:
+            raise SaveError(self._unwritable, path=handle.path, step=step)
         target = Target(
             files={STATE: self._plan},
             stage=lambda: commit.Staging(handle.path),
-            manifest=lambda files: catalog.manifest(step=step, sequence=sequence, parent=self._parent, files=files),
-            published=partial(setattr, self, "_parent", sequence),
+            manifest=partial(self._manifest, step),
+            published=lambda: setattr(self, "_parent", self._sequence),
             retain=self._retain,
         )
         return self._saver.submit(handle, target, blocking=blocking, name_of=self._name_of)
@@ -187,12 +207,28 @@ class Checkpointer:
     def _name_of(self, view: TensorView) -> str | None:
         return name_of_storage(self._provider, view.storage)
 
+    # in the background
+
+    def _manifest(self, step: int, files: list[tuple[str, int, int]]) -> dict[str, Any]:
+        """Numbered now, after all that is committed, whoever saved it: the newest is what was committed last."""
+        newest = self._catalog.last_sequence()
+        if newest > self._sequence and not self._warned:
+            self._warned = True
+            warn(
+                f"another process also saves into {self.directory}; a run belongs to one process. restore() takes what "
+                "either has committed last, and retention removes only what this one has saved or found"
+            )
+        self._sequence = max(self._sequence, newest) + 1
+        self._ours[step] = self._sequence
+        return catalog.manifest(step=step, sequence=self._sequence, parent=self._parent, files=files)
+
     def _retain(self) -> None:
         if self.config.keep_last is None:
             return
-        known = self._catalog.scan()
+        known = [c for c in self._catalog.scan() if c.sequence <= self._ours.get(c.step, 0)]
         for checkpoint in catalog.superfluous(known, self.config.keep_last, self.config.keep_every):
             commit.remove(checkpoint.path)
+            self._ours.pop(checkpoint.step, None)
 
     # the end
 

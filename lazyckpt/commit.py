@@ -31,6 +31,9 @@ from lazyckpt import _engine
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 MANIFEST = "manifest.json"
+# What flock says where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
+# valid, so EINVAL means no more. Nobody else can lock there either, and what nobody can lock is not swept.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _NAME_BYTES = 100  # of a name, that come back in the temporary one
 
 # Descriptors that hold the locks of staged folders. A forked child must let go of its copies, or a lock would
@@ -108,7 +111,7 @@ class Staging:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                if error.errno not in _NO_LOCKS:
                     self.discard()
                     raise
             if os.path.isdir(self.path):
@@ -280,7 +283,8 @@ def _remove_abandoned(path: Path) -> bool:
     """Removes a staged folder unless a live process holds its lock.
 
     The lock is held here until the folder is gone: a process that made it an instant ago and is about to lock it
-    finds that out then (``Staging``), and not when its checkpoint disappears.
+    finds that out then (``Staging``), and not when its checkpoint disappears. The folder may be one that was replaced,
+    by a process that died before it synced that: as in ``unlink``, its final name must be gone for good first.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -291,6 +295,7 @@ def _remove_abandoned(path: Path) -> bool:
     except OSError:
         return False
     else:
+        sync_path(path.parent)
         shutil.rmtree(path, ignore_errors=True)
         return True
     finally:

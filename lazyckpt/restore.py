@@ -10,16 +10,19 @@ import torch
 
 from lazyckpt import _engine, devices
 from lazyckpt.archive import Archive
-from lazyckpt.catalog import STATE, Catalog, Checkpoint, read_checkpoint
+from lazyckpt.catalog import SCANS, STATE, Catalog, Checkpoint, read_checkpoint
 from lazyckpt.errors import CorruptFileError, LoadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
 
 
-def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:
+def restore_newest(
+    catalog: Catalog, provider: Provider, engine: _engine.Engine, *, scans: int = SCANS
+) -> Checkpoint | None:
     """Restores the newest checkpoint that is whole; damaged ones are passed over with a warning.
 
-    Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not fit, and
-    UnsupportedFormatError for one that holds types which the user has not allowed.
+    If one is gone by then, another process has removed it, and has newer ones: the catalog is read anew, up to
+    ``scans`` times in all. Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not
+    fit, and UnsupportedFormatError for one that holds types which the user has not allowed.
     """
     candidates = catalog.scan()
     reasons: list[LoadError] = list(catalog.broken)
@@ -37,6 +40,8 @@ def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine)
         except UnsupportedFormatError:
             raise  # not damaged: to go back to an older one would lose training for want of a word with the user
         except LoadError as error:
+            if scans > 1 and not checkpoint.path.exists():
+                return restore_newest(catalog, provider, engine, scans=scans - 1)
             touched = touched or archive is not None
             reasons.append(error)
             warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=3)

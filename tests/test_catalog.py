@@ -46,6 +46,22 @@ def edit(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**changed, "crc32": checksum(changed)}))
 
 
+def test_what_is_removed_while_it_is_read_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with what was newer than the list of names, an evaluation beside a training found nothing whole."""
+    read = catalog.read_checkpoint
+
+    def late(path: Path) -> Checkpoint:
+        monkeypatch.setattr(catalog, "read_checkpoint", read)
+        with lazyckpt.Checkpointer(folder.parent) as ckpt:
+            ckpt.save(13).result()
+        commit.remove(folder)
+        return read(path)
+
+    found = Catalog(folder.parent)
+    monkeypatch.setattr(catalog, "read_checkpoint", late)
+    assert steps(found.scan()) == [13] and found.broken == []
+
+
 # manifests
 
 

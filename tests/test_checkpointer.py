@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import json
 import os
 import subprocess
@@ -297,6 +298,64 @@ def test_retention_counts_along_the_chain_after_a_rollback(make_run: Any) -> Non
     assert names(run.ckpt.directory) == ["step-00000100", "step-00000120"], "the abandoned branch is gone"
 
 
+def test_a_folder_that_is_gone_when_old_ones_are_to_be_removed_is_a_warning(make_run: Any) -> None:
+    run = make_run(keep_last=1)
+    moved = run.ckpt.directory.with_name("moved")
+    with pytest.warns(UserWarning, match="could not be removed.*cannot be read: No such file"):
+        run.ckpt.save(1).add_done_callback(lambda _: run.ckpt.directory.rename(moved))
+        run.ckpt._saver.drain()
+
+
+def test_two_that_save_into_one_folder(make_run: Any) -> None:
+    """Regression: sequences were counted from what was found at the start, so that the one with the lower count removed
+    what it had just acknowledged."""
+    a = make_run(keep_last=2)
+    folder = a.ckpt.directory
+    b = make_run(directory=folder, keep_last=2)
+
+    def save(run: Any, step: int) -> list[str]:
+        """The steps that are there then, the newest first."""
+        run.ckpt.save(step).result()
+        run.ckpt._saver.drain()
+        return [c.step for c in catalog.Catalog(folder).scan()]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [save(a, step) for step in (1, 2, 3)][-1] == [3, 2] and not caught
+        assert save(b, 10) == [10, 3, 2], "each removes its own only"
+        assert save(a, 4) == [4, 10, 3]
+        assert save(a, 10) == [10, 4], "a step that both save is the last one's"
+        assert save(b, 11) == [11, 10, 4]
+        assert save(b, 12) == [12, 11, 10, 4]
+    assert len(caught) == 2 and all(f"also saves into {folder};" in str(w.message) for w in caught), "once each"
+    assert save(make_run(directory=folder, keep_last=2), 20) == [20, 12]
+
+
+def test_a_save_reads_no_manifest_twice(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without retention there may be thousands, and their reading would hold up the training."""
+    run = make_run()
+    for step in range(1, 6):
+        run.ckpt.save(step).result()
+    read, reads = catalog.read_checkpoint, []
+    monkeypatch.setattr(catalog, "read_checkpoint", lambda path: reads.append(path.name) or read(path))
+    run.ckpt.save(6).result()
+    assert reads == ["step-00000005"]
+    assert read(run.ckpt.directory / "step-00000006").sequence == 6
+
+
+def test_what_was_committed_after_opening_and_before_restoring(make_run: Any) -> None:
+    """By the run before this one, on its way out: it is nobody else's from then on."""
+    before = make_run()
+    run = make_run(directory=before.ckpt.directory, keep_last=1)
+    before.ckpt.save(1).result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run.ckpt.restore() == 1
+        run.ckpt.save(2).result()
+        run.ckpt._saver.drain()
+    assert names(run.ckpt.directory) == ["step-00000002"]
+
+
 def test_nothing_is_removed_before_the_new_one_is_durable(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(keep_last=1)
     run.ckpt.save(1).result()
@@ -499,6 +558,32 @@ def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:
     with pytest.raises(lazyckpt.SaveError):
         lazyckpt.Checkpointer(tmp_path / ("x" * 300))
     assert file.read_text() == "in the way"
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_read_only_folder_is_restored_from(
+    code: int, on_error: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an evaluation could not open what it had no need to write to."""
+
+    def refuse(path: Any, *args: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    (empty := tmp_path / "empty").mkdir()
+    run = make_run()
+    run.ckpt.save(5).result()
+    folder = run.ckpt.directory
+    before = names(folder)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.warns(UserWarning, match=rf"{folder}: {os.strerror(code)}; restore\(\) works"):
+        reader = make_run(directory=folder, on_error=on_error)
+    assert reader.ckpt.restore() == 5
+    with pytest.raises(lazyckpt.SaveError, match=rf"step 6.*{os.strerror(code)}"):
+        reader.ckpt.save(6)
+    with pytest.raises(lazyckpt.SaveError, match=os.strerror(code)):  # nothing to restore: a writer should hear it now
+        make_run(directory=empty)
+    assert names(folder) == before
 
 
 def test_a_folder_that_vanishes_while_training(make_run: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -370,6 +371,30 @@ def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypat
     assert locked == [True] and names(tmp_path) == []
 
 
+def test_what_was_replaced_is_swept_when_its_name_is_gone_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: where two folders were exchanged and that was not synced, the next run removed the old one before it
+    was certain that it no longer had the final name: a power cut could give the name back to an empty folder."""
+    target = tmp_path / "step-00000001"
+    staged(target, "one").publish()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        second = commit.Staging(target)
+        with pytest.raises(OSError, match="Input/output"):
+            second.publish()
+    second.discard()
+    synced = syncs_of(monkeypatch)
+    rmtree = shutil.rmtree
+
+    def check(path: Any, **kwargs: Any) -> None:
+        assert synced == [str(tmp_path)] and (Path(path) / "state.pt").read_text() == "one"
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", check)
+    assert len(commit.sweep(tmp_path)) == 1 and names(tmp_path) == ["step-00000001"]
+
+
 @pytest.mark.parametrize("after", ["mkdir", "open"])
 def test_a_folder_swept_before_it_was_locked_is_made_anew(
     after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -387,6 +412,33 @@ def test_a_folder_swept_before_it_was_locked_is_made_anew(
     staging = commit.Staging(tmp_path / "step-00000001")
     assert len(swept[0]) == 1 and staging.path.is_dir()
     staging.discard()
+
+
+@pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL"])
+def test_without_locks_only_sweeping_is_lost(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: ENOSYS, which Lustre mounted noflock says, was an error of every save."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    leftover = tmp_path / ".tmp-step-00000007-abc"
+    leftover.mkdir()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1).result()
+    assert names(tmp_path) == [leftover.name, "step-00000001"]
+
+
+def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it another process would take the folder for a leftover."""
+
+    def fail(fd: int, operation: int) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(PermissionError):
+        commit.Staging(tmp_path / "step-00000001")
+    assert names(tmp_path) == []
 
 
 def test_a_sweep_and_many_saves_at_once(tmp_path: Path) -> None:

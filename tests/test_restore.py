@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import lazyckpt
+from lazyckpt import restore
 from lazyckpt.catalog import checksum
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from trials import Trials
@@ -97,6 +98,48 @@ def test_an_empty_folder_is_none_and_nothing_else_is(tmp_path: Path, fresh: Any)
     for missing in ({"step": 5}, {"path": tmp_path / "nowhere"}, {"path": tmp_path}):
         with pytest.raises(LoadError, match=r"manifest\.json"):
             ckpt.restore(**missing)
+    assert same(bits(model, optimizer), before)
+
+
+@pytest.mark.parametrize("times", [2, 1000])
+def test_another_process_removes_what_is_about_to_be_restored(
+    times: int, saved: Any, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an evaluation beside a training with keep_last found that no checkpoint can be restored. Where that
+    happens again and again, it is so in the end."""
+    model, optimizer, ckpt = fresh
+    theirs = make(seed=5)
+    steps = iter(range(4, 4 + times))
+
+    def overtaken(*args: Any) -> Any:
+        if (step := next(steps, None)) is not None:
+            train(*theirs)
+            training.save(step).result()
+            training._saver.drain()
+        return opened(*args)
+
+    opened = restore._open
+    monkeypatch.setattr(restore, "_open", overtaken)
+    with lazyckpt.Checkpointer(tmp_path, keep_last=1) as training:
+        training.track(model=theirs[0], optimizer=theirs[1])
+        if times == 2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert ckpt.restore() == 5
+            assert same(bits(model, optimizer), bits(*theirs))
+        else:
+            with pytest.warns(UserWarning, match="No such file"), pytest.raises(RestoreError, match="not touched"):
+                ckpt.restore()
+
+
+def test_a_folder_that_somebody_removed_is_named(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    """Regression: a bare FileNotFoundError."""
+    model, optimizer, ckpt = fresh
+    before = bits(model, optimizer)
+    tmp_path.rename(moved := tmp_path.with_name("moved"))
+    with pytest.raises(LoadError, match=f"^{tmp_path}: cannot be read: No such file"):
+        ckpt.restore()
+    moved.rename(tmp_path)
     assert same(bits(model, optimizer), before)
 
 

@@ -92,8 +92,8 @@ def _found_in(path: Path) -> Iterator[Path | LoadError]:
     catalog = Catalog(path)
     try:
         checkpoints = catalog.scan()
-    except OSError as error:
-        yield LoadError(f"cannot be read: {error.strerror}", path=path)
+    except LoadError as error:
+        yield error
         return
     yield from catalog.broken
     yield from (checkpoint.path for checkpoint in checkpoints)

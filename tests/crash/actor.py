@@ -17,6 +17,7 @@ With ``record`` every operation on the file system is noted there, too, those of
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,25 @@ def retention(actor: Actor) -> None:
         actor.save(checkpointer, 3)
 
 
+def reopened(actor: Actor) -> None:
+    """A process dies when it has exchanged a checkpoint for another and not synced that yet; the next one sweeps."""
+
+    def die(staging: commit.Staging) -> None:
+        staging._exchange()
+        staging._published = True
+        raise OSError(errno.EIO, "the process dies here")
+
+    with actor.checkpointer() as checkpointer:
+        actor.save(checkpointer, 1)
+        actor.arm()
+        publish, commit.Staging.publish = commit.Staging.publish, die  # type: ignore[method-assign,assignment]
+        with suppress(lazyckpt.SaveError):
+            actor.save(checkpointer, 1)
+        commit.Staging.publish = publish  # type: ignore[method-assign]
+    with actor.checkpointer():
+        pass
+
+
 def lone(actor: Actor) -> None:
     actor.arm()
     actor.save_file("lone.pt")
@@ -304,7 +324,8 @@ def one_and_wait(actor: Actor) -> None:
 
 
 SCENARIOS = {
-    f.__name__: f for f in (first, second, again, retention, lone, lone_over, saver_file, staged, endless, one_and_wait)
+    f.__name__: f
+    for f in (first, second, again, retention, reopened, lone, lone_over, saver_file, staged, endless, one_and_wait)
 }
 
 

@@ -700,6 +700,33 @@ def test_a_just_in_time_checkpoint_is_durable_at_once(tmp_path: Path, disk: Disk
     assert resumed.state.global_step == 8
 
 
+def train_until_terminated(folder: str) -> None:
+    """In another process, with a Trainer as it is by default: without a handler for SIGTERM."""
+
+    def slowly(staging: commit.Staging) -> Path | None:
+        time.sleep(0.5)
+        return publish(staging)
+
+    def terminate() -> None:
+        Path(f"{folder}-then").write_text(" ".join(checkpoints(folder)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    publish, commit.Staging.publish = commit.Staging.publish, slowly  # type: ignore[method-assign]
+    lazyckpt.commit_on(signal.SIGTERM)
+    trainer_of(folder, lazy(), At("on_step_end", 3, terminate), max_steps=100_000).train()
+
+
+def test_at_sigterm_commit_on_commits_what_was_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = [sys.executable, __file__, "terminated", str(folder)]
+    died = subprocess.run(arguments, capture_output=True, timeout=120, check=False)
+    assert died.returncode == -signal.SIGTERM, died.stderr.decode()
+    assert "checkpoint-2" not in Path(f"{folder}-then").read_text().split(), "it was in flight"
+    resumed = trainer_of(folder, lazy(), max_steps=4)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
 # Ways in
 
 
@@ -832,4 +859,5 @@ def test_the_example_is_resumed_from_its_last_checkpoint(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    {"die": train_and_die, "ddp": train_in_two_processes}[sys.argv[1]](sys.argv[2])
+    ways = {"die": train_and_die, "ddp": train_in_two_processes, "terminated": train_until_terminated}
+    ways[sys.argv[1]](sys.argv[2])

@@ -195,14 +195,19 @@ _in(
     ),
     (
         "a sweep lets go of the lock before it removes",
-        ("    else:\n        shutil.rmtree(path, ignore_errors=True)\n        return True"),
+        ("        shutil.rmtree(path, ignore_errors=True)\n        return True"),
         (
-            "    else:\n"
             "        fcntl.flock(fd, fcntl.LOCK_UN)\n"
             "        shutil.rmtree(path, ignore_errors=True)\n"
             "        return True"
         ),
         "test_commit.py::test_sweep_holds_the_lock_until_the_folder_is_gone",
+    ),
+    (
+        "what is swept may get its name back",
+        "sync_path(path.parent)",
+        "pass",
+        "test_commit.py::test_what_was_replaced_is_swept_when_its_name_is_gone_for_good",
     ),
     (
         "a sweep follows links",
@@ -215,6 +220,12 @@ _in(
         "fcntl.flock(self._lock, fcntl.LOCK_EX)",
         "pass",
         "test_commit.py::test_sweep_spares_the_living_and_takes_the_dead",
+    ),
+    (
+        "a staged folder may go without a lock",
+        "if error.errno not in _NO_LOCKS:",
+        "if False:",
+        "test_commit.py::test_a_lock_that_fails_is_an_error",
     ),
     (
         "nobody looks whether it was swept before it was locked",
@@ -680,6 +691,18 @@ _in(
         "test_checkpointer.py::test_a_change_of_the_working_folder_moves_no_checkpoint",
     ),
     (
+        "a checkpoint is numbered after those of its own process only",
+        "max(self._sequence, newest) + 1",
+        "self._sequence + 1",
+        "test_checkpointer.py::test_two_that_save_into_one_folder",
+    ),
+    (
+        "retention removes what another process saves",
+        "c.sequence <= self._ours.get(c.step, 0)",
+        "True",
+        "test_checkpointer.py::test_two_that_save_into_one_folder",
+    ),
+    (
         "restore does not wait for its own saves",
         "        self._saver.drain()\n        gate.wait_all()",
         "        gate.wait_all()",
@@ -1127,6 +1150,12 @@ _in(
 _in(
     "lazyckpt/restore.py",
     (
+        "what another process removed is passed over, and what it has committed since",
+        "if scans > 1 and not checkpoint.path.exists():",
+        "if False:",
+        "test_restore.py::test_another_process_removes_what_is_about_to_be_restored",
+    ),
+    (
         "restore runs code",
         "weights_only=True, engine=engine",
         "weights_only=False, engine=engine",
@@ -1179,6 +1208,12 @@ _in(
 )
 _in(
     "lazyckpt/catalog.py",
+    (
+        "nor is what it removed while the names were read",
+        "if all(os.path.lexists(error.path) for error in self.broken):",
+        "if True:",
+        "test_catalog.py::test_what_is_removed_while_it_is_read_is_not_there",
+    ),
     (
         "lengths are not compared with the manifest",
         "if nbytes != entry.nbytes:",
