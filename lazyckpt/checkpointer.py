@@ -14,7 +14,7 @@ from lazyckpt import catalog, commit
 from lazyckpt.background import SaveHandle, Target, warn
 from lazyckpt.catalog import STATE, Catalog, Checkpoint
 from lazyckpt.config import MIB
-from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, LoadError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.interval import interval
 from lazyckpt.plan import ZipPlan
@@ -45,7 +45,7 @@ class Checkpointer:
     part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
     One thread at a time may call.
     Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to. If it is read-only
-    and holds checkpoints, these can be restored: that is a warning, and ``save`` raises the error.
+    and holds checkpoints, these can be restored: that is a warning, and what is saved fails.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Checkpointer:
         self.config = self._saver.config
         self.directory = Path(directory).absolute()  # os.chdir() does not move it
         self._catalog = Catalog(self.directory)
-        self._unwritable: str | None = None  # why
         try:
             commit.make_folder(self.directory)
             commit.sweep(self.directory)
@@ -70,8 +69,7 @@ class Checkpointer:
             if error.errno not in (errno.EROFS, errno.EACCES) or not self._holds_checkpoints():
                 self._saver.close()
                 raise save_error(error, path=self.directory) from error
-            self._unwritable = os.strerror(error.errno)
-            warnings.warn(f"{self.directory}: {self._unwritable}; restore() works there, save() does not", stacklevel=2)
+            warnings.warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not", stacklevel=2)
         known = self._catalog.scan()
         self._sequence = known[0].sequence if known else 0  # of the last one; a save that fails may leave a gap
         self._warned = False  # that somebody else saves here
@@ -170,8 +168,6 @@ class Checkpointer:
         """
         self._check_usable()
         handle = SaveHandle(_checked_step(step), self.directory / catalog.folder_name(step))
-        if self._unwritable is not None:
-            raise SaveError(self._unwritable, path=handle.path, step=step)
         target = Target(
             files={STATE: self._plan},
             stage=lambda: commit.Staging(handle.path),

@@ -11,7 +11,7 @@ import torch
 from lazyckpt import _engine, devices
 from lazyckpt.archive import Archive
 from lazyckpt.catalog import SCANS, STATE, Catalog, Checkpoint, read_checkpoint
-from lazyckpt.errors import CorruptFileError, LoadError, RestoreError, UnsupportedFormatError
+from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
 
 
@@ -53,10 +53,13 @@ def restore_newest(
 def restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError."""
     checkpoint = read_checkpoint(path)
+    archive = None
     try:
         with _open(path, engine) as archive:
             restore_archive(archive, provider, path)
-    except CorruptFileError as error:
+    except LoadError as error:
+        if archive is None:
+            raise  # nothing was touched
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
     return checkpoint
 

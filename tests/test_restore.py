@@ -17,6 +17,7 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt import restore
+from lazyckpt.archive import Archive
 from lazyckpt.catalog import checksum
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from trials import Trials
@@ -248,6 +249,29 @@ def test_if_bytes_may_have_landed_the_error_says_so(saved: Any, fresh: Any, tmp_
         ckpt.restore()
     with pytest.raises(RestoreError, match="undefined now"):
         ckpt.restore(step=2)
+
+
+def test_an_io_error_while_bytes_land_says_so_too(saved: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it told that the file cannot be read, and not that tensors might have been overwritten."""
+
+    def fill(self: Archive, elsewhere: Any) -> None:
+        raise LoadError("cannot be read: Input/output error", path=self.path)
+
+    monkeypatch.setattr(Archive, "fill", fill)
+    with pytest.raises(RestoreError, match="Input/output error.*undefined now"):
+        fresh[2].restore(step=2)
+
+
+def test_a_given_one_that_cannot_be_opened_touches_nothing(saved: Any, fresh: Any, tmp_path: Path) -> None:
+    """Regression: the error said that the state was undefined."""
+    model, optimizer, ckpt = fresh
+    before = bits(model, optimizer)
+    data = bytearray((tmp_path / "step-00000002/state.pt").read_bytes())
+    data[-20:] = bytes(20)  # where the directory ends
+    (tmp_path / "step-00000002/state.pt").write_bytes(data)
+    with pytest.raises(LoadError, match=r"state\.pt") as caught:
+        ckpt.restore(step=2)
+    assert "undefined" not in str(caught.value) and same(bits(model, optimizer), before)
 
 
 # a model that changed
