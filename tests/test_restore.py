@@ -258,7 +258,7 @@ def test_an_io_error_while_bytes_land_says_so_too(saved: Any, fresh: Any, monkey
         raise LoadError("cannot be read: Input/output error", path=self.path)
 
     monkeypatch.setattr(Archive, "fill", fill)
-    with pytest.raises(RestoreError, match="Input/output error.*undefined now"):
+    with pytest.raises(RestoreError, match=r"Input/output error.*undefined now"):
         fresh[2].restore(step=2)
 
 
