@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,10 +110,10 @@ class Target:
     files: dict[str, FilePlan]  # by name, under the final path; a lone file has that path's name
     stage: Callable[[], commit.Staging]
     # On a background thread, in the order of the saves: what the manifest says of the files (name, bytes, CRC-32), and
-    # what follows when they are published; and, once the handle is done, what clears away those no longer kept.
+    # what follows when they are published; and, once the handle is done, which checkpoints are no longer kept.
     manifest: Callable[[list[tuple[str, int, int]]], dict[str, Any] | None] = lambda files: None
     published: Callable[[], None] = lambda: None
-    retain: Callable[[], None] = lambda: None
+    superfluous: Callable[[], Iterable[Path]] = tuple
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ class Background:
         self._last: SaveHandle | None = None  # launched
         self._doomed: set[Path] = set()  # to be removed, unless they are saved again before
         self._removal = threading.Lock()
+        self._naming = threading.Lock()  # of checkpoints: they get their names, and lose them
 
     @property
     def newest(self) -> SaveHandle | None:
@@ -203,6 +204,16 @@ class Background:
                 commit.unlink(trash)
         except OSError as cause:
             warn(f"{path} could not be removed: {cause}")
+
+    def _remove_all(self, superfluous: Callable[[], Iterable[Path]]) -> None:
+        """All of it is out of sight before the next checkpoint gets its name, which may be one of theirs."""
+        hidden: list[Path | None] = []
+        try:
+            with self._naming:
+                hidden.extend(map(commit.hide, superfluous()))
+        finally:
+            for trash in filter(None, hidden):
+                commit.unlink(trash)
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
@@ -289,7 +300,8 @@ class Background:
             if flight.previous is not None:
                 concurrent.futures.wait([flight.previous])
             staging.describe(target.manifest(files), target.files)
-            replaced = staging.publish()
+            with self._naming:
+                replaced = staging.publish()
             target.published()
         except SaveError as cause:
             error = cause
@@ -316,7 +328,7 @@ class Background:
             if replaced is not None:
                 commit.remove(replaced)
             if error is None:
-                target.retain()
+                self._remove_all(target.superfluous)
         except (OSError, LoadError) as cause:  # the new checkpoint stands all the same
             warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
         if self._trace is not None and flight.traced is not None:

@@ -73,8 +73,7 @@ class Checkpointer:
         known = self._catalog.scan()
         self._sequence = known[0].sequence if known else 0  # of the last one; a save that fails may leave a gap
         self._warned = False  # that somebody else saves here
-        # Of each step the last sequence found here or given here: retention leaves alone what others save.
-        self._ours = {c.step: c.sequence for c in known}
+        self._ours = {(c.step, c.sequence) for c in known}  # and what is saved here: retention leaves alone the others
         self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
         self._provider = CompositeProvider()
         self._plan = ZipPlan(self._provider)
@@ -150,7 +149,7 @@ class Checkpointer:
         own = checkpoint.path.parent.resolve() == self.directory.resolve()
         self._parent = checkpoint.sequence if own else None
         if own:  # also if whoever was here before us committed it since
-            self._ours[checkpoint.step] = checkpoint.sequence
+            self._ours.add((checkpoint.step, checkpoint.sequence))
             self._sequence = max(self._sequence, checkpoint.sequence)
         return checkpoint.step
 
@@ -173,7 +172,7 @@ class Checkpointer:
             stage=lambda: commit.Staging(handle.path),
             manifest=partial(self._manifest, step),
             published=lambda: setattr(self, "_parent", self._sequence),
-            retain=self._retain,
+            superfluous=self._superfluous,
         )
         return self._saver.submit(handle, target, blocking=blocking, name_of=self._name_of)
 
@@ -215,16 +214,16 @@ class Checkpointer:
                 "either has committed last, and retention removes only what this one has saved or found"
             )
         self._sequence = max(self._sequence, newest) + 1
-        self._ours[step] = self._sequence
+        self._ours.add((step, self._sequence))
         return catalog.manifest(step=step, sequence=self._sequence, parent=self._parent, files=files)
 
-    def _retain(self) -> None:
+    def _superfluous(self) -> list[Path]:
         if self.config.keep_last is None:
-            return
-        known = [c for c in self._catalog.scan() if c.sequence <= self._ours.get(c.step, 0)]
-        for checkpoint in catalog.superfluous(known, self.config.keep_last, self.config.keep_every):
-            commit.remove(checkpoint.path)
-            self._ours.pop(checkpoint.step, None)
+            return []
+        known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
+        gone = catalog.superfluous(known, self.config.keep_last, self.config.keep_every)
+        self._ours.difference_update((c.step, c.sequence) for c in gone)
+        return [c.path for c in gone]
 
     # the end
 

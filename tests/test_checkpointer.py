@@ -332,6 +332,27 @@ def test_two_that_save_into_one_folder(make_run: Any) -> None:
     assert save(make_run(directory=folder, keep_last=2), 20) == [20, 12]
 
 
+def test_a_step_that_is_saved_again_while_it_is_removed_stays(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: what had just been acknowledged was removed in place of the old one of that name."""
+    run = make_run(keep_last=1)
+    run.ckpt.save(1).result()
+    listed, superfluous = threading.Event(), catalog.superfluous
+
+    def slowly(known: Any, *rules: Any) -> Any:
+        found = superfluous(known, *rules)
+        if any(checkpoint.step == 1 for checkpoint in found):
+            listed.set()
+            time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(catalog, "superfluous", slowly)
+    run.ckpt.save(2)
+    assert listed.wait(30)
+    run.ckpt.save(1).result()
+    run.ckpt._saver.drain()
+    assert [c.step for c in catalog.Catalog(run.ckpt.directory).scan()] == [1]
+
+
 def test_a_save_reads_no_manifest_twice(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without retention there may be thousands, and their reading would hold up the training."""
     run = make_run()
@@ -392,7 +413,7 @@ def test_what_cannot_be_removed_is_a_warning(make_run: Any, monkeypatch: pytest.
     def refuse(path: Path) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
 
-    monkeypatch.setattr(commit, "remove", refuse)
+    monkeypatch.setattr(commit, "hide", refuse)
     with pytest.warns(UserWarning, match="not permitted"):
         run.ckpt.save(2).result()
         run.ckpt.close()
