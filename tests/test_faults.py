@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, catalog, commit, functional
+from lazyckpt import _engine, background, catalog, commit, functional
 from lazyckpt.checkpointer import Checkpointer, SaveHandle
 from lazyckpt.containers.base import SOURCE
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
@@ -883,6 +883,44 @@ for mib in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256, 1024):
 """
     ).split()
     assert {"saved", "ConfigError"} <= set(outcomes) <= {"saved", "ConfigError", "SaveError", "MemoryError"}, outcomes
+
+
+def test_a_failure_that_lacks_memory_for_its_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if there was no memory for what follows a failure either, result() waited for ever."""
+    run = Run(tmp_path, monkeypatch)
+    let_go = background._let_go
+    refused = 0
+
+    def refuse(snapshot: Any) -> None:
+        nonlocal refused
+        refused += 1
+        if refused <= 3:
+            raise MemoryError
+        let_go(snapshot)
+
+    monkeypatch.setattr(background, "_let_go", refuse)
+    assert isinstance(run.step(1).exception(30), SaveError)
+    assert refused > 3
+    run.step(2).result(30)
+    run.check(2)
+    run.checkpointer.close()
+
+
+def test_a_handle_that_lacks_memory_to_be_done_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: as above."""
+    run = Run(tmp_path, monkeypatch)
+    finish = background.Background.finish
+
+    def refuse(*_: Any) -> None:
+        monkeypatch.setattr(background.Background, "finish", finish)
+        raise MemoryError
+
+    monkeypatch.setattr(background.Background, "finish", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.step(1).result(30)
+    run.check(1)
+    run.checkpointer.close()
 
 
 def test_a_ring_larger_than_the_address_space(tmp_path: Path) -> None:
