@@ -12,12 +12,14 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import logging
 import os
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # optimizers would import it, a second for each child
@@ -25,7 +27,8 @@ import torch._dynamo  # optimizers would import it, a second for each child
 import lazyckpt
 from lazyckpt.catalog import Catalog
 
-LIMIT_S = 5
+LIMIT_S = 20  # of a save
+LOST = "lost by concurrent.futures"
 libc = ctypes.CDLL(None)
 libc.scarce_seen.restype = ctypes.c_long
 
@@ -86,6 +89,13 @@ def check(folder: Path, saved: dict[int, torch.Tensor], acknowledged: bool) -> N
         assert torch.equal(lazyckpt.load(path)["model"]["0.weight"], saved[step]), f"step {step} is wrong"
 
 
+def lost(write: int) -> NoReturn:
+    """A thread of ThreadPoolExecutor has had no memory for its own bookkeeping: it drops the task that it has taken,
+    and whoever waits for that waits for ever."""
+    os.write(write, json.dumps({"outcome": LOST}).encode())
+    os._exit(0)
+
+
 def main(root: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -93,6 +103,10 @@ def main(root: Path) -> None:
         first, count = map(int, line.split())
         read, write = os.pipe()
         if (child := os.fork()) == 0:
+            logging.getLogger("concurrent.futures").addFilter(
+                lambda _, write=write: lost(write)
+            )  # it says so, if it can
+            threading.excepthook = lambda _, write=write: lost(write)
             faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # whoever waits for ever
             try:
                 answer = trial(root / str(number), first, count)

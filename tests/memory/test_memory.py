@@ -19,6 +19,7 @@ from trials import Trials
 
 SAVES = Path(__file__).with_name("saves.py")
 NEVER = 1 << 40
+LOST = "lost by concurrent.futures"  # as saves.py says it
 Save = Callable[[int, int], dict[str, Any]]
 
 
@@ -54,20 +55,20 @@ def save(tmp_path: Path) -> Iterator[Save]:
 
 @pytest.mark.timeout(3 * 60 * 60)
 def test_no_memory_for_the_nth_allocation(save: Save, tmp_path: Path, trials: Trials) -> None:
-    """One allocation fails, or a few in a row."""
     enough = save(NEVER, 0)
     assert enough["outcome"] == "saved", enough
     every = range(1, enough["allocations"] + 1)
     late = every[-len(every) // 8 :]  # in the background, when save() has returned
-    half = trials.count(6, 300)
+    half = trials.count(6, 200)
     outcomes: Counter[str] = Counter()
     for first in trials.random.sample(every, half) + trials.random.sample(late, half):
-        answer = save(first, trials.random.choice((1, 1, 3)))
+        answer = save(first, 1)
         outcomes[answer["outcome"]] += 1
         assert answer["outcome"] not in ("broken", "died"), f"at allocation {first}: {answer['error']}"
     in_save = sum(n for name, n in outcomes.items() if "of save" in name)
     in_background = sum(n for name, n in outcomes.items() if "of handle" in name)
     assert in_save and in_background, outcomes
+    assert outcomes[LOST] <= 1 + outcomes.total() // 50, outcomes  # not solved: see docs/durability.md
     trials.report(
         "no memory for the n-th allocation of a save",
         outcomes.total(),
@@ -76,4 +77,5 @@ def test_no_memory_for_the_nth_allocation(save: Save, tmp_path: Path, trials: Tr
         told_by_save=in_save,
         told_by_the_handle=in_background,
         saved_all_the_same=outcomes["saved"],
+        lost_by_Python=outcomes[LOST],
     )
