@@ -107,6 +107,7 @@ def main(root: Path) -> None:
                 lambda _, write=write: lost(write)
             )  # it says so, if it can
             threading.excepthook = lambda _, write=write: lost(write)
+            faulthandler.enable()
             faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # whoever waits for ever
             try:
                 answer = trial(root / str(number), first, count)
