@@ -27,7 +27,7 @@ import torch._dynamo  # optimizers would import it, a second for each child
 import lazyckpt
 from lazyckpt.catalog import Catalog
 
-LIMIT_S = 20  # of a save
+LIMIT_S = 10  # of a save
 LOST = "lost by concurrent.futures"
 libc = ctypes.CDLL(None)
 libc.scarce_seen.restype = ctypes.c_long
@@ -119,7 +119,9 @@ def main(root: Path) -> None:
         with os.fdopen(read) as pipe:
             text = pipe.read()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(text or json.dumps({"outcome": "died", "error": f"exit code {code}"}), flush=True)
+        # The exit code of the watchdog is 1. A lock that Condition.__enter__ has taken, and did not return, is such a case.
+        died = {"outcome": LOST if code == 1 else "died", "error": f"exit code {code}"}
+        print(text or json.dumps(died), flush=True)
 
 
 if __name__ == "__main__":
