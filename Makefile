@@ -81,7 +81,7 @@ sanitize: setup
 # Looks for files that reach new code; what it finds is in build/fuzz/crash-…, and belongs into tests/attacks.
 FUZZ_SECONDS := 300
 fuzz: setup
-	$(BIN)/python -m pip install --quiet 'atheris==3.*'
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) atheris==3.0.0
 	PYTHONPATH=tests $(BIN)/python -m fuzz.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
 
 clean:

@@ -30,6 +30,7 @@ from lazyckpt.trace import Trace, Traced
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
+_NO_MEMORY_S = 0.01  # until it is asked for again
 
 # Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.
 in_flight: dict[SaveHandle, None] = {}
@@ -87,6 +88,16 @@ class SaveHandle(Future[Path]):
         error = super().exception(timeout)
         self._reported = self._reported or error is not None
         return error
+
+    def _settle(self, error: SaveError | None) -> None:
+        """Done. If it is already, whoever waits is woken once more: an error may have come between."""
+        if self.done():
+            with self._condition:
+                self._condition.notify_all()
+        elif error is None:
+            self.set_result(self.path)
+        else:
+            self.set_exception(error)
 
     def _give_up(self, why: str) -> None:
         """No more of it is written, and it fails, unless all of it was written before."""
@@ -221,15 +232,14 @@ class Background:
         try:
             self._tell(handle, error)
         finally:  # whatever on_done raises, somebody waits for this handle
-            if error is None:
-                handle.set_result(handle.path)
-            else:
-                if self._config.on_error == "raise":
+            try:
+                if error is not None and self._config.on_error == "raise":
                     with self._lock:
                         self._failed.append(handle)
-                handle.set_exception(error)
-                if self._config.on_error == "warn":
-                    warn(str(error))
+            finally:
+                handle._settle(error)
+            if error is not None and self._config.on_error == "warn":
+                warn(str(error))
 
     def _tell(self, handle: SaveHandle, error: SaveError | None) -> None:
         m = handle.metrics
@@ -277,11 +287,12 @@ class Background:
 
     def _persist(self, flight: Flight) -> None:
         handle, target, job, snapshot = flight.handle, flight.target, flight.job, flight.snapshot
-        where = {"path": handle.path, "step": handle.step}
+        cause: BaseException | None = None
         error: SaveError | None = None
         staging = replaced = None
-        created = (time.perf_counter(),) * 2
+        created = (0.0, 0.0)
         try:
+            created = (time.perf_counter(),) * 2
             staging = target.stage()
             for number, (name, nbytes) in enumerate(zip(target.files, flight.nbytes, strict=True)):
                 file = staging.path / name
@@ -294,7 +305,7 @@ class Background:
             _let_go(snapshot)
             job.wait_settled()
             if snapshot.torn is not None:
-                raise TornSnapshotError(snapshot.torn, **where)  # type: ignore[arg-type]
+                raise TornSnapshotError(snapshot.torn, path=handle.path, step=handle.step)
             job.raise_error()
             files = [(name, *facts) for name, facts in zip(target.files, job.files(), strict=True)]
             if flight.previous is not None:
@@ -303,25 +314,32 @@ class Background:
             with self._naming:
                 replaced = staging.publish()
             target.published()
-        except SaveError as cause:
-            error = cause
-        except OSError as cause:
-            error = save_error(cause, **where)  # type: ignore[arg-type]
-            error.__cause__ = cause
-        except BaseException as cause:  # nothing may be lost on this thread
-            error = SaveError(f"{type(cause).__name__}: {cause}", **where)  # type: ignore[arg-type]
-            error.__cause__ = cause
-        if error is not None:
-            job.fail(errno.ECANCELED, "another part of the checkpoint failed")
-            job.wait_settled()
-            _let_go(snapshot)
-            if staging is not None:
-                staging.discard()
-        engine_begin = _fill_in(handle.metrics, job, flight)
+        except BaseException as caught:  # nothing may be lost on this thread
+            cause = caught
+        while True:
+            try:
+                if cause is not None:
+                    error = _as_save_error(cause, handle)
+                    job.fail(errno.ECANCELED, "another part of the checkpoint failed")
+                    job.wait_settled()
+                    _let_go(snapshot)
+                    if staging is not None:
+                        staging.discard()
+                engine_begin = _fill_in(handle.metrics, job, flight)
+                break
+            except MemoryError:  # somebody waits for the handle
+                time.sleep(_NO_MEMORY_S)
         try:
             self.finish(handle, error)
-        except BaseException as cause:  # SystemExit, say: it ends no process from here, and must not end this either
-            warn(f"on_done or a done-callback raised {type(cause).__name__}: {cause}")
+        except BaseException as raised:  # SystemExit, say: it ends no process from here, and must not end this either
+            with contextlib.suppress(MemoryError):
+                warn(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
+        while True:
+            try:
+                handle._settle(error)  # for lack of memory it may not have been
+                break
+            except MemoryError:
+                time.sleep(_NO_MEMORY_S)
         gate.discard(snapshot)
         snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
         try:
@@ -329,8 +347,8 @@ class Background:
                 commit.remove(replaced)
             if error is None:
                 self._remove_all(target.superfluous)
-        except (OSError, LoadError) as cause:  # the new checkpoint stands all the same
-            warn(f"old checkpoints could not be removed from {handle.path.parent}: {cause}")
+        except (OSError, LoadError) as refused:  # the new checkpoint stands all the same
+            warn(f"old checkpoints could not be removed from {handle.path.parent}: {refused}")
         if self._trace is not None and flight.traced is not None:
             self._trace.end(
                 flight.traced,
@@ -341,6 +359,17 @@ class Background:
                 engine_begin=engine_begin,
                 error=error,
             )
+
+
+def _as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:
+    if isinstance(cause, SaveError):
+        return cause
+    if isinstance(cause, OSError):
+        error = save_error(cause, path=handle.path, step=handle.step)
+    else:
+        error = SaveError(f"{type(cause).__name__}: {cause}", path=handle.path, step=handle.step)
+    error.__cause__ = cause
+    return error
 
 
 def warn(message: str) -> None:

@@ -294,14 +294,14 @@ class Saver:
         if self.config.durability == "before_step":
             snapshot.durable = handle
         self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
-        job = self.engine.begin(
+        job = self.engine.begin(  # not by keyword: with no memory for one, pybind11 3.1 ends the process
             snapshot.pointers,
             snapshot.sizes,
             snapshot.owners,
             len(plans),
-            eager_by_caller=True,
-            devices=snapshot.devices,
-            streams=snapshot.streams,
+            True,  # the eager bytes are waited for below
+            snapshot.devices,
+            snapshot.streams,
         )
         trace, traced = self._trace, None
         try:

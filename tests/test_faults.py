@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, catalog, commit, functional
+from lazyckpt import _engine, background, catalog, commit, functional
 from lazyckpt.checkpointer import Checkpointer, SaveHandle
 from lazyckpt.containers.base import SOURCE
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
@@ -172,21 +173,31 @@ def test_training_hears_of_a_failure(on_error: str, tmp_path: Path, monkeypatch:
     run.check(3)
 
 
+PASSING = ("short", "EINTR", "EAGAIN")  # of a write
+
+
 def every_fault() -> Iterator[tuple[str, str, str, str]]:
-    """The second save's operations, each with every cause; with both backends, and both ways to hear of it."""
-    places = [f"write:{n}" for n in range(CHUNKS + 1, 2 * CHUNKS + 1)]
-    places += [f"{operation}:2" for operation in ("create", "allocate", "truncate", "sync")]
-    for place in places:
-        for effect in ("EIO", "ENOSPC", "EDQUOT", "EACCES", "EINVAL", "ENOMEM"):
-            for backend in BACKENDS:
-                for on_error in ("raise", "warn"):
+    """The second save's operations, each with every cause; with both backends, and both ways to hear of it. No effect:
+    it is to be overcome."""
+    writes = range(CHUNKS + 1, 2 * CHUNKS + 1)
+    places = [f"write:{n}" for n in writes] + [f"{op}:2" for op in ("create", "allocate", "truncate", "sync")]
+    for backend in BACKENDS:
+        for on_error in ("raise", "warn"):
+            for place in places:
+                for effect in ("EIO", "ENOSPC", "EDQUOT", "EACCES", "EINVAL", "ENOMEM"):
                     yield f"{place}:{effect}", effect, backend, on_error
+            yield "sync:2:EINTR", "EINTR", backend, on_error
+        for n in writes:
+            yield f"write:{n}:short,write:{n + 1}:ENOSPC", "ENOSPC", backend, "raise"  # how a disk fills up
+            for trouble in PASSING:
+                yield f"write:{n}:{trouble}", "", backend, "raise"
 
 
 def test_any_fault_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials) -> None:
     """Never a false success; the checkpoint before stays, training goes on, and nothing is held on to."""
     faults = list(every_fault())
     tried = trials.random.sample(faults, trials.count(12, len(faults)))
+    overcome = 0
     for number, (fault, effect, backend, on_error) in enumerate(tried):
         folder = tmp_path / str(number)
         run = Run(folder, monkeypatch, fault, io_backend=backend, on_error=on_error)
@@ -198,20 +209,25 @@ def test_any_fault_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tri
             while not handle.done():
                 time.sleep(0.001)
             run.checkpointer._saver.drain()
-            if on_error == "raise":
+            if effect and on_error == "raise":
                 with pytest.raises(SaveError) as caught:
                     run.step(3)
                 assert caught.value is handle.exception()
             run.step(3).result(30)
         assert sum("step 2" in str(w.message) for w in heard) == (on_error == "warn")
         error = handle.exception()
-        assert isinstance(error, SaveError), fault
-        check_error(error, 2, folder / "step-00000002", getattr(errno, effect))
-        run.check(1, 3)
+        if effect:
+            assert isinstance(error, SaveError), fault
+            check_error(error, 2, folder / "step-00000002", getattr(errno, effect))
+            run.check(1, 3)
+        else:
+            assert error is None, fault
+            run.check(1, 2, 3)
+            overcome += 1
         run.check_nothing_left(fds)
         run.checkpointer.close()
         shutil.rmtree(folder)
-    trials.report("any fault at the n-th operation, every n", len(tried), tmp_path, of=len(faults))
+    trials.report("any fault at the n-th operation, every n", len(tried), tmp_path, of=len(faults), overcome=overcome)
 
 
 def test_several_in_flight_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,22 +257,28 @@ class FailingOs:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(os, name)
-        if name not in self.FUNCTIONS:
-            return function
+        return self.counted(name, function) if name in self.FUNCTIONS else function
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
             if len(self.calls) == self.nth:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return function(*args, **kwargs)
 
-        return counted
+        return call
+
+    def stand_in(self, patch: pytest.MonkeyPatch) -> None:
+        """For what commit.py calls."""
+        patch.setattr(commit, "os", self)
+        patch.setattr(_engine, "rename_exchange", self.counted("exchange", _engine.rename_exchange))
 
 
 @pytest.mark.parametrize("way", ["new", "replace", "replace without exchange"])
-def test_every_call_of_the_commit_fails(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_of_the_commit_fails(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials
+) -> None:
     """For each n: the handle fails, what was committed stays whole, and the next save works."""
-    real_exchange = _engine.rename_exchange
     for nth in range(1, 20):
         folder = tmp_path / str(nth)
         run = Run(folder, monkeypatch)
@@ -265,26 +287,28 @@ def test_every_call_of_the_commit_fails(way: str, tmp_path: Path, monkeypatch: p
         fds = descriptors()
         old = run.states[2]
         failing = FailingOs(nth)
-        if way == "replace without exchange":
-            monkeypatch.setattr(_engine, "rename_exchange", _no_exchange)
         step = 3 if way == "new" else 2
         with monkeypatch.context() as patch:
-            patch.setattr(commit, "os", failing)
+            failing.stand_in(patch)
+            if way == "replace without exchange":
+                patch.setattr(_engine, "rename_exchange", _no_exchange)
             handle = run.step(step)
             error = handle.exception(30)
             run.checkpointer._saver._background.drain()
         if len(failing.calls) < nth:
             assert error is None
             staged, manifest, folder = ["mkdir", "open"], ["open", "fsync"], ["open", "fsync"]
-            renames = {"new": ["rename"], "replace": [], "replace without exchange": ["rename", "rename"]}[way]
+            renames = {"new": ["rename"], "replace": ["exchange"], "replace without exchange": ["rename", "rename"]}[
+                way
+            ]
             trash = [] if way == "new" else ["rename", *folder]
             assert failing.calls == staged + manifest + folder + renames + folder + trash
+            trials.report(f"EIO at the n-th call of a commit, every n: {way}", nth - 1, tmp_path)
             return
         _check_after_failed_commit(run, failing.calls, step, error, old)
         assert descriptors() <= fds
         run.step(4).result(30)
         run.checkpointer.close()
-        monkeypatch.setattr(_engine, "rename_exchange", real_exchange)
         again = Checkpointer(folder)  # which sweeps
         assert not [p for p in folder.iterdir() if not p.name.startswith("step-")]
         again.close()
@@ -317,6 +341,97 @@ def _check_after_failed_commit(
     else:
         assert not [p for p in run.folder.iterdir() if p.name.startswith(".tmp-")]
         assert step == 3 or torch.equal(torch.load(found[2].path / "state.pt")["model"]["weight"], old)
+
+
+def save_file(saver: lazyckpt.Saver, folder: Path, tree: dict[str, torch.Tensor]) -> SaveHandle:
+    return saver.save(tree, folder / "a.pt")
+
+
+def save_folder(saver: lazyckpt.Saver, folder: Path, tree: dict[str, torch.Tensor]) -> SaveHandle:
+    staged = saver.stage(folder / "b")
+    staged.add("state.pt", tree)
+    staged.add("below/x.safetensors", tree)
+    return staged.save()
+
+
+SHAPES = {"a.pt": (save_file, ("a.pt",)), "b": (save_folder, ("b/state.pt", "b/below/x.safetensors"))}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_any_fault_in_files_and_folders(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials
+) -> None:
+    """Of a Saver, as in ``test_any_fault_anywhere``: operations of the engine, and calls of the commit."""
+    save, files = SHAPES[name]
+
+    def values(folder: Path) -> set[float]:
+        return {x for file in files for x in lazyckpt.load(folder / file)["x"].unique().tolist()}
+
+    def saved_twice(folder: Path, fault: str, backend: str, nth: int = 0) -> tuple[Any, list[str]]:
+        """The error of the second save, and the calls that its commit did."""
+        with monkeypatch.context() as patch:
+            patch.setattr(_engine, "Engine", functools.partial(Engine, fault=fault))
+            knobs = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 128 * KIB}
+            saver = lazyckpt.Saver(io_backend=backend, on_error="warn", **knobs)
+        folder.mkdir()
+        failing = FailingOs(nth)
+        with saver, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save(saver, folder, {"x": torch.full((40_000,), 1.0)}).result(30)
+            saver.drain()
+            with monkeypatch.context() as patch:
+                failing.stand_in(patch)
+                try:
+                    error = save(saver, folder, {"x": torch.full((40_000,), 2.0)}).exception(30)
+                except SaveError as told:  # the folder could not be staged
+                    error = told
+                saver.drain()
+            assert saver.engine.ring_used_bytes == 0
+            found = values(folder)
+            if error is None:
+                assert found == {2.0}
+            else:
+                assert isinstance(error, SaveError) and error.path == folder / name
+                assert found == {1.0} or (nth > 0 and found == {2.0})  # it was renamed, and the sync failed
+            save(saver, folder, {"x": torch.full((40_000,), 3.0)}).result(30)
+        assert values(folder) == {3.0}
+        again = lazyckpt.Saver()
+        again.save(0, folder / "c.pt").result(30)  # which sweeps
+        again.close()
+        assert sorted(p.name for p in folder.iterdir()) == sorted([name, "c.pt"])
+        return error, failing.calls
+
+    log = tmp_path / "log"
+    assert saved_twice(tmp_path / "recorded", f"trace:{log}", "posix")[0] is None
+    operations = Counter(words[2] for words in map(str.split, log.read_text().splitlines()) if words[0] == "begin")
+    operations = {operation: n // 3 for operation, n in operations.items()}
+    assert operations["write"] >= 3 * len(files) and operations["sync"] == len(files)
+    faults: list[tuple[str, str, str, int]] = []
+    for backend in BACKENDS:
+        for operation, each in operations.items():
+            for n in range(each + 1, 2 * each + 1):
+                faults += [(f"{operation}:{n}:{effect}", effect, backend, 0) for effect in ("EIO", "ENOSPC")]
+                if operation == "write":
+                    faults += [(f"write:{n}:{trouble}", "", backend, 0) for trouble in PASSING]
+    calls = len(saved_twice(tmp_path / "counted", "", "posix")[1])
+    faults += [("", "EIO", backend, n) for n in range(1, calls + 1) for backend in BACKENDS]
+    tried = trials.random.sample(faults, trials.count(12, len(faults)))
+    after_it_was_durable = 0
+    for number, (fault, effect, backend, nth) in enumerate(tried):
+        error, _ = saved_twice(tmp_path / str(number), fault, backend, nth)
+        if error is None:
+            assert not effect or nth > 0, fault  # what was replaced could not be taken away
+            after_it_was_durable += nth > 0
+        else:
+            assert isinstance(error.__cause__, OSError) and error.__cause__.errno == getattr(errno, effect), fault
+    what = "a file" if name == "a.pt" else "a folder"
+    trials.report(
+        f"any fault at the n-th operation of {what}, every n",
+        len(tried),
+        tmp_path,
+        of=len(faults),
+        too_late_to_matter=after_it_was_durable,
+    )
 
 
 def test_a_replaced_checkpoint_outlives_a_failed_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -768,6 +883,44 @@ for mib in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256, 1024):
 """
     ).split()
     assert {"saved", "ConfigError"} <= set(outcomes) <= {"saved", "ConfigError", "SaveError", "MemoryError"}, outcomes
+
+
+def test_a_failure_that_lacks_memory_for_its_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if there was no memory for what follows a failure either, result() waited for ever."""
+    run = Run(tmp_path, monkeypatch)
+    let_go = background._let_go
+    refused = 0
+
+    def refuse(snapshot: Any) -> None:
+        nonlocal refused
+        refused += 1
+        if refused <= 3:
+            raise MemoryError
+        let_go(snapshot)
+
+    monkeypatch.setattr(background, "_let_go", refuse)
+    assert isinstance(run.step(1).exception(30), SaveError)
+    assert refused > 3
+    run.step(2).result(30)
+    run.check(2)
+    run.checkpointer.close()
+
+
+def test_a_handle_that_lacks_memory_to_be_done_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: as above."""
+    run = Run(tmp_path, monkeypatch)
+    finish = background.Background.finish
+
+    def refuse(*_: Any) -> None:
+        monkeypatch.setattr(background.Background, "finish", finish)
+        raise MemoryError
+
+    monkeypatch.setattr(background.Background, "finish", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.step(1).result(30)
+    run.check(1)
+    run.checkpointer.close()
 
 
 def test_a_ring_larger_than_the_address_space(tmp_path: Path) -> None:

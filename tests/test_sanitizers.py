@@ -3,8 +3,7 @@ by sanitize/stress.cc; and in Python, with Python's and torch's own objects watc
 
 from __future__ import annotations
 
-import os
-import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,9 +12,10 @@ from pathlib import Path
 import pytest
 from sanitize import ADDRESS, THREAD, Sanitized, compiler, for_python, run_python
 
+from trials import Trials
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TESTS = Path(__file__).parent
-ROUNDS = 200 if os.environ.get("LAZYCKPT_TORTURE") else 20
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +34,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sanitized
 
 
 @pytest.mark.parametrize("sanitizer", [THREAD, ADDRESS])
-def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Path) -> None:
+def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
     sanitized = built(sanitizer)
-    seed = str(random.SystemRandom().randrange(1 << 32))
-    command = [sanitized.stress(), tmp_path, seed, str(ROUNDS)]
+    rounds = trials.count(20, 200)
+    command = [sanitized.stress(), tmp_path, str(trials.seed), str(rounds)]
     # No randomisation of addresses: older ThreadSanitizers do not know the memory maps of newer kernels.
     if sanitizer == THREAD and shutil.which("setarch"):
         command = ["setarch", "--addr-no-randomize", *command]
     options = {"detect_leaks": 1, "detect_stack_use_after_return": 1} if sanitizer == ADDRESS else {}
     environment = sanitized.environment(**options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000, env=environment)
-    assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}{sanitized.said()}"
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{sanitized.said()}"
     assert list(tmp_path.iterdir()) == []
+    trials.report(f"rounds of the engine's stress, -fsanitize={sanitizer}", rounds, tmp_path)
 
 
 # What hands memory to the engine, or is handed objects of Python's by it.
@@ -53,7 +54,7 @@ ENGINE = ("test_tensors.py", "test_ring.py", "test_engine.py", "test_reader.py",
 SAVES_AND_LOADS = ("test_snapshot.py", "test_saver.py", "test_safetensors.py")
 
 
-def test_python(built: Callable[[str], Sanitized], tmp_path: Path) -> None:
+def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
     """Each report fails it, also of the processes that tests start."""
     sanitized = built(ADDRESS)
     environment = for_python(sanitized)
@@ -63,3 +64,6 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path) -> None:
     done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)
     assert sanitized.said() == ""
     assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout
+    trials.report(f"tests in Python, -fsanitize={ADDRESS}", int(passed[1]), tmp_path)

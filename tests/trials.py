@@ -6,10 +6,12 @@ adds a line to ``build/trials.jsonl``; ``python tests/trials.py`` prints them as
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -52,12 +54,23 @@ class Trials:
             "seconds": round(time.monotonic() - self._begin, 1),
             "file_system": file_system(folder),
             "kernel": platform.release(),
+            "commit": commit(),
             "torture": TORTURE,
             "test": self.test,
         }
         LOG.parent.mkdir(exist_ok=True)
         with LOG.open("a") as log:
             log.write(json.dumps(line) + "\n")
+
+
+@functools.cache
+def commit() -> str | None:
+    """What was tried, "-dirty" if more than that; None outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
+    try:
+        return subprocess.run(command, cwd=LOG.parent.parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def file_system(path: Path) -> str:
@@ -81,7 +94,8 @@ def table(lines: list[dict[str, Any]]) -> str:
             f"| {line['seed']} | {line['seconds']:,.0f} | {line['file_system']} |"
         )
     kernels = ", ".join(sorted({line["kernel"] for line in lines}))
-    return "\n".join([*rows, "", f"Kernel {kernels}."])
+    commits = ", ".join(sorted({line.get("commit") or "unknown" for line in lines}))
+    return "\n".join([*rows, "", f"Kernel {kernels}. Commit {commits}."])
 
 
 if __name__ == "__main__":

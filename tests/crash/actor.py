@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,17 +41,19 @@ import lazyckpt
 from lazyckpt import _engine, commit
 
 WORDS = 2500  # of a tensor; with three, a checkpoint takes 60 kB
+FEW_WORDS = 40  # and a few kB: few enough blocks that each subset of them can be looked at
 KNOBS: dict[str, Any] = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "io_depth": 2, "copy_threads": 1}
 
 
-def state(value: int) -> dict[str, torch.Tensor]:
+def state(value: int, words: int = WORDS) -> dict[str, torch.Tensor]:
     """Wherever a piece of another state stands in it, :func:`value_of` sees that."""
-    return {name: torch.arange(WORDS) * 1000 + value for name in "abc"}
+    return {name: torch.arange(words) * 1000 + value for name in "abc"}
 
 
 def value_of(tree: dict[str, Any]) -> int:
-    value = int(tree["a"][0])
-    expected = state(value)
+    value, words = int(tree["a"][0]), len(tree["a"])
+    assert words in (WORDS, FEW_WORDS), "a piece of a tensor"
+    expected = state(value, words)
     assert tree.keys() >= expected.keys(), "tensors are missing"
     assert all(torch.equal(tree[name], tensor) for name, tensor in expected.items()), "a mixed state"
     return value
@@ -69,6 +72,7 @@ class Task:
     kill_at: int = 0  # this call of FUNCTIONS once armed, after up to 2 ms; counted from 1
     drop: str = ""  # an operation of role() that is not done: a mutant
     mutant: str = ""  # one of MUTANTS
+    words: int = WORDS  # of a tensor
 
 
 def role(path: str) -> str:
@@ -165,7 +169,7 @@ class Actor:
         self.calls.armed = True
 
     def next_state(self) -> dict[str, torch.Tensor]:
-        self.tree.update(state(self.value))
+        self.tree.update(state(self.value, self.task.words))
         self.value += 1
         return self.tree
 
@@ -300,7 +304,7 @@ def endless(actor: Actor) -> None:
     """A run that goes on from where it was cut off."""
     chance = random.Random(actor.task.seed)
     with actor.checkpointer(keep_last=2) as checkpointer:
-        actor.tree.update(state(0))
+        actor.tree.update(state(0, actor.task.words))
         step = checkpointer.restore() or 0
         actor.note("resumed", step)
         while True:
@@ -443,6 +447,8 @@ def serve() -> None:
                 actor = Actor(Task(**json.loads(line)))
                 SCENARIOS[actor.task.scenario](actor)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         print(pid, flush=True)

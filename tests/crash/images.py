@@ -9,9 +9,10 @@ of it; from one folder to another it is one change of each.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 BLOCK = 4096
 
@@ -40,6 +41,18 @@ class Change:
     block: tuple[int, int] | None = None  # of a file: from, to
     size: tuple[str, int] | None = None  # of a file: "least" or "exactly"
     certain: int | None = None  # line from which on it is on the disk
+
+
+class Image(tuple[tuple[str, Any], ...]):
+    """A folder: names, and what each is, an ``Image`` or the bytes of a file."""
+
+    def write(self, path: Path) -> None:
+        path.mkdir()
+        for name, content in self:
+            if isinstance(content, Image):
+                content.write(path / name)
+            else:
+                (path / name).write_bytes(content)
 
 
 class Record:
@@ -164,8 +177,8 @@ class Record:
         certain = [c for c in begun if c.certain is not None and c.certain <= cut]
         return certain, [c for c in begun if c.certain is None or c.certain > cut]
 
-    def write(self, applied: set[int], target: Path) -> None:
-        """An image: these changes (indices) are on the disk, no others."""
+    def image(self, applied: Set[int]) -> Image:
+        """What the folder holds if these changes (indices) are on the disk, and no others."""
         entries: dict[Folder, dict[str, File | Folder]] = {}
         contents: dict[File, bytearray] = {}
         for index, c in enumerate(self.changes):
@@ -187,15 +200,14 @@ class Record:
             elif c.size is not None and c.size[0] == "exactly":
                 del content[c.size[1] :]
 
-        def make(folder: Folder, path: Path) -> None:
-            path.mkdir()
-            for name, node in entries.get(folder, {}).items():
-                if isinstance(node, Folder):
-                    make(node, path / name)
-                else:
-                    (path / name).write_bytes(contents.get(node, b""))
+        def made(folder: Folder) -> Image:
+            found = entries.get(folder, {}).items()
+            return Image(
+                (name, made(node) if isinstance(node, Folder) else bytes(contents.get(node, b"")))
+                for name, node in sorted(found)
+            )
 
-        make(self._root, target)
+        return made(self._root)
 
 
 def _walk(folder: Folder, path: Path) -> Iterator[tuple[Path, File | Folder]]:

@@ -1,22 +1,23 @@
 """Every state in which a power cut may leave the disk, made from the record of a save (images.py), and read.
 
-For each line of the record as the last one before the cut: all subsets of what was not yet synced, or, where these are
-too many, a seeded sample; how many of how many is reported. What was acknowledged up to that line must be there, and
-whatever has a final name must be whole.
+For each line of the record as the last one before the cut: all subsets of what was not yet synced, for a state so
+small that these are few; for one of many blocks a seeded sample where they are too many, and how many of how many is
+reported. What was acknowledged up to that line must be there, and whatever has a final name must be whole.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from crash.actor import Server, Task
+from crash.actor import FEW_WORDS, WORDS, Server, Task
 from crash.history import History, Violation, contents
-from crash.images import Record, is_name, subsets
+from crash.images import Image, Record, is_name, subsets
 from lazyckpt import commit
 from trials import Trials
 
@@ -44,33 +45,41 @@ def record(server: Server, folder: Path, scenario: str, **options: object) -> tu
 
 
 class Images:
-    """Those of one record, each made and read once."""
+    """Those of one record, each read once: many subsets of the changes make the same image."""
 
     def __init__(self, record: Record, folder: Path) -> None:
         self.record, self.folder = record, folder
-        self.read: dict[frozenset[int], dict[str, int] | Violation] = {}
+        self.images: dict[frozenset[int], Image] = {}
+        self.read: dict[Image, dict[str, int] | Violation] = {}
         self.index = {id(change): number for number, change in enumerate(record.changes)}
-        self.cuts = self.legal = 0
+        self.cuts = self.exhaustive = self.legal = 0
 
-    def contents(self, applied: set[int]) -> dict[str, int]:
-        key = frozenset(applied)
-        if key not in self.read:
-            image = self.folder / "image"
-            self.record.write(applied, image)
-            try:
-                found = self.read[key] = contents(image)
-                for folder in (image, image / "run"):
-                    if folder.is_dir():
-                        commit.sweep(folder)
-                if contents(image) != found:
-                    raise Violation("sweeping took something away")
-            except Violation as violation:
-                self.read[key] = violation
-            shutil.rmtree(image)
-        result = self.read[key]
+    def contents(self, applied: frozenset[int]) -> dict[str, int]:
+        if applied not in self.images:
+            self.images[applied] = self.record.image(applied)
+        image = self.images[applied]
+        if image not in self.read:
+            self.read[image] = self._contents(image)
+        result = self.read[image]
         if isinstance(result, Violation):
             raise result
         return result
+
+    def _contents(self, image: Image) -> dict[str, int] | Violation:
+        path = self.folder / "image"
+        image.write(path)
+        try:
+            found = contents(path)
+            for folder in (path, path / "run"):
+                if folder.is_dir():
+                    commit.sweep(folder)
+            if contents(path) != found:
+                raise Violation("sweeping took something away")
+            return found
+        except Violation as violation:
+            return violation
+        finally:
+            shutil.rmtree(path)
 
     def check(self, most: int, chance: random.Random) -> int:
         """Reads up to ``most`` images at each cut. Returns how many of these violate a promise."""
@@ -83,28 +92,48 @@ class Images:
             certain, possible = ([self.index[id(change)] for change in changes] for changes in self.record.at(cut))
             self.cuts += 1
             self.legal += 1 << len(possible)
+            self.exhaustive += 1 << len(possible) <= most
             for some in subsets(possible, lambda c: is_name(self.record.changes[c]), most, chance):
                 try:
-                    history.compare(self.contents({*certain, *some}))
+                    history.compare(self.contents(frozenset({*certain, *some})))
                 except Violation as violation:
                     violations += 1
                     self.last = f"cut after {words}: {violation}"
         return violations
 
 
-@pytest.mark.timeout(60 * 60)
-def test_every_crash_image(server: Server, tmp_path: Path, memory: Path, trials: Trials) -> None:
-    most = trials.count(6, 256)
-    tried = cuts = 0
-    legal = 0
+def check_all(server: Server, folder: Path, memory: Path, trials: Trials, figure: str, words: int, most: int) -> None:
+    """All images at each cut of a small save, up to ``most`` of a large one."""
+    counts: Counter[str] = Counter()
     for scenario in SCENARIOS:
-        _, recorded = record(server, tmp_path / scenario, scenario)
+        _, recorded = record(server, folder / scenario, scenario, words=words)
         images = Images(recorded, memory)
         assert images.check(most, trials.random) == 0, f"{scenario}: {images.last}"
-        tried += len(images.read)
-        cuts += images.cuts
-        legal += images.legal
-    trials.report("crash images of one save", tried, tmp_path, of_legal=f"{legal:.1e}", cuts=cuts, saves=len(SCENARIOS))
+        for name in ("cuts", "exhaustive", "legal"):
+            counts[name] += getattr(images, name)
+        counts["tried"] += len(images.images)
+        counts["different"] += len(images.read)
+    assert words > FEW_WORDS or counts["exhaustive"] == counts["cuts"]
+    trials.report(
+        figure,
+        counts["tried"],
+        folder,
+        different_images=counts["different"],
+        of_legal=f"{counts['legal']:.1e}",
+        cuts=counts["cuts"],
+        all_of_them_at=counts["exhaustive"],
+        saves=len(SCENARIOS),
+    )
+
+
+def test_every_crash_image(server: Server, tmp_path: Path, memory: Path, trials: Trials) -> None:
+    check_all(server, tmp_path, memory, trials, "every crash image of a small save", FEW_WORDS, most=1 << 16)
+
+
+@pytest.mark.timeout(60 * 60)
+def test_crash_images_of_many_blocks(server: Server, tmp_path: Path, memory: Path, trials: Trials) -> None:
+    most = trials.count(6, 1024)
+    check_all(server, tmp_path, memory, trials, "crash images of a save of many blocks", WORDS, most)
 
 
 MUTANTS = {

@@ -1,7 +1,9 @@
 """Bit flips and truncations of whole checkpoints: what is read is what was saved, or an error says that it is not.
 
 A flip is found by :func:`lazyckpt.load` (the error), or by ``lazyckpt verify``, or it is in padding: in bytes that no
-reader looks at, which this test knows from the records. What is loaded in spite of damage is compared bit by bit.
+reader looks at, which this test knows from the records. In the headers and the directory of a lone archive, which no
+checksum covers, some of what is said does not matter for the value: that is reported apart. The value is compared bit
+by bit, as is all that is loaded in spite of damage.
 """
 
 from __future__ import annotations
@@ -109,12 +111,14 @@ def test_damage_anywhere(tmp_path: Path, trials: Trials) -> None:
         assert code in (0, 1, 2)
         assert loaded or code != 0, f"{file.name}: {kind}: verify finds nothing, and it cannot be loaded"
         end = "found by load" if not loaded else "found by verify" if code != 0 else "harmless"
+        if end == "harmless" and kind != "padding":
+            end = "read as it was saved"  # in bytes that say what others say too, or nothing of the value
         # load() skips the records that only torch reads; verify does not. In what the manifest covers it finds all.
-        if end == "harmless" and file.name == "manifest.json":
+        if end == "read as it was saved" and file.name == "manifest.json":
             assert json.loads(changed) == json.loads(contents[file]), "another manifest"  # only its spaces
         else:
-            assert end != "harmless" or kind in ("padding", "local header", "directory"), f"{file.name}: {kind}"
-            assert end != "harmless" or file.name != "state.pt", f"{file.name}: {kind}: not found"
+            assert end != "read as it was saved" or kind in ("local header", "directory"), f"{file.name}: {kind}"
+            assert end.startswith("found") or file.name != "state.pt", f"{file.name}: {kind}: not found"
         kinds[kind] += 1
         ends[end] += 1
         file.unlink()

@@ -1,5 +1,6 @@
 """The power goes off while a run saves: what was acknowledged is there afterwards, and what has a final name is whole.
 
+A cut counts only if something had a temporary name right before it: a save or a removal was under way.
 ext4 on a loop device is told to stop at once (EXT4_IOC_SHUTDOWN), with its journal written out or not, and mounted
 again: what was neither synced nor in the journal is lost. That tells what ext4 does; what other file systems may do is
 the subject of test_crash_images.py. It takes root.
@@ -16,6 +17,7 @@ import signal
 import struct
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import pytest
 
 from crash.actor import Server, Task
 from crash.history import History, Violation, staged_in
+from lazyckpt import commit
 from trials import Trials
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
@@ -102,6 +105,17 @@ def wait_for(log: Path, word: str, times: int = 1) -> None:
         time.sleep(0.001)
 
 
+def phase_of(path: Path) -> str:
+    """How far a live run has come with what has a temporary name."""
+    if path.name.startswith(commit.TRASH):
+        return "clean"
+    try:
+        names = os.listdir(path)
+    except OSError:  # it is gone by now
+        names = []
+    return "described" if commit.MANIFEST in names else "writing" if names else "empty"
+
+
 def cut_and_mount(server: Server, disk: Disk, pid: int, flags: int) -> None:
     disk.cut(flags)
     with contextlib.suppress(ProcessLookupError):  # it may have heard of the disk's end already
@@ -119,18 +133,21 @@ def test_power_cuts(server: Server, disk: Disk, tmp_path: Path, trials: Trials, 
     history = History()
     log = tmp_path / "log"
     counted = attempts = acknowledged = 0
+    phases: Counter[str] = Counter()
     value = 1
     while counted < wanted:
         attempts += 1
         assert attempts < 4 * wanted + 20, f"too few cuts hit a save: {counted} of {attempts}"
         log.unlink(missing_ok=True)
+        leftovers = set(staged_in(disk.mounted))  # of lone files: nobody sweeps them
         knobs = {"io_backend": chance.choice(("io_uring", "posix")), "direct_io": chance.random() < 0.5}
         seed = chance.getrandbits(32)
         pid = server.start(Task(str(disk.mounted), str(log), "endless", value, seed, knobs))
         wait_for(log, "resumed")
         wait_for(log, "durable", chance.randrange(4))
         time.sleep(chance.uniform(0, 0.04))
-        caught = bool(staged_in(disk.mounted))  # about when the power goes off
+        # Right before the power goes off.
+        caught = [phase_of(path) for path in staged_in(disk.mounted) if path not in leftovers]
         cut_and_mount(server, disk, pid, flags)
         history.read(log)
         found = history.check(disk.mounted)
@@ -138,11 +155,12 @@ def test_power_cuts(server: Server, disk: Disk, tmp_path: Path, trials: Trials, 
         lines = [line.split() for line in log.read_text().splitlines()]
         value += sum(words[0] == "saving" for words in lines)
         acknowledged += sum(words[0] == "durable" for words in lines)
-        counted += caught or lines[-1][0] != "resumed"
+        counted += bool(caught)
+        phases.update(caught)
     disk.unmount()
     subprocess.run(["e2fsck", "-f", "-n", disk.device], check=True, capture_output=True)
     figure = f"ext4 power cuts, log {'flushed' if flags == LOG_FLUSHED else 'not flushed'}"
-    trials.report(figure, counted, disk.mounted, acknowledged=acknowledged)
+    trials.report(figure, counted, disk.mounted, acknowledged=acknowledged, **phases)
 
 
 MUTANTS = {

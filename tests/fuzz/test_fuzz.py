@@ -67,7 +67,8 @@ def test_the_engine_reads_inside_the_file_or_not_at_all(tmp_path: Path, trials: 
     path.write_bytes(content)
     engine = process_engine()
     verdicts = {"refused": 0, "read": 0}
-    for _ in range(trials.count(200, 20_000)):
+    count = trials.count(200, 20_000)
+    for _ in range(count):
         rng = trials.random
         ranges = []
         for _ in range(rng.randint(0, 4)):
@@ -90,3 +91,4 @@ def test_the_engine_reads_inside_the_file_or_not_at_all(tmp_path: Path, trials: 
             assert view.tobytes() == content[begin : begin + size]
         verdicts["read"] += 1
     assert all(verdicts.values())
+    trials.report("ranges of a file, told to the engine", count, tmp_path, **verdicts)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from mutants import ROOT, Copy, Mutant, can_build
 from mutants.table import MUTANTS
+from trials import Trials
 
 IN_MAKE_TEST = ("a step does not wait", "the manifest is not synced", "a record's checksum is not compared")
 
@@ -49,3 +51,24 @@ def test_it_is_noticed(mutant: Mutant, copy: Copy, record_property: Callable[[st
     assert outcome.caught_by is not None, f"{mutant.file}: {mutant.what}, and {mutant.tests} pass"
     for name, value in {"mutant": mutant.what, **outcome._asdict()}.items():
         record_property(name, value)
+
+
+# Trials are random: a mutant that they are meant for must be noticed by nearly every run, even of a few.
+BY_TRIALS = {
+    "a record's checksum is not compared": "crash/test_damage.py::test_damage_anywhere",
+    "the engine's errors are not asked for": "test_faults.py::test_any_fault_anywhere",
+    "a checkpoint is copied to its name, not renamed": "crash/test_sigkill.py::test_sigkill_while_saving",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("what", BY_TRIALS)
+def test_trials_notice_nearly_always(what: str, copy: Copy, trials: Trials, tmp_path: Path) -> None:
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.what == what)
+    tests = BY_TRIALS[what]
+    assert copy.run(tests).caught_by is None
+    times = 10
+    noticed = sum(copy.run(tests, mutant).caught_by is not None for _ in range(times))
+    assert noticed >= 0.9 * times, f"{noticed} of {times}"
+    trials.report(f"runs of {tests.split('::')[1]} that notice: {what}", times, tmp_path, noticed=noticed)
