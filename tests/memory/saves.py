@@ -119,7 +119,7 @@ def main(root: Path) -> None:
         with os.fdopen(read) as pipe:
             text = pipe.read()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        # The exit code of the watchdog is 1. A lock that Condition.__enter__ has taken, and did not return, is such a case.
+        # The exit code of the watchdog is 1: a lock, say, that Condition.__enter__ has taken and did not return.
         died = {"outcome": LOST if code == 1 else "died", "error": f"exit code {code}"}
         print(text or json.dumps(died), flush=True)
 
