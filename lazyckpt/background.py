@@ -336,7 +336,8 @@ class Background:
                 warn(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
         while True:
             try:
-                handle._settle(error)  # for lack of memory it may not have been
+                in_flight.pop(handle, None)  # for lack of memory it may not have been, nor settled
+                handle._settle(error)
                 break
             except MemoryError:
                 time.sleep(_NO_MEMORY_S)

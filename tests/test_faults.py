@@ -918,9 +918,11 @@ def test_a_handle_that_lacks_memory_to_be_done_is_done(tmp_path: Path, monkeypat
     monkeypatch.setattr(background.Background, "finish", refuse)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run.step(1).result(30)
+        handle = run.step(1)
+        handle.result(30)
     run.check(1)
     run.checkpointer.close()
+    assert handle not in background.in_flight
 
 
 def test_a_ring_larger_than_the_address_space(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def save(tmp_path: Path) -> Iterator[Save]:
     stdout.close()
 
 
+@pytest.mark.slow  # what ends the process for lack of memory (see docs/durability.md) would fail one run in some
 @pytest.mark.timeout(3 * 60 * 60)
 def test_no_memory_for_the_nth_allocation(save: Save, tmp_path: Path, trials: Trials) -> None:
     enough = save(NEVER, 0)

@@ -326,6 +326,12 @@ _in(
     ),
     ("frozen parameters are not verified", "snapshot.verify_frozen()", "pass", FROZEN),
     (
+        "what is removed may be what was just saved under that name",
+        "            with self._naming:\n                replaced",
+        "            if True:\n                replaced",
+        "test_checkpointer.py::test_a_step_that_is_saved_again_while_it_is_removed_stays",
+    ),
+    (
         "a failed checkpoint lets old ones go",
         ("            if error is None:\n                self._remove_all("),
         ("            if True:\n                self._remove_all("),
@@ -704,8 +710,8 @@ _in(
     ),
     (
         "retention removes what another process saves",
-        "c.sequence <= self._ours.get(c.step, 0)",
-        "True",
+        "(c.step, c.sequence) in self._ours]",
+        "True]",
         "test_checkpointer.py::test_two_that_save_into_one_folder",
     ),
     (
