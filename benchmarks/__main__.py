@@ -61,8 +61,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=HERE.parent / "build" / "benchmarks", help="the report's folder")
     arguments = parser.parse_args()
     arguments.pairs = arguments.pairs or (FULL_PAIRS if arguments.full else QUICK_PAIRS)
-    # Beside it: AdamW's gradients, a third of it, and the ring, as large as it at most; and as much again to be polite.
-    allowed = psutil.virtual_memory().available / GB / 3
+    # In memory beside it: AdamW's gradients, a third of it, and the ring, at most all of it; on the disk, what other
+    # engines write.
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    allowed = min(psutil.virtual_memory().available, psutil.disk_usage(str(arguments.dir)).free) / GB / 3
     arguments.largest_gb = arguments.largest_gb or (allowed if arguments.full else min(1.0, allowed))
     arguments.arms = _choice(parser, arguments.arms, list(KINDS), [])
     default = [name for name, part in PARTS.items() if part.quick or arguments.full]
@@ -158,7 +160,6 @@ def main() -> None:
     console = Console() if sys.stdout.isatty() else Console(width=REPORT_WIDTH)
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
-    arguments.dir.mkdir(parents=True, exist_ok=True)
     before = {name: load_section(folder, name) for name in PARTS}
     names = [name for name in arguments.only if not (arguments.resume and before[name])]
     failed: list[str] = []
