@@ -33,7 +33,7 @@ TRASH = ".trash-"
 MANIFEST = "manifest.json"
 # What flock says where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
 # valid, so EINVAL means no more. Nobody else can lock there either, and what nobody can lock is not swept.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _NAME_BYTES = 100  # of a name, that come back in the temporary one
 
 # Descriptors that hold the locks of staged folders. A forked child must let go of its copies, or a lock would
@@ -111,7 +111,7 @@ class Staging:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     self.discard()
                     raise
             if os.path.isdir(self.path):

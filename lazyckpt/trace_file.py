@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lazyckpt import commit
 from lazyckpt.errors import ConfigError
 
 MAX_BYTES = 256 << 20
@@ -108,7 +109,7 @@ class TraceWriter:
             _warn(f"{self._path} is not recorded any more: {error.strerror}")
         if end:
             self._file = None
-            fcntl.flock(file, fcntl.LOCK_UN)  # also of what forked processes inherited
+            _flock(file, fcntl.LOCK_UN)  # also of what forked processes inherited
             file.close()
 
 
@@ -125,7 +126,7 @@ def _open(path: Path) -> BinaryIO:
     except OSError as error:
         raise ConfigError(f"trace={str(path)!r}: {error.strerror}") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = os.fstat(file.fileno()).st_size
         file.seek(0)
         if not size:
@@ -139,9 +140,20 @@ def _open(path: Path) -> BinaryIO:
     except BlockingIOError as error:
         file.close()
         raise ConfigError(f"trace={str(path)!r}: another Checkpointer is writing to it") from error
+    except OSError as error:
+        file.close()
+        raise ConfigError(f"trace={str(path)!r}: {error.strerror}") from error
     except BaseException:
         file.close()
         raise
+
+
+def _flock(file: BinaryIO, operation: int) -> None:
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in commit.NO_LOCKS:
+            raise
 
 
 def _end_of_events(file: BinaryIO, size: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -308,6 +310,22 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     ):
         lazyckpt.Saver(trace=tmp_path / "trace.json")
     lazyckpt.Saver(trace=tmp_path / "trace.json").close()
+
+
+def test_where_there_are_no_locks_a_trace_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: on Lustre mounted noflock, say, it was an OSError."""
+    code = errno.ENOSYS
+
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lazyckpt.Checkpointer(tmp_path / "run", trace=tmp_path / "t.json") as ckpt:
+        ckpt.save(1).result()
+    assert read_trace(tmp_path / "t.json").checkpoint(None).step == 1
+    code = errno.EIO
+    with pytest.raises(lazyckpt.ConfigError, match=r"t\.json.*Input/output error"):
+        trace_file.TraceWriter(tmp_path / "t.json")
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ _in(
     ),
     (
         "a staged folder may go without a lock",
-        "if error.errno not in _NO_LOCKS:",
+        "if error.errno not in NO_LOCKS:",
         "if False:",
         "test_commit.py::test_a_lock_that_fails_is_an_error",
     ),
