@@ -27,10 +27,12 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     names = [name for name in ATTACKS if f"test_no_one_gets_in[{name}]" in wanted]
     processes = max(1, min(os.cpu_count() or 1, len(names)))
+    # Not by the threads: pytest makes the folder above all of them in the first call, and two would both make it.
+    folders = [tmp_path_factory.mktemp("attacks") for _ in range(processes)]
 
     def run(first: int) -> list[dict[str, Any]]:
         done = subprocess.run(
-            [sys.executable, "-m", "attacks.runner", tmp_path_factory.mktemp("attacks"), *names[first::processes]],
+            [sys.executable, "-m", "attacks.runner", folders[first], *names[first::processes]],
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
