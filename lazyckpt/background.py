@@ -279,6 +279,7 @@ class Background:
     def drain(self) -> None:
         """Returns when nothing is in flight and what they replaced is gone."""
         concurrent.futures.wait(self._tasks)
+        self._tasks = [task for task in self._tasks if not task.done()]
         self._in_flight = []
 
     def close(self) -> None:
