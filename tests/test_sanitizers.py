@@ -58,7 +58,7 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trial
     """Each report fails it, also of the processes that tests start."""
     sanitized = built(ADDRESS)
     environment = for_python(sanitized)
-    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
+    options = ["-q", "-m", "not slow and not alone", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
     options += ["-k", "not storage_is_resized"]  # which reads freed memory: see docs/durability.md
     files = (str(TESTS / t) for t in ENGINE + SAVES_AND_LOADS)
     done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)
