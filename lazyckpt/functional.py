@@ -44,7 +44,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     engine = process_engine()
     temporary = commit.temporary_name(target)
     try:
-        sources = devices.sources(views.storages, devices.locate(views.storages, engine))
+        sources = devices.sources(views.storages, devices.locate(views.storages, views.devices, engine))
         job = engine.begin(
             sources.pointers,
             array("Q", views.sizes),

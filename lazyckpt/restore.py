@@ -98,7 +98,8 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
         if (slot := archive.slot_of(landing.saved)) is not None:
             by_key[slot.record.name.removeprefix("data/")].append(landing)
     lives = [landing.live for group in by_key.values() for landing in group]
-    located = devices.locate([live.untyped_storage() for live in lives], archive.engine) or [devices.HOST] * len(lives)
+    storages = [live.untyped_storage() for live in lives]
+    located = devices.locate(storages, [s.device for s in storages], archive.engine) or [devices.HOST] * len(lives)
     place_of = {id(live): (devices.address(live), device) for live, device in zip(lives, located, strict=True)}
     claims: dict[tuple[int, int], int] = defaultdict(int)
     for group in by_key.values():

@@ -27,7 +27,7 @@ from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
-from lazyckpt.snapshot import FrozenParameters, Snapshot
+from lazyckpt.snapshot import FrozenParameters, Snapshot, frozen_parameters
 from lazyckpt.staged import StagedFolder
 from lazyckpt.trace import Trace
 
@@ -347,12 +347,11 @@ class Saver:
         self._training_step = training_step
         ownership = Ownership(gate, self._steps_before)
         self._steps = ownership.steps
-        frozen = [p for m in self._modules for p in m.parameters() if not p.requires_grad and p.layout is torch.strided]
         return Snapshot(
             files,
             ownership,
             self._frozen,
-            frozen,
+            frozen_parameters(self._modules),
             any_order=any_order,
             audit=self.config.audit,
             engine=self.engine,

@@ -60,6 +60,21 @@ class FrozenParameters:
         return same or not was_lazy
 
 
+def frozen_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """The dense parameters of ``modules`` that nobody trains. ``Module.parameters()`` takes ten times as long to find
+    them, since it makes their names, too."""
+    found = []
+    todo = list(modules)
+    seen = set(todo)
+    while todo:
+        module = todo.pop()
+        found += [p for p in module._parameters.values() if p is not None and not p.requires_grad]
+        parts = {m for m in module._modules.values() if m is not None} - seen
+        todo += parts
+        seen |= parts
+    return [p for p in found if p.layout is torch.strided]
+
+
 class Snapshot:
     """The storages of one checkpoint from ``save()`` until they are copied. Implements ``gate.Pending``."""
 
@@ -97,7 +112,8 @@ class Snapshot:
         self.in_training = any(may_be_lazy)
         owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
         frozen_at = self._classify_frozen(files, identities, sizes, owners, frozen_parameters)
-        located = devices.locate(chain.from_iterable(file.storages for file in files), engine)
+        where = list(chain.from_iterable(file.devices for file in files))
+        located = devices.locate(chain.from_iterable(file.storages for file in files), where, engine)
         if located is not None:  # a copy by torch is made now
             owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
         order: list[int] = []

@@ -13,7 +13,6 @@ import warnings
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -563,11 +562,8 @@ def test_where_storages_are() -> None:
         def attach(self, device: int) -> bool:
             return device == 1
 
-    def storage(device: str) -> Any:
-        return SimpleNamespace(device=torch.device(device))
-
     def locate(*names: str) -> list[int] | None:
-        return devices.locate([storage(name) for name in names], Engine())  # type: ignore[arg-type, misc]
+        return devices.locate([], list(map(torch.device, names)), Engine())  # type: ignore[arg-type]
 
     assert locate("cpu", "cpu") is None
     assert locate("cpu", "cuda:1") == [devices.HOST, 1]
@@ -600,7 +596,7 @@ def test_what_is_elsewhere_is_copied_by_torch(monkeypatch: pytest.MonkeyPatch, t
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 100)).sum().backward()
-    monkeypatch.setattr(devices, "locate", lambda storages, engine: [devices.ELSEWHERE for _ in storages])
+    monkeypatch.setattr(devices, "locate", lambda storages, where, engine: [devices.ELSEWHERE for _ in storages])
     monkeypatch.setattr(devices, "on_host", torch.UntypedStorage.clone)
     monkeypatch.setattr(devices, "current_streams", lambda ordinals: array("Q"))
     with lazyckpt.Saver() as saver:

@@ -17,7 +17,7 @@ import torch
 import lazyckpt
 from lazyckpt import devices
 from lazyckpt.gate import gate
-from lazyckpt.snapshot import LAZY_MIN_BYTES, Snapshot
+from lazyckpt.snapshot import LAZY_MIN_BYTES, Snapshot, frozen_parameters
 
 FUSED = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731
 PLAIN = lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)  # noqa: E731
@@ -453,6 +453,22 @@ def test_a_thawed_parameter_is_saved_as_it_is(lora: Any, disk: Any) -> None:
         handle = lora.ckpt.save(step)
         lora.step()
         assert torch.equal(saved(handle)["model"]["0.weight"], before)
+
+
+def test_frozen_parameters_are_found_wherever_they_are() -> None:
+    shared = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(shared, torch.nn.Sequential(shared, torch.nn.BatchNorm1d(2)), torch.nn.Linear(2, 2))
+    model[1][1].register_parameter("none", None)
+    model.register_module("nothing", None)
+    model.add_module("itself", torch.nn.ModuleList([shared]))
+    for frozen in (shared.weight, model[1][1].bias, model[2].weight):
+        frozen.requires_grad_(False)
+    sparse = torch.nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+    model[2].register_parameter("sparse", sparse)
+    expected = {id(p) for p in model.parameters() if not p.requires_grad} - {id(sparse)}
+    assert len(expected) == 3
+    found = frozen_parameters([model, shared])
+    assert {id(p) for p in found} == expected and len(found) == 3
 
 
 def test_after_a_restore_frozen_parameters_earn_their_laziness_anew(lora: Any, tmp_path: Any) -> None:

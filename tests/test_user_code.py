@@ -267,7 +267,7 @@ NONSENSE: dict[str, Callable[[StorageTable, torch.UntypedStorage], Iterator[Any]
         [TensorView("x", storage, storage.nbytes(), torch.float32), Bytes(own_opcodes(table))]
     ),
     "several of these": lambda table, storage: iter(
-        [TensorViews(["x"], [storage], [storage.nbytes()], [torch.float32], [0]), Bytes(own_opcodes(table))]
+        [TensorViews(["x"], [storage], [storage.nbytes()], [torch.float32]), Bytes(own_opcodes(table))]
     ),
     "a negative size": lambda table, storage: a_view(table, storage, -4),
     "too large a size": lambda table, storage: a_view(table, storage, storage.nbytes() + 4096),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, count
+from itertools import count
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -40,6 +40,7 @@ class TensorViews(Sequence[TensorView]):
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes
     dtypes: list[torch.dtype] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class TensorViews(Sequence[TensorView]):
     def __getitem__(self, at: slice) -> TensorViews: ...
     def __getitem__(self, at: int | slice) -> TensorView | TensorViews:
         if isinstance(at, slice):
-            return TensorViews(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at], self.identities[at])
+            return TensorViews(*(column[at] for column in self._columns()))
         return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
 
     def append(self, view: TensorView) -> None:
@@ -59,27 +60,28 @@ class TensorViews(Sequence[TensorView]):
         self.storages.append(view.storage)
         self.sizes.append(view.nbytes)
         self.dtypes.append(view.dtype)
+        self.devices.append(view.storage.device)
         self.identities.append(view.storage._cdata)
 
-    def extend(
-        self, keys: list[str], storages: dict[int, torch.UntypedStorage], sizes: list[int], dtypes: list[torch.dtype]
-    ) -> None:
-        """``storages``: by identity."""
-        self.keys += keys
+    def without_storages(self) -> TensorViews:
+        """What is said of the storages, to be kept: it does not keep their memory alive."""
+        return TensorViews(keys=self.keys, sizes=self.sizes, dtypes=self.dtypes, devices=self.devices)
+
+    def extend(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> None:
+        """``storages``, by identity, of which ``kept`` says the rest."""
+        self.keys += kept.keys
         self.storages += storages.values()
-        self.sizes += sizes
-        self.dtypes += dtypes
+        self.sizes += kept.sizes
+        self.dtypes += kept.dtypes
+        self.devices += kept.devices
         self.identities += storages
 
     def take(self, order: Sequence[int]) -> TensorViews:
         """Those at these places, in this order."""
-        return TensorViews(
-            list(map(self.keys.__getitem__, order)),
-            list(map(self.storages.__getitem__, order)),
-            list(map(self.sizes.__getitem__, order)),
-            list(map(self.dtypes.__getitem__, order)),
-            list(map(self.identities.__getitem__, order)),
-        )
+        return TensorViews(*(list(map(column.__getitem__, order)) if column else [] for column in self._columns()))
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.keys, self.storages, self.sizes, self.dtypes, self.devices, self.identities
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +122,22 @@ class StorageTable:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
         return view
 
-    def add_again(
-        self, keys: list[str], storages: dict[int, torch.UntypedStorage], sizes: list[int], dtypes: list[torch.dtype]
-    ) -> bool:
-        """Adds storages, given by ``_cdata``, under keys they had in another save. False, and nothing is added, if any
-        of that cannot be."""
+    def add_again(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> bool:
+        """Adds ``storages``, by ``_cdata``, of which ``kept`` says what another save said. False, and nothing is added,
+        if that cannot be."""
         if not self._positions.keys().isdisjoint(storages):  # another provider has some of them, too
-            for key, identity, dtype in zip(keys, storages, dtypes, strict=True):
+            for key, identity, dtype in zip(kept.keys, storages, kept.dtypes, strict=True):
                 at = self._positions.get(identity)
                 if at is not None and (self.views.keys[at], self.views.dtypes[at]) != (key, dtype):
                     return False
-            new = [identity not in self._positions for identity in storages]
-            keys, sizes, dtypes = list(compress(keys, new)), list(compress(sizes, new)), list(compress(dtypes, new))
-            storages = dict(compress(storages.items(), new))
-        if not self._keys.isdisjoint(keys):
+            new = [at for at, identity in enumerate(storages) if identity not in self._positions]
+            storages = {identity: s for identity, s in storages.items() if identity not in self._positions}
+            kept = kept.take(new)
+        if not self._keys.isdisjoint(kept.keys):
             return False
-        self._keys.update(keys)
+        self._keys.update(kept.keys)
         self._positions.update(zip(storages, count(len(self.views))))
-        self.views.extend(keys, storages, sizes, dtypes)
+        self.views.extend(kept, storages)
         return True
 
     def check(self, first: int, keys: list[str]) -> None:

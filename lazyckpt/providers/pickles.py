@@ -210,9 +210,7 @@ class Skeleton:
         self._tensors: list[bytes] | None = None  # these opcodes, if all are plain
         self._outline = b""
         self._opcodes = b""
-        self._keys: list[str] = []
-        self._sizes: list[int] = []
-        self._dtypes: list[torch.dtype] = []
+        self._kept = TensorViews()  # of its storages, in the order of appearance
 
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Pickle opcodes of ``obj`` as it is now; its storages are added to ``table``."""
@@ -225,7 +223,7 @@ class Skeleton:
             known = (
                 facts == self._facts
                 and (self._tensors is not None or outline.opcodes == self._outline)
-                and table.add_again(self._keys, storages, self._sizes, self._dtypes)
+                and table.add_again(self._kept, storages)
             )
         if known and outline.opcodes == self._outline:
             return self._opcodes
@@ -235,14 +233,14 @@ class Skeleton:
             if not _PLAIN_DTYPES.issuperset(map(_dtype, outline.tensors)):
                 facts = None
             if facts is not None and not outline.others:
-                self._tensors, views = _spell(outline.tensors, table, iter(self._keys))
-                self._keys, self._sizes, self._dtypes = views.keys, views.sizes, views.dtypes
+                self._tensors, views = _spell(outline.tensors, table, iter(self._kept.keys))
+                self._kept = views.without_storages()
         if self._tensors is not None:
             opcodes = outline.filled(self._tensors)
         if opcodes is None:
             self._tensors = None
-            opcodes, views = dump(obj, table, iter(self._keys))
-            self._keys, self._sizes, self._dtypes = views.keys, views.sizes, views.dtypes
+            opcodes, views = dump(obj, table, iter(self._kept.keys))
+            self._kept = views.without_storages()
         self._facts, self._outline, self._opcodes = facts, outline.opcodes, opcodes
         return opcodes
 

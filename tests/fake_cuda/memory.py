@@ -69,7 +69,9 @@ class Gpu:
 
     # lazyckpt.devices
 
-    def locate(self, storages: Iterable[torch.UntypedStorage], engine: _engine.Engine) -> list[int] | None:
+    def locate(
+        self, storages: Iterable[torch.UntypedStorage], where: list[torch.device], engine: _engine.Engine
+    ) -> list[int] | None:
         found = [self._memory[s._cdata][0] if s._cdata in self._memory else devices.HOST for s in storages]
         for device in set(found) - {devices.HOST}:
             assert engine.attach(device)
