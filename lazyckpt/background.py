@@ -13,11 +13,15 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from lazyckpt import _engine, commit
 from lazyckpt.config import Config
@@ -30,7 +34,8 @@ from lazyckpt.trace import Trace, Traced
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
-_NO_MEMORY_S = 0.01  # until it is asked for again
+NO_MEMORY_S = 0.01  # until it is asked for again
+T = TypeVar("T")
 
 # Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.
 in_flight: dict[SaveHandle, None] = {}
@@ -46,7 +51,36 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class SaveHandle(Future[Path]):
+class _Condition(threading.Condition):
+    """Lets go of its lock although there is no memory. ``__exit__`` of threading's own is Python, which needs some to
+    be called; this one is the lock's, as ``__enter__`` is, and so Ctrl-C does not come in between either."""
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+class _Future(Future[T]):
+    """Becomes done although there is no memory, at the latest when there is some again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
+        self.set_running_or_notify_cancel()  # on its way from the start: cancel() is too late
+
+    def _settle(self, result: T, error: BaseException | None = None) -> None:
+        """Done. To be called again if there was no memory: who waits is woken once more."""
+        if self.done():
+            with self._condition:
+                self._condition.notify_all()
+                for waiter in self._waiters:  # in concurrent.futures.wait()
+                    waiter.event.set()
+        elif error is None:
+            self.set_result(result)
+        else:
+            self.set_exception(error)
+
+
+class SaveHandle(_Future[Path]):
     """One checkpoint on its way: a Future of the folder's path, done when the folder is durable.
 
     ``result(timeout=None)`` returns the path or raises the SaveError; ``metrics`` is final when it is done.
@@ -54,7 +88,6 @@ class SaveHandle(Future[Path]):
 
     def __init__(self, step: int | None, path: Path) -> None:
         super().__init__()
-        self.set_running_or_notify_cancel()  # on its way from the start: cancel() is too late
         self.step = step
         self.path = path
         self.metrics = CheckpointMetrics(step)
@@ -89,16 +122,6 @@ class SaveHandle(Future[Path]):
         self._reported = self._reported or error is not None
         return error
 
-    def _settle(self, error: SaveError | None) -> None:
-        """Done. If it is already, whoever waits is woken once more: an error may have come between."""
-        if self.done():
-            with self._condition:
-                self._condition.notify_all()
-        elif error is None:
-            self.set_result(self.path)
-        else:
-            self.set_exception(error)
-
     def _give_up(self, why: str) -> None:
         """No more of it is written, and it fails, unless all of it was written before."""
         job = None if self._snapshot is None else self._snapshot.job
@@ -107,7 +130,7 @@ class SaveHandle(Future[Path]):
 
     def _disown(self) -> None:
         # Another thread may have held the lock at the fork; callbacks are for the process that saved.
-        self._condition = threading.Condition()
+        self._condition = _Condition()
         self._done_callbacks.clear()  # type: ignore[attr-defined]
         self._waiters.clear()
         self._snapshot = None
@@ -148,21 +171,25 @@ class Background:
         self._config = config
         self._trace = trace
         # One thread more than checkpoints in flight: for what is to be removed behind them. All are started now: in the
-        # first save one would have to wait while the ring's pages are faulted in.
-        threads = config.max_in_flight + 1
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lazyckpt-commit")
-        started = threading.Barrier(threads)
+        # first save one would have to wait while the ring's pages are faulted in. Daemons, since the interpreter would
+        # wait for others before it calls _end().
+        count = config.max_in_flight + 1
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        threads: list[threading.Thread] = []
+        self._stop = weakref.finalize(self, _end, self._queue, threads)  # also at exit
         try:
-            for _ in range(threads):
-                self._pool.submit(started.wait)
+            for number in range(count):
+                name = f"lazyckpt-commit_{number}"
+                thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
+                thread.start()
+                threads.append(thread)
         except RuntimeError as error:
-            started.abort()  # those that did start would wait for the others for ever
-            self._pool.shutdown()
-            what = f"max_in_flight={config.max_in_flight} takes {threads} threads, which the system refuses: {error}"
+            self._stop()
+            what = f"max_in_flight={config.max_in_flight} takes {count} threads, which the system refuses: {error}"
             raise ConfigError(what) from error
         self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
-        self._tasks: list[Future[None]] = []  # of the handles in flight, and of those that still clean up
+        self._tasks: list[_Task] = []  # of the handles in flight, and of those that still clean up
         self._failed: list[SaveHandle] = []
         self._last: SaveHandle | None = None  # launched
         self._doomed: set[Path] = set()  # to be removed, unless they are saved again before
@@ -183,7 +210,7 @@ class Background:
             self._doomed.discard(flight.handle.path)
         in_flight[flight.handle] = None
         # Then this: who waits for a handle waits for the task, and Ctrl-C may come between any two lines.
-        self._submit(self._persist, flight)
+        self._submit(partial(self._persist, flight))
         self._in_flight.append(flight.handle)
         self._last = flight.handle
 
@@ -192,14 +219,16 @@ class Background:
         is saved again."""
         with self._removal:
             self._doomed.add(path)
-        self._submit(self._remove_behind, path, [*self.pending, *([self._last] if self._last else [])])
+        handles = [*self.pending, *([self._last] if self._last else [])]
+        self._submit(partial(self._remove_behind, path, handles))
 
-    def _submit(self, task: Callable[..., None], *args: Any) -> None:
-        self._tasks = [task for task in self._tasks if not task.done()]
-        try:
-            self._tasks.append(self._pool.submit(task, *args))
-        except RuntimeError as error:  # no thread may be given work once the interpreter waits for them all
-            raise ClosedError("the interpreter is ending; save before its exit handlers run") from error
+    def _submit(self, run: Callable[[], None]) -> None:
+        if not threading.main_thread().is_alive():  # soon nobody waits for what is begun now
+            raise ClosedError("the interpreter is ending; save before its exit handlers run")
+        task = _Task(run)
+        tasks = [*(task for task in self._tasks if not task.done()), task]
+        self._queue.put(task)
+        self._tasks = tasks
 
     def _remove_behind(self, path: Path, handles: list[SaveHandle]) -> None:
         # Waits. Not handle.exception(): nobody has been told of a failure by this.
@@ -228,18 +257,21 @@ class Background:
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
-        in_flight.pop(handle, None)
         try:
             self._tell(handle, error)
         finally:  # whatever on_done raises, somebody waits for this handle
-            try:
-                if error is not None and self._config.on_error == "raise":
-                    with self._lock:
-                        self._failed.append(handle)
-            finally:
-                handle._settle(error)
+            self._settle(handle, error)
             if error is not None and self._config.on_error == "warn":
                 warn(str(error))
+
+    def _settle(self, handle: SaveHandle, error: SaveError | None) -> None:
+        """To be called again if there was no memory."""
+        in_flight.pop(handle, None)
+        if error is not None and self._config.on_error == "raise":
+            with self._lock:
+                if handle not in self._failed:
+                    self._failed.append(handle)
+        handle._settle(handle.path, error)
 
     def _tell(self, handle: SaveHandle, error: SaveError | None) -> None:
         m = handle.metrics
@@ -273,21 +305,23 @@ class Background:
         """Returns when fewer than ``max_in_flight`` checkpoints are not durable."""
         self._in_flight = [h for h in self._in_flight if not h.done()]
         while len(self._in_flight) >= self._config.max_in_flight:
-            concurrent.futures.wait(self._in_flight, return_when=concurrent.futures.FIRST_COMPLETED)
+            wait_for(self._in_flight[:1])  # most often the first to be done, since they are published in order
             self._in_flight = [h for h in self._in_flight if not h.done()]
 
     def drain(self) -> None:
         """Returns when nothing is in flight and what they replaced is gone."""
-        concurrent.futures.wait(self._tasks)
+        wait_for(self._tasks)
         self._tasks = [task for task in self._tasks if not task.done()]
         self._in_flight = []
 
     def close(self) -> None:
         self.drain()
-        self._pool.shutdown()
+        self._stop()
 
     def _persist(self, flight: Flight) -> None:
         handle, target, job, snapshot = flight.handle, flight.target, flight.job, flight.snapshot
+        if snapshot.job is None:  # called again, for lack of memory: the next sweep takes care of what is left
+            return
         cause: BaseException | None = None
         error: SaveError | None = None
         staging = replaced = None
@@ -310,7 +344,7 @@ class Background:
             job.raise_error()
             files = [(name, *facts) for name, facts in zip(target.files, job.files(), strict=True)]
             if flight.previous is not None:
-                concurrent.futures.wait([flight.previous])
+                wait_for([flight.previous])
             staging.describe(target.manifest(files), target.files)
             with self._naming:
                 replaced = staging.publish()
@@ -329,21 +363,22 @@ class Background:
                 engine_begin = _fill_in(handle.metrics, job, flight)
                 break
             except MemoryError:  # somebody waits for the handle
-                time.sleep(_NO_MEMORY_S)
+                time.sleep(NO_MEMORY_S)
         try:
             self.finish(handle, error)
         except BaseException as raised:  # SystemExit, say: it ends no process from here, and must not end this either
-            with contextlib.suppress(MemoryError):
+            try:  # noqa: SIM105  # suppress() would need some itself
                 warn(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
+            except MemoryError:
+                pass
         while True:
             try:
-                in_flight.pop(handle, None)  # for lack of memory it may not have been, nor settled
-                handle._settle(error)
+                gate.discard(snapshot)
+                snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
+                self._settle(handle, error)  # for lack of memory it may not have been
                 break
             except MemoryError:
-                time.sleep(_NO_MEMORY_S)
-        gate.discard(snapshot)
-        snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
+                time.sleep(NO_MEMORY_S)
         try:
             if replaced is not None:
                 commit.remove(replaced)
@@ -361,6 +396,51 @@ class Background:
                 engine_begin=engine_begin,
                 error=error,
             )
+
+
+class _Task(_Future[None]):
+    """Something for a thread of the background to do. If it raises MemoryError, it is called again."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.run = run
+
+
+def _work(queue: SimpleQueue[_Task | None]) -> None:
+    """A thread of the background. Nothing is lost here without memory, as it may be by a ThreadPoolExecutor: a get()
+    that raises has taken nothing."""
+    task: _Task | None = None
+    error: BaseException | None = None
+    while True:
+        try:
+            if task is None and (task := queue.get()) is None:
+                return
+            if error is None:
+                task.run()
+            task._settle(None, error)
+            task = error = None
+        except MemoryError:
+            time.sleep(NO_MEMORY_S)
+        except BaseException as raised:  # which nobody expects here
+            error = raised
+
+
+def _end(queue: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:
+    """Returns when all that is in the queue is done."""
+    for _ in threads:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # on which the Background was dropped
+            thread.join()
+
+
+def wait_for(handles: Iterable[Future[Any]], timeout: float | None = None) -> None:
+    """Returns when they are done, or after so many seconds. concurrent.futures.wait() keeps their locks if there is no
+    memory for its end."""
+    end = None if timeout is None else time.monotonic() + timeout
+    for handle in handles:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            Future.exception(handle, None if end is None else max(0.0, end - time.monotonic()))
 
 
 def _as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import _thread
-import concurrent.futures
 import logging
 import os
 import signal
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from types import FrameType, TracebackType
 
-from lazyckpt.background import SaveHandle, in_flight
+from lazyckpt.background import SaveHandle, in_flight, wait_for
 from lazyckpt.errors import ConfigError
 
 _log = logging.getLogger("lazyckpt")
@@ -107,7 +107,7 @@ class CommitOnSignal:
     def _commit(self, number: int, on_top: bool) -> None:
         """On a thread of its own."""
         handles = list(in_flight)
-        concurrent.futures.wait(handles, self._deadline)
+        wait_for(handles, self._deadline)
         _late.update(handle for handle in handles if not handle.done())
         try:
             _report(_name_of(number), handles, self._deadline)
@@ -157,7 +157,7 @@ def _report(name: str, handles: list[SaveHandle], deadline: float) -> None:
     for handle in handles:
         if not handle.done():
             state = f"not committed within {deadline:g} s"
-        elif concurrent.futures.Future.exception(handle) is None:  # nobody has been told of a failure by this
+        elif Future.exception(handle) is None:  # nobody has been told of a failure by this
             state = "committed"
         else:
             state = "failed"

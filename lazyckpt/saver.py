@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import gc
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt import _engine, commit, devices
-from lazyckpt.background import Background, Flight, SaveHandle, Target, in_flight
+from lazyckpt.background import NO_MEMORY_S, Background, Flight, SaveHandle, Target, in_flight, wait_for
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
@@ -178,7 +177,7 @@ class Saver:
         else:
             wanted = Path(path).resolve()  # however it was spelled
             ways = [(h, h.path.resolve()) for h in self.pending()]
-            concurrent.futures.wait([h for h, there in ways if there == wanted or wanted in there.parents])
+            wait_for(h for h, there in ways if there == wanted or wanted in there.parents)
         self._background.raise_failed()
 
     def check(self) -> None:
@@ -259,7 +258,7 @@ class Saver:
             self._background.finish(handle, save_error(error, path=handle.path, step=handle.step))
             blocking = True
         if blocking:
-            concurrent.futures.wait([handle])
+            wait_for([handle])
         handle.metrics.save_blocked_s = time.perf_counter() - begin
         if self._trace is not None and handle._snapshot is not None:
             self._trace.saved(handle.metrics, begin)
@@ -328,12 +327,17 @@ class Saver:
             if not frozen:
                 job.wait_eager()
         except BaseException as error:
-            # Ctrl-C: training may go on and change what is only half copied, and the ring is wanted.
-            job.fail(errno.ECANCELED, "save() was interrupted")
-            gate.discard(snapshot)
-            if trace is not None and traced is not None:
-                trace.forget(traced)
-            in_flight.pop(handle, None)
+            while True:
+                try:
+                    # Ctrl-C: training may go on and change what is only half copied, and the ring is wanted.
+                    job.fail(errno.ECANCELED, "save() was interrupted")
+                    gate.discard(snapshot)
+                    if trace is not None and traced is not None:
+                        trace.forget(traced)
+                    in_flight.pop(handle, None)
+                    break
+                except MemoryError:
+                    time.sleep(NO_MEMORY_S)
             handle._reported = not isinstance(error, OSError)  # by this; of those submit() tells
             raise
         if snapshot.devices is not None and self.engine.unpinned:

@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from itertools import chain, compress, count, repeat
 from operator import attrgetter
 from typing import Any
@@ -189,7 +189,7 @@ class Snapshot:
                 job.wait_captured(owners)
             self.verify(owners)
         if self.durable is not None:
-            wait([self.durable])
+            Future.exception(self.durable)  # waits; nobody is told of a failure by this
         self.metrics.gate_blocked_s += time.perf_counter() - begin
         self.waited(begin)
 
