@@ -138,10 +138,13 @@ bool Interruptible(std::optional<double> timeout_s, F wait) {
 
 class JobHandle {
  public:
-  JobHandle(std::shared_ptr<EngineHandle> engine, const py::buffer& pointers, const py::buffer& sizes,
-            const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
-            const std::optional<py::buffer>& streams)
-      : engine_(std::move(engine)) {
+  JobHandle() = default;
+  JobHandle(const JobHandle&) = delete;
+
+  void Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
+             const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
+             const std::optional<py::buffer>& streams) {
+    engine_ = engine;
     const auto p = ToVector<uint64_t>(pointers, "pointers");
     const auto s = ToVector<uint64_t>(sizes, "sizes");
     const auto o = ToVector<uint64_t>(owners, "owners");
@@ -167,6 +170,7 @@ class JobHandle {
     Raise(status);
   }
   ~JobHandle() {
+    if (job_ == nullptr) return;
     if (!engine_->alive()) {
       // Some thread of the parent may have been changing it at the fork: not even fit to be destroyed.
       new std::shared_ptr<Job>(std::move(job_));
@@ -232,9 +236,12 @@ class JobHandle {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitSettled(*job_, end); });
   }
 
-  void Fail(int error, const std::string& why) {
+  void Fail(int error, const py::str& why) {
+    const char* text = PyUnicode_AsUTF8(why.ptr());
+    if (text == nullptr) PyErr_Clear();
+    Status status(error, text == nullptr ? "failed" : text, "");
     NoGil no_gil;
-    engine_->get().Fail(*job_, Status(error, why, ""));
+    engine_->get().Fail(*job_, std::move(status));
   }
 
   void RaiseError() const {
@@ -460,7 +467,7 @@ PYBIND11_MODULE(_engine, m) {
              o.pin_ring = pin_ring;
              o.copies_in_flight = copies_in_flight;
              o.fault = fault;
-             return std::make_shared<EngineHandle>(o);
+             return new EngineHandle(o);
            }),
            py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
            "direct"_a = true, "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
@@ -471,7 +478,11 @@ PYBIND11_MODULE(_engine, m) {
           [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
              const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
              const std::optional<py::buffer>& streams) {
-            return std::make_unique<JobHandle>(e, pointers, sizes, owners, files, eager_by_caller, devices, streams);
+            // Empty until Python has it: where pybind11 lacks memory for that, it frees a job without its destructor.
+            auto* job = new JobHandle;
+            py::object made = py::cast(job, py::return_value_policy::take_ownership);
+            job->Begin(e, pointers, sizes, owners, files, eager_by_caller, devices, streams);
+            return made;
           },
           "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false, "devices"_a = py::none(),
           "streams"_a = py::none())
@@ -502,7 +513,14 @@ PYBIND11_MODULE(_engine, m) {
       .def_property_readonly(
           "fallback", [](EngineHandle& e) { return e.get().fallback().ok() ? "" : e.get().fallback().message(); });
 
-  py::class_<JobHandle>(m, "Job")
+  // pybind11 3.1 does not ask whether there was memory for the object.
+  const auto allocate = [](PyTypeObject* type, Py_ssize_t n) {
+    PyObject* made = PyType_GenericAlloc(type, n);
+    if (made == nullptr) throw py::error_already_set();
+    return made;
+  };
+  py::class_<JobHandle>(
+      m, "Job", py::custom_type_setup([allocate](PyHeapTypeObject* type) { type->ht_type.tp_alloc = allocate; }))
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
       .def("go", &JobHandle::Go)
       .def("seal", &JobHandle::Seal)

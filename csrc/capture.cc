@@ -3,9 +3,11 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "checksum.h"
@@ -71,7 +73,7 @@ Chunk* Engine::TakeChunk(bool helping) {
     chunk->bounce = idle_bounces_.back();
     idle_bounces_.pop_back();
   }
-  queue_.pop_front();
+  queue_.pop_front();  // from here on it needs no memory
   chunk->state = Chunk::State::kCopying;
   chunk->copy_begin = now;
   ++job.copying;
@@ -82,21 +84,31 @@ Chunk* Engine::TakeChunk(bool helping) {
   return chunk;
 }
 
-// Called with the lock held; lets go of it while bytes move.
+// TakeChunk had no memory for the next chunk: its checkpoint fails.
+void Engine::FailNext() {
+  const auto keep = queue_.front()->job->shared_from_this();
+  FailLocked(*keep, Status::NoMemory());
+}
+
+// Called with the lock held; lets go of it while bytes move. Does not throw.
 void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   const auto keep = chunk->job->shared_from_this();  // settling may drop the engine's own reference
   Job& job = *keep;
+  Status status;
   std::vector<std::byte*> cuts;
-  if (chunk->devices != 0) cuts = CutsIn({chunk->memory, chunk->size});
+  try {
+    if (chunk->devices != 0) cuts = CutsIn({chunk->memory, chunk->size});
+  } catch (const std::bad_alloc&) {
+    status = Status::NoMemory();
+  }
   const bool pinned = chunk->bounce != nullptr || IsPinned({chunk->memory, chunk->size});
   lock.unlock();
-  Status status;
-  std::vector<std::pair<Gpu*, Device::Ticket>> started;
+  std::array<Device::Ticket, kMaxDevices> tickets{};  // by ordinal; of the copies that are under way
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
     const int device = std::countr_zero(bits);
     Device::Ticket ticket = nullptr;
     if (status.ok()) status = StartCopies(*chunk, device, cuts, pinned, &ticket);
-    started.emplace_back(gpus_[device].get(), status.ok() ? ticket : nullptr);
+    if (status.ok()) tickets[device] = ticket;
   }
   for (Piece& p : chunk->pieces) {
     if (p.kind == RowKind::kLiteral) p.crc = CopyCrc32(0, chunk->memory + p.at, p.literal, p.size);
@@ -106,13 +118,14 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
   std::memset(chunk->memory + chunk->size, 0, AlignUp(chunk->size, kBlockBytes) - chunk->size);
 
   lock.lock();
-  if (!status.ok()) FailLocked(job, status);
+  if (!status.ok()) FailLocked(job, std::move(status));
   if (chunk->eager) --job.eager_left;
   for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) --job.owner_waiting[std::countr_zero(bits)];
-  for (const auto& [gpu, ticket] : started) {
-    CopyLane& lane = gpu->lanes[static_cast<size_t>(chunk->lane())];
-    if (ticket != nullptr) {
-      lane.flights.push_back({chunk, ticket});
+  for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
+    const int device = std::countr_zero(bits);
+    CopyLane& lane = gpus_[device]->lanes[static_cast<size_t>(chunk->lane())];
+    if (tickets[device] != nullptr) {
+      lane.flights.push_back({chunk, tickets[device]});
     } else {
       --lane.in_flight;
       --chunk->copies_left;
@@ -124,7 +137,7 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
 }
 
 Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
-                           Device::Ticket* ticket) {
+                           Device::Ticket* ticket) try {
   std::vector<DeviceCopy> copies;
   std::byte* const to = chunk.bounce != nullptr ? chunk.bounce : chunk.memory;
   for (const Piece& p : chunk.pieces) {
@@ -133,9 +146,11 @@ Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std
     AddCopies({to + p.at, p.size}, reinterpret_cast<uint64_t>(from), cuts, &copies);
   }
   return gpus_[device]->device->Start(chunk.lane(), copies, pinned, ticket);
+} catch (const std::bad_alloc&) {  // before Start(), which does not throw
+  return Status::NoMemory();
 }
 
-Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
+Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) try {
   std::vector<std::byte*> cuts;
   std::byte* bounce = nullptr;
   bool pinned = false;
@@ -163,16 +178,20 @@ Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) {
   Locked([&] { idle_bounces_.push_back(bounce); });
   changed_.notify_all();
   return status;
+} catch (const std::bad_alloc&) {  // for the cuts, before anything was taken
+  return Status::NoMemory();
 }
 
 Status Engine::Send(int device, std::byte* to, std::span<std::byte> from, const std::vector<std::byte*>& cuts,
-                    bool pinned) {
+                    bool pinned) try {
   std::vector<DeviceCopy> copies;
   AddCopies(from, reinterpret_cast<uint64_t>(to), cuts, &copies);
   Device& target = *gpus_[device]->device;
   Device::Ticket ticket = nullptr;
   const Status status = target.Start(Lane::kRestore, copies, pinned, &ticket);
   return status.ok() ? target.Finish(Lane::kRestore, ticket) : status;
+} catch (const std::bad_alloc&) {
+  return Status::NoMemory();
 }
 
 // The ends of pinned ranges inside of some memory: no copy may cross them.
@@ -198,21 +217,25 @@ void Engine::LandLoop(Gpu& gpu, CopyLane& lane) {
     lane.changed.wait(lock, [&] { return !lane.flights.empty() || (lane.stop && lane.in_flight == 0); });
     if (lane.flights.empty()) return;
     const auto [chunk, ticket] = lane.flights.front();
-    lane.flights.pop_front();
+    lane.flights.erase(lane.flights.begin());
     lock.unlock();
-    const Status status = gpu.device->Finish(lane.lane, ticket);
+    Status status = gpu.device->Finish(lane.lane, ticket);
     lock.lock();
     --lane.in_flight;
-    OnLanded(chunk, status);
+    OnLanded(chunk, std::move(status));
     // The copy threads may all be checksumming; to enqueue the next one takes microseconds.
-    if (!queue_.empty() && queue_.front()->devices != 0)
-      if (Chunk* next = TakeChunk(false)) CopyChunk(next, lock);
+    try {
+      if (!queue_.empty() && queue_.front()->devices != 0)
+        if (Chunk* next = TakeChunk(false)) CopyChunk(next, lock);
+    } catch (const std::bad_alloc&) {
+      FailNext();
+    }
   }
 }
 
-void Engine::OnLanded(Chunk* chunk, const Status& status) {
+void Engine::OnLanded(Chunk* chunk, Status status) {
   const auto keep = chunk->job->shared_from_this();
-  if (!status.ok()) FailLocked(*keep, status);
+  if (!status.ok()) FailLocked(*keep, std::move(status));
   if (--chunk->copies_left == 0) {
     if (keep->error.ok())
       landed_.push_back(chunk);
@@ -269,12 +292,11 @@ void Engine::OnCopied(Chunk* chunk) {
     source.crc = source.parts[0].crc;
     for (size_t i = 1; i < source.parts.size(); ++i)
       source.crc = Crc32Combine(source.crc, source.parts[i].crc, source.parts[i].size);
-    for (const auto& [blocked, piece] : source.waiting) {
-      WriteCrc32(blocked, blocked->pieces[piece], source.crc);
-      --blocked->blockers;
-      unblock(blocked);
+    for (const Slot* slot = std::exchange(source.waiting, nullptr); slot != nullptr; slot = slot->next) {
+      WriteCrc32(slot->chunk, slot->chunk->pieces[slot->piece], source.crc);
+      --slot->chunk->blockers;
+      unblock(slot->chunk);
     }
-    source.waiting.clear();
   }
   for (size_t i = 0; i < chunk->pieces.size(); ++i) {
     Piece& p = chunk->pieces[i];
@@ -283,7 +305,7 @@ void Engine::OnCopied(Chunk* chunk) {
     if (source.parts_left == 0) {
       WriteCrc32(chunk, p, source.crc);
     } else {
-      source.waiting.push_back({chunk, i});
+      source.waiting = &chunk->slots.emplace_back(Slot{chunk, i, source.waiting});
       ++chunk->blockers;
     }
   }
@@ -312,16 +334,19 @@ void Engine::CopyLoop() {
 
 // Does one thing that there is to do; false if there is none. Copies begin before checksums: devices work meanwhile.
 bool Engine::Work(bool helping, std::unique_lock<std::mutex>& lock) {
-  if (Chunk* chunk = TakeChunk(helping)) {
-    copying_ += helping ? 0 : 1;
-    CopyChunk(chunk, lock);
-    copying_ -= helping ? 0 : 1;
+  try {
+    if (Chunk* chunk = TakeChunk(helping)) {
+      copying_ += helping ? 0 : 1;
+      CopyChunk(chunk, lock);
+      copying_ -= helping ? 0 : 1;
+      return true;
+    }
+  } catch (const std::bad_alloc&) {
+    FailNext();
     return true;
   }
   if (landed_.empty()) return false;
-  Chunk* chunk = landed_.front();
-  landed_.pop_front();
-  SumChunk(chunk, lock);
+  SumChunk(landed_.pop_front(), lock);
   return true;
 }
 

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 
 namespace lazyckpt::cuda {
@@ -41,7 +42,9 @@ Status Driver::Check(const char* name, CUresult result) const {
   if (result == CUDA_SUCCESS) return Status::Ok();
   const char* error = nullptr;
   if (gone_ || cuGetErrorName.address(result, &error) != CUDA_SUCCESS || error == nullptr) error = "CUDA error";
-  return Status(EIO, std::string(name) + ": " + error + " (" + std::to_string(result) + ")", "");
+  char text[128];
+  std::snprintf(text, sizeof text, "%s: %s (%d)", name, error, static_cast<int>(result));
+  return Status(EIO, text, "");
 }
 
 }  // namespace lazyckpt::cuda

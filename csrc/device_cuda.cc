@@ -1,5 +1,6 @@
 #include <array>
 #include <mutex>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -148,7 +149,11 @@ class CudaDevice final : public Device {
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     status = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
     if (status.ok()) {
-      status = work();
+      try {
+        status = work();
+      } catch (const std::bad_alloc&) {
+        status = Status::NoMemory();
+      }
       const Status restored = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
       if (status.ok()) status = restored;
     }
@@ -203,8 +208,10 @@ class CudaDevice final : public Device {
         return Status::Ok();
       }
     }
-    const Status status = Call(driver_->cuEventCreate, event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC);
     std::lock_guard lock(pool_);
+    events_.reserve(events_.size() + 1);
+    idle_.reserve(events_.size() + 1);  // GiveBack() needs no memory
+    const Status status = Call(driver_->cuEventCreate, event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC);
     if (status.ok()) events_.push_back(*event);
     return status;
   }

@@ -48,6 +48,7 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
   if (!status->ok()) return nullptr;
   engine->ring_.Grow(std::min(options.max_ring_bytes, 2 * chunk));
   engine->modest_ = std::max(1u, Cores() / 2);
+  engine->results_.reserve(options.io_depth);
   Engine* e = engine.get();
   try {
     for (unsigned i = 0; i < options.copy_threads; ++i) {
@@ -67,8 +68,11 @@ Engine::~Engine() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
-    const auto jobs = jobs_;
-    for (const auto& job : jobs) FailLocked(*job, Status(ECANCELED, "engine closed", ""));
+    for (size_t i = 0; i < jobs_.size();) {
+      const auto job = jobs_[i];
+      FailLocked(*job, Status(ECANCELED, "engine closed", ""));
+      if (i < jobs_.size() && jobs_[i] == job) ++i;  // it is not settled yet
+    }
   }
   changed_.notify_all();
   for (auto& t : copiers_) t.join();
@@ -125,6 +129,7 @@ bool Engine::Attach(int ordinal, Status* status) {
     for (const Lane lane : {Lane::kEager, Lane::kLazy}) {
       CopyLane& l = gpu->lanes[static_cast<size_t>(lane)];
       l.lane = lane;
+      l.flights.reserve(options_.copies_in_flight);
       l.thread = std::thread([this, &g = *gpu, &l] { LandLoop(g, l); });
       pthread_setname_np(l.thread.native_handle(), "lazyckpt-land");
     }

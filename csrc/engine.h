@@ -2,7 +2,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -122,8 +121,8 @@ class Engine {
       Device::Ticket ticket;
     };
     Lane lane;
-    size_t in_flight = 0;  // chunks, with those that are about to be
-    std::deque<Flight> flights;
+    size_t in_flight = 0;         // chunks, with those that are about to be
+    std::vector<Flight> flights;  // has room for copies_in_flight
     bool stop = false;
     std::condition_variable changed;
     std::thread thread;  // waits for them
@@ -152,13 +151,14 @@ class Engine {
   void LandLoop(Gpu& gpu, CopyLane& lane);
   bool Work(bool helping, std::unique_lock<std::mutex>& lock);
   Chunk* TakeChunk(bool helping);
+  void FailNext();
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   Status Send(int device, std::byte* to, std::span<std::byte> from, const std::vector<std::byte*>& cuts, bool pinned);
   Status StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
                      Device::Ticket* ticket);
   std::vector<std::byte*> CutsIn(std::span<std::byte> memory) const;
   bool IsPinned(std::span<std::byte> memory) const;
-  void OnLanded(Chunk* chunk, const Status& status);
+  void OnLanded(Chunk* chunk, Status status);
   void SumChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
   void EndCopy(Chunk* chunk);
   void OnCopied(Chunk* chunk);
@@ -182,13 +182,14 @@ class Engine {
   Status fallback_;
   Ring ring_;
   std::unique_ptr<IoBackend> io_;
+  std::vector<IoResult> results_;  // the writer's; has room for io_depth
 
   std::mutex mutex_;
   std::condition_variable changed_;         // anything a thread may wait for
-  std::deque<Chunk*> queue_;                // to be copied
-  std::deque<Chunk*> landed_;               // copied from devices, to be checksummed
-  std::deque<Chunk*> ready_;                // to be written
-  std::deque<File*> syncs_;                 // files to be synced
+  Queue<Chunk> queue_;                      // to be copied
+  Queue<Chunk> landed_;                     // copied from devices, to be checksummed
+  Queue<Chunk> ready_;                      // to be written
+  Queue<File> syncs_;                       // files to be synced
   std::vector<std::shared_ptr<Job>> jobs_;  // unsettled
   size_t prepared_bytes_ = 0;               // of the ring: faulted in and registered
   bool stop_ = false;

@@ -37,7 +37,8 @@ class IoBackend {
   // Queues one request and returns at once. The caller keeps at most `depth` requests in flight.
   virtual Status Submit(const IoRequest& request) = 0;
 
-  // Appends at least one result, or none if Wake was called. Blocks until either.
+  // Appends at least one result, or none if Wake was called. Blocks until either. Needs no memory if there is room for
+  // `depth` of them.
   virtual void Wait(std::vector<IoResult>* results) = 0;
 
   virtual void Wake() = 0;

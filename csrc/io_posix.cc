@@ -3,7 +3,6 @@
 
 #include <cerrno>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -16,6 +15,8 @@ namespace {
 class PosixBackend final : public IoBackend {
  public:
   Status Init(unsigned depth) {
+    requests_.resize(depth);
+    results_.reserve(depth);
     try {
       for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { Serve(); });
     } catch (const std::system_error& error) {
@@ -39,7 +40,7 @@ class PosixBackend final : public IoBackend {
   Status Submit(const IoRequest& request) override {
     {
       std::lock_guard lock(mutex_);
-      requests_.push_back(request);
+      requests_[(first_ + waiting_++) % requests_.size()] = request;
     }
     work_.notify_one();
     return Status::Ok();
@@ -83,10 +84,11 @@ class PosixBackend final : public IoBackend {
   void Serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      work_.wait(lock, [this] { return stop_ || !requests_.empty(); });
-      if (requests_.empty()) return;
-      const IoRequest request = requests_.front();
-      requests_.pop_front();
+      work_.wait(lock, [this] { return stop_ || waiting_ > 0; });
+      if (waiting_ == 0) return;
+      const IoRequest request = requests_[first_];
+      first_ = (first_ + 1) % requests_.size();
+      --waiting_;
       lock.unlock();
       const int64_t n = Perform(request);
       lock.lock();
@@ -98,8 +100,9 @@ class PosixBackend final : public IoBackend {
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;
-  std::deque<IoRequest> requests_;
-  std::vector<IoResult> results_;
+  std::vector<IoRequest> requests_;  // a ring, as long as there may be requests in flight
+  size_t first_ = 0, waiting_ = 0;   // of those in it that no thread has taken
+  std::vector<IoResult> results_;    // has room for as many
   bool woken_ = false;
   bool stop_ = false;
   std::vector<std::thread> threads_;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace lazyckpt {
 namespace {
@@ -98,11 +99,12 @@ class UringBackend final : public IoBackend {
   Status RegisterBuffers(std::span<const std::span<std::byte>> buffers) override {
     if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
     buffers_.clear();
+    std::vector<std::span<std::byte>> kept(buffers.begin(), buffers.end());
     std::vector<iovec> vectors;
     for (const auto& b : buffers) vectors.push_back({b.data(), b.size()});
     const int r = io_uring_register_buffers(&ring_, vectors.data(), static_cast<unsigned>(vectors.size()));
     if (r < 0) return Status(-r, "io_uring_register_buffers", "");
-    buffers_.assign(buffers.begin(), buffers.end());
+    buffers_ = std::move(kept);
     return Status::Ok();
   }
 

@@ -37,6 +37,68 @@ struct IoTag {
   explicit IoTag(bool sync) : is_sync(sync) {}
   const bool is_sync;
   Job* job = nullptr;
+  IoTag* next = nullptr;  // in the Queue that it is in
+};
+
+// Chunks or files, in order; each is in one queue at a time, or in none. It needs no memory, so that what is under way
+// can always go on, and a checkpoint can fail.
+template <class T>
+class Queue {
+ public:
+  Queue() = default;
+  Queue(const Queue&) = delete;
+
+  bool empty() const { return first_ == nullptr; }
+  T* front() const { return static_cast<T*>(first_); }
+  void push_back(T* item) { Link(end_, item); }
+  void push_front(T* item) { Link(&first_, item); }
+  T* pop_front() { return Unlink(&first_); }
+
+  // Before the first of those for which `later` holds.
+  template <class F>
+  void insert(T* item, F later) {
+    Link(Find(later), item);
+  }
+
+  template <class F>
+  void erase_if(F unwanted) {
+    for (IoTag** at = &first_; *at != nullptr;)
+      if (unwanted(static_cast<const T*>(*at)))
+        Unlink(at);
+      else
+        at = &(*at)->next;
+  }
+
+  // Takes the first for which `wanted` holds; nullptr if there is none.
+  template <class F>
+  T* take(F wanted) {
+    IoTag** const at = Find(wanted);
+    return *at == nullptr ? nullptr : Unlink(at);
+  }
+
+ private:
+  template <class F>
+  IoTag** Find(F wanted) {
+    IoTag** at = &first_;
+    while (*at != nullptr && !wanted(static_cast<const T*>(*at))) at = &(*at)->next;
+    return at;
+  }
+
+  void Link(IoTag** at, T* item) {
+    item->next = *at;
+    *at = item;
+    if (at == end_) end_ = &item->next;
+  }
+
+  T* Unlink(IoTag** at) {
+    IoTag* const item = *at;
+    *at = item->next;
+    if (end_ == &item->next) end_ = at;
+    return static_cast<T*>(item);
+  }
+
+  IoTag* first_ = nullptr;
+  IoTag** end_ = &first_;  // where the next one is linked
 };
 
 // The kinds of a program's rows (lazyckpt/containers/base.py has the same numbers).
@@ -47,6 +109,13 @@ struct Row {
   int64_t kind;
   int64_t size;
   int64_t arg;  // kLiteral: offset in the blob; otherwise: index of a source among those of its file
+};
+
+// A checksum that waits for its source, in the list of those that do.
+struct Slot {
+  Chunk* chunk;
+  size_t piece;
+  Slot* next;
 };
 
 // Bytes of the training state: one storage. The caller keeps it alive and, if it is lazy, unchanged until captured.
@@ -64,11 +133,7 @@ struct Source {
   size_t parts_left = 0;         // not yet copied
   uint32_t crc = 0;              // valid once no part is left
   Turn turn = Turn::kEagerHost;  // the latest of the chunks that it is in
-  struct Slot {
-    Chunk* chunk;
-    size_t piece;
-  };
-  std::vector<Slot> waiting;  // checksums to fill in when complete
+  Slot* waiting = nullptr;       // checksums to fill in when complete
 };
 
 // Bytes of a chunk that come from one place. There are six for each storage: kept small.
@@ -116,6 +181,7 @@ struct Chunk : IoTag {
   std::byte* memory = nullptr;  // its region of the ring, from copying to done
   std::byte* bounce = nullptr;  // pinned, while copying: what comes from devices lands there, where the ring is not
   size_t blockers = 0;
+  std::vector<Slot> slots;  // those of its checksums that wait; has room for all of them
   size_t written = 0;
   unsigned retries = 0;
   uint32_t crc = 0;        // set when it is first submitted

@@ -187,6 +187,8 @@ Status Engine::Seal(Job& job) {
 void Engine::QueueOpenChunk(Job& job) {
   Chunk* chunk = job.open;
   if (chunk == nullptr) return;
+  const auto is_checksum = [](const Piece& p) { return p.kind == RowKind::kCrc32Le || p.kind == RowKind::kCrc32Hex; };
+  chunk->slots.reserve(std::count_if(chunk->pieces.begin(), chunk->pieces.end(), is_checksum));
   job.open = nullptr;
   chunk->state = Chunk::State::kQueued;
   ++job.files[chunk->file].chunks_left;
@@ -203,9 +205,10 @@ void Engine::QueueOpenChunk(Job& job) {
   const Turn turn = chunk->turn = std::max(chunk->turn, own);
   for (const Piece& p : chunk->pieces)
     if (p.kind == RowKind::kSource) job.sources[p.source].turn = std::max(job.sources[p.source].turn, turn);
-  const auto later = [turn](const Chunk* c) { return c->turn > turn; };
-  const auto at = turn == Turn::kLazy ? queue_.end() : std::find_if(queue_.begin(), queue_.end(), later);
-  queue_.insert(at, chunk);
+  if (turn == Turn::kLazy)
+    queue_.push_back(chunk);
+  else
+    queue_.insert(chunk, [turn](const Chunk* c) { return c->turn > turn; });
 }
 
 }  // namespace lazyckpt

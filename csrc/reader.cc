@@ -6,11 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <system_error>
 #include <thread>
@@ -148,9 +150,10 @@ class Reader::Work {
     if (direct_.get() < 0) return true;
     if (map_ == nullptr) return false;
     const uint64_t end = std::min(unit.end, file_size_);
-    std::vector<unsigned char> pages((end - unit.begin + kBlockBytes - 1) / kBlockBytes);
+    std::array<unsigned char, kReadBytes / kBlockBytes> pages;
     if (mincore(map_ + unit.begin, end - unit.begin, pages.data()) != 0) return false;
-    return std::all_of(pages.begin(), pages.end(), [](unsigned char p) { return (p & 1) != 0; });
+    const size_t n = (end - unit.begin + kBlockBytes - 1) / kBlockBytes;
+    return std::all_of(pages.begin(), pages.begin() + n, [](unsigned char p) { return (p & 1) != 0; });
   }
 
   void LayOut() {
@@ -233,6 +236,14 @@ class Reader::Work {
   }
 
   void Run() {
+    try {
+      ReadUnits();
+    } catch (const std::bad_alloc&) {  // before anything was submitted: afterwards nothing needs memory
+      Fail(Status::NoMemory());
+    }
+  }
+
+  void ReadUnits() {
     std::byte* const staging = staging_.data() + next_worker_++ * depth_ * kReadBytes;
     Status status;
     std::unique_ptr<IoBackend> io;
@@ -243,6 +254,7 @@ class Reader::Work {
       idle.push_back(&flights[i]);
     }
     std::vector<IoResult> results;
+    results.reserve(depth_);
     for (;;) {
       while (!idle.empty() && !failed_) {
         const size_t next = next_unit_++;

@@ -1,20 +1,35 @@
 // Errors are values: no exception crosses an engine thread.
 #pragma once
 
+#include <cerrno>
 #include <cstring>
+#include <new>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace lazyckpt {
 
-// OK, or an errno value with the operation that failed and the path it failed on.
+// OK, or an errno value with the operation that failed and the path it failed on. Nothing here throws: without memory
+// for the words the errno has to do.
 class [[nodiscard]] Status {
  public:
   Status() = default;
-  Status(int error, std::string operation, std::string path)
-      : error_(error), operation_(std::move(operation)), path_(std::move(path)) {}
+  Status(int error, std::string_view operation, std::string_view path) noexcept : error_(error) {
+    try {
+      operation_ = operation;
+      path_ = path;
+    } catch (const std::bad_alloc&) {
+    }
+  }
+  Status(const Status& other) noexcept : Status(other.error_, other.operation_, other.path_) {}
+  Status(Status&&) noexcept = default;
+  Status& operator=(const Status& other) noexcept { return *this = Status(other); }
+  Status& operator=(Status&&) noexcept = default;
+  ~Status() = default;
 
   static Status Ok() { return {}; }
+  static Status NoMemory() { return {ENOMEM, "engine", ""}; }
 
   bool ok() const { return error_ == 0; }
   int error() const { return error_; }

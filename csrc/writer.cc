@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <iterator>
 #include <limits>
+#include <new>
 
 #include "checksum.h"
 #include "engine.h"
@@ -12,7 +12,8 @@
 namespace lazyckpt {
 namespace {
 
-constexpr unsigned kMaxRetries = 1000;  // of requests for one chunk that moved nothing
+constexpr unsigned kMaxRetries = 1000;      // of requests for one chunk that moved nothing
+constexpr useconds_t kNoMemoryUs = 10'000;  // until it is asked for again
 
 bool IsTransient(int64_t result) { return result == -EAGAIN || result == -EINTR; }
 
@@ -28,20 +29,24 @@ uint32_t ChunkCrc32(const Chunk& chunk) {
 }  // namespace
 
 void Engine::WriteLoop() {
-  std::vector<IoResult> results;
   unsigned in_flight = 0;
   for (;;) {
-    PrepareRing();
+    try {
+      PrepareRing();
+    } catch (const std::bad_alloc&) {  // anew, soon: copies of devices may wait for it
+      io_->Wake();
+      usleep(kNoMemoryUs);
+    }
     while (in_flight < options_.io_depth && SubmitNext(&in_flight)) {
     }
     if (in_flight == 0) {
       std::lock_guard lock(mutex_);
       if (stop_ && jobs_.empty()) return;
     }
-    results.clear();
-    io_->Wait(&results);
-    in_flight -= static_cast<unsigned>(results.size());
-    for (const IoResult& r : results) OnResult(r);
+    results_.clear();
+    io_->Wait(&results_);
+    in_flight -= static_cast<unsigned>(results_.size());
+    for (const IoResult& r : results_) OnResult(r);
   }
 }
 
@@ -76,6 +81,8 @@ void Engine::PinRing(Device& device) {
     at = pinned_bytes_;
     capacity = ring_.capacity();
     node = NearestNode();
+    pins_.reserve(pins_.size() + 1);
+    idle_bounces_.reserve(options_.copies_in_flight);
   };
   for (Locked(look); at < capacity; Locked(look)) {
     const std::span range(ring_.base() + at, std::min(kPinBytes - at % kPinBytes, capacity - at));
@@ -122,16 +129,12 @@ bool Engine::SubmitNext(unsigned* in_flight) {
   {
     std::lock_guard lock(mutex_);
     if (!syncs_.empty()) {
-      file = syncs_.front();
-      syncs_.pop_front();
+      file = syncs_.pop_front();
       request = {IoRequest::Op::kSync, file->fd, nullptr, 0, 0, static_cast<IoTag*>(file)};
       ++file->job->writes_in_flight;
     } else {
-      const auto next =
-          std::find_if(ready_.begin(), ready_.end(), [](Chunk* c) { return c->job->files[c->file].fd >= 0; });
-      if (next == ready_.end()) return false;
-      chunk = *next;
-      ready_.erase(next);
+      chunk = ready_.take([](const Chunk* c) { return c->job->files[c->file].fd >= 0; });
+      if (chunk == nullptr) return false;
       file = &chunk->job->files[chunk->file];
       const size_t size = file->direct ? AlignUp(chunk->size, kBlockBytes) : chunk->size;
       request = {IoRequest::Op::kWrite,          file->fd,
@@ -225,13 +228,10 @@ void Engine::FailLocked(Job& job, Status error) {
   if (!job.error.ok() || job.durable()) return;
   job.error = std::move(error);
   const auto of_job = [&job](const IoTag* t) { return t->job == &job; };
-  std::erase_if(queue_, of_job);
-  std::erase_if(ready_, of_job);
-  std::vector<Chunk*> landed;
-  std::copy_if(landed_.begin(), landed_.end(), std::back_inserter(landed), of_job);
-  std::erase_if(landed_, of_job);
-  for (Chunk* chunk : landed) EndCopy(chunk);
-  std::erase_if(syncs_, of_job);
+  queue_.erase_if(of_job);
+  ready_.erase_if(of_job);
+  while (Chunk* chunk = landed_.take(of_job)) EndCopy(chunk);
+  syncs_.erase_if(of_job);
   for (const auto& chunk : job.chunks)
     if (chunk->state == Chunk::State::kBlocked || chunk->state == Chunk::State::kReady) Release(chunk.get());
   CloseIfSettled(job);
