@@ -72,7 +72,7 @@ def make_folder(path: Path) -> None:
 
 def free_bytes(folder: Path) -> float:
     """What may be written there; infinite where the file system does not say, as some in user space. Raises OSError."""
-    disk = os.statvfs(folder)
+    disk = os.statvfs(str(folder))  # of a Path it says TypeError if there is no memory
     return disk.f_bavail * disk.f_frsize if disk.f_blocks > 0 else math.inf
 
 
@@ -97,6 +97,8 @@ class Staging:
         self.target = target
         self._keep_others = keep_others
         self._published = False
+        self._lock = -1
+        self._pid = os.getpid()
         while True:
             self.path = temporary_name(target if inside is None else inside / target.name)
             os.mkdir(self.path)
@@ -107,16 +109,22 @@ class Staging:
             except OSError:
                 shutil.rmtree(self.path, ignore_errors=True)
                 raise
-            _locks.add(self._lock)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    self.discard()
-                    raise
-            if os.path.isdir(self.path):
-                return
+                _locks.add(self._lock)
+                self._take_lock()
+                if os.path.isdir(self.path):
+                    return
+            except BaseException:
+                self.discard()
+                raise
             self._unlock()
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
         """Step 5. ``written`` are the files that the engine has synced; what others put into the folder is synced
@@ -183,14 +191,17 @@ class Staging:
     def discard(self) -> None:
         """Removes what was staged; after an error. After a failed publication nothing is: what it replaced may yet
         get its name back. The next sweep() tidies up."""
-        if not self._published:
-            shutil.rmtree(self.path, ignore_errors=True)
-        self._unlock()
+        try:
+            if not self._published:
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            self._unlock()
 
     def _unlock(self) -> None:
-        if self._lock in _locks:
+        if self._lock >= 0 and os.getpid() == self._pid:
             _locks.discard(self._lock)
             os.close(self._lock)
+            self._lock = -1
 
 
 def _carry_over(old: Path, new: Path) -> None:
