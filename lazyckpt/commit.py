@@ -98,7 +98,6 @@ class Staging:
         self._keep_others = keep_others
         self._published = False
         self._lock = -1
-        self._pid = os.getpid()
         while True:
             self.path = temporary_name(target if inside is None else inside / target.name)
             os.mkdir(self.path)
@@ -141,8 +140,7 @@ class Staging:
 
     def _write_manifest(self, manifest: dict[str, Any]) -> Path:
         path = self.path / MANIFEST
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with open(fd, "w", encoding="utf-8") as file:
+        with open(path, "x", encoding="utf-8") as file:
             json.dump(manifest, file, indent=2)
             file.write("\n")
             file.flush()
@@ -198,10 +196,9 @@ class Staging:
             self._unlock()
 
     def _unlock(self) -> None:
-        if self._lock >= 0 and os.getpid() == self._pid:
+        if self._lock in _locks:
             _locks.discard(self._lock)
             os.close(self._lock)
-            self._lock = -1
 
 
 def _carry_over(old: Path, new: Path) -> None:

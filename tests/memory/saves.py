@@ -1,39 +1,39 @@
 """Saves with too little memory: ``python saves.py FOLDER``, with scarce.cc preloaded; forks for each line of its input.
 
 A line is the number of the first allocation that fails, and how many do, counted from where ``save()`` is called until
-its handle is done. The answer is a JSON object: ``outcome``, what was told and where; ``allocations``, how many there
-were; ``error``, its text. Whoever gets none learns the exit code of the child.
+its handle is done; "all", or "engine" where only those of the engine's threads count; the I/O backend. The answer is a
+JSON object: ``outcome``, what was told and where; ``allocations``, how many there were; ``error``, its text. Whoever
+gets none learns the exit code of the child.
 
 Each child trains, saves step 1, steps, saves step 2 with too little memory, steps, and saves step 3 with enough.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import gc
 import json
-import logging
 import os
 import sys
-import threading
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import scarce
 import torch
 import torch._dynamo  # optimizers would import it, a second for each child
 
 import lazyckpt
+from lazyckpt.background import in_flight
 from lazyckpt.catalog import Catalog
+from lazyckpt.gate import gate
 
 LIMIT_S = 10  # of a save
-LOST = "lost by concurrent.futures"
-libc = ctypes.CDLL(None)
-libc.scarce_seen.restype = ctypes.c_long
+NO_LOCK = ("can't allocate lock", "cannot release un-acquired lock")
 
 
-def trial(folder: Path, first: int, count: int) -> dict[str, Any]:
+def trial(folder: Path, first: int, count: int, threads: str, backend: str) -> dict[str, Any]:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters())
     saved: dict[int, torch.Tensor] = {}
@@ -44,29 +44,38 @@ def trial(folder: Path, first: int, count: int) -> dict[str, Any]:
         saved[number] = model[0].weight.detach().clone()
 
     answer: dict[str, Any] = {}
-    with lazyckpt.Checkpointer(folder, host_buffer_bytes=1 << 16, chunk_bytes=1 << 14) as checkpointer:
+    small = {"host_buffer_bytes": 1 << 16, "chunk_bytes": 1 << 12}
+    with lazyckpt.Checkpointer(folder, **small, io_backend=backend) as checkpointer:
         checkpointer.track(model=model, optimizer=optimizer)
         step(1)
         checkpointer.save(1).result(LIMIT_S)
         step(2)
         where = "save"
         error: BaseException | None = None
-        libc.scarce_arm(ctypes.c_long(first), ctypes.c_long(count))
+        open_files = scarce.open_files()
+        scarce.arm(first, count, threads)
         try:
             handle = checkpointer.save(2)
             where = "handle"
-            handle.add_done_callback(lambda _: libc.scarce_stop())
+            handle.add_done_callback(lambda _: scarce.stop())
             handle.result(LIMIT_S)
         except (lazyckpt.LazyCkptError, MemoryError) as caught:
             error = caught
-        libc.scarce_stop()
-        answer["allocations"] = libc.scarce_seen()
-        if error is None:
+        except RuntimeError as caught:  # what Python says where it has no memory for a lock
+            assert str(caught) in NO_LOCK, f"another error: {caught}"
+            error = caught
+        scarce.stop()
+        if where == "handle":
+            handle.exception(LIMIT_S)  # is done, whatever was said above
+        answer["allocations"] = scarce.seen()
+        acknowledged = error is None
+        if acknowledged:
             answer["outcome"] = "saved"
         else:
             answer |= {"outcome": f"{type(error).__name__} of {where}", "error": str(error)}
             if isinstance(error, lazyckpt.SaveError):
                 assert error.step == 2 and error.path == folder / "step-00000002", "an error without its place"
+        handle = error = None  # they hold frames, and these what was open
         step(3)  # training goes on
         try:
             checkpointer.save(3).result(LIMIT_S)
@@ -75,8 +84,11 @@ def trial(folder: Path, first: int, count: int) -> dict[str, Any]:
             answer["outcome"] += ", told by the next"
             checkpointer.save(3).result(LIMIT_S)
         checkpointer._saver.drain()
+        gc.collect()
         assert checkpointer._saver.engine.ring_used_bytes == 0, "the staging buffer is held"
-    check(folder, saved, error is None)
+        assert not in_flight and not gate._pending, "something of the save that failed is kept"
+        assert scarce.open_files() == open_files, f"left open, of {scarce.open_files()}"
+    check(folder, saved, acknowledged)
     return answer
 
 
@@ -89,28 +101,17 @@ def check(folder: Path, saved: dict[int, torch.Tensor], acknowledged: bool) -> N
         assert torch.equal(lazyckpt.load(path)["model"]["0.weight"], saved[step]), f"step {step} is wrong"
 
 
-def lost(write: int) -> NoReturn:
-    """A thread of ThreadPoolExecutor has had no memory for its own bookkeeping: it drops the task that it has taken,
-    and whoever waits for that waits for ever."""
-    os.write(write, json.dumps({"outcome": LOST}).encode())
-    os._exit(0)
-
-
 def main(root: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for number, line in enumerate(sys.stdin):
-        first, count = map(int, line.split())
+        first, count, threads, backend = line.split()
         read, write = os.pipe()
         if (child := os.fork()) == 0:
-            logging.getLogger("concurrent.futures").addFilter(
-                lambda _, write=write: lost(write)
-            )  # it says so, if it can
-            threading.excepthook = lambda _, write=write: lost(write)
             faulthandler.enable()
             faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # whoever waits for ever
             try:
-                answer = trial(root / str(number), first, count)
+                answer = trial(root / str(number), int(first), int(count), threads, backend)
             except BaseException as error:
                 answer = {"outcome": "broken", "error": "".join(traceback.format_exception(error))}
             os.write(write, json.dumps(answer).encode())
@@ -119,9 +120,8 @@ def main(root: Path) -> None:
         with os.fdopen(read) as pipe:
             text = pipe.read()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        # The exit code of the watchdog is 1: a lock, say, that Condition.__enter__ has taken and did not return.
-        died = {"outcome": LOST if code == 1 else "died", "error": f"exit code {code}"}
-        print(text or json.dumps(died), flush=True)
+        # That of the watchdog is 1.
+        print(text or json.dumps({"outcome": "died", "error": f"exit code {code}"}), flush=True)
 
 
 if __name__ == "__main__":

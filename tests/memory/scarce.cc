@@ -1,6 +1,7 @@
-// Preloaded before libc: chosen allocations of the process fail, on whatever thread of Python's they are. Not those of
-// the dynamic linker, which makes a thread's variables at their first use, and aborts if it cannot; nor those on
-// threads of the engine, which end the process (docs/durability.md).
+// Preloaded before libc: chosen allocations of the process fail, on whatever thread they are. Not those of the dynamic
+// linker, which makes a thread's variables at their first use, nor those of libc for the destructors of these: both end
+// the process if they cannot.
+#include <dlfcn.h>
 #include <errno.h>
 #include <link.h>
 #include <stddef.h>
@@ -23,7 +24,9 @@ std::atomic<bool> armed{false};
 std::atomic<long> seen{0};
 long first = 0;
 long end = 0;
+bool all_threads = true;
 uintptr_t linker[2] = {0, 0};  // where it is: from, to
+[[gnu::tls_model("initial-exec")]] thread_local bool noting = false;  // a destructor
 
 int FindLinker(dl_phdr_info* info, size_t, void*) {
   if (strstr(info->dlpi_name, "/ld-") == nullptr) return 0;
@@ -43,7 +46,7 @@ bool OnEngineThread() {
 
 bool Refused(void* caller) {
   const auto from = reinterpret_cast<uintptr_t>(caller);
-  if (!armed || (from >= linker[0] && from < linker[1]) || OnEngineThread()) return false;
+  if (!armed || noting || (from >= linker[0] && from < linker[1]) || !(all_threads || OnEngineThread())) return false;
   const long number = ++seen;
   if (number < first || number >= end) return false;
   errno = ENOMEM;
@@ -54,12 +57,14 @@ bool Refused(void* caller) {
 
 extern "C" {
 
-// From here on the allocations first, first + 1, … first + count - 1 fail, counted from 1.
-void scarce_arm(long from, long count) {
+// From here on the allocations first, first + 1, … first + count - 1 fail, counted from 1; those of all threads count,
+// or of the engine's.
+void scarce_arm(long from, long count, bool all) {
   dl_iterate_phdr(FindLinker, nullptr);
   seen = 0;
   first = from;
   end = from + count;
+  all_threads = all;
   armed = true;
 }
 
@@ -68,6 +73,14 @@ void scarce_stop() { armed = false; }
 
 // How many allocations there were until then.
 long scarce_seen() { return seen; }
+
+int __cxa_thread_atexit_impl(void (*destructor)(void*), void* object, void* library) {
+  noting = true;
+  static const auto note = reinterpret_cast<decltype(&__cxa_thread_atexit_impl)>(dlsym(RTLD_NEXT, __func__));
+  const int result = note(destructor, object, library);
+  noting = false;
+  return result;
+}
 
 #define REFUSED Refused(__builtin_return_address(0))
 

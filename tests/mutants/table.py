@@ -241,8 +241,8 @@ _in(
     ),
     (
         "a manifest is written over what is there",
-        "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666",
-        "os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666",
+        'with open(path, "x", encoding="utf-8") as file:',
+        'with open(path, "w", encoding="utf-8") as file:',
         "test_commit.py::test_a_manifest_is_written_to_a_new_file",
     ),
     (
