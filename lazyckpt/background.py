@@ -34,6 +34,7 @@ from lazyckpt.trace import Trace, Traced
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
+NO_MEMORY = (MemoryError, RuntimeError, TypeError, SystemError)  # what CPython and pybind11 say where there is none
 NO_MEMORY_S = 0.01  # until it is asked for again
 T = TypeVar("T")
 
@@ -362,7 +363,7 @@ class Background:
                         staging.discard()
                 engine_begin = _fill_in(handle.metrics, job, flight)
                 break
-            except MemoryError:  # somebody waits for the handle
+            except NO_MEMORY:  # somebody waits for the handle
                 time.sleep(NO_MEMORY_S)
         try:
             self.finish(handle, error)
@@ -377,7 +378,7 @@ class Background:
                 snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
                 self._settle(handle, error)  # for lack of memory it may not have been
                 break
-            except MemoryError:
+            except NO_MEMORY:
                 time.sleep(NO_MEMORY_S)
         try:
             if replaced is not None:

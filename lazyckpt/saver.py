@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt import _engine, commit, devices
-from lazyckpt.background import NO_MEMORY_S, Background, Flight, SaveHandle, Target, in_flight, wait_for
+from lazyckpt.background import NO_MEMORY, NO_MEMORY_S, Background, Flight, SaveHandle, Target, in_flight, wait_for
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
@@ -336,7 +336,7 @@ class Saver:
                         trace.forget(traced)
                     in_flight.pop(handle, None)
                     break
-                except MemoryError:
+                except NO_MEMORY:
                     time.sleep(NO_MEMORY_S)
             handle._reported = not isinstance(error, OSError)  # by this; of those submit() tells
             raise

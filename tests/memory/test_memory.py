@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import lazyckpt
+from lazyckpt import background
 from memory import build
 from trials import Trials
 
@@ -119,3 +120,17 @@ def test_what_lacks_memory_to_begin_begins_again(tmp_path: Path) -> None:
         saver._background._submit(task)
         saver.wait()
         assert len(calls) == 3
+
+
+def test_metrics_that_lack_memory_are_filled_in_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: pybind11 says RuntimeError then, and the handle was never done."""
+    fill_in = background._fill_in
+
+    def refuse(*_: Any) -> None:
+        monkeypatch.setattr(background, "_fill_in", fill_in)
+        raise RuntimeError("Could not allocate list object!")
+
+    monkeypatch.setattr(background, "_fill_in", refuse)
+    with lazyckpt.Saver(host_buffer_bytes=1 << 16, chunk_bytes=1 << 12) as saver:
+        handle = saver.save(1, tmp_path / "a.pt")
+        assert handle.result(30).is_file() and handle.metrics.bytes > 0

@@ -302,7 +302,7 @@ _in(
     ),
     (
         "what fails for lack of memory is told to nobody, if there is none for the error",
-        "            except MemoryError:  # somebody waits for the handle\n",
+        "            except NO_MEMORY:  # somebody waits for the handle\n",
         "            except ZeroDivisionError:\n",
         "test_faults.py::test_a_failure_that_lacks_memory_for_its_error_is_told",
     ),
