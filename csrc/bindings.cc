@@ -32,6 +32,13 @@ py::object Returned(PyObject* result) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+// Not by pybind11, as of an argument: if that lacks memory, it says so without any, and the process ends.
+std::string PathOf(const py::object& path) {
+  PyObject* bytes = nullptr;
+  if (PyUnicode_FSConverter(path.ptr(), &bytes) == 0) throw py::error_already_set();
+  return std::string(py::reinterpret_steal<py::bytes>(bytes));
+}
+
 // The one place where a Status becomes an exception: OSError, so that errno and file name reach the user.
 void Raise(const Status& status) {
   if (status.ok()) return;
@@ -210,11 +217,12 @@ class JobHandle {
 
   void Go() { engine_->get().Go(*job_); }  // with the GIL: who lets go of it here may wait for it
 
-  void Open(size_t file, const std::filesystem::path& path, uint64_t size) {
+  void Open(size_t file, const py::object& name, uint64_t size) {
+    const std::string path = PathOf(name);
     Status status;
     {
       NoGil no_gil;
-      status = engine_->get().Open(*job_, file, path.string(), size);
+      status = engine_->get().Open(*job_, file, path, size);
     }
     Raise(status);
   }
@@ -413,10 +421,11 @@ class ReaderHandle {
 };
 
 // Swaps two names in one step; os.rename cannot.
-void RenameExchange(const std::filesystem::path& a, const std::filesystem::path& b) {
+void RenameExchange(const py::object& one, const py::object& other) {
   constexpr unsigned kRenameExchange = 2;
+  const std::string a = PathOf(one), b = PathOf(other);
   if (syscall(SYS_renameat2, AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), kRenameExchange) != 0)
-    Raise(Status(errno, "renameat2", b.string()));
+    Raise(Status(errno, "renameat2", b));
 }
 
 // For tests: the bookkeeping of a ring without its memory being used.

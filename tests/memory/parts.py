@@ -21,11 +21,12 @@ from lazyckpt import _engine, commit
 from lazyckpt.background import SaveHandle
 
 
-def each(part: Callable[[], Any], *refused: type[Exception]) -> Iterator[int]:
-    """Calls ``part`` again and again, with the first, the second, … allocation failing, until it has no more."""
+def each(part: Callable[[], Any], *refused: type[Exception], count: int = 1) -> Iterator[int]:
+    """Calls ``part`` again and again, with the first, the second, … allocation failing and ``count - 1`` after it,
+    until it has no more."""
     refused = (MemoryError, *refused)
     for number in itertools.count(1):
-        scarce.arm(number)
+        scarce.arm(number, count)
         try:  # noqa: SIM105  # suppress() needs memory
             part()
         except refused:
@@ -50,10 +51,12 @@ def handle(folder: Path) -> Iterator[int]:
 
 
 def job(folder: Path) -> Iterator[int]:
-    """A checkpoint that cannot begin ends no process."""
+    """A checkpoint that cannot begin ends no process, nor does one that cannot open its file."""
     engine = _engine.Engine(ring_bytes=1 << 16, chunk_bytes=1 << 12, io_depth=1, copy_threads=1)
     pointers, sizes, owners = (array("Q", [number]) for number in (1, 0, 0))
     yield from each(lambda: engine.begin(pointers, sizes, owners, 1, True, None, None), OSError)
+    begun = engine.begin(pointers, sizes, owners, 1)
+    yield from each(lambda: begun.open(1, folder / "x", 0), OSError, TypeError, RuntimeError, count=20)
 
 
 def staging(folder: Path) -> Iterator[int]:

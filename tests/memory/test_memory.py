@@ -100,7 +100,8 @@ def test_no_memory_for_the_threads_of_the_engine(backend: str, save: Save) -> No
 @pytest.mark.parametrize("part", ["handle", "job", "staging"])
 def test_every_allocation_of_a_part(part: str, scarce: dict[str, str], tmp_path: Path) -> None:
     """Regressions: the lock of a handle was kept, and its checkpoint waited for that for ever; pybind11 freed a job
-    twice, or wrote to one that it did not get; a staged folder stayed open."""
+    twice, wrote to one that it did not get, or ended the process with its words on a path; a staged folder stayed open.
+    """
     command = [sys.executable, HERE / "parts.py", part, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=scarce)
     assert done.returncode == 0, done.stderr
