@@ -1,29 +1,36 @@
 """Lazy, durable checkpointing for PyTorch training, on standard files."""
 
-from lazyckpt.advice import Advice, advise
-from lazyckpt.background import SaveHandle
-from lazyckpt.checkpointer import Checkpointer
-from lazyckpt.config import Config
-from lazyckpt.errors import (
-    ClosedError,
-    ConfigError,
-    CorruptFileError,
-    LazyCkptError,
-    LoadError,
-    NoSpaceError,
-    RestoreError,
-    SaveError,
-    SerializationError,
-    TornSnapshotError,
-    UnsupportedFormatError,
-)
-from lazyckpt.functional import load, save
-from lazyckpt.gate import CUDAGraph, guard, wait_captured
-from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
-from lazyckpt.preemption import CommitOnSignal, commit_on
-from lazyckpt.providers.objects import StateProvider
-from lazyckpt.saver import Saver
-from lazyckpt.staged import StagedFolder
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lazyckpt.advice import Advice, advise
+    from lazyckpt.background import SaveHandle
+    from lazyckpt.checkpointer import Checkpointer
+    from lazyckpt.config import Config
+    from lazyckpt.errors import (
+        ClosedError,
+        ConfigError,
+        CorruptFileError,
+        LazyCkptError,
+        LoadError,
+        NoSpaceError,
+        RestoreError,
+        SaveError,
+        SerializationError,
+        TornSnapshotError,
+        UnsupportedFormatError,
+    )
+    from lazyckpt.functional import load, save
+    from lazyckpt.gate import CUDAGraph, guard, wait_captured
+    from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+    from lazyckpt.preemption import CommitOnSignal, commit_on
+    from lazyckpt.providers.objects import StateProvider
+    from lazyckpt.saver import Saver
+    from lazyckpt.staged import StagedFolder
 
 __version__ = "0.1.0"
 
@@ -57,3 +64,50 @@ __all__ = [
     "save",
     "wait_captured",
 ]
+
+# Where they are. What is not asked for is not imported: torch takes seconds, and the command line seldom needs it.
+_HOMES = {
+    "advice": ("Advice", "advise"),
+    "background": ("SaveHandle",),
+    "checkpointer": ("Checkpointer",),
+    "config": ("Config",),
+    "errors": (
+        "ClosedError",
+        "ConfigError",
+        "CorruptFileError",
+        "LazyCkptError",
+        "LoadError",
+        "NoSpaceError",
+        "RestoreError",
+        "SaveError",
+        "SerializationError",
+        "TornSnapshotError",
+        "UnsupportedFormatError",
+    ),
+    "functional": ("load", "save"),
+    "gate": ("CUDAGraph", "guard", "wait_captured"),
+    "metrics": ("CheckpointMetrics", "ChunkEvent"),
+    "preemption": ("CommitOnSignal", "commit_on"),
+    "providers.objects": ("StateProvider",),
+    "saver": ("Saver",),
+    "staged": ("StagedFolder",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or a module of this package, at its first use (PEP 562)."""
+        if name in _HOME_OF:
+            found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+            return found
+        try:
+            if not name.startswith("__"):
+                return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

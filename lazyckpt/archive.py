@@ -17,8 +17,6 @@ import pickle
 import re
 import sys
 import zlib
-from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +28,7 @@ from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.pickle_guard import GuardedPickle
+from lazyckpt.reading import Reading
 
 _MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of torch
 _MAX_SMALL_BYTES = 1024
@@ -283,38 +282,3 @@ def _checks_sparse_tensors() -> bool:
 
 def _text(value: Any) -> str:
     return value.decode("ascii") if isinstance(value, bytes) else str(value)
-
-
-class Reading:
-    """A read of records under way: the disk has begun, nothing has landed. Raises LoadError."""
-
-    def __init__(self, path: str | os.PathLike[str], records: list[Record], engine: _engine.Engine) -> None:
-        self._path = path
-        self._records = records
-        offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
-        with self._load_error():
-            self._reader = _engine.Reader(engine, path, offsets, sizes)
-
-    def close(self) -> None:
-        """Gives up."""
-        del self._reader
-
-    def read_into(self, pointers: list[int], ordinals: list[int] | None = None) -> list[int]:
-        """Reads each record to its place (0: nowhere), on the host or on attached devices, and returns the CRC-32 of
-        each. Raises CorruptFileError that names the records whose bytes are not what was written."""
-        cuda = set(ordinals or ()) - {devices.HOST}
-        streams = devices.current_streams(cuda) if cuda else None
-        with self._load_error():
-            crcs = self._reader.read_into(array("Q", pointers), array("q", ordinals or ()) if cuda else None, streams)
-        bad = [r.name for r, crc in zip(self._records, crcs, strict=True) if r.crc32 is not None and r.crc32 != crc]
-        if bad:
-            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-            raise CorruptFileError(f"checksum does not match: {names}", path=self._path)
-        return crcs
-
-    @contextlib.contextmanager
-    def _load_error(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise LoadError(f"cannot be read: {error.strerror}", path=self._path) from error

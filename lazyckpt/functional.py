@@ -6,22 +6,18 @@ import contextlib
 import errno
 import os
 from array import array
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lazyckpt import _engine, commit, devices
-from lazyckpt.archive import Archive, MapLocation, Reading
+from lazyckpt import commit, devices
+from lazyckpt.archive import Archive, MapLocation
 from lazyckpt.catalog import STATE, read_checkpoint
-from lazyckpt.config import MIB
 from lazyckpt.containers import safetensors, sniff
-from lazyckpt.errors import LoadError, SaveError, SerializationError, save_error
+from lazyckpt.errors import LoadError, SaveError, SerializationError, UnsupportedFormatError, save_error
 from lazyckpt.plan import plan_for, unsavable
-
-_CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
-_RING_BYTES = 16 * _CHUNK_BYTES
+from lazyckpt.reading import Reading, process_engine
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
@@ -73,18 +69,6 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             temporary.unlink()
 
 
-def process_engine() -> _engine.Engine:
-    """One small engine for each process; a forked child makes its own."""
-    return _engine_of(os.getpid())
-
-
-@cache
-def _engine_of(pid: int) -> _engine.Engine:
-    engine = _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=_CHUNK_BYTES, io_depth=8, copy_threads=1)
-    engine.reserve(_RING_BYTES)
-    return engine
-
-
 def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
     """Load what ``torch.save``, ``lazyckpt.save`` or safetensors wrote, in parallel, every checksum verified.
 
@@ -134,7 +118,10 @@ def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.
     try:
         for name, info in header.tensors.items():
             storage = devices.new_storage(info.record.nbytes, device)
-            empty = torch.empty(0, dtype=info.dtype, device=storage.device)
+            dtype = getattr(torch, info.dtype.name, None)
+            if dtype is None:  # an older one, that lacks some of the small floats
+                raise UnsupportedFormatError(f"tensor {name!r}: this torch has no {info.dtype}", path=path)
+            empty = torch.empty(0, dtype=dtype, device=storage.device)
             tensors[name] = empty.set_(storage, 0, info.shape)  # type: ignore[call-overload]  # contiguous
     except torch.cuda.OutOfMemoryError:
         raise

@@ -29,13 +29,12 @@ from lazyckpt.config import PAGE_BYTES
 from lazyckpt.containers.base import SOURCE, Extent
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.providers.base import TensorView, TensorViews
-from lazyckpt.trace_file import TraceWriter
+from lazyckpt.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter
 
 LARGEST = 5  # tensors that are named, as in DataStates-LLM, figure 15
 _SHORTEST_S = 10e-6  # waits at the gate: one that finds everything copied is none
 _SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-TRAINING, SAVES, RING, COPIES, WRITES, COMMITS = 1, 100, 200, 300, 400, 500  # ids of the first track of each kind
 _KINDS = {SAVES: "checkpoint", RING: "wait for the ring", COPIES: "copy", WRITES: "write", COMMITS: "commit"}
 
 _numbers = itertools.count(1)  # of the checkpoints of this process

@@ -28,6 +28,8 @@ SEPARATOR = b",\n"
 END = b"\n]\n"
 OPENING = "process_name"
 
+TRAINING, SAVES, RING, COPIES, WRITES, COMMITS = 1, 100, 200, 300, 400, 500  # ids of the first track of each kind
+
 _FLUSH_S = 1.0  # so old may be what a killed run has not written yet
 _LONGEST_EVENT_BYTES = 1 << 20
 

@@ -34,3 +34,13 @@ def fails(code: int, *arguments: str | Path) -> str:
 def commands() -> list[str]:
     """The names of all."""
     return [str(info.name) for info in app.registered_commands] + [str(group.name) for group in app.registered_groups]
+
+
+def complete(*words: str | Path, shell: str = "bash") -> list[str]:
+    """What a shell is told when TAB is pressed behind these words; the last one may be empty."""
+    line = " ".join(["lazyckpt", *map(str, words)])
+    asked = {"_LAZYCKPT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
+    asked |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words)), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    result = CliRunner(env=asked).invoke(app, [], prog_name="lazyckpt")
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()

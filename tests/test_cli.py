@@ -26,7 +26,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 import lazyckpt
-from commands import commands, fails, run, run_json
+from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
 from lazyckpt.cli import verify
 from lazyckpt.cli.output import progress, size
@@ -603,18 +603,30 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
 
 def test_the_shell_completes_commands_and_steps(folder: Path) -> None:
     assert all(option in run("--help").stdout for option in ("--install-completion", "--show-completion"))
-    for words, completed in ((["ver"], "verify"), (["pin", str(folder), "1"], "15\n10")):
-        line = " ".join(["lazyckpt", *words])
-        asked = {"_LAZYCKPT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
-        command = [sys.executable, "-m", "lazyckpt"]
-        told = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True).stdout
-        assert told.strip() == completed
+    assert complete("ver") == ["verify"]
+    assert complete("pin", folder, "1") == ["15", "10"]
 
 
 def test_sizes() -> None:
     sizes = [0, 1023, 1024, 10 * 1024 - 1, 1024**2 - 1, 38.6 * 2**20, 1.5 * 2**40]
     shown = ["0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.00 MiB", "38.6 MiB", "1.50 TiB"]
     assert [size(int(n)) for n in sizes] == shown
+
+
+def test_what_needs_no_tensors_does_without_torch(folder: Path) -> None:
+    """Which takes seconds to import. Of the other commands the help comes at once, too."""
+    shown = [["--help"], ["--version"], *([name, "--help"] for name in commands()), ["pin", str(folder), "10"]]
+    shown += [[name, str(folder)] for name in ("ls", "inspect", "verify", "prune")]
+    code = (
+        "import json, sys\n"
+        "from commands import complete, run\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    assert run(*words).exit_code == 0 and 'torch' not in sys.modules, words\n"
+        "assert run('x').exit_code == 2 and 'torch' not in sys.modules\n"
+        "assert complete('pin', sys.argv[2], '1') == ['15', '10'] and 'torch' not in sys.modules\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
+    subprocess.run([sys.executable, "-c", code, json.dumps(shown), str(folder)], env=environment, check=True)
 
 
 def test_importing_lazyckpt_imports_no_command_line() -> None:

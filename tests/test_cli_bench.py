@@ -88,6 +88,6 @@ def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "save", break_off)
+        patch.setattr(lazyckpt, "save", break_off)
         assert run("bench", tmp_path).exit_code != 0
     assert os.listdir(tmp_path) == []

@@ -21,7 +21,7 @@ import torch
 import lazyckpt
 from fake_cuda import Capture, Mode
 from fake_cuda.memory import Gpu, raw
-from lazyckpt import _engine, commit, devices, functional
+from lazyckpt import _engine, commit, devices, reading
 from lazyckpt import saver as saver_module
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
@@ -433,12 +433,12 @@ def test_lone_files(gpu: Gpu, tmp_path: Path) -> None:
     tensors = {name: torch.zeros(3000 + n) for n, name in enumerate("abc")}
     gpu.place([tensors["a"], tensors["c"]], device=1)
     gpu.kernel(tensors.values(), 9)
-    functional._engine_of.cache_clear()
+    reading._engine_of.cache_clear()
     try:
         lazyckpt.save(tensors, tmp_path / "a.pt")
         lazyckpt.save(tensors, tmp_path / "a.safetensors")
     finally:
-        functional._engine_of.cache_clear()
+        reading._engine_of.cache_clear()
     assert saved(tmp_path / "a.pt") == gpu.picture(tensors)
     loaded = lazyckpt.load(tmp_path / "a.safetensors")
     assert {name: raw(t) for name, t in loaded.items()} == gpu.picture(tensors)
@@ -452,7 +452,7 @@ def test_load_reads_straight_to_the_device(gpu: Gpu, name: str, pinnable: bool, 
     gpu.streams[1] = gpu.driver.stream(1)
     tensors = {f"{n}": torch.rand(n * n * 300) for n in range(40)}
     tensors["part"] = tensors["39"][1000:3000] if name == "a.pt" else torch.rand(3)
-    functional._engine_of.cache_clear()
+    reading._engine_of.cache_clear()
     try:
         lazyckpt.save(tensors, tmp_path / name)
         waited = gpu.driver.device_malloc(1, 8)
@@ -479,7 +479,7 @@ def test_load_reads_straight_to_the_device(gpu: Gpu, name: str, pinnable: bool, 
             with pytest.raises(lazyckpt.CorruptFileError):
                 lazyckpt.load(tmp_path / name, map_location="cuda:1")
     finally:
-        functional._engine_of.cache_clear()
+        reading._engine_of.cache_clear()
 
 
 def test_the_gil_elsewhere(gpu: Gpu, tmp_path: Path) -> None:

@@ -18,6 +18,38 @@ def test_exported_names_exist_and_are_sorted() -> None:
     assert all(hasattr(lazyckpt, name) for name in lazyckpt.__all__)
 
 
+def test_names_are_there_before_anything_is_imported() -> None:
+    """In a new process: nothing is imported until it is asked for, and then it is what its module has."""
+    script = (
+        "import sys\n"
+        "import lazyckpt\n"
+        "assert 'torch' not in sys.modules and not [m for m in sys.modules if m.startswith('lazyckpt.')]\n"
+        "assert set(lazyckpt.__all__) <= set(dir(lazyckpt))\n"
+        "assert lazyckpt.errors.LoadError is lazyckpt.LoadError and 'torch' not in sys.modules\n"
+        "assert lazyckpt.exporters.Prometheus\n"
+        "from lazyckpt import *\n"
+        "from lazyckpt.checkpointer import Checkpointer as there\n"
+        "assert Checkpointer is lazyckpt.Checkpointer is there\n"
+        "assert all(vars(lazyckpt)[name] is globals()[name] for name in lazyckpt.__all__)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert set(lazyckpt._HOME_OF) == set(lazyckpt.__all__)
+
+
+def test_names_that_are_not_there() -> None:
+    """As of any module; what is wrong inside of one of ours is not hidden."""
+    assert not hasattr(lazyckpt, "Chekpointer") and not hasattr(lazyckpt, "__wrapped__")
+    with pytest.raises(ImportError, match="cannot import name 'Chekpointer'"):
+        exec("from lazyckpt import Chekpointer")
+    done = subprocess.run(
+        [sys.executable, "-c", "import lazyckpt; lazyckpt.Chekpointer"], capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1].startswith("AttributeError: module 'lazyckpt' has no attribute 'Chekpointer'")
+    broken = "import lazyckpt, sys; sys.modules['torch'] = None; lazyckpt.gate"
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True)
+    assert "ModuleNotFoundError: import of torch halted" in done.stderr.splitlines()[-1]
+
+
 def test_every_error_is_exported() -> None:
     own = {n for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, errors.LazyCkptError)}
     assert own <= set(lazyckpt.__all__)

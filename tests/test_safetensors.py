@@ -100,7 +100,7 @@ def assert_as_written(path: Path, tensors: dict[str, torch.Tensor], with_checksu
     assert header.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         info = header.tensors[name]
-        assert (info.dtype, info.shape, info.record.name) == (tensor.dtype, tuple(tensor.shape), name)
+        assert (str(info.dtype), info.shape, info.record.name) == (str(tensor.dtype), tuple(tensor.shape), name)
         assert content[info.record.offset : info.record.offset + info.record.nbytes] == raw(tensor)
         assert info.record.crc32 == (zlib.crc32(raw(tensor)) if with_checksums else None)
 

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from typing import Annotated, Any, cast
 
-import torch
 import typer
 from typer.core import TyperGroup
 
@@ -95,7 +94,9 @@ def _in_words(error: Exception) -> str:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lazyckpt {lazyckpt.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+        from importlib.metadata import version  # of what is installed: to import torch takes seconds
+
+        typer.echo(f"lazyckpt {lazyckpt.__version__} (torch {version('torch')}, Python {platform.python_version()})")
         raise typer.Exit
 
 

@@ -11,20 +11,19 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.text import Text
 
+import lazyckpt
 from lazyckpt import _engine, commit
-from lazyckpt.archive import Archive
 from lazyckpt.cli.output import columns, count, plain, print_json, progress, show, size, stdout
 from lazyckpt.config import MIB, available_memory_bytes
 from lazyckpt.errors import ConfigError
-from lazyckpt.functional import load, process_engine, save
-from lazyckpt.providers.training import provider_for
-from lazyckpt.restore import restore_archive
+
+if TYPE_CHECKING:
+    import torch
 
 _ROUNDS = 3
 _PATIENCE_S = 15.0  # a round begins no later
@@ -130,15 +129,17 @@ def _choose_bytes(folder: Path, raw: _Raw) -> int:
 
 def _measure(folder: Path, nbytes: int, raw: _Raw) -> dict[str, list[float]]:
     """Bytes a second. The ways take turns in every round, so that a disk that becomes slower does so for all."""
+    import torch  # takes seconds
+
     random = torch.frombuffer(bytearray(os.urandom(nbytes // _TENSORS)), dtype=torch.uint8)  # some disks know zeros
     state = {f"t{i}": random.clone() for i in range(_TENSORS)}
     plain_file, saved = folder / "raw", folder / "saved.pt"
     arms: list[tuple[str, Path, Callable[[], Any]]] = [
         (RAW_WRITE, plain_file, lambda: raw.write(plain_file, nbytes)),
-        (WRITE, saved, lambda: save(state, saved)),
+        (WRITE, saved, lambda: lazyckpt.save(state, saved)),
         (RAW_READ, plain_file, lambda: raw.read(plain_file, nbytes)),
         (RESTORE, saved, lambda: _restore(state, saved)),
-        (LOAD, saved, lambda: load(saved)),
+        (LOAD, saved, lambda: lazyckpt.load(saved)),
     ]
     rates: dict[str, list[float]] = defaultdict(list)
     latest = time.perf_counter() + _PATIENCE_S
@@ -160,6 +161,11 @@ def _measure(folder: Path, nbytes: int, raw: _Raw) -> dict[str, list[float]]:
 
 
 def _restore(state: dict[str, torch.Tensor], path: Path) -> None:
+    from lazyckpt.archive import Archive
+    from lazyckpt.providers.training import provider_for
+    from lazyckpt.reading import process_engine
+    from lazyckpt.restore import restore_archive
+
     with Archive(path, "cpu", weights_only=True, engine=process_engine(), lands=True) as archive:
         restore_archive(archive, provider_for("state", state), path)
 

@@ -7,16 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from lazyckpt.cli.contents import documents_in, read
-from lazyckpt.cli.norms import Norms, compare
 from lazyckpt.cli.output import TreeLine, count, plain, print_json, print_tree, progress, stdout
 from lazyckpt.cli.skeleton import Opaque
 from lazyckpt.cli.tree import STYLES, Node, drawn_rows, join_single_children, short, shown_shape
+
+if TYPE_CHECKING:
+    from lazyckpt.cli.norms import Norms
 
 
 def diff(
@@ -70,6 +72,9 @@ class _Comparison:
     """Of two documents. ``root`` has what differs and nothing else."""
 
     def __init__(self, name: str, a: Path, b: Path) -> None:
+        from lazyckpt.cli import norms  # imports torch, which takes seconds
+
+        self._norms = norms
         self.name, self.a, self.b = name, a, b
         self.same = 0
         self.changes: dict[str, int] = defaultdict(int)
@@ -109,7 +114,7 @@ class _Comparison:
                 into.children.append(row)
                 norms = [child.norms for child in row.children if child.norms is not None]
                 if norms:
-                    row.norms = Norms()
+                    row.norms = self._norms.Norms()
                     for part in norms:
                         row.norms.add(part)
         elif a.kind == b.kind == "tensor" and _describe(a) == _describe(b):
@@ -128,7 +133,7 @@ class _Comparison:
             self._note(into, a, "changed", f"{told}, {ties[0]} -> {ties[1]}")
         elif a.tied_to is not None:  # compared where it is tied to
             self.same += 1
-        elif (norms := compare(a.value, b.value, self._advance)).differing:
+        elif (norms := self._norms.compare(a.value, b.value, self._advance)).differing:
             self._note(into, a, "changed", told, norms)
         else:
             self.same += 1

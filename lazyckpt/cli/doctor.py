@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.padding import Padding
 from rich.text import Text
@@ -63,9 +62,13 @@ class _Facts:
     locks_freely: bool
     probe: dict[str, str]
     numa_nodes: int
+    torch: str  # its version
+    gpus: tuple[str, ...]  # that torch can use
 
     @staticmethod
     def of(asked: Path) -> _Facts:
+        import torch  # takes seconds
+
         directory = asked.absolute()
         while not directory.exists():
             directory = directory.parent
@@ -84,6 +87,8 @@ class _Facts:
             locks_freely=_may_lock_memory(),
             probe=_engine.probe(directory),
             numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+            torch=torch.__version__,
+            gpus=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         )
 
     @property
@@ -112,7 +117,7 @@ def _describe(facts: _Facts) -> list[tuple[str, str]]:
         where += f" (the nearest folder of {facts.asked} that exists)"
     return [
         ("lazyckpt", f"{lazyckpt.__version__}, checksums by {probe['crc32']}{build}"),
-        ("torch", f"{torch.__version__}, Python {platform.python_version()}"),
+        ("torch", f"{facts.torch}, Python {platform.python_version()}"),
         ("kernel", f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} CPUs"),
         ("folder", where),
         ("file system", facts.file_system),
@@ -121,15 +126,15 @@ def _describe(facts: _Facts) -> list[tuple[str, str]]:
         ("O_DIRECT", probe["o_direct"] + (alignment if facts.o_direct else "")),
         ("memory", f"{size(facts.available_bytes)} available to this process"),
         ("memlock", memlock + (", which does not bind this process" if facts.locks_freely else "")),
-        ("CUDA", _cuda(probe)),
+        ("CUDA", _cuda(facts)),
     ]
 
 
-def _cuda(probe: dict[str, str]) -> str:
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+def _cuda(facts: _Facts) -> str:
+    probe = facts.probe
+    if facts.gpus:
         version = f"; driver of CUDA {probe['cuda_version']}" if "cuda_version" in probe else ""
-        return ", ".join(names) + version
+        return ", ".join(facts.gpus) + version
     if probe["cuda_driver"] == "yes":
         return "no: there is a driver, but torch finds no device it can use"
     return probe["cuda_driver"]
@@ -173,7 +178,7 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
                 "little more CPU time. 'ulimit -l unlimited' lifts that.",
             )
         )
-    if torch.cuda.is_available():
+    if facts.gpus:
         found += _conclude_cuda(facts.probe)
         if facts.numa_nodes > 1 and "cuda_numa_nodes" in facts.probe:
             found.append(_conclude_numa(facts.probe))

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from lazyckpt.containers.base import FileReader, Record, count_elements
 from lazyckpt.containers.torch_zip_reader import Directory
+from lazyckpt.dtypes import DTYPES, Dtype
 from lazyckpt.errors import CorruptFileError
 
 _MAX_DIMENSIONS = 1000
@@ -39,7 +38,7 @@ class Storage:
     """A record of ``file``; ``dtype`` is None if the pickle leaves that to the tensors."""
 
     record: Record
-    dtype: torch.dtype | None
+    dtype: Dtype | None
     file: Path
 
 
@@ -63,8 +62,8 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        dtype = getattr(torch, self.dtype, None)
-        return count_elements(self.shape) * dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+        dtype = DTYPES.get(self.dtype)
+        return count_elements(self.shape) * dtype.itemsize if dtype is not None else 0
 
 
 class Opaque:
@@ -136,8 +135,8 @@ class _Unpickler(pickle._Unpickler):
         full = f"{module}.{name}"
         if full in _KNOWN:
             return _KNOWN[full]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
         if full not in self._opaque:
             if len(self._opaque) == _MAX_NAMES:
                 raise ValueError(f"more than {_MAX_NAMES} names")
@@ -200,7 +199,7 @@ for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
     """_rebuild_tensor, _v2 and _v3: the dtype is that of the storage, or stands behind."""
-    dtype = next((item for item in rest if isinstance(item, torch.dtype)), None) or storage.dtype
+    dtype = next((item for item in rest if isinstance(item, Dtype)), None) or storage.dtype
     if not isinstance(storage, Storage):
         raise ValueError("a malformed tensor")
     lazily = next((item for item in rest if type(item) is dict), {})  # what torch calls metadata
@@ -255,13 +254,19 @@ _KNOWN: dict[str, Any] = {
     },
 }
 
-_STORAGE_DTYPES: dict[str, torch.dtype] = {
-    name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()
-}
+_STORAGE_DTYPES = {
+    f"{name}Storage": DTYPES[dtype]
+    for name, dtype in {
+        "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
+        "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+        "ComplexDouble": "complex128", "ComplexFloat": "complex64",
+        "QInt8": "qint8", "QInt32": "qint32", "QUInt8": "quint8", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
+    }.items()
+}  # fmt: skip
 
 
 def dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "?"
+    return dtype.name if isinstance(dtype, Dtype) else "?"
 
 
 def strides_of(shape: tuple[int, ...], first_fastest: bool = False) -> tuple[int, ...]:

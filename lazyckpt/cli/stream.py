@@ -23,13 +23,11 @@ from pathlib import Path
 
 import torch
 
-from lazyckpt.archive import Reading
 from lazyckpt.containers.base import LITERAL, SOURCE, Extent, Record
 from lazyckpt.errors import SaveError, save_error
-from lazyckpt.functional import _CHUNK_BYTES as CHUNK_BYTES
-from lazyckpt.functional import process_engine
 from lazyckpt.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
+from lazyckpt.reading import CHUNK_BYTES, Reading, process_engine
 
 _BATCH_BYTES = 16 << 20  # at most, unless one storage is larger
 

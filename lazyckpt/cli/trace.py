@@ -13,8 +13,18 @@ from rich.text import Text
 
 from lazyckpt.cli.output import columns, count, plain, print_json, show, size, stdout
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.trace import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES
-from lazyckpt.trace_file import BEGIN, END, OPENING, SEPARATOR
+from lazyckpt.trace_file import (
+    BEGIN,
+    COMMITS,
+    COPIES,
+    END,
+    OPENING,
+    RING,
+    SAVES,
+    SEPARATOR,
+    TRAINING,
+    WRITES,
+)
 
 _KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
 

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from lazyckpt.cli.output import count
 from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name, strides_of
+from lazyckpt.dtypes import DTYPES, Dtype
 
 MAX_DEPTH = 32
 STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a row, by its kind
@@ -111,7 +110,7 @@ class Tree:
         if isinstance(value, Opaque) and (array := _numpy_array(value)) is not None:
             value = array
         if isinstance(value, Storage):
-            dtype = value.dtype or torch.uint8
+            dtype = value.dtype or DTYPES["uint8"]
             value = Tensor(dtype_name(dtype), (value.record.nbytes // dtype.itemsize,), 0, (1,), value, "storage")
         if isinstance(value, Tensor):
             return self._tensor(name, path, depth, value)
@@ -241,7 +240,7 @@ def short(value: Any, *, nested: bool = False) -> str:
         return repr(bytes(value)) if len(value) <= _MAX_TEXT // 4 else f"{len(value):,} bytes"
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length():,} bits"
-    if value is None or isinstance(value, int | float | complex | torch.dtype):
+    if value is None or isinstance(value, int | float | complex | Dtype):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
         left, right = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"

@@ -12,7 +12,6 @@ import typer
 from rich.text import Text
 
 from lazyckpt import _engine, commit
-from lazyckpt.archive import Reading
 from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
 from lazyckpt.cli.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
@@ -22,7 +21,7 @@ from lazyckpt.containers import safetensors, sniff
 from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.functional import process_engine
+from lazyckpt.reading import Reading, process_engine
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
 

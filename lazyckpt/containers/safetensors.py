@@ -21,12 +21,14 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lazyckpt.containers.base import PAGE_BYTES, Extent, ExtentBuilder, FileReader, Record, count_elements, unique_keys
+from lazyckpt.dtypes import DTYPES, Dtype
 from lazyckpt.errors import ConfigError, UnsupportedFormatError
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors crate refuses more
 _MAX_DIMENSION = 2**63 - 1
@@ -35,7 +37,7 @@ _CHECKSUMS = "lazyckpt.crc32"
 _VALUE_PREFIX = b'{"__metadata__":{"%s":"' % _CHECKSUMS.encode()
 _OUR_PADDING = b" " * 8
 
-# The crate's Dtype, less what torch lacks (F6_*). Older versions of torch lack some of the small floats.
+# The crate's Dtype, less what torch lacks (F6_*).
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
     "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
@@ -43,10 +45,7 @@ _TORCH_NAMES = {
     "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in _TORCH_NAMES.items() if hasattr(torch, attribute)
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_KINDS = {f"torch.{name}": kind for kind, name in _TORCH_NAMES.items()}
 _PACKED = "F4"  # two to the byte: the header counts values, torch's shape counts bytes
 
 
@@ -112,7 +111,7 @@ class Layout:
 class TensorInfo:
     """One tensor of the file: ``shape`` as torch has it, ``record`` its bytes."""
 
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
     record: Record
 
@@ -129,7 +128,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """Reads and checks the header: the tensors must cover the rest of the file exactly.
 
     Raises CorruptFileError if it is damaged or no safetensors file, UnsupportedFormatError for a dtype that
-    this torch lacks, LoadError if ``path`` cannot be read.
+    torch lacks, LoadError if ``path`` cannot be read.
     """
     with FileReader(path) as file:
         front = file.read(0, _LENGTH_BYTES)
@@ -166,7 +165,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _to_header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    kind = _DTYPE_NAMES.get(dtype)
+    kind = _KINDS.get(str(dtype))
     if kind is None or (kind == _PACKED and not shape):
         raise ConfigError(f"tensor {name!r}: safetensors cannot hold {dtype} with shape {tuple(shape)}")
     if kind == _PACKED:
@@ -206,13 +205,13 @@ def _tensor(file: FileReader, name: str, told: Any, data_offset: int, crc32: int
     kind, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
     if not isinstance(kind, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise file.corrupt(f"{where}: dtype, shape or data_offsets is malformed")
-    if kind not in _DTYPES:
+    if kind not in _TORCH_NAMES:
         raise UnsupportedFormatError(f"{where}: this torch has no dtype for {kind!r}", path=file.path)
     if kind == _PACKED:
         if not shape or shape[-1] % 2:
             raise file.corrupt(f"{where}: {kind} needs an even last dimension")
         shape = [*shape[:-1], shape[-1] // 2]
-    dtype = _DTYPES[kind]
+    dtype = DTYPES[_TORCH_NAMES[kind]]
     begin, end = offsets
     try:
         nbytes = count_elements([*shape, dtype.itemsize])

@@ -984,10 +984,10 @@ _in(
     ),
 )
 
-# archive.py, restore.py, catalog.py, functional.py, cli/verify.py: nothing damaged or hostile gets in
+# archive.py, reading.py, restore.py, catalog.py, functional.py, cli/verify.py: nothing damaged or hostile gets in
 
 _in(
-    "lazyckpt/archive.py",
+    "lazyckpt/reading.py",
     (
         "a record's checksum is not compared",
         "if bad:",
@@ -997,6 +997,15 @@ _in(
             "test_restore.py::test_a_damaged_newest_is_passed_over_with_a_warning_that_names_the_reason"
         ),
     ),
+    (
+        "a forked child uses the engine of its parent",
+        "return _engine_of(os.getpid())",
+        "return _engine_of(0)",
+        "test_functional.py::test_a_forked_child_saves_and_loads",
+    ),
+)
+_in(
+    "lazyckpt/archive.py",
     (
         "nor the pickle's",
         "record.crc32 not in (None, zlib.crc32(data))",
@@ -1139,12 +1148,6 @@ _in(
         "        read_checkpoint(path)\n",
         "",
         "test_functional.py::test_a_checkpoint_folder",
-    ),
-    (
-        "a forked child uses the engine of its parent",
-        "return _engine_of(os.getpid())",
-        "return _engine_of(0)",
-        "test_functional.py::test_a_forked_child_saves_and_loads",
     ),
     (
         "a lone file is published before it is durable",
@@ -1505,7 +1508,7 @@ _in(
         "if False:",
         SAFETENSORS,
     ),
-    ("a dtype may be unknown", "if kind not in _DTYPES:", "if False:", SAFETENSORS),
+    ("a dtype may be unknown", "if kind not in _TORCH_NAMES:", "if False:", SAFETENSORS),
     ("a packed dtype may be odd", "if not shape or shape[-1] % 2:", "if False:", SAFETENSORS),
     ("a shape may not fit its bytes", "if nbytes != end - begin:", "if False:", SAFETENSORS),
     (

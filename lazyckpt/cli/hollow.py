@@ -1,0 +1,121 @@
+"""Objects whose tensors have memory that nobody has touched, and whose bytes are in another file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazyckpt.cli.skeleton import Opaque, Storage, Tensor
+from lazyckpt.cli.stream import Origin
+from lazyckpt.dtypes import Dtype
+from lazyckpt.errors import ConfigError, CorruptFileError
+
+
+class Hollow:
+    """Makes objects of what ``cli.skeleton`` told. Their tensors have memory that nobody touches: it costs nothing."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.origins: dict[int, Origin] = {}
+        self.records: dict[tuple[Path, str], Any] = {}
+        self._storages: dict[tuple[Path, str], torch.UntypedStorage] = {}
+        self._made: dict[int, Any] = {}
+
+    def tensors(self, obj: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Of a dict of tensors: each dense, with a storage of its own; and further names of some, with the first that
+        they have. Raises ConfigError for anything else."""
+        self.check_named(obj, "safetensors")
+        owner: dict[tuple[Path, str], str] = {}
+        made: dict[str, torch.Tensor] = {}
+        ties = {}
+        for name, value in obj.items():
+            record = value.storage.record
+            place = value.storage.file, record.name
+            if record.nbytes and place in owner:
+                if _shows(value) == _shows(obj[owner[place]]):
+                    ties[name] = owner[place]
+                    continue
+                raise ConfigError(
+                    f"{self._file}: {owner[place]!r} and {name!r} show parts of the same memory, which safetensors "
+                    "cannot express; convert to .pt instead"
+                )
+            owner[place] = name
+            tensor = self._tensor(value, name)
+            if not tensor.is_contiguous() or tensor.nbytes != record.nbytes:
+                view = (tensor.dtype, value.offset, value.shape, value.stride)
+                tensor = torch.empty(value.shape, dtype=tensor.dtype)
+                self.origins[tensor.untyped_storage()._cdata] = Origin(value.storage.file, record, view)
+            made[name] = tensor
+        return made, ties
+
+    def check_named(self, obj: Any, target: str) -> None:
+        """Raises ConfigError unless it is a dict of tensors, which is all that ``target`` holds."""
+        if not isinstance(obj, Mapping):
+            raise ConfigError(f"{self._file}: {target} holds a dict of tensors, this is {_kind(obj)}")
+        for name, value in obj.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor) or value.storage is None:
+                what = f"{name!r} is {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
+                parts = [str(k) for k, v in obj.items() if isinstance(v, Mapping)]
+                hint = f"; take a part with --key: {', '.join(parts[:10])}" if parts else ""
+                raise ConfigError(f"{self._file}: {target} holds named tensors and nothing else: {what}{hint}")
+
+    def whole(self, obj: Any, name: str = "") -> Any:
+        """Of anything made of plain values and tensors; ties stay. Raises ConfigError for the rest."""
+        if (known := self._made.get(id(obj))) is not None:
+            return known
+        if isinstance(obj, Tensor) and obj.storage is not None:
+            tensor = self._made[id(obj)] = self._tensor(obj, name)
+            return tensor
+        if isinstance(obj, Dtype) and (dtype := getattr(torch, obj.name, None)) is not None:
+            return dtype
+        if isinstance(obj, Tensor | Storage | Opaque | Dtype):
+            raise ConfigError(
+                f"{self._file}: {name or 'it'} is {_kind(obj)}; only tensors and plain values are converted (--key "
+                "takes a part)"
+            )
+        if not isinstance(obj, Mapping | list | tuple | set | frozenset):
+            return obj
+        if isinstance(obj, tuple | set | frozenset):  # which cannot hold themselves
+            made: Any = type(obj)(self.whole(item, f"{name}.{i}") for i, item in enumerate(obj))
+            self._made[id(obj)] = made
+            return made
+        made = self._made[id(obj)] = type(obj)()
+        if isinstance(obj, list):
+            made.extend(self.whole(item, f"{name}.{i}") for i, item in enumerate(obj))
+        else:
+            for key, value in obj.items():
+                made[self.whole(key, f"{name}: a key")] = self.whole(value, f"{name}.{key}".removeprefix("."))
+        return made
+
+    def _tensor(self, tensor: Tensor, name: str) -> torch.Tensor:
+        assert tensor.storage is not None
+        dtype = getattr(torch, tensor.dtype, None)
+        if tensor.kind or not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"{self._file}: {name!r} is {_kind(tensor)}, which is not converted")
+        record = tensor.storage.record
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+        if 0 not in tensor.shape and (tensor.offset + last + 1) * dtype.itemsize > record.nbytes:
+            raise CorruptFileError(f"record {record.name}: too short for a tensor that views it", path=self._file)
+        place = tensor.storage.file, record.name
+        storage = self._storages.get(place)
+        if storage is None:
+            self.records[place] = record
+            storage = self._storages[place] = torch.UntypedStorage(record.nbytes)
+            self.origins[storage._cdata] = Origin(tensor.storage.file, record)
+        return torch.empty(0, dtype=dtype).set_(storage, tensor.offset, tensor.shape, tensor.stride)
+
+
+def _shows(tensor: Tensor) -> tuple[Any, ...]:
+    """Of its storage."""
+    return tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.kind
+
+
+def _kind(value: Any) -> str:
+    """With its article."""
+    if isinstance(value, Tensor):
+        return f"a tensor {value.kind}" if value.kind else f"a tensor of {value.dtype}"
+    name = value.global_name if isinstance(value, Opaque) else type(value).__name__
+    return "a storage" if isinstance(value, Storage) else f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"

@@ -1,0 +1,69 @@
+"""The parallel read of parts of a file, every checksum compared. Needs torch only for bytes that go to a device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from collections.abc import Iterator
+from functools import cache
+
+from lazyckpt import _engine
+from lazyckpt.config import MIB
+from lazyckpt.containers.base import Record
+from lazyckpt.errors import CorruptFileError, LoadError
+
+CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
+_RING_BYTES = 16 * CHUNK_BYTES
+
+
+def process_engine() -> _engine.Engine:
+    """One small engine for each process; a forked child makes its own."""
+    return _engine_of(os.getpid())
+
+
+@cache
+def _engine_of(pid: int) -> _engine.Engine:
+    engine = _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=CHUNK_BYTES, io_depth=8, copy_threads=1)
+    engine.reserve(_RING_BYTES)
+    return engine
+
+
+class Reading:
+    """A read of records under way: the disk has begun, nothing has landed. Raises LoadError."""
+
+    def __init__(self, path: str | os.PathLike[str], records: list[Record], engine: _engine.Engine) -> None:
+        self._path = path
+        self._records = records
+        offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
+        with self._load_error():
+            self._reader = _engine.Reader(engine, path, offsets, sizes)
+
+    def close(self) -> None:
+        """Gives up."""
+        del self._reader
+
+    def read_into(self, pointers: list[int], ordinals: list[int] | None = None) -> list[int]:
+        """Reads each record to its place (0: nowhere), on the host or on attached devices, and returns the CRC-32 of
+        each. Raises CorruptFileError that names the records whose bytes are not what was written."""
+        cuda: set[int] = set()
+        streams = None
+        if ordinals is not None:
+            from lazyckpt import devices
+
+            cuda = set(ordinals) - {devices.HOST}
+            streams = devices.current_streams(cuda) if cuda else None
+        with self._load_error():
+            crcs = self._reader.read_into(array("Q", pointers), array("q", ordinals or ()) if cuda else None, streams)
+        bad = [r.name for r, crc in zip(self._records, crcs, strict=True) if r.crc32 is not None and r.crc32 != crc]
+        if bad:
+            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            raise CorruptFileError(f"checksum does not match: {names}", path=self._path)
+        return crcs
+
+    @contextlib.contextmanager
+    def _load_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LoadError(f"cannot be read: {error.strerror}", path=self._path) from error
