@@ -578,8 +578,8 @@ def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: 
 def test_help_fills_the_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line of prose but the last of a paragraph is so long that the next word has no room in it."""
     monkeypatch.setenv("COLUMNS", "80")
-    for name in commands():
-        text = run(name, "--help").stdout.split("╭─")[0]
+    for name in [*commands(), "accelerate config"]:
+        text = run(*name.split(), "--help").stdout.split("╭─")[0]
         for paragraph in re.split(r"\n\s*\n", text):
             lines = paragraph.strip().splitlines()
             for line, following in itertools.pairwise(lines):
@@ -601,10 +601,52 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
     assert "\x1b[32mok" in shown[""] and "\x1b[3" not in shown["1"]
 
 
-def test_the_shell_completes_commands_and_steps(folder: Path) -> None:
+def test_the_shell_completes_commands_and_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(option in run("--help").stdout for option in ("--install-completion", "--show-completion"))
     assert complete("ver") == ["verify"]
     assert complete("pin", folder, "1") == ["15", "10"]
+    assert complete("unpin", folder, "") == [""]
+    assert run("pin", folder, "10").exit_code == 0
+    assert complete("pin", folder, "1") == ["15"] and complete("unpin", folder, "") == ["10"]
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert complete("unpin", "~/run", "") == complete("unpin", "$HOME/run", "") == ["10"]
+    assert complete("unpin", "~nobody/run", "") == complete("unpin", folder / "missing", "") == [""]
+
+
+def test_the_shell_completes_steps_of_a_trace_and_parts_of_a_file(tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path / "run", trace=tmp_path / "t.json") as ckpt:
+        ckpt.track(extra={"ema": {"a.b": {"w": torch.zeros(1)}}, "w": torch.zeros(1)})
+        for step in (9, 10, 11, 10):
+            ckpt.save(step, blocking=True)
+    assert complete("trace", tmp_path / "t.json", "--step", "") == ["10", "11", "9"]
+    assert complete("trace", tmp_path / "t.json", "--step", "1") == ["10", "11"]
+    assert complete("trace", tmp_path / "run", "--step", "") == [""]
+    parts = complete("convert", tmp_path / "run", "x.pt", "--key", "")
+    assert parts == ["extra", "rng", "extra.ema", "rng.python", "extra.ema.a.b"]
+    for part in parts:
+        assert run("convert", tmp_path / "run", tmp_path / f"{part}.pt", "--key", part).exit_code == 0
+    (told,) = complete("trace", tmp_path / "t.json", "--step", "9", shell="fish")
+    assert told.startswith("9\tstep-00000009, ") and told.endswith("B")
+
+
+def test_completion_says_one_line_of_each_option() -> None:
+    """fish would offer the second line as one more."""
+    for name in [*commands(), "accelerate config"]:
+        lines = complete(*name.split(), "--", shell="fish")
+        assert lines and [line for line in lines if not re.match(r"--[a-z-_]+\t\S.*\S", line)] == [], name
+
+
+def test_bash_completes(folder: Path, tmp_path: Path) -> None:
+    """The script that is installed, in the shell that it is for."""
+    program = tmp_path / "lazyckpt"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m lazyckpt "$@"\n')
+    program.chmod(0o755)
+    script = subprocess.run([program], env=os.environ | {"_LAZYCKPT_COMPLETE": "source_bash"}, capture_output=True)
+    asked = f"""COMP_WORDS=(lazyckpt pin {folder} "") COMP_CWORD=3; _lazyckpt_completion {program}"""
+    told = subprocess.run(
+        ["bash", "-c", f'{script.stdout.decode()}\n{asked}; echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True
+    )
+    assert told.stdout == "15 30 20 10\n", told.stderr
 
 
 def test_sizes() -> None:

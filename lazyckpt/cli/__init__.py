@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 import lazyckpt
 from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, pin, prune, trace, verify
-from lazyckpt.cli.output import print_error, print_json
+from lazyckpt.cli.output import print_error, print_json, prose
 from lazyckpt.errors import LazyCkptError
 
 _EXIT_TROUBLE = 2
@@ -135,7 +135,5 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     bench.bench,
 )
 for _command in _COMMANDS:
-    # The help is wrapped to the terminal; the ends of the docstring's lines would stay in it.
-    _paragraphs = [" ".join(paragraph.split()) for paragraph in (_command.__doc__ or "").split("\n\n")]
-    app.command(_command.__name__, help="\n\n".join(_paragraphs))(_command)
+    app.command(_command.__name__, help=prose(_command.__doc__))(_command)
 app.add_typer(accelerate.app, name="accelerate")

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from lazyckpt import settings
-from lazyckpt.cli.output import plain, print_error, stdout
+from lazyckpt.cli.output import plain, print_error, prose, stdout
 from lazyckpt.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Settings for training with Hugging Face Accelerate.")
@@ -28,7 +28,6 @@ def _group() -> None:
     """Settings for training with Hugging Face Accelerate."""
 
 
-@app.command()
 def config(
     default: Annotated[bool, typer.Option("--default", help="Ask nothing; write the defaults to a new file.")] = False,
     config_file: Annotated[
@@ -37,13 +36,14 @@ def config(
             "--config-file",
             "--config_file",
             metavar="FILE",
-            help="Instead of lazyckpt.yaml beside accelerate's default_config.yaml; LAZYCKPT_CONFIG_FILE names it.",
+            help="Instead of lazyckpt.yaml beside accelerate's default_config.yaml.",
         ),
     ] = None,
 ) -> None:
     """Ask how checkpoints are to be saved, and write it down for 'accelerate launch -m lazyckpt.run'.
 
-    An existing file gives the defaults of the questions; settings in it that are not asked for stay.
+    An existing file gives the defaults of the questions; settings in it that are not asked for stay. If it is
+    elsewhere, LAZYCKPT_CONFIG_FILE names it to the launcher.
     """
     try:
         path = config_file or _default_file()
@@ -59,6 +59,9 @@ def config(
         known[name] = current if default else _ask(name, question, current, known)
     settings.write_file(path, known)
     stdout().print(Text(f"lazyckpt configuration saved at {plain(path)}"), soft_wrap=True)
+
+
+app.command(help=prose(config.__doc__))(config)
 
 
 def _default_file() -> Path:

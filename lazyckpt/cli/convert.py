@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from lazyckpt import commit
+from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.contents import SUFFIXES, document_in, read
 from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lazyckpt.cli.hollow import Hollow
     from lazyckpt.plan import FilePlan
 
+_MAX_PARTS = 100  # that are looked into for the shell
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("", "i")
 }
@@ -36,19 +38,34 @@ def _parse_size(text: str) -> int:
     return nbytes
 
 
+def _parts(src: Path) -> Found:
+    """What ``--key`` may be: dicts in dicts."""
+    todo = [("", read(document_in(src)).obj)]
+    for prefix, obj in todo:
+        for key, value in obj.items() if isinstance(obj, Mapping) else ():
+            if isinstance(key, str) and isinstance(value, Mapping):
+                yield f"{prefix}{key}", count(len(value), "entry", "entries")
+                if len(todo) < _MAX_PARTS:
+                    todo.append((f"{prefix}{key}.", value))
+
+
 def convert(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="A file, an index of shards, a checkpoint or a folder.")],
     dst: Annotated[
         Path, typer.Argument(metavar="DST", help="A new .safetensors or .pt file; for shards a new folder.")
     ],
-    key: Annotated[str | None, typer.Option(help="Take only this part of what is saved, e.g. model.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Take only this part of what is saved, e.g. model.", autocompletion=completed_from("src", _parts)
+        ),
+    ] = None,
     max_shard_size: Annotated[
         Any,
         typer.Option(
             metavar="SIZE",
             parser=_parse_size,
-            help="Write a folder of files of at most this size, e.g. 5GB, and their index. They are safetensors files, "
-            "or archives if DST is DIR/pytorch_model.bin.",
+            help="Write a folder of files of at most this size, e.g. 5GB, and their index.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -60,6 +77,8 @@ def convert(
     plain value is refused. safetensors holds named tensors and nothing else; --key takes them out of a checkpoint. A
     tensor with several names, a tied weight, is held once; the other names stand in the metadata, as safetensors' own
     save_model has it, and are tied again on the way back.
+
+    With --max-shard-size, DST is a new folder of safetensors files; archives go to DIR/pytorch_model.bin.
     """
     from lazyckpt.cli.hollow import Hollow  # imports torch, which takes seconds
     from lazyckpt.plan import plan_for

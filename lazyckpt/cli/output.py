@@ -127,6 +127,11 @@ def columns(*names: str, right: tuple[str, ...] = (), wrap: tuple[str, ...] = ()
     return table
 
 
+def prose(docstring: str | None) -> str:
+    """For help, which is wrapped to the terminal: the ends of the docstring's lines would stay in it."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (docstring or "").split("\n\n"))
+
+
 def plain(text: object) -> str:
     """``text`` with everything escaped that a terminal would obey: names in files are anybody's."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
@@ -155,6 +160,6 @@ def age(then: datetime) -> str:
     return f"{seconds} s"
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str = "") -> str:
     """1 record, 2 records."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lazyckpt import catalog
+from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.ls import catalog_of
-from lazyckpt.cli.output import plain, print_json, stdout
-from lazyckpt.errors import LazyCkptError, LoadError
+from lazyckpt.cli.output import age, plain, print_json, size, stdout
+from lazyckpt.errors import LoadError
 
 
-def _steps(context: typer.Context, incomplete: str) -> list[str]:
-    """Of the run's folder that stands before, for the shell to complete."""
-    try:
-        found = catalog_of(Path(context.params["directory"])).scan()
-    except (OSError, LazyCkptError, KeyError, TypeError):
-        return []
-    return [str(checkpoint.step) for checkpoint in found if str(checkpoint.step).startswith(incomplete)]
+def _steps(directory: Path, *, pinned: bool) -> Found:
+    for checkpoint in catalog_of(directory).scan():
+        if checkpoint.pinned == pinned:
+            yield str(checkpoint.step), f"{age(checkpoint.created)} ago, {size(checkpoint.nbytes)}"
+
+
+def _step(*, pinned: bool) -> Any:
+    """Completed by those that it makes sense for."""
+    steps = completed_from("directory", partial(_steps, pinned=pinned))
+    return typer.Argument(metavar="STEP", min=0, help="Of the checkpoint.", autocompletion=steps)
 
 
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
-_Step = Annotated[int, typer.Argument(metavar="STEP", min=0, autocompletion=_steps)]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def pin(directory: _Directory, step: _Step, as_json: _Json = False) -> None:
+def pin(directory: _Directory, step: Annotated[int, _step(pinned=False)], as_json: _Json = False) -> None:
     """Keep a checkpoint, whatever keep_last, keep_every and 'lazyckpt prune' say.
 
     A Checkpointer that is running heeds it, too. A pin belongs to the step: if that is saved again, it stays pinned.
@@ -38,7 +42,7 @@ def pin(directory: _Directory, step: _Step, as_json: _Json = False) -> None:
     _tell(checkpoint, True, as_json)
 
 
-def unpin(directory: _Directory, step: _Step, as_json: _Json = False) -> None:
+def unpin(directory: _Directory, step: Annotated[int, _step(pinned=True)], as_json: _Json = False) -> None:
     """Undo 'lazyckpt pin': retention decides again."""
     checkpoint = catalog_of(directory).root / catalog.folder_name(step)
     if not checkpoint.exists() and not catalog.pin_of(checkpoint).exists():

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.output import columns, count, plain, print_json, show, size, stdout
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.trace_file import (
@@ -29,9 +30,21 @@ from lazyckpt.trace_file import (
 _KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
 
 
+def _steps(file: Path) -> Found:
+    """The newest first; one that was saved twice is told once."""
+    checkpoints = {str(c["args"]["step"]): c["args"] for c in reversed(read_trace(file).checkpoints)}
+    for step, told in checkpoints.items():
+        yield step, f"{Path(told['path']).name}, {size(told['metrics']['bytes'])}"
+
+
 def trace(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What Checkpointer(trace=FILE) has recorded.")],
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Not the newest, but that of step N.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Not the newest, but that of step N.", autocompletion=completed_from("file", _steps)
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PNG", help="Draw it, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
