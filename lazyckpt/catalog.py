@@ -34,6 +34,10 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_folder_name(name: str) -> bool:
+    return _FOLDER.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file as the manifest tells of it."""

@@ -123,11 +123,22 @@ def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) 
 
 
 def test_ls_of_what_is_no_run(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".hidden").mkdir(parents=True)
     line = run("ls", tmp_path / "empty").stdout
     assert line.startswith("no checkpoints in") and "what trainers saved: lazyckpt verify" in line
     assert "No such file" in fails(2, "ls", tmp_path / "missing")
     assert "a checkpoint itself" in fails(2, "ls", folder / "step-00000010")
+
+
+def test_a_folder_of_runs_says_which(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.zeros(1)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "other").mkdir()
+    assert "; there are some in its folders hf, run" in run("ls", tmp_path).stdout
+    assert fails(2, "inspect", tmp_path).endswith("no checkpoint in this folder; there are some in its folders hf, run")
+    for number in range(5):
+        (tmp_path / f"r{number}" / "step-00000001").mkdir(parents=True)
+    assert fails(2, "inspect", tmp_path).endswith(" hf, r0, r1, r2, r3, …")
 
 
 # inspect
@@ -665,7 +676,7 @@ def test_what_needs_no_tensors_does_without_torch(folder: Path) -> None:
         "for words in json.loads(sys.argv[1]):\n"
         "    assert run(*words).exit_code == 0 and 'torch' not in sys.modules, words\n"
         "assert run('x').exit_code == 2 and 'torch' not in sys.modules\n"
-        "assert complete('pin', sys.argv[2], '1') == ['15', '10'] and 'torch' not in sys.modules\n"
+        "assert complete('pin', sys.argv[2], '1') == ['15'] and 'torch' not in sys.modules\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
     subprocess.run([sys.executable, "-c", code, json.dumps(shown), str(folder)], env=environment, check=True)
@@ -718,17 +729,27 @@ def test_a_narrow_terminal_cuts_lines_and_a_pipe_does_not(tmp_path: Path, folder
     shown = on_terminal(60, "inspect", "a.pt", cwd=tmp_path)
     assert max(map(len, shown)) <= 60 and "x…" in shown[-1]
     assert "x" * 100 + "  float32" in run("inspect", tmp_path / "a.pt").stdout
-    newest = on_terminal(40, "ls", str(folder), cwd=tmp_path)[1].split()  # nothing of it is cut, or missing
-    assert newest[0] == "15" and newest[-3:] == ["KiB", "ok,", "newest"]
+    header, newest, *_ = on_terminal(40, "ls", str(folder), cwd=tmp_path)  # two columns are missing, nothing is cut
+    assert header.split() == ["STEP", "AGE", "SIZE", "STATE"]
+    assert re.fullmatch(r" +15 +\d+ s +\S+ KiB  ok, newest *", newest)
+
+
+def test_a_narrow_terminal_has_no_room_for_the_notes_of_a_trace(tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path / "run", trace=tmp_path / "t.json") as ckpt:
+        ckpt.track(w=torch.zeros(1))
+        ckpt.save(1, blocking=True)
+    wide, narrow = (on_terminal(cells, "trace", "t.json", cwd=tmp_path) for cells in (200, 60))
+    assert "manifest, the checkpoint before" in wide[-1] and len(wide) == len(narrow)
+    assert wide[-1].startswith(narrow[-1].rstrip()) and narrow[-1].split()[0] == "commit"
 
 
 def test_a_bar_takes_one_line_of_a_narrow_terminal() -> None:
     bar = progress()
-    bar.update(bar.add_task("runs/a/step-00000400/state.pt", total=900 << 20), completed=300 << 20)
+    bar.update(bar.add_task("step-00000400/model.safetensors.index.json", total=900 << 20), completed=300 << 20)
     shown = io.StringIO()
     Console(width=60, file=shown).print(bar.make_tasks_table(bar.tasks))
     (line,) = shown.getvalue().splitlines()
-    assert "300.0/900" in line
+    assert "step-0" in line and "300.0/900.0 MiB" in line and line.endswith("-:--:--")
 
 
 def test_one_long_name_does_not_push_the_columns_of_all_off_the_screen(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from lazyckpt.advice import Advice
 from lazyckpt.advice import advise as compute
 from lazyckpt.catalog import Catalog
-from lazyckpt.cli.output import columns, count, plain, print_json, show, size, stdout
+from lazyckpt.cli.output import columns, count, duration, plain, print_json, show, size, stdout
 from lazyckpt.cli.trace import TraceFile, read_trace
 from lazyckpt.errors import ConfigError, LoadError
 
@@ -102,9 +102,9 @@ def _inputs(numbers: dict[str, Any], source: Path | None) -> list[tuple[str, str
     origin = "" if source is None else f"{plain(source)}, unless given"
     rows = [
         ("state", size(numbers["state_bytes"]), origin),
-        ("iteration", _time(numbers["iteration_s"]), "without a checkpoint"),
+        ("iteration", duration(numbers["iteration_s"]), "without a checkpoint"),
         ("disk", f"{size(int(numbers['write_bytes_per_s']))}/s", ""),
-        ("cost", _time(numbers.get("cost_s", 0.0)), "" if "cost_s" in numbers else "not known, taken for nothing"),
+        ("cost", duration(numbers.get("cost_s", 0.0)), "" if "cost_s" in numbers else "not known, taken for nothing"),
     ]
     return rows
 
@@ -116,17 +116,17 @@ def _explain(advice: Advice, max_overhead: float, gpus: int) -> list[tuple[str, 
     deciding = max(reasons, key=reasons.__getitem__)
     rows = [
         ("save every", _count(a.every), f"the largest of those below: decided by {deciding}"),
-        ("  for the disk", _count(a.disk_every), f"a checkpoint is written in {_time(a.write_s)}, before the next"),
+        ("  for the disk", _count(a.disk_every), f"a checkpoint is written in {duration(a.write_s)}, before the next"),
         ("  for the overhead", _count(a.overhead_every), f"more often costs over {max_overhead:g} % (CheckFreq)"),
     ]
     if a.failure_every is not None:
         why = "checkpoints and repeated work cost least together (Young, Daly)"
         rows.append(("  for failures", _count(a.failure_every), why))
     rows += [
-        ("overhead", f"{a.overhead:.2%}", f"of the training time, at {_time(a.cost_s)} a checkpoint"),
+        ("overhead", f"{a.overhead:.2%}", f"of the training time, at {duration(a.cost_s)} a checkpoint"),
         (
             "a failure repeats",
-            _time(a.redo_s),
+            duration(a.redo_s),
             f"of GPU time, {count(gpus, 'GPU')} together, on average (FastPersist, eq. 2)",
         ),
     ]
@@ -204,11 +204,3 @@ def _parse(text: str | None, option: str, units: dict[str, float]) -> float | No
 
 def _count(iterations: int) -> str:
     return "iteration" if iterations == 1 else f"{iterations:,} iterations"
-
-
-def _time(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, length, limit in (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
-        if seconds < limit:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds / 86400:.3g} d"

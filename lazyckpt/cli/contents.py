@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyckpt import commit
-from lazyckpt.catalog import STATE, Catalog, Checkpoint, read_checkpoint
+from lazyckpt.catalog import STATE, Catalog, Checkpoint, is_folder_name, read_checkpoint
 from lazyckpt.cli.skeleton import Storage, Tensor, dtype_name, read_skeleton, strides_of
 from lazyckpt.cli.tree import Tree
 from lazyckpt.containers import safetensors, sniff
@@ -25,6 +25,7 @@ _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
 # The index of a model in several files, as Hugging Face names it: model.safetensors.index.json, in which there may be
 # the name of a variant. It says which of them holds what.
 _INDEX = re.compile(rf"(.+)({_ANY_SUFFIX})\.index(\.\w+)?\.json")
+_MAX_TOLD = 5  # folders
 _MAX_INDEX_BYTES = 100_000_000
 
 
@@ -114,7 +115,20 @@ def nothing_in(folder: Path) -> LoadError:
         return UnsupportedFormatError(
             f"a checkpoint of torch.distributed.checkpoint; one file of it: {how}", path=folder
         )
-    return LoadError("no checkpoint in this folder", path=folder)
+    return LoadError(f"no checkpoint in this folder{inside(folder)}", path=folder)
+
+
+def inside(folder: Path) -> str:
+    """Behind the word that there is nothing in ``folder``: in which folders of it there is something."""
+    found = sorted(sub.name for sub in folder.iterdir() if sub.is_dir() and sub.name[0] != "." and _holds_some(sub))
+    few = found[:_MAX_TOLD] + ["…"] * (len(found) > _MAX_TOLD)
+    return f"; there are some in its folders {', '.join(few)}" if found else ""
+
+
+def _holds_some(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any(entry.suffix in SUFFIXES or is_folder_name(entry.name) for entry in folder.iterdir())
+    return False
 
 
 def is_distributed(folder: Path) -> bool:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lazyckpt import commit
 from lazyckpt.catalog import Catalog, Checkpoint, pin_of
+from lazyckpt.cli.contents import inside
 from lazyckpt.cli.output import age, columns, plain, print_json, show, size, stdout
 from lazyckpt.errors import LoadError
 
@@ -35,8 +36,8 @@ def ls(
         return
     console = stdout()
     if not rows:
-        others = "what trainers saved: lazyckpt verify"
-        console.print(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there ({others})")
+        where = inside(directory) or " (what trainers saved: lazyckpt verify)"
+        console.print(Text(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there{plain(where)}"))
     else:
         table = columns("step", "sequence", "parent", "age", "size", "state", right=_NUMBERS, wrap=("state",))
         ages = {row["name"]: age(checkpoint.created) for row, checkpoint in zip(rows, checkpoints, strict=False)}
@@ -50,7 +51,7 @@ def ls(
                 _state(row),
                 style="bold" if row["newest"] else None,
             )
-        show(console, table)
+        show(console, table, spared=("sequence", "parent"))
     for leftover in found:
         name = f"{plain(leftover['name'])} ({size(leftover['bytes'])})"
         console.print(Text(f"{name}: {_LEFTOVER[leftover['state']]}", style="yellow"))

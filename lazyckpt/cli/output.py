@@ -11,14 +11,20 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
 # Wide enough for any line: what is piped into another program is neither wrapped nor cut.
 _UNBOUNDED = 1_000_000
-_NARROW_CELLS = 60  # on a terminal with less, tables leave these columns out rather than cut all of them
-_SPARED = ("SEQUENCE", "PARENT")
 _MAX_NAME_CELLS = 60  # the column of a tree's names at most; what is longer shifts its own row, not all
 
 
@@ -43,11 +49,14 @@ def stderr() -> Console:
     )
 
 
-def show(console: Console, table: Table | Padding) -> None:
-    """Prints a table; into a pipe without the spaces that fill its last column."""
+def show(console: Console, table: Table | Padding, *, spared: tuple[str, ...] = (), narrow: int = 60) -> None:
+    """Prints a table; into a pipe without the spaces that fill its last column. On a terminal of less than ``narrow``
+    cells the columns in ``spared`` are left out rather than all of them cut."""
     if console.is_terminal:
-        if isinstance(table, Table) and console.width < _NARROW_CELLS:
-            table.columns = [column for column in table.columns if column.header not in _SPARED]
+        if isinstance(table, Table) and console.width < narrow:
+            table.columns = [column for column in table.columns if str(column.header).lower() not in spared]
+            for index, column in enumerate(table.columns):
+                column._index = index  # by which rich measures it
         console.print(table)
         return
     with console.capture() as capture:
@@ -88,15 +97,22 @@ def print_tree(console: Console, lines: list[TreeLine]) -> None:
         print("\n".join(line.rstrip() for line in text.plain.splitlines()))
 
 
+class _Description(ProgressColumn):
+    """Cut where there is no room for it and a bar: of rich's own all columns would be cut."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
 def progress() -> Progress:
     """By bytes; on a terminal only, and gone when it is done."""
     console = stderr()
     return Progress(
-        TextColumn("{task.description}", markup=False),
+        _Description(table_column=Column()),
         BarColumn(),
         DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
         TransferSpeedColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
         console=console,
         transient=True,
         disable=not console.is_terminal,
@@ -158,6 +174,14 @@ def age(then: datetime) -> str:
         if seconds >= 2 * length:
             return f"{seconds // length} {unit}"
     return f"{seconds} s"
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit: 0.42 ms, 35.7 ms, 1.5 s, 20 min."""
+    for unit, length, limit in (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
+        if seconds < limit:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 86400:.3g} d"
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -37,6 +37,8 @@ def pin(directory: _Directory, step: Annotated[int, _step(pinned=False)], as_jso
     A Checkpointer that is running heeds it, too. A pin belongs to the step: if that is saved again, it stays pinned.
     """
     checkpoint = catalog_of(directory).root / catalog.folder_name(step)
+    if not checkpoint.exists():
+        raise LoadError("no such checkpoint", path=checkpoint)
     catalog.read_checkpoint(checkpoint)
     catalog.pin(checkpoint)
     _tell(checkpoint, True, as_json)

@@ -65,10 +65,12 @@ def prune(
     stay = f"{count(len(kept), 'checkpoint')} of {size(sum(c.nbytes for c in kept))}"
     if yes:
         console.print(f"removed {what}; kept {stay}")
+    elif not doomed and not trash:
+        why = "" if keep_last is not None else " (--keep-last N says how many are to be kept)"
+        console.print(f"nothing to remove; keep {stay}{why}")
     else:
         console.print(f"would remove {what}; keep {stay}")
-        if doomed or trash:
-            console.print(Text("nothing is removed yet: --yes does it", style="yellow"))
+        console.print(Text("nothing is removed yet: --yes does it", style="yellow"))
 
 
 def _show(doomed: list[Checkpoint], trash: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.cli.output import plain, size
+from lazyckpt.cli.output import duration, plain, size
 from lazyckpt.cli.trace import Span, TracedCheckpoint
 from lazyckpt.errors import ConfigError
 from lazyckpt.trace_file import COMMITS, COPIES, RING, TRAINING, WRITES
@@ -15,9 +15,11 @@ _TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 _BLOCKED = "#D55E00"
 _OTHER, _TRAINING, _STEP, _CREATE = "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8"
 _FSYNC, _COMMIT, _INK, _RING = "#7A8490", "#3B4450", "#2B3138", "#B4C4DA"
+_STEP_END: dict[str, Any] = {"color": _STEP, "lw": 0.8, "ls": (0, (2, 3))}
 _MARGIN = 0.04  # of the time shown, before and behind
 _FURTHER = 1.6  # times as long as the checkpoint: if the next optimizer step ends by then, it is shown
 _SHORTEST = 0.0015  # of it: what is shorter is drawn as long as this
+_DPI = 200  # of a picture made of dots
 _LONGEST_NAME = 42  # characters: two columns of them fit into the legend
 
 
@@ -27,7 +29,7 @@ def draw(checkpoint: TracedCheckpoint, output: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib: pip install 'lazyckpt[trace]'") from error
-    picture = _Picture(checkpoint, Figure(figsize=(11, 7.2), layout="constrained", dpi=110))
+    picture = _Picture(checkpoint, Figure(figsize=(11, 7.2), layout="constrained", dpi=_DPI))
     try:
         picture.figure.savefig(output, format=output.suffix[1:])  # told none, it writes to another name
     except ValueError as error:
@@ -62,7 +64,7 @@ class _Picture:
         self._memory(memory)
         for axes in (chart, ring, memory):
             for step in self._step_ends():
-                axes.axvline(step * self._scale, color=_STEP, lw=0.8, ls=(0, (2, 3)), zorder=0)
+                axes.axvline(step * self._scale, **_STEP_END, zorder=0)
             axes.spines[["top", "right", "left"]].set_visible(False)
             axes.spines["bottom"].set_color(_STEP)
             axes.tick_params(colors=_INK, length=0)
@@ -109,8 +111,8 @@ class _Picture:
             axes.broken_barh([(x, length)], (y, lane_height * share), fc=colour, ec=edge, lw=0.3, zorder=order)
             if span.name in ("save()", "gate"):
                 axes.annotate(
-                    f"{span.name} {span.duration_s * 1e3:.1f} ms",
-                    (x + length / 2, y),
+                    f"{span.name} {duration(span.duration_s)}",
+                    (x if span.name == "save()" else x + length / 2, y),
                     xytext=(0, 3),
                     textcoords="offset points",
                     ha="left" if span.name == "save()" else "center",
@@ -147,7 +149,7 @@ class _Picture:
         for wait in self._checkpoint.spans(RING):
             axes.axvspan(wait.begin_s * self._scale, wait.end_s * self._scale, color=_BLOCKED, alpha=0.15, lw=0)
         axes.set_ylim(0, max(mib) * 1.15 or 1)
-        axes.set_ylabel("in the ring\nMiB", color=_INK)
+        axes.set_ylabel("in the ring\n(MiB)", color=_INK)
         axes.grid(axis="y", color="#EEF0F2")
         axes.set_axisbelow(True)
 
@@ -157,19 +159,20 @@ class _Picture:
         times, mib = self._shown(known, known[0][1] if known else 0)
         axes.plot(times, mib, drawstyle="steps-post", color=_COMMIT, lw=1.2)
         axes.set_ylim(0, max(mib) * 1.15 or 1)
-        axes.set_ylabel("process\nMiB", color=_INK)
+        axes.set_ylabel("memory of\nthe process\n(MiB)", color=_INK)
         axes.grid(axis="y", color="#EEF0F2")
 
     def _title(self, axes: Any) -> None:
         c, m = self._checkpoint, self._checkpoint.metrics
         blocked = sum(s.duration_s for s in c.own if s.name in ("save()", "gate"))
-        what = "failed" if c.error is not None else f"durable after {m['durable_s']:.2f} s"
-        iteration = "" if c.iteration_s is None else f"; an iteration takes {c.iteration_s:.3g} s"
+        what = "failed" if c.error is not None else f"durable after {duration(m['durable_s'])}"
+        iteration = "" if c.iteration_s is None else f"; an iteration takes {duration(c.iteration_s)}"
         title = f"{_text(Path(c.path).name)}: {size(m['bytes'])}, {what}, "
-        title += f"training blocked for {blocked * 1e3:.1f} ms{iteration}"
+        title += f"training blocked for {duration(blocked)}{iteration}"
         axes.set_title(title, loc="left", fontsize=12, color=_INK, pad=10)
 
     def _legend(self) -> None:
+        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         spans = self._checkpoint.spans(COPIES)
@@ -184,8 +187,9 @@ class _Picture:
             "fsync": _FSYNC,
             "commit": _COMMIT,
         }
+        patches = [Patch(color=colour, label=name) for name, colour in meanings.items()]
         self.figure.legend(
-            handles=[Patch(color=colour, label=name) for name, colour in meanings.items()],
+            handles=[*patches, Line2D([], [], label="end of an iteration", **_STEP_END)],
             loc="outside lower center",
             ncols=4,
             frameon=False,

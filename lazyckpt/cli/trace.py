@@ -65,16 +65,16 @@ def trace(
         return
     console = stdout()
     facts = f"{size(checkpoint.metrics['bytes'])} in {count(checkpoint.metrics['chunks'], 'chunk')}"
-    console.print(Text(f"{plain(checkpoint.path)}: {facts}", style="bold"))
+    console.print(Text(f"{plain(checkpoint.path)}: {facts}", style="bold"), soft_wrap=True)
     if checkpoint.error is not None:
-        console.print(Text(plain(checkpoint.error), style="bold red"))
+        console.print(Text(plain(checkpoint.error), style="bold red"), soft_wrap=True)
     table = columns("phase", "ms", "from", "to", "training", "", right=("ms", "from", "to"), wrap=("",))
     for phase in phases:
         style = "" if phase.waits else "blue"  # as in the paper: what training does not notice
         moments = (f"{moment * 1e3:.1f}" for moment in (phase.begin_s, phase.end_s))
         waits = "waits" if phase.waits else "goes on"
         table.add_row(phase.name, f"{phase.busy_s * 1e3:.1f}", *moments, waits, phase.note, style=style)
-    show(console, table)
+    show(console, table, spared=("",), narrow=72)
     if output is not None:
         console.print(Text(f"drawn: {plain(output)}"), soft_wrap=True)
 
@@ -151,9 +151,9 @@ class TraceFile:
         wanted = [c for c in known if step is None or c["args"]["step"] == step]
         if not wanted:
             steps = ", ".join(str(c["args"]["step"]) for c in known[-10:])
+            there = f"there are {steps}" if len(known) <= 10 else f"the newest of {len(known):,} are {steps}"
             raise LoadError(
-                f"no checkpoint of step {step}; there are {steps}" if known else "no checkpoint ended in it",
-                path=self._path,
+                f"no checkpoint of step {step}; {there}" if known else "no checkpoint ended in it", path=self._path
             )
         chosen = wanted[-1]
         own: list[Span] = []

@@ -145,13 +145,13 @@ def _verify(target: Path | LoadError, *, named: bool) -> _Finding:
 def _print(finding: _Finding) -> None:
     report = finding.report
     if finding.state == "gone":
-        stdout().print(f"gone  {plain(finding.target)}  {finding.why}")
+        stdout().print(f"gone  {plain(finding.target)}  {finding.why}", soft_wrap=True)
         return
     if finding.state == "unreadable":
         print_error(finding.why)
         return
     if finding.why:
-        stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(finding.why)}"))
+        stdout().print(Text.assemble(("damaged", "bold red"), f"  {plain(finding.why)}"), soft_wrap=True)
         return
     facts = f"{count(report.records, 'record')}, {size(report.nbytes)}"
     if report.nbytes > 1e6:  # of less it would be that of opening the file
@@ -166,7 +166,7 @@ def _print(finding: _Finding) -> None:
         )
     for line in report.damage:
         text.append(f"\n    {plain(line)}")
-    stdout().print(text)
+    stdout().print(text, soft_wrap=True)
 
 
 def _verify_target(target: Path) -> _Report:
@@ -212,7 +212,7 @@ def _verify_file(file: Path, entry: FileEntry | None = None, *, prefix: str = ""
     with FileReader(file) as opened:
         report.nbytes = opened.size
     with progress() as bar:
-        task = bar.add_task(plain(file), total=report.nbytes)
+        task = bar.add_task(plain(f"{file.parent.name}/{file.name}"), total=report.nbytes)
         whole, found = _checksums(file, records, report.nbytes, lambda nbytes: bar.advance(task, nbytes))
     report.records = len(records)
     report.without_checksum = sum(record.crc32 is None for record in records)
