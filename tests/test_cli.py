@@ -136,9 +136,9 @@ def test_a_folder_of_runs_says_which(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     assert "; there are some in its folders hf, run" in run("ls", tmp_path).stdout
     assert fails(2, "inspect", tmp_path).endswith("no checkpoint in this folder; there are some in its folders hf, run")
-    for number in range(5):
+    for number in range(10):
         (tmp_path / f"r{number}" / "step-00000001").mkdir(parents=True)
-    assert fails(2, "inspect", tmp_path).endswith(" hf, r0, r1, r2, r3, …")
+    assert fails(2, "inspect", tmp_path).endswith(" hf, r0, r1, r2, r3, r4, r5, r6, r7, r8, …")
 
 
 # inspect
@@ -711,13 +711,14 @@ def test_output_that_finds_no_room_is_one_line(tmp_path: Path, words: list[str])
     assert done.returncode == 2 and line.startswith("error: ")
 
 
-def on_terminal(cells: int, *words: str, cwd: Path) -> list[str]:
+def on_terminal(cells: int, *words: str, cwd: Path, code: int = 0) -> list[str]:
     """What a terminal of that width shows."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, cells, 0, 0))
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     command = [sys.executable, "-m", "lazyckpt", *words]
-    subprocess.run(command, stdin=slave, stdout=slave, cwd=cwd, env=kept | {"TERM": "xterm"}, check=True)
+    done = subprocess.run(command, stdin=slave, stdout=slave, cwd=cwd, env=kept | {"TERM": "xterm"})
+    assert done.returncode == code
     os.close(slave)
     shown = re.sub(r"\x1b\[[0-9;]*m|\r", "", os.read(master, 10_000).decode())
     os.close(master)
@@ -757,3 +758,12 @@ def test_one_long_name_does_not_push_the_columns_of_all_off_the_screen(tmp_path:
     lazyckpt.save({"w": torch.zeros(2), "m" * 200: {"best": 1, "last": 2}}, tmp_path / "a.ckpt")
     header, _, tensor, *_ = run("inspect", tmp_path / "a.ckpt").stdout.splitlines()[1:]
     assert len(header) < 40 and header.index("DTYPE") == tensor.index("float32")
+
+
+def test_names_leave_room_for_what_stands_behind_them(tmp_path: Path) -> None:
+    """On a terminal, if some are as long as in what Lightning saves about its loops."""
+    module = "fit_loop.automatic_optimization.optim_progress.optimizer"
+    for file, value in (("a.pt", 0.0), ("b.pt", 1.0)):
+        lazyckpt.save({f"{module}.{name}": torch.full((2, 3), value) for name in "vw"}, tmp_path / file)
+    assert on_terminal(60, "inspect", "a.pt", cwd=tmp_path)[-1].endswith("─ w  float32  2 x 3")
+    assert "─ w  changed  float32 2 x 3" in on_terminal(60, "diff", "a.pt", "b.pt", cwd=tmp_path, code=1)[-1]

@@ -25,7 +25,7 @@ _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
 # The index of a model in several files, as Hugging Face names it: model.safetensors.index.json, in which there may be
 # the name of a variant. It says which of them holds what.
 _INDEX = re.compile(rf"(.+)({_ANY_SUFFIX})\.index(\.\w+)?\.json")
-_MAX_TOLD = 5  # folders
+_MAX_TOLD = 10  # names
 _MAX_INDEX_BYTES = 100_000_000
 
 
@@ -121,8 +121,11 @@ def nothing_in(folder: Path) -> LoadError:
 def inside(folder: Path) -> str:
     """Behind the word that there is nothing in ``folder``: in which folders of it there is something."""
     found = sorted(sub.name for sub in folder.iterdir() if sub.is_dir() and sub.name[0] != "." and _holds_some(sub))
-    few = found[:_MAX_TOLD] + ["…"] * (len(found) > _MAX_TOLD)
-    return f"; there are some in its folders {', '.join(few)}" if found else ""
+    return f"; there are some in its folders {_few(found)}" if found else ""
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join([*names[:_MAX_TOLD], "…"] if len(names) > _MAX_TOLD else names)
 
 
 def _holds_some(folder: Path) -> bool:
@@ -140,7 +143,7 @@ def document_in(path: Path) -> Path:
     """The one document in ``path``. Raises LoadError that names them if there are several."""
     found = documents_in(path)
     if len(found) > 1:
-        names = ", ".join(sorted(file.name for file in found.values()))
+        names = _few(sorted(file.name for file in found.values()))
         raise LoadError(f"holds several files; give one of them: {names}", path=path)
     return next(iter(found.values()))
 

@@ -26,6 +26,7 @@ from rich.text import Text
 # Wide enough for any line: what is piped into another program is neither wrapped nor cut.
 _UNBOUNDED = 1_000_000
 _MAX_NAME_CELLS = 60  # the column of a tree's names at most; what is longer shifts its own row, not all
+_BEHIND = 0.4  # of a terminal, that the names leave to what stands behind them, if it takes so much
 
 
 class _Console(Console):
@@ -80,8 +81,10 @@ class TreeLine:
 def print_tree(console: Console, lines: list[TreeLine]) -> None:
     """By hand, not with rich's tables: those take seconds for ten thousand rows."""
     before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
-    names = max(n if (n := cell_len(line.drawn + line.name)) <= _MAX_NAME_CELLS else 0 for line in lines)
     behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
+    room = console.width - sum(before) - 2 * len(before) - min(sum(behind) + 4, int(_BEHIND * console.width))
+    most = min(room, _MAX_NAME_CELLS)
+    names = max(n if (n := cell_len(line.drawn + line.name)) <= most else 0 for line in lines)
     text = Text()
     for line in lines:
         text.append("".join(f"{cell:>{cells}}  " for cell, cells in zip(line.before, before, strict=True)))
