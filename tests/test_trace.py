@@ -388,6 +388,7 @@ def test_the_breakdown(file: Path) -> None:
         assert phase in result.stdout
     waits = {line.split("  ")[0]: "waits" in line for line in result.stdout.splitlines()}
     assert waits["serialise, lay out"] and not waits["write to the files"]
+    assert "wait for a place" not in waits, "there was none"
 
 
 def test_as_json_and_by_step(file: Path) -> None:

@@ -27,6 +27,7 @@ from lazyckpt.trace_file import (
     WRITES,
 )
 
+_SHORTEST_WAIT_S = 50e-6  # of the training: what is shown as 0.0 ms is none
 _KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
 
 
@@ -70,6 +71,8 @@ def trace(
         console.print(Text(plain(checkpoint.error), style="bold red"), soft_wrap=True)
     table = columns("phase", "ms", "from", "to", "training", "", right=("ms", "from", "to"), wrap=("",))
     for phase in phases:
+        if phase.waits and phase.busy_s < _SHORTEST_WAIT_S:
+            continue
         style = "" if phase.waits else "blue"  # as in the paper: what training does not notice
         moments = (f"{moment * 1e3:.1f}" for moment in (phase.begin_s, phase.end_s))
         waits = "waits" if phase.waits else "goes on"
@@ -227,7 +230,7 @@ def _phases(checkpoint: TracedCheckpoint) -> list[Phase]:
     rows: list[tuple[str, list[Span], bool, str]] = [
         ("wait for a place", c.spans(TRAINING, "wait for a place"), True, "max_in_flight checkpoints were not durable"),
         ("serialise, lay out", c.spans(TRAINING, "plan"), True, "once the structure is known, only what changed"),
-        ("eager copy", c.spans(TRAINING, "eager copy"), True, f"{size(eager)}, what more than optimizers may change"),
+        ("eager copy", c.spans(TRAINING, "eager copy"), True, f"{size(eager)}, what others than optimizers may change, too"),
         ("copy to the ring", c.spans(COPIES), False, _speed(c.spans(COPIES))),
         ("wait at the gate", c.spans(TRAINING, "gate"), True, "the optimizer's next step came before the copy's end"),
         ("create the files", c.spans(COMMITS, "create"), False, "a temporary folder, and room on the disk"),
