@@ -586,6 +586,12 @@ def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: 
     assert [name for name, text in helped.items() if "--json" not in text and name != "accelerate"] == []
 
 
+def test_help_tells_flags_from_options_with_a_value() -> None:
+    for name in ["", *commands(), "accelerate config"]:
+        shown = run(*name.split(), "--help").stdout
+        assert "--help" in shown and "bool" not in shown.lower(), name
+
+
 def test_help_fills_the_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line of prose but the last of a paragraph is so long that the next word has no room in it."""
     monkeypatch.setenv("COLUMNS", "80")

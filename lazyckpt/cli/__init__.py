@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 import lazyckpt
 from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, pin, prune, trace, verify
+from lazyckpt.cli.flags import Command, Flags
 from lazyckpt.cli.output import print_error, print_json, prose
 from lazyckpt.errors import LazyCkptError
 
@@ -31,7 +32,7 @@ _USAGE_ERROR = cast(
 )  # click's, wherever this version of typer keeps that
 
 
-class _OneLineErrors(TyperGroup):
+class _OneLineErrors(Flags, TyperGroup):
     """Failures are one line on stderr, and with --json an object on stdout, too; a reader that went away ends the
     program quietly."""
 
@@ -135,5 +136,5 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     bench.bench,
 )
 for _command in _COMMANDS:
-    app.command(_command.__name__, help=prose(_command.__doc__))(_command)
+    app.command(_command.__name__, help=prose(_command.__doc__), cls=Command)(_command)
 app.add_typer(accelerate.app, name="accelerate")

@@ -9,10 +9,11 @@ import typer
 from rich.text import Text
 
 from lazyckpt import settings
+from lazyckpt.cli.flags import Command, Group
 from lazyckpt.cli.output import plain, print_error, prose, stdout
 from lazyckpt.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Settings for training with Hugging Face Accelerate.")
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Settings for training with Hugging Face Accelerate.")
 
 _QUESTIONS = {
     "enabled": "Save checkpoints lazily and durably?",
@@ -61,7 +62,7 @@ def config(
     stdout().print(Text(f"lazyckpt configuration saved at {plain(path)}"), soft_wrap=True)
 
 
-app.command(help=prose(config.__doc__))(config)
+app.command(help=prose(config.__doc__), cls=Command)(config)
 
 
 def _default_file() -> Path:

@@ -230,7 +230,12 @@ def _phases(checkpoint: TracedCheckpoint) -> list[Phase]:
     rows: list[tuple[str, list[Span], bool, str]] = [
         ("wait for a place", c.spans(TRAINING, "wait for a place"), True, "max_in_flight checkpoints were not durable"),
         ("serialise, lay out", c.spans(TRAINING, "plan"), True, "once the structure is known, only what changed"),
-        ("eager copy", c.spans(TRAINING, "eager copy"), True, f"{size(eager)}, what others than optimizers may change, too"),
+        (
+            "eager copy",
+            c.spans(TRAINING, "eager copy"),
+            True,
+            f"{size(eager)}, what not only optimizers may change",
+        ),
         ("copy to the ring", c.spans(COPIES), False, _speed(c.spans(COPIES))),
         ("wait at the gate", c.spans(TRAINING, "gate"), True, "the optimizer's next step came before the copy's end"),
         ("create the files", c.spans(COMMITS, "create"), False, "a temporary folder, and room on the disk"),
