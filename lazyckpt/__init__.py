@@ -1,10 +1,8 @@
 """Lazy, durable checkpointing for PyTorch training, on standard files."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lazyckpt.advice import Advice, advise
@@ -96,7 +94,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """A public name, or a module of this package, at its first use (PEP 562)."""
         if name in _HOME_OF:
             found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
@@ -110,4 +108,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "importlib", "sys"})
