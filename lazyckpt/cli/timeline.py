@@ -19,6 +19,7 @@ _STEP_END: dict[str, Any] = {"color": _STEP, "lw": 0.8, "ls": (0, (2, 3))}
 _MARGIN = 0.04  # of the time shown, before and behind
 _FURTHER = 1.6  # times as long as the checkpoint: if the next optimizer step ends by then, it is shown
 _SHORTEST = 0.0015  # of it: what is shorter is drawn as long as this
+_PALE = 0.15  # alpha, of where copies wait
 _DPI = 200  # of a picture made of dots
 _LONGEST_NAME = 42  # characters: two columns of them fit into the legend
 
@@ -110,13 +111,14 @@ class _Picture:
             x, length = begin * self._scale, width * self._scale
             axes.broken_barh([(x, length)], (y, lane_height * share), fc=colour, ec=edge, lw=0.3, zorder=order)
             if span.name in ("save()", "gate"):
+                above = span.name == "save()"  # the gate's is below: they may be close to each other
                 axes.annotate(
                     f"{span.name} {duration(span.duration_s)}",
-                    (x if span.name == "save()" else x + length / 2, y),
-                    xytext=(0, 3),
+                    (x if above else x + length / 2, y if above else y + lane_height * share),
+                    xytext=(0, 3 if above else -3),
                     textcoords="offset points",
-                    ha="left" if span.name == "save()" else "center",
-                    va="bottom",
+                    ha="left" if above else "center",
+                    va="bottom" if above else "top",
                     fontsize=9,
                     color=_BLOCKED,
                 )
@@ -147,7 +149,7 @@ class _Picture:
         times, mib = self._shown(self._checkpoint.ring, 0)
         axes.fill_between(times, mib, step="post", color=_RING, lw=0)
         for wait in self._checkpoint.spans(RING):
-            axes.axvspan(wait.begin_s * self._scale, wait.end_s * self._scale, color=_BLOCKED, alpha=0.15, lw=0)
+            axes.axvspan(wait.begin_s * self._scale, wait.end_s * self._scale, color=_BLOCKED, alpha=_PALE, lw=0)
         axes.set_ylim(0, max(mib) * 1.15 or 1)
         axes.set_ylabel("in the ring\n(MiB)", color=_INK)
         axes.grid(axis="y", color="#EEF0F2")
@@ -188,6 +190,8 @@ class _Picture:
             "commit": _COMMIT,
         }
         patches = [Patch(color=colour, label=name) for name, colour in meanings.items()]
+        if self._checkpoint.spans(RING):
+            patches.append(Patch(color=_BLOCKED, alpha=_PALE, lw=0, label="copies wait for the ring"))
         self.figure.legend(
             handles=[*patches, Line2D([], [], label="end of an iteration", **_STEP_END)],
             loc="outside lower center",
