@@ -112,16 +112,16 @@ def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.
     header = safetensors.read_header(path)
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise LoadError("a safetensors file takes a device as map_location", path=path)
+    for name, info in header.tensors.items():
+        if not hasattr(torch, info.dtype.name):  # an older one, that lacks some of the small floats
+            raise UnsupportedFormatError(f"tensor {name!r}: this torch has no {info.dtype}", path=path)
     engine = process_engine()
     device = devices.target(map_location, engine)
     tensors = {}
     try:
         for name, info in header.tensors.items():
             storage = devices.new_storage(info.record.nbytes, device)
-            dtype = getattr(torch, info.dtype.name, None)
-            if dtype is None:  # an older one, that lacks some of the small floats
-                raise UnsupportedFormatError(f"tensor {name!r}: this torch has no {info.dtype}", path=path)
-            empty = torch.empty(0, dtype=dtype, device=storage.device)
+            empty = torch.empty(0, dtype=getattr(torch, info.dtype.name), device=storage.device)
             tensors[name] = empty.set_(storage, 0, info.shape)  # type: ignore[call-overload]  # contiguous
     except torch.cuda.OutOfMemoryError:
         raise
