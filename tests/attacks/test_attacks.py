@@ -17,8 +17,6 @@ from trials import Trials
 
 TESTS = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.timeout(900)  # the first waits for all; each attempt has a limit of its own
-
 
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -36,6 +34,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
+            timeout=280,
         )
         assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-5000:]}"
         return [json.loads(line) for line in done.stdout.splitlines()]
