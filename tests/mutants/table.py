@@ -1756,7 +1756,7 @@ _in(
         "children inherit the ring",
         "if (madvise(base_, mapped_, MADV_DONTFORK) != 0)",
         "if (false)",
-        "test_engine.py::test_forks_are_fast_and_do_not_inherit_the_ring",
+        "test_engine.py::test_forks_do_not_inherit_the_ring",
     ),
 )
 _in(
