@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -176,7 +176,3 @@ class Copy:
         objects = [o for o in (self._folder / "objects").glob("*.o") if o.stem != changed.stem]
         self._engine.unlink()
         subprocess.run(["c++", "-shared", *objects, mutant, "-o", self._engine, *_LIBRARIES], check=True)
-
-
-def can_build() -> bool:
-    return shutil.which("c++") is not None and importlib.util.find_spec("pybind11") is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants import ROOT, Copy, Mutant, can_build
+from mutants import ROOT, Copy, Mutant
 from mutants.table import MUTANTS
 from trials import Trials
 
@@ -45,8 +45,6 @@ def test_nothing_fails_as_it_is(copy: Copy) -> None:
     [pytest.param(m, id=m.what, marks=() if m.what in IN_MAKE_TEST else pytest.mark.slow) for m in MUTANTS],
 )
 def test_it_is_noticed(mutant: Mutant, copy: Copy, record_property: Callable[[str, object], None]) -> None:
-    if mutant.is_native and not can_build():
-        pytest.skip("no C++ compiler or no pybind11")
     outcome = copy.run(mutant.tests, mutant)
     assert outcome.caught_by is not None, f"{mutant.file}: {mutant.what}, and {mutant.tests} pass"
     for name, value in {"mutant": mutant.what, **outcome._asdict()}.items():
