@@ -27,8 +27,10 @@ from fake_cuda import FakeCuda
 from lazyckpt import _engine, devices
 from lazyckpt.cli.trace import read_trace
 from lazyckpt.config import Config
+from lazyckpt.trace import COPIES, LARGEST, WRITES
 
 ROOT = Path(__file__).parent.parent
+ROUNDED_S = 1e-6  # moments in a trace are microseconds since 1970
 
 
 @pytest.fixture
@@ -102,6 +104,7 @@ def test_training_with_and_without(part: Part, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(KINDS, "absent", ArmKind("absent", unavailable))
     monkeypatch.setattr(training, "ARMS", ("lazyckpt", "torch.save", "absent"))
     monkeypatch.setattr(training, "ROUNDS", 2)
+    monkeypatch.setattr(timeline, "CHUNK_BYTES", 64 << 10)  # as small beside the tensors as at full size
     training.measure_pairs(part)
     tables = published(part)
     rows = {row[0]: row for row in tables["Training"].rows}
@@ -109,9 +112,11 @@ def test_training_with_and_without(part: Part, monkeypatch: pytest.MonkeyPatch) 
     for name in ("lazyckpt", "torch.save"):
         assert float(rows[name][1].split()[0]) > 0 and rows[name][4] == "2"
     assert len(tables["Breakdown"].rows) == 4
-    assert (
-        read_trace(part.output.with_name("memory-timeline.json")).checkpoint(timeline.STEPS - 1).metrics["chunks"] > 1
-    )
+    checkpoint = read_trace(part.output.with_name("memory-timeline.json")).checkpoint(timeline.STEPS - 1)
+    copied, written = ({span.args["offset"]: span for span in checkpoint.spans(kind)} for kind in (COPIES, WRITES))
+    assert copied.keys() == written.keys() and len(copied) == checkpoint.metrics["chunks"]
+    assert len({span.args.get("tensor") for span in copied.values()} - {None}) == LARGEST
+    assert all(copied[at].end_s <= written[at].begin_s + ROUNDED_S for at in copied)
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     assert part.output.with_name("memory-timeline.png").exists() == has_matplotlib
 
