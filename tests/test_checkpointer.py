@@ -104,6 +104,7 @@ def test_metrics_say_where_the_time_went(make_run: Any, disk: Any) -> None:
     m = handle.metrics
     assert m.step == 3 and m.bytes == (handle.path / "state.pt").stat().st_size
     assert 0 < m.eager_bytes < m.bytes and m.chunks == len(m.timeline) > m.bytes / (64 << 10) - 1
+    assert m.storages >= 4 * len(run.optimizer.state)
     assert m.gate_blocked_s > HELD_S / 2 and m.blocked_s == m.save_blocked_s + m.gate_blocked_s
     assert 0 < m.plan_s <= m.save_blocked_s
     assert m.captured_s <= m.written_s <= m.synced_s <= m.durable_s

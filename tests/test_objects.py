@@ -621,7 +621,7 @@ def test_copyreg_reducers_are_heeded(tmp_path: Path, graph: Any) -> None:
 
 
 def test_ten_thousand_tensors_are_planned_in_no_time(tmp_path: Path) -> None:
-    """The bounds are ten times what the design asks for: they find a wrong order of growth, benchmarks the rest."""
+    """The bounds are four times what the design asks for, of this thread's own time: what else runs does not count."""
     import time
 
     model = {"deep": {f"layer.{i}.weight": torch.zeros(2) for i in range(10_000)}}
@@ -643,7 +643,7 @@ def test_ten_thousand_tensors_are_planned_in_no_time(tmp_path: Path) -> None:
             table = StorageTable(fresh)
             assert sum(isinstance(s, Bytes) for s in provider.segments(table)) == 1
             times.append(time.thread_time() - begin)
-        assert times[0] < 1.5 and min(times[1:]) < 0.5, times
+        assert times[0] < 0.6 and min(times[1:]) < 0.2, times
 
 
 class Whole(StateProvider):

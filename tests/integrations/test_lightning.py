@@ -1264,12 +1264,15 @@ io = LazyCheckpointIO(host_buffer_bytes=16384, chunk_bytes=4096)
 trainer, lazy = run("ddp", [io], "lazy")
 assert Path(lazy.best_model_path).name == Path(plain.best_model_path).name == "x-v3.ckpt", lazy.best_model_path
 assert (folder / "lazy" / "x-v3.ckpt").exists()  # on every rank, as soon as fit returns
+assert not list((folder / "lazy").glob(".tmp-*")) and (trainer.is_global_zero or not io._unreported)
 trainer, _ = run("ddp", [io], "lazy", epochs=2, ckpt_path="last")
 assert trainer.global_step == 8
 """
     run_script(tmp_path, entry_point, SLOW_DISK + DISTRIBUTED + text)
     files = {"x.ckpt", "x-v1.ckpt", "x-v2.ckpt", "x-v3.ckpt", "last.ckpt"}
-    assert names_in(tmp_path / "plain").keys() == files < names_in(tmp_path / "lazy").keys()
+    assert names_in(tmp_path / "plain") == {**dict.fromkeys(files, ""), "last.ckpt": "x-v3.ckpt"}
+    assert files < names_in(tmp_path / "lazy").keys()
+    assert max(torch.load(path)["global_step"] for path in (tmp_path / "lazy").iterdir()) == 8
     for name in files - {"last.ckpt"}:
         ours, theirs = (torch.load(tmp_path / folder / name)["state_dict"] for folder in ("lazy", "plain"))
         assert torch.equal(ours["layer.weight"], theirs["layer.weight"])
