@@ -20,6 +20,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ MANIFEST = "manifest.json"
 # valid, so EINVAL means no more. Nobody else can lock there either, and what nobody can lock is not swept.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _NAME_BYTES = 100  # of a name, that come back in the temporary one
+_UNFINISHED = re.compile(r"\.(tmp|trash)-.*-[0-9a-f]{32}", re.DOTALL)
 
 # Descriptors that hold the locks of staged folders. A forked child must let go of its copies, or a lock would
 # outlive the process that it stands for.
@@ -84,6 +86,11 @@ def _fresh_name(prefix: str, target: Path) -> Path:
     """Beside ``target``; as long as file systems allow, whatever they allowed that to be."""
     name = os.fsencode(target.name.removeprefix(TEMPORARY))[:_NAME_BYTES].decode(errors="ignore")
     return target.with_name(f"{prefix}{name}-{uuid.uuid4().hex}")
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether this is a name for what is not there yet, or no more: nobody else gives such names by chance."""
+    return _UNFINISHED.fullmatch(name) is not None
 
 
 class Staging:
@@ -275,16 +282,19 @@ def unlink(trash: Path) -> None:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Removes what dead processes left in ``root``: trash, and staged folders whose lock nobody holds."""
-    swept = []
+    """Removes what dead processes left in ``root``: trash, and what they staged."""
+    swept = sweep_staged(root)
     for entry in list(os.scandir(root)):
-        path = Path(entry.path)
-        if entry.name.startswith(TRASH):
-            unlink(path)
-            swept.append(path)
-        elif entry.name.startswith(TEMPORARY) and _remove_abandoned(path):
-            swept.append(path)
+        if entry.name.startswith(TRASH) and is_unfinished(entry.name):
+            unlink(Path(entry.path))
+            swept.append(Path(entry.path))
     return swept
+
+
+def sweep_staged(root: Path) -> list[Path]:
+    """Removes staged folders whose lock nobody holds."""
+    staged = [e for e in os.scandir(root) if e.name.startswith(TEMPORARY) and is_unfinished(e.name)]
+    return [Path(entry.path) for entry in staged if _remove_abandoned(Path(entry.path))]
 
 
 def _remove_abandoned(path: Path) -> bool:

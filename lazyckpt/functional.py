@@ -19,12 +19,15 @@ from lazyckpt.errors import LoadError, SaveError, SerializationError, Unsupporte
 from lazyckpt.plan import plan_for, unsavable
 from lazyckpt.reading import Reading, process_engine
 
+_swept: set[Path] = set()  # folders in which nothing is left of those who died in the middle of a save
+
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """Save ``obj`` as ``torch.save`` would, durably: when this returns, the file survives a power cut.
 
     The file appears under its name only when it is whole; one that exists is replaced atomically. A name that ends
     in ``.safetensors`` gives that format; ``obj`` is then a dict of tensors. Peak memory is 32 MiB above ``obj``.
+    The first save into a folder removes what killed processes left of theirs in there (``.tmp-…``).
 
     Raises SaveError, or one of its kinds: NoSpaceError, SerializationError.
     """
@@ -38,8 +41,10 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     except Exception as error:
         raise SerializationError(unsavable(error), path=target) from error
     engine = process_engine()
-    temporary = commit.temporary_name(target)
+    staging: commit.Staging | None = None
     try:
+        _sweep(target.absolute().parent)
+        staging = commit.FileStaging(target)
         sources = devices.sources(views.storages, devices.locate(views.storages, views.devices, engine))
         job = engine.begin(
             sources.pointers,
@@ -50,7 +55,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             streams=sources.streams,
         )
         try:
-            job.open(0, temporary, nbytes)
+            job.open(0, staging.path / target.name, nbytes)
             for extent in extents:
                 job.append(0, extent.offset, extent.rows, extent.blob)
             job.seal()
@@ -61,12 +66,19 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             job.fail(errno.ECANCELED, "abandoned")
             job.wait_settled()
             raise
-        commit.publish_file(temporary, target)
+        staging.publish()
     except OSError as error:
         raise save_error(error, path=target) from error
     finally:
-        with contextlib.suppress(OSError):  # what went wrong before is what matters
-            temporary.unlink()
+        if staging is not None:
+            staging.discard()
+
+
+def _sweep(folder: Path) -> None:
+    if folder not in _swept:
+        with contextlib.suppress(OSError):  # what others left is no reason not to save
+            commit.sweep_staged(folder)
+        _swept.add(folder)
 
 
 def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:

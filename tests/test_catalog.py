@@ -227,7 +227,7 @@ def test_pins_are_durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_scan_ignores_what_is_no_checkpoint(folder: Path) -> None:
     root = folder.parent
-    for name in ("step-1", "step-0000000x", ".tmp-step-00000003-abc", ".trash-step-00000004-abc", "logs"):
+    for name in ("step-1", "step-0000000x", f".tmp-step-00000003-{0:032x}", f".trash-step-00000004-{0:032x}", "logs"):
         (root / name).mkdir()
     (root / "step-00000099").write_text("a file")
     found = Catalog(root)

@@ -104,22 +104,27 @@ def test_ls_says_why_a_checkpoint_is_broken(folder: Path) -> None:
 
 
 def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) -> None:
-    for name in ("a", "b"):
-        (folder / f".tmp-step-00000040-{name}").mkdir()
-    (folder / ".tmp-step-00000040-a/state.pt").write_bytes(bytes(2048))
-    (folder / ".tmp-lone.pt-1").write_bytes(b"x")
-    lock = os.open(folder / ".tmp-step-00000040-b", os.O_RDONLY)
+    dead, alive, lone = (f".tmp-{name}-{0:032x}" for name in ("step-00000040", "step-00000050", "lone.pt"))
+    for name in (dead, alive):
+        (folder / name).mkdir()
+    (folder / dead / "state.pt").write_bytes(bytes(2048))
+    (folder / lone).write_bytes(b"x")
+    (folder / ".tmp-theirs").mkdir()
+    lock = os.open(folder / alive, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         shown = run("ls", folder).stdout
         found = {entry["name"]: entry for entry in run_json("ls", folder)["leftovers"]}
     finally:
         os.close(lock)
-    assert found[".tmp-step-00000040-a"]["state"] == "abandoned" and found[".tmp-step-00000040-a"]["bytes"] == 2048
-    assert found[".tmp-step-00000040-b"]["state"] == "in use"
-    assert found[".tmp-lone.pt-1"]["state"] == "unknown"
-    assert ".tmp-step-00000040-a (2.00 KiB): left by a run that died" in shown
-    assert ".tmp-step-00000040-b (0 B): being written now" in shown
+    assert {name: entry["state"] for name, entry in found.items()} == {
+        dead: "abandoned",
+        alive: "in use",
+        lone: "unknown",
+    }
+    assert found[dead]["bytes"] == 2048
+    assert f"{dead} (2.00 KiB): left by a run that died" in shown
+    assert f"{alive} (0 B): being written now" in shown
 
 
 def test_ls_of_what_is_no_run(folder: Path, tmp_path: Path) -> None:
@@ -469,7 +474,7 @@ def test_verify_minds_no_checkpoint_that_a_running_job_removes(folder: Path, mon
     targets = list(verify._targets(folder))
 
     def all_but_removed(path: Path) -> Iterator[Any]:
-        (folder / "step-00000010").rename(folder / ".trash-x")
+        (folder / "step-00000010").rename(folder / f".trash-step-00000010-{0:032x}")
         return iter(targets)
 
     monkeypatch.setattr(verify, "_targets", all_but_removed)

@@ -15,6 +15,8 @@ from commands import fails, run, run_json
 from lazyckpt import catalog
 from lazyckpt.cli import prune
 
+HEX = f"{0:032x}"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -33,7 +35,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_prune_shows_first_and_removes_when_told(folder: Path) -> None:
-    leftover = folder / ".tmp-step-00000050-x"
+    leftover = folder / f".tmp-step-00000050-{HEX}"
     leftover.mkdir()
     (leftover / "state.pt").write_bytes(bytes(4096))
     shown = run("prune", folder, "--keep-last", "2").stdout
@@ -57,7 +59,7 @@ def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, in
 
 
 def test_without_rules_only_leftovers_go(folder: Path) -> None:
-    (folder / ".trash-x").mkdir()
+    (folder / f".trash-step-00000050-{HEX}").mkdir()
     shown = run("prune", folder, "-y").stdout
     assert "removed 0 checkpoints and 1 leftover" in shown and steps(folder) == [10, 20, 25, 30, 40]
     assert run("prune", folder).stdout.startswith("nothing to remove; keep 5 checkpoints of ")
@@ -95,14 +97,14 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path) -> None:
 def test_a_broken_checkpoint_and_one_being_written_stay(folder: Path) -> None:
     os.truncate(folder / "step-00000025/state.pt", 10)
     os.truncate(folder / "step-00000010/state.pt", 10)
-    (folder / ".tmp-step-00000050-x").mkdir()
-    lock = os.open(folder / ".tmp-step-00000050-x", os.O_RDONLY)
+    (folder / f".tmp-step-00000050-{HEX}").mkdir()
+    lock = os.open(folder / f".tmp-step-00000050-{HEX}", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         run("prune", folder, "--keep-last", "1", "--yes")
     finally:
         os.close(lock)
-    left = {".tmp-step-00000050-x", "step-00000010", "step-00000025", "step-00000040"}
+    left = {f".tmp-step-00000050-{HEX}", "step-00000010", "step-00000025", "step-00000040"}
     assert set(os.listdir(folder)) == left  # 40: the newest that is not broken
 
 

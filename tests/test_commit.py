@@ -20,6 +20,8 @@ import torch
 import lazyckpt
 from lazyckpt import _engine, commit
 
+HEX = f"{0:032x}"  # ends the names that are given to what is not there yet
+
 
 def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
@@ -261,7 +263,7 @@ def test_a_sweep_follows_no_link(tmp_path: Path) -> None:
     """What it stands for may be locked by a process that has nothing to do with checkpoints."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
-    link = tmp_path / "run" / f"{commit.TEMPORARY}link"
+    link = tmp_path / "run" / f".tmp-link-{HEX}"
     link.symlink_to(tmp_path / "elsewhere")
     assert commit.sweep(tmp_path / "run") == []
     assert link.is_symlink() and (tmp_path / "elsewhere").is_dir()
@@ -307,17 +309,20 @@ def holder(tmp_path: Path) -> Any:
 def test_sweep_spares_the_living_and_takes_the_dead(tmp_path: Path, holder: Any) -> None:
     process, name = holder
     own = commit.Staging(tmp_path / "step-00000008")
-    (tmp_path / ".trash-step-00000001-abc").mkdir()
-    (tmp_path / ".trash-step-00000002-abc").write_text("a file that stood in the way")
-    (tmp_path / ".tmp-step-00000003-abc").mkdir()
+    (tmp_path / f".trash-step-00000001-{HEX}").mkdir()
+    (tmp_path / f".trash-step-00000002-{HEX}").write_text("a file that stood in the way")
+    (tmp_path / f".tmp-step-00000003-{HEX}").mkdir()
     (tmp_path / "step-00000004").mkdir()
-    (tmp_path / ".tmp-note").write_text("the user's")
+    for name_of_theirs in (".tmp-theirs", ".trash-theirs"):
+        (tmp_path / name_of_theirs).mkdir()
+    (tmp_path / f".tmp-note-{HEX}").write_text("the user's")
     precious = tmp_path / "precious"
     precious.mkdir()
-    (tmp_path / ".tmp-link").symlink_to(precious)
+    (tmp_path / f".tmp-link-{HEX}").symlink_to(precious)
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1).result()
-    kept = ["precious", "step-00000001", "step-00000004", ".tmp-link", ".tmp-note", name, own.path.name]
+    kept = ["precious", "step-00000001", "step-00000004", ".tmp-theirs", ".trash-theirs", name, own.path.name]
+    kept += [f".tmp-link-{HEX}", f".tmp-note-{HEX}"]
     assert names(tmp_path) == sorted(kept)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -350,7 +355,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> 
 def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between a process that makes its folder and the moment it locks it, a sweep may take it for a leftover. It
     must find that out then, not when its checkpoint has disappeared."""
-    leftover = tmp_path / ".tmp-step-00000001-abc"
+    leftover = tmp_path / f".tmp-step-00000001-{HEX}"
     leftover.mkdir()
     locked = []
     rmtree = shutil.rmtree
@@ -422,7 +427,7 @@ def test_without_locks_only_sweeping_is_lost(code: str, tmp_path: Path, monkeypa
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    leftover = tmp_path / ".tmp-step-00000007-abc"
+    leftover = tmp_path / f".tmp-step-00000007-{HEX}"
     leftover.mkdir()
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1).result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import safetensors.torch
 import torch
 
 import lazyckpt
+from lazyckpt import commit
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
 
@@ -51,6 +53,50 @@ def test_a_file_is_replaced_atomically_and_nothing_else_is_left(tmp_path: Path, 
     assert torch.equal(torch.load(path)["w"], state["w"])
     lazyckpt.save({"x": 1}, str(path))
     assert torch.load(path) == {"x": 1}
+
+
+def test_what_a_killed_save_left_goes_with_the_next_and_what_is_being_saved_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = commit.publish_file
+    said, heard = os.pipe(), os.pipe()
+
+    def hold(*names: Path) -> None:
+        os.write(said[1], b".")
+        os.read(heard[0], 1)
+        publish(*names)
+
+    def die(*names: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_in_child(name: str, publish: Callable[..., None]) -> int:
+        if (child := os.fork()) == 0:
+            try:
+                monkeypatch.setattr(commit, "publish_file", publish)
+                lazyckpt.save(torch.ones(100_000), tmp_path / name)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return child
+
+    def exit_code(child: int) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    living = save_in_child("living.pt", hold)
+    os.close(said[1])
+    assert os.read(said[0], 1)
+    assert exit_code(save_in_child("dead.pt", die)) == -signal.SIGKILL
+    left = {p.name.partition(".pt-")[0]: p for p in tmp_path.iterdir()}
+    assert left.keys() == {".tmp-living", ".tmp-dead"}
+    assert (left[".tmp-dead"] / "dead.pt").stat().st_size > 400_000
+    lazyckpt.save([1], tmp_path / "b.pt")
+    assert sorted(os.listdir(tmp_path)) == [left[".tmp-living"].name, "b.pt"]
+    os.write(heard[1], b".")
+    assert exit_code(living) == 0
+    assert sorted(os.listdir(tmp_path)) == ["b.pt", "living.pt"]
+    assert torch.equal(lazyckpt.load(tmp_path / "living.pt"), torch.ones(100_000))
+    for fd in (said[0], *heard):
+        os.close(fd)
 
 
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

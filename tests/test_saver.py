@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -427,19 +424,35 @@ def test_nothing_is_saved_between_the_question_and_the_removal(
 # leftovers
 
 
-def test_what_a_killed_process_left_is_swept_by_the_next(tmp_path: Path) -> None:
-    script = f"""
-        import os, signal, torch, lazyckpt
-        from lazyckpt import commit
-        commit.FileStaging.describe = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        lazyckpt.Saver().save(torch.ones(100_000), {str(tmp_path / "a.pt")!r}, blocking=True)
-    """
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL
-    assert [p.name[:5] for p in tmp_path.iterdir()] == [".tmp-"]
+@pytest.mark.parametrize("kind", ["file", "folder", "folder staged elsewhere"])
+def test_what_a_killed_process_left_is_swept_by_the_next(kind: str, tmp_path: Path) -> None:
+    """As a Saver leaves it, and what is built on one: the folders of Accelerate and of the Hugging Face Trainer."""
+
+    def save(saver: lazyckpt.Saver, name: str) -> None:
+        if kind == "file":
+            saver.save(torch.ones(100_000), tmp_path / name, blocking=True)
+            return
+        beside = kind == "folder"
+        with saver.stage(tmp_path / name, inside=None if beside else tmp_path / "elsewhere") as staged:
+            staged.add("state.pt", torch.ones(100_000))
+            staged.save(blocking=True)
+
+    if (child := os.fork()) == 0:
+        try:
+            commit.Staging.publish = commit.FileStaging.publish = die  # type: ignore[method-assign,assignment]
+            save(lazyckpt.Saver(**TINY), "a")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.rglob(".tmp-*")
+    assert left.is_dir() and sum(file.stat().st_size for file in left.iterdir()) > 400_000
     with lazyckpt.Saver(**TINY) as saver:
-        saver.save({"b": 1}, tmp_path / "b.pt", blocking=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["b.pt"]
+        save(saver, "b")
+    assert not list(tmp_path.rglob(".tmp-*")) and (tmp_path / "b").exists() and not (tmp_path / "a").exists()
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_modules_that_are_watched_wait_before_they_load(training: Training, tmp_path: Path, disk: Any) -> None:

@@ -119,7 +119,7 @@ def leftovers(directory: Path) -> list[dict[str, Any]]:
     """What is staged, or was when its process died. A staged folder is locked by its process for its lifetime."""
     found = []
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-        if not entry.name.startswith((commit.TEMPORARY, commit.TRASH)):
+        if not commit.is_unfinished(entry.name):
             continue
         path = Path(entry.path)
         if not entry.is_dir(follow_symlinks=False):

@@ -149,12 +149,13 @@ def leftovers_lead_outside(folder: Path) -> Path:
     """What is swept when a run begins are links to folders outside, and folders with such links."""
     away = outside(folder)
     run = folder / "run"
-    for name in (".tmp-step-00000001-x", ".trash-step-00000001-x"):
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).symlink_to(away)
-        (run / f"{name}-dir").mkdir()
-        (run / f"{name}-dir" / "link").symlink_to(away)
-        (run / f"{name}-dir" / "file").symlink_to(away / "secret")
+    run.mkdir()
+    for name in (".tmp-step-00000001", ".trash-step-00000001"):
+        (run / f"{name}-{0:032x}").symlink_to(away)
+        left = run / f"{name}-{1:032x}"
+        left.mkdir()
+        (left / "link").symlink_to(away)
+        (left / "file").symlink_to(away / "secret")
     return run
 
 
@@ -163,7 +164,7 @@ def leftovers_with_escapes(folder: Path) -> Path:
     """Names of leftovers that clear the screen, and one that is no text."""
     step(folder)
     for name in (b".tmp-\x1b[2J\x1b]0;owned\x07\n", b".trash-\xff\xfe\x9b31m"):
-        os.mkdir(os.fsencode(folder / "run") + b"/" + name)
+        os.mkdir(os.fsencode(folder / "run") + b"/" + name + b"-%032x" % 0)
     return folder / "run"
 
 

@@ -139,7 +139,7 @@ def test_power_cuts(server: Server, disk: Disk, tmp_path: Path, trials: Trials, 
         attempts += 1
         assert attempts < 4 * wanted + 20, f"too few cuts hit a save: {counted} of {attempts}"
         log.unlink(missing_ok=True)
-        leftovers = set(staged_in(disk.mounted))  # of lone files: nobody sweeps them
+        leftovers = set(staged_in(disk.mounted))  # of lone files: the next one sweeps them
         knobs = {"io_backend": chance.choice(("io_uring", "posix")), "direct_io": chance.random() < 0.5}
         seed = chance.getrandbits(32)
         pid = server.start(Task(str(disk.mounted), str(log), "endless", value, seed, knobs))

@@ -391,7 +391,7 @@ def test_only_whole_checkpoints_are_ever_seen_among_the_checkpoints(tmp_path: Pa
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
-    left = tmp_path / ".tmp-checkpoint_4-0123"
+    left = tmp_path / f".tmp-checkpoint_4-{0:032x}"
     left.mkdir()
     run = Run(**automatic(tmp_path))
     enable(run.accelerator)

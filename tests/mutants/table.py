@@ -188,6 +188,12 @@ _in(
         "test_commit.py::test_what_is_carried_over_is_synced",
     ),
     (
+        "a sweep takes what others have given a similar name",
+        "return _UNFINISHED.fullmatch(name) is not None",
+        "return name.startswith((TEMPORARY, TRASH))",
+        "test_commit.py::test_sweep_spares_the_living_and_takes_the_dead",
+    ),
+    (
         "a sweep heeds no lock",
         "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
@@ -1148,6 +1154,12 @@ _in(
         "        read_checkpoint(path)\n",
         "",
         "test_functional.py::test_a_checkpoint_folder",
+    ),
+    (
+        "what a killed lazyckpt.save left stays",
+        "        _sweep(target.absolute().parent)\n",
+        "",
+        "test_functional.py::test_what_a_killed_save_left_goes_with_the_next_and_what_is_being_saved_stays",
     ),
     (
         "a lone file is published before it is durable",
