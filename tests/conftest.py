@@ -30,6 +30,16 @@ torch.set_num_threads(1)
 Graph = Callable[[Any], Any]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files_go_with_the_others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Those of processes that are killed, and of torchrun and Lightning, which leave some. No folder of their own:
+    their sockets' names may have a hundred bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.getbasetemp()))
+        patch.setattr(tempfile, "tempdir", None)  # what it was before is not asked again
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_step_stays_open() -> Iterator[None]:
     """An optimizer whose step has failed is inside of it until it is garbage that was collected; all that the next
