@@ -228,6 +228,36 @@ def test_a_write_after_the_step_of_another_owner_is_found(
             handle.result(timeout=30)
 
 
+def test_owners_beyond_the_62nd_wait_for_each_other(tmp_path: Any, disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no more bits: one of them, whose own is copied, waits for the others' all the same."""
+    monkeypatch.setattr(gate, "steps", weakref.WeakKeyDictionary())
+    sizes = {number: [1] for number in range(70)} | {3: [10_000], 65: [10_000], 68: [7_500] * 20}  # the big ones first
+    tensors = [[torch.nn.Parameter(torch.rand(n)) for n in sizes[number]] for number in range(70)]
+    optimizers = [torch.optim.SGD(parameters, 0.1) for parameters in tensors]
+    with lazyckpt.Saver(chunk_bytes=64 << 10, host_buffer_bytes=256 << 10) as saver:
+        for optimizer, parameters in zip(optimizers, tensors, strict=True):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        before = [parameter.detach().clone() for parameters in tensors for parameter in parameters]
+        disk.hold()
+        handle = saver.save(tensors, tmp_path / "a.pt")
+        job = handle._snapshot.job  # type: ignore[union-attr]
+        assert job is not None and job.wait_captured(1 << 3, 10)
+        waiting = [threading.Thread(target=optimizers[number].step) for number in (3, 65, 68)]
+        for thread in waiting:
+            thread.start()
+        waiting[0].join(30)
+        waiting[1].join(0.1)
+        still = [thread.is_alive() for thread in waiting]
+        disk.release()
+        for thread in waiting:
+            thread.join(30)
+        assert still == [False, True, True]
+        saved = torch.load(handle.result(timeout=30))
+    assert all(map(torch.equal, [tensor for parameters in saved for tensor in parameters], before))
+
+
 def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The background verifies a checkpoint that nobody steps behind; a step may come just then."""
     run = make_run(PLAIN, host_buffer_bytes=16 << 20)

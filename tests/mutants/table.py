@@ -505,6 +505,12 @@ _in(
         "test_gate.py::test_a_second_save_without_a_step_is_eager",
     ),
     (
+        "owners beyond the 62nd do not wait",
+        "self.owners[owner] = bit, parameters_of(owner)",
+        "self.owners[owner] = bit if number < _SHARED_BIT else 0, parameters_of(owner)",
+        "test_snapshot.py::test_owners_beyond_the_62nd_wait_for_each_other",
+    ),
+    (
         "lazy inside a step",
         "gated = not inside_step and",
         "gated =",
