@@ -25,6 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lazyckpt import devices
 
+# Methods of a storage after which it has other memory. To hold on to the storage does not help: what it had is freed at
+# once, and whoever reads that may end the process. Sharded training resizes; share_memory(), and whoever sends a tensor
+# to another process, moves what it has. torch has no hook for them.
+_GIVE_MEMORY_BACK = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+
 
 class Pending(Protocol):
     """A snapshot that is not copied yet."""
@@ -34,6 +39,9 @@ class Pending(Protocol):
 
     def wait_all(self) -> None:
         """Returns when everything may change."""
+
+    def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
+        """Returns when ``storage`` may let go of its memory."""
 
 
 class Guarded:
@@ -66,6 +74,8 @@ class Gate:
             self._installed = True
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+        for name in _GIVE_MEMORY_BACK:
+            setattr(torch.UntypedStorage, name, self._gated(getattr(torch.UntypedStorage, name)))
 
     def add(self, pending: Pending) -> None:
         with self._lock:
@@ -160,6 +170,15 @@ class Gate:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._open.discard(optimizer)
+
+    def _gated(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            for pending in self._pending:
+                pending.wait_for_storage(storage)
+            return method(storage, *args, **kwargs)
+
+        return wait_and_call
 
 
 def is_of_torch(optimizer: object) -> bool:

@@ -130,6 +130,7 @@ class Snapshot:
         self.owners = array("Q", map(owners.__getitem__, order))
         self.sizes = array("Q", map(sizes.__getitem__, order))
         self._storages = list(chain.from_iterable(file.storages for file in self.files))
+        self._places: dict[int, int] | None = None  # of the storages, by _cdata, once somebody asks
         located = located and list(map(located.__getitem__, order))
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         # What must not change until it is copied: the versions of the tensors that view a lazy storage.
@@ -179,6 +180,14 @@ class Snapshot:
 
     def wait_all(self) -> None:
         self._wait(ALL_OWNERS, on_device=False)
+
+    def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
+        if self._places is None:
+            self._places = {s._cdata: at for at, s in enumerate(self._storages)}
+        at = self._places.get(storage._cdata)
+        if at is not None and self.owners[at] and (job := self.job) is not None:
+            job.wait_captured(self.owners[at])
+            self.verify(self.owners[at])
 
     def _wait(self, owners: int, *, on_device: bool) -> None:
         begin = time.perf_counter()

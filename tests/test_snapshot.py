@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 import weakref
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy.random  # noqa: F401  # its state is saved once it is imported, by whomever
@@ -370,10 +371,35 @@ def test_a_parameter_whose_storage_is_resized_fails_the_checkpoint(
     if same_address:
         address, real = storage.data_ptr(), devices.data_ptr
         monkeypatch.setattr(devices, "data_ptr", lambda s: address if s._cdata == storage._cdata else real(s))
-    storage.resize_(2 * storage.nbytes())
+    torch._C.StorageBase.resize_(storage, 2 * storage.nbytes())  # past the gate, as C++ may
     disk.release()
     with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.1\.weight was given other memory"):
         handle.result(timeout=30)
+
+
+@pytest.mark.parametrize(
+    "give_back",
+    [
+        lambda storage: storage.resize_(0),
+        lambda storage: storage.share_memory_(),
+        lambda storage: ForkingPickler.dumps(torch.empty(0).set_(storage)),
+    ],
+    ids=["resize", "share", "send"],
+)
+def test_a_storage_lets_go_of_its_memory_when_that_is_copied(
+    give_back: Any, make_run: Any, disk: Any, pending: Any, graph: Any
+) -> None:
+    """Regression: what was freed was read, and where it was large the process ended."""
+    run = make_run(FUSED)
+    before = run.state()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    give_back(torch.ones(9).untyped_storage())  # another's
+    assert pending(handle) > 0
+    disk.release(after_s=0.05)
+    give_back(run.model[2].weight.untyped_storage())
+    assert pending(handle) == 0
+    assert graph(saved(handle)["model"]) == graph(before["model"])
 
 
 def test_deleting_model_and_optimizer_leaves_the_snapshot_whole(tmp_path: Any, disk: Any) -> None:

@@ -411,6 +411,12 @@ _in(
     "lazyckpt/snapshot.py",
     ("a step does not wait", "job.wait_captured(owners)", "pass", WAITS),
     (
+        "a storage gives back what is being copied",
+        "            job.wait_captured(self.owners[at])\n",
+        "",
+        "test_snapshot.py::test_a_storage_lets_go_of_its_memory_when_that_is_copied",
+    ),
+    (
         "a step does not wait for the disk",
         ("        if self.durable is not None:\n            Future.exception(self.durable)"),
         "",
