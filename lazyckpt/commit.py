@@ -147,7 +147,8 @@ class Staging:
 
     def _write_manifest(self, manifest: dict[str, Any]) -> Path:
         path = self.path / MANIFEST
-        with open(path, "x", encoding="utf-8") as file:
+        # With an opener, what is opened has an owner at once, memory or not.
+        with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
             json.dump(manifest, file, indent=2)
             file.write("\n")
             file.flush()
