@@ -25,7 +25,7 @@ std::atomic<long> seen{0};
 long first = 0;
 long end = 0;
 bool all_threads = true;
-uintptr_t linker[2] = {0, 0};  // where it is: from, to
+uintptr_t linker[2] = {0, 0};                                         // where it is: from, to
 [[gnu::tls_model("initial-exec")]] thread_local bool noting = false;  // a destructor
 
 int FindLinker(dl_phdr_info* info, size_t, void*) {
