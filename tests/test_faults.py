@@ -901,6 +901,7 @@ def test_a_failure_that_lacks_memory_for_its_error_is_told(tmp_path: Path, monke
     monkeypatch.setattr(background, "_let_go", refuse)
     assert isinstance(run.step(1).exception(30), SaveError)
     assert refused > 3
+    assert not list(tmp_path.rglob(".tmp-*")), "what was staged is left behind"
     run.step(2).result(30)
     run.check(2)
     run.checkpointer.close()

@@ -247,8 +247,8 @@ _in(
     ),
     (
         "a manifest is written over what is there",
-        'with open(path, "x", encoding="utf-8") as file:',
-        'with open(path, "w", encoding="utf-8") as file:',
+        'with open(path, "x", encoding="utf-8", opener=',
+        'with open(path, "w", encoding="utf-8", opener=',
         "test_commit.py::test_a_manifest_is_written_to_a_new_file",
     ),
     (
