@@ -25,8 +25,8 @@ std::atomic<long> seen{0};
 long first = 0;
 long end = 0;
 bool all_threads = true;
-uintptr_t linker[2] = {0, 0};                                         // where it is: from, to
-[[gnu::tls_model("initial-exec")]] thread_local bool noting = false;  // a destructor
+uintptr_t linker[2] = {0, 0};  // where it is: from, to
+[[gnu::tls_model("initial-exec")]] thread_local bool spared = false;
 
 int FindLinker(dl_phdr_info* info, size_t, void*) {
   if (strstr(info->dlpi_name, "/ld-") == nullptr) return 0;
@@ -46,7 +46,7 @@ bool OnEngineThread() {
 
 bool Refused(void* caller) {
   const auto from = reinterpret_cast<uintptr_t>(caller);
-  if (!armed || noting || (from >= linker[0] && from < linker[1]) || !(all_threads || OnEngineThread())) return false;
+  if (!armed || spared || (from >= linker[0] && from < linker[1]) || !(all_threads || OnEngineThread())) return false;
   const long number = ++seen;
   if (number < first || number >= end) return false;
   errno = ENOMEM;
@@ -71,14 +71,17 @@ void scarce_arm(long from, long count, bool all) {
 // From here on all succeed.
 void scarce_stop() { armed = false; }
 
+// Those of this thread, until it is spared no longer.
+void scarce_spare(bool is_spared) { spared = is_spared; }
+
 // How many allocations there were until then.
 long scarce_seen() { return seen; }
 
 int __cxa_thread_atexit_impl(void (*destructor)(void*), void* object, void* library) {
-  noting = true;
+  spared = true;
   static const auto note = reinterpret_cast<decltype(&__cxa_thread_atexit_impl)>(dlsym(RTLD_NEXT, __func__));
   const int result = note(destructor, object, library);
-  noting = false;
+  spared = false;
   return result;
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from typing import Any
 
 _libc = ctypes.CDLL(None)
-_arm, _stop, _seen = _libc.scarce_arm, _libc.scarce_stop, _libc.scarce_seen
+_arm, _stop, _seen, _spare = _libc.scarce_arm, _libc.scarce_stop, _libc.scarce_seen, _libc.scarce_spare
 _seen.restype = ctypes.c_long
 
 
@@ -24,6 +26,18 @@ def stop() -> None:
             return
         except MemoryError:  # for this call
             pass
+
+
+def spared(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What has all the memory that it needs."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        _spare(1)
+        result = function(*arguments, **keywords)
+        _spare(0)
+        return result
+
+    return call
 
 
 def seen() -> int:
