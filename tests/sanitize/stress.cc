@@ -360,7 +360,10 @@ void Round(const std::string& folder, Random& random) {
   auto engine = Engine::Create(options, &status);
   CHECK(engine != nullptr || faulty || threads_granted == 0);
   threads_granted = kAll;
-  if (engine == nullptr) return;
+  if (engine == nullptr) {
+    unlink((folder + "/trace").c_str());
+    return;
+  }
   engine->Reserve(random(1, options.max_ring_bytes));
   std::vector<std::thread> trainers;
   for (int i = 0; i < 3; ++i)
