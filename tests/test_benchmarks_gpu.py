@@ -61,9 +61,11 @@ def test_the_copy_alone_out_of_a_device(cuda: FakeCuda, monkeypatch: pytest.Monk
     for name in ("data_ptr", "current_streams"):
         monkeypatch.setattr(devices, name, getattr(gpu, name))
 
-    def locate(storages: list[torch.UntypedStorage], engine: _engine.Engine) -> list[int] | None:
+    def locate(
+        storages: list[torch.UntypedStorage], where: list[torch.device], engine: _engine.Engine
+    ) -> list[int] | None:
         gpu.place(torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages)
-        return gpu.locate(storages, engine)
+        return gpu.locate(storages, where, engine)
 
     monkeypatch.setattr(devices, "locate", locate)
     copier = copies.Copier(torch.device("cpu"), 4_000_000, 256 << 10, 2)

@@ -852,7 +852,8 @@ def test_out_of_memory(tmp_path: Path) -> None:
     about one Python itself waits for ever for a thread that could not begin.)"""
     outcomes = run_script(
         f"""
-import os, resource, torch, lazyckpt
+import os, resource, torch
+from lazyckpt import Checkpointer, LazyCkptError
 def room(nbytes):
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
@@ -866,11 +867,11 @@ for mib in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256, 1024):
         state = {{"x": torch.arange(100_000)}}
         room(mib << 20)
         try:
-            with lazyckpt.Checkpointer(folder, host_buffer_bytes=1 << 20, chunk_bytes=1 << 16) as checkpointer:
+            with Checkpointer(folder, host_buffer_bytes=1 << 20, chunk_bytes=1 << 16) as checkpointer:
                 checkpointer.track(x=state)
                 checkpointer.save(1).result(60)
             outcome = "saved"
-        except (lazyckpt.LazyCkptError, MemoryError) as error:
+        except (LazyCkptError, MemoryError) as error:
             outcome = type(error).__name__
         room(1 << 40)
         committed = [name for name in os.listdir(folder) if name.startswith("step-")]

@@ -58,7 +58,7 @@ class Copier:
         )
         self.engine.reserve(ring_bytes)
         storages = [t.untyped_storage() for t in self.tensors]
-        self._sources = devices.sources(storages, devices.locate(storages, self.engine))
+        self._sources = devices.sources(storages, devices.locate(storages, [s.device for s in storages], self.engine))
 
     def begin(self) -> _engine.Job:
         """Of all tensors, lazily. There is no file."""
