@@ -35,7 +35,8 @@ from lazyckpt.trace import Trace, Traced
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
 NO_MEMORY = (MemoryError, RuntimeError, TypeError, SystemError)  # what CPython and pybind11 say where there is none
-NO_MEMORY_S = 0.01  # until it is asked for again
+_NO_MEMORY_S = 0.02  # until it is asked for again
+_DOUBTS = 250  # times that it may be another reason; to count further takes memory
 T = TypeVar("T")
 
 # Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.
@@ -352,6 +353,7 @@ class Background:
             target.published()
         except BaseException as caught:  # nothing may be lost on this thread
             cause = caught
+        doubts = 0  # counted by hand, since an iterator takes memory
         while True:
             try:
                 if cause is not None:
@@ -363,8 +365,11 @@ class Background:
                         staging.discard()
                 engine_begin = _fill_in(handle.metrics, job, flight)
                 break
-            except NO_MEMORY:  # somebody waits for the handle
-                time.sleep(NO_MEMORY_S)
+            except Exception as lack:  # somebody waits for the handle
+                if not lacks_memory(lack, doubts):
+                    error, engine_begin = error or _as_save_error(lack, handle), flight.begin
+                    break
+                doubts += not isinstance(lack, MemoryError)
         try:
             self.finish(handle, error)
         except BaseException as raised:  # SystemExit, say: it ends no process from here, and must not end this either
@@ -372,14 +377,17 @@ class Background:
                 warn(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
             except MemoryError:
                 pass
+        doubts = 0
         while True:
             try:
                 gate.discard(snapshot)
                 snapshot.job = None  # a handle may be kept for its metrics; the engine and its ring must not
                 self._settle(handle, error)  # for lack of memory it may not have been
                 break
-            except NO_MEMORY:
-                time.sleep(NO_MEMORY_S)
+            except NO_MEMORY as lack:
+                if not lacks_memory(lack, doubts):
+                    raise
+                doubts += not isinstance(lack, MemoryError)
         try:
             if replaced is not None:
                 commit.remove(replaced)
@@ -421,7 +429,7 @@ def _work(queue: SimpleQueue[_Task | None]) -> None:
             task._settle(None, error)
             task = error = None
         except MemoryError:
-            time.sleep(NO_MEMORY_S)
+            time.sleep(_NO_MEMORY_S)
         except BaseException as raised:  # which nobody expects here
             error = raised
 
@@ -442,6 +450,15 @@ def wait_for(handles: Iterable[Future[Any]], timeout: float | None = None) -> No
     for handle in handles:
         with contextlib.suppress(concurrent.futures.TimeoutError):
             Future.exception(handle, None if end is None else max(0.0, end - time.monotonic()))
+
+
+def lacks_memory(error: Exception, doubts: int) -> bool:
+    """Whether to try again; a moment has passed then. A lack of memory ends some time; what CPython and pybind11 say
+    beside MemoryError might be a mistake, and nobody is to wait for ever."""
+    again = isinstance(error, MemoryError) or (isinstance(error, NO_MEMORY) and doubts < _DOUBTS)
+    if again:
+        time.sleep(_NO_MEMORY_S)
+    return again
 
 
 def _as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:

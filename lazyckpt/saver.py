@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt import _engine, commit, devices
-from lazyckpt.background import NO_MEMORY, NO_MEMORY_S, Background, Flight, SaveHandle, Target, in_flight, wait_for
+from lazyckpt.background import NO_MEMORY, Background, Flight, SaveHandle, Target, in_flight, lacks_memory, wait_for
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
@@ -327,6 +327,7 @@ class Saver:
             if not frozen:
                 job.wait_eager()
         except BaseException as error:
+            doubts = 0
             while True:
                 try:
                     # Ctrl-C: training may go on and change what is only half copied, and the ring is wanted.
@@ -336,8 +337,10 @@ class Saver:
                         trace.forget(traced)
                     in_flight.pop(handle, None)
                     break
-                except NO_MEMORY:
-                    time.sleep(NO_MEMORY_S)
+                except NO_MEMORY as lack:
+                    if not lacks_memory(lack, doubts):
+                        break
+                    doubts += not isinstance(lack, MemoryError)
             handle._reported = not isinstance(error, OSError)  # by this; of those submit() tells
             raise
         if snapshot.devices is not None and self.engine.unpinned:

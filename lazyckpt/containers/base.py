@@ -117,6 +117,11 @@ class Record:
     crc32: int | None
 
 
+def _open_without_waiting(path: str, flags: int) -> int:
+    """For the writer of a FIFO that was opened by mistake."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 class FileReader:
     """A regular file open for parsing: bounded, exact reads whose failures are typed errors.
 
@@ -127,14 +132,17 @@ class FileReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         try:
-            # O_NONBLOCK: opening a FIFO by mistake must not wait for its writer
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            # With an opener, so that it is closed in the end whatever fails, for lack of memory, too.
+            self._file = open(path, "rb", buffering=0, opener=_open_without_waiting)  # noqa: SIM115
+        except IsADirectoryError as error:
+            raise LoadError("not a regular file", path=path) from error
         except OSError as error:
             raise LoadError(f"cannot be opened: {error.strerror}", path=path) from error
+        self.fd = self._file.fileno()
         status = os.fstat(self.fd)
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode) or not self.size:
-            os.close(self.fd)
+            self._file.close()
             if stat.S_ISREG(status.st_mode):
                 raise CorruptFileError("the file is empty", path=path)
             raise LoadError("not a regular file", path=path)
@@ -145,7 +153,7 @@ class FileReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self.fd)
+        self._file.close()
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes at ``offset``; ``CorruptFileError`` if the file ends before."""

@@ -30,7 +30,12 @@ from lazyckpt.catalog import Catalog
 from lazyckpt.gate import gate
 
 LIMIT_S = 10  # of a save
+ERRORS = (MemoryError, RuntimeError)  # LazyCkptError is one, too
 NO_LOCK = ("can't allocate lock", "cannot release un-acquired lock")
+
+
+def stop(_: Any) -> None:
+    scarce.stop()
 
 
 def trial(folder: Path, first: int, count: int, threads: str, backend: str) -> dict[str, Any]:
@@ -57,14 +62,13 @@ def trial(folder: Path, first: int, count: int, threads: str, backend: str) -> d
         try:
             handle = checkpointer.save(2)
             where = "handle"
-            handle.add_done_callback(lambda _: scarce.stop())
+            handle.add_done_callback(stop)
             handle.result(LIMIT_S)
-        except (lazyckpt.LazyCkptError, MemoryError) as caught:
-            error = caught
-        except RuntimeError as caught:  # what Python says where it has no memory for a lock
-            assert str(caught) in NO_LOCK, f"another error: {caught}"
+        except ERRORS as caught:  # there may still be no memory here, not even to make this tuple
             error = caught
         scarce.stop()
+        if type(error) is RuntimeError:
+            assert str(error) in NO_LOCK, f"another error: {error}"
         if where == "handle":
             handle.exception(LIMIT_S)  # is done, whatever was said above
         answer["allocations"] = scarce.seen()

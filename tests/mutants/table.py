@@ -307,8 +307,26 @@ _in(
         "test_checkpointer.py::test_an_error_that_nobody_thought_of_is_told",
     ),
     (
+        "a task that lacks memory to begin is dropped",
+        "        except MemoryError:\n            time.sleep(_NO_MEMORY_S)\n",
+        "        except MemoryError:\n            task = None\n",
+        "memory/test_memory.py::test_what_lacks_memory_to_begin_begins_again",
+    ),
+    (
+        "a handle keeps its lock for lack of memory",
+        '    __exit__ = property(attrgetter("_lock.__exit__"))\n',
+        "",
+        "memory/test_memory.py::test_every_allocation_of_a_part[handle]",
+    ),
+    (
+        "a mistake is taken for a lack of memory for ever",
+        "doubts < _DOUBTS",
+        "True",
+        "memory/test_memory.py::test_what_only_looks_like_a_lack_of_memory_is_told",
+    ),
+    (
         "what fails for lack of memory is told to nobody, if there is none for the error",
-        "            except NO_MEMORY:  # somebody waits for the handle\n",
+        "            except Exception as lack:  # somebody waits for the handle\n",
         "            except ZeroDivisionError:\n",
         "test_faults.py::test_a_failure_that_lacks_memory_for_its_error_is_told",
     ),
