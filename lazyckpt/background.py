@@ -5,7 +5,6 @@ commit.py has the steps of the durability protocol; here they are taken, in orde
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import logging
@@ -13,15 +12,12 @@ import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from lazyckpt import _engine, commit
 from lazyckpt.config import Config
@@ -30,14 +26,11 @@ from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.plan import FilePlan
 from lazyckpt.snapshot import Snapshot
+from lazyckpt.tasks import NO_MEMORY, Condition, LastingFuture, Task, Workers, lacks_memory, wait_for
 from lazyckpt.trace import Trace, Traced
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
-NO_MEMORY = (MemoryError, RuntimeError, TypeError, SystemError)  # what CPython and pybind11 say where there is none
-_NO_MEMORY_S = 0.02  # until it is asked for again
-_DOUBTS = 250  # times that it may be another reason; to count further takes memory
-T = TypeVar("T")
 
 # Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.
 in_flight: dict[SaveHandle, None] = {}
@@ -53,36 +46,7 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class _Condition(threading.Condition):
-    """Lets go of its lock although there is no memory. ``__exit__`` of threading's own is Python, which needs some to
-    be called; this one is the lock's, as ``__enter__`` is, and so Ctrl-C does not come in between either."""
-
-    __enter__ = property(attrgetter("_lock.__enter__"))
-    __exit__ = property(attrgetter("_lock.__exit__"))
-
-
-class _Future(Future[T]):
-    """Becomes done although there is no memory, at the latest when there is some again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._condition = _Condition()
-        self.set_running_or_notify_cancel()  # on its way from the start: cancel() is too late
-
-    def _settle(self, result: T, error: BaseException | None = None) -> None:
-        """Done. To be called again if there was no memory: who waits is woken once more."""
-        if self.done():
-            with self._condition:
-                self._condition.notify_all()
-                for waiter in self._waiters:  # in concurrent.futures.wait()
-                    waiter.event.set()
-        elif error is None:
-            self.set_result(result)
-        else:
-            self.set_exception(error)
-
-
-class SaveHandle(_Future[Path]):
+class SaveHandle(LastingFuture[Path]):
     """One checkpoint on its way: a Future of the folder's path, done when the folder is durable.
 
     ``result(timeout=None)`` returns the path or raises the SaveError; ``metrics`` is final when it is done.
@@ -132,7 +96,7 @@ class SaveHandle(_Future[Path]):
 
     def _disown(self) -> None:
         # Another thread may have held the lock at the fork; callbacks are for the process that saved.
-        self._condition = _Condition()
+        self._condition = Condition()
         self._done_callbacks.clear()  # type: ignore[attr-defined]
         self._waiters.clear()
         self._snapshot = None
@@ -172,26 +136,16 @@ class Background:
     def __init__(self, config: Config, trace: Trace | None) -> None:
         self._config = config
         self._trace = trace
-        # One thread more than checkpoints in flight: for what is to be removed behind them. All are started now: in the
-        # first save one would have to wait while the ring's pages are faulted in. Daemons, since the interpreter would
-        # wait for others before it calls _end().
-        count = config.max_in_flight + 1
-        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
-        threads: list[threading.Thread] = []
-        self._stop = weakref.finalize(self, _end, self._queue, threads)  # also at exit
+        # One thread more than checkpoints in flight: for what is to be removed behind them.
+        threads = config.max_in_flight + 1
         try:
-            for number in range(count):
-                name = f"lazyckpt-commit_{number}"
-                thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
-                thread.start()
-                threads.append(thread)
+            self._workers = Workers(threads, "lazyckpt-commit")
         except RuntimeError as error:
-            self._stop()
-            what = f"max_in_flight={config.max_in_flight} takes {count} threads, which the system refuses: {error}"
+            what = f"max_in_flight={config.max_in_flight} takes {threads} threads, which the system refuses: {error}"
             raise ConfigError(what) from error
         self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
-        self._tasks: list[_Task] = []  # of the handles in flight, and of those that still clean up
+        self._tasks: list[Task] = []  # of the handles in flight, and of those that still clean up
         self._failed: list[SaveHandle] = []
         self._last: SaveHandle | None = None  # launched
         self._doomed: set[Path] = set()  # to be removed, unless they are saved again before
@@ -227,9 +181,9 @@ class Background:
     def _submit(self, run: Callable[[], None]) -> None:
         if not threading.main_thread().is_alive():  # soon nobody waits for what is begun now
             raise ClosedError("the interpreter is ending; save before its exit handlers run")
-        task = _Task(run)
+        task = Task(run)
         tasks = [*(task for task in self._tasks if not task.done()), task]
-        self._queue.put(task)
+        self._workers.put(task)
         self._tasks = tasks
 
     def _remove_behind(self, path: Path, handles: list[SaveHandle]) -> None:
@@ -318,7 +272,7 @@ class Background:
 
     def close(self) -> None:
         self.drain()
-        self._stop()
+        self._workers.stop()
 
     def _persist(self, flight: Flight) -> None:
         handle, target, job, snapshot = flight.handle, flight.target, flight.job, flight.snapshot
@@ -405,60 +359,6 @@ class Background:
                 engine_begin=engine_begin,
                 error=error,
             )
-
-
-class _Task(_Future[None]):
-    """Something for a thread of the background to do. If it raises MemoryError, it is called again."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        super().__init__()
-        self.run = run
-
-
-def _work(queue: SimpleQueue[_Task | None]) -> None:
-    """A thread of the background. Nothing is lost here without memory, as it may be by a ThreadPoolExecutor: a get()
-    that raises has taken nothing."""
-    task: _Task | None = None
-    error: BaseException | None = None
-    while True:
-        try:
-            if task is None and (task := queue.get()) is None:
-                return
-            if error is None:
-                task.run()
-            task._settle(None, error)
-            task = error = None
-        except MemoryError:
-            time.sleep(_NO_MEMORY_S)
-        except BaseException as raised:  # which nobody expects here
-            error = raised
-
-
-def _end(queue: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:
-    """Returns when all that is in the queue is done."""
-    for _ in threads:
-        queue.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():  # on which the Background was dropped
-            thread.join()
-
-
-def wait_for(handles: Iterable[Future[Any]], timeout: float | None = None) -> None:
-    """Returns when they are done, or after so many seconds. concurrent.futures.wait() keeps their locks if there is no
-    memory for its end."""
-    end = None if timeout is None else time.monotonic() + timeout
-    for handle in handles:
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            Future.exception(handle, None if end is None else max(0.0, end - time.monotonic()))
-
-
-def lacks_memory(error: Exception, doubts: int) -> bool:
-    """Whether to try again; a moment has passed then. A lack of memory ends some time; what CPython and pybind11 say
-    beside MemoryError might be a mistake, and nobody is to wait for ever."""
-    again = isinstance(error, MemoryError) or (isinstance(error, NO_MEMORY) and doubts < _DOUBTS)
-    if again:
-        time.sleep(_NO_MEMORY_S)
-    return again
 
 
 def _as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:

@@ -12,8 +12,9 @@ import weakref
 from concurrent.futures import Future
 from types import FrameType, TracebackType
 
-from lazyckpt.background import SaveHandle, in_flight, wait_for
+from lazyckpt.background import SaveHandle, in_flight
 from lazyckpt.errors import ConfigError
+from lazyckpt.tasks import wait_for
 
 _log = logging.getLogger("lazyckpt")
 _late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # what missed a deadline

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt import _engine, commit, devices
-from lazyckpt.background import NO_MEMORY, Background, Flight, SaveHandle, Target, in_flight, lacks_memory, wait_for
+from lazyckpt.background import Background, Flight, SaveHandle, Target, in_flight
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
@@ -28,6 +28,7 @@ from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
 from lazyckpt.snapshot import FrozenParameters, Snapshot, frozen_parameters
 from lazyckpt.staged import StagedFolder
+from lazyckpt.tasks import NO_MEMORY, lacks_memory, wait_for
 from lazyckpt.trace import Trace
 
 _EAGER_FIRST_S = 0.002

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import lazyckpt
-from lazyckpt import background
+from lazyckpt import background, tasks
 from memory import build
 from trials import Trials
 
@@ -140,7 +140,7 @@ def test_metrics_that_lack_memory_are_filled_in_later(tmp_path: Path, monkeypatc
 def test_what_only_looks_like_a_lack_of_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it was tried again for ever."""
     monkeypatch.setattr(background, "_fill_in", lambda *_: len(7))  # type: ignore[arg-type]
-    monkeypatch.setattr(background, "_DOUBTS", 3)
+    monkeypatch.setattr(tasks, "_DOUBTS", 3)
     with lazyckpt.Saver(host_buffer_bytes=1 << 16, chunk_bytes=1 << 12) as saver:
         error = saver.save(1, tmp_path / "a.pt").exception(30)
     assert isinstance(error, lazyckpt.SaveError) and "TypeError" in str(error)

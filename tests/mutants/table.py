@@ -265,6 +265,30 @@ _in(
     ),
 )
 
+# tasks.py: nothing is lost for lack of memory
+
+_in(
+    "lazyckpt/tasks.py",
+    (
+        "a task that lacks memory to begin is dropped",
+        "        except MemoryError:\n            time.sleep(_NO_MEMORY_S)\n",
+        "        except MemoryError:\n            task = None\n",
+        "memory/test_memory.py::test_what_lacks_memory_to_begin_begins_again",
+    ),
+    (
+        "a handle keeps its lock for lack of memory",
+        '    __exit__ = property(attrgetter("_lock.__exit__"))\n',
+        "",
+        "memory/test_memory.py::test_every_allocation_of_a_part[handle]",
+    ),
+    (
+        "a mistake is taken for a lack of memory for ever",
+        "doubts < _DOUBTS",
+        "True",
+        "memory/test_memory.py::test_what_only_looks_like_a_lack_of_memory_is_told",
+    ),
+)
+
 # background.py: when they are taken
 
 _in(
@@ -305,24 +329,6 @@ _in(
         "except BaseException as caught:  # nothing may be lost on this thread",
         "except ZeroDivisionError as caught:",
         "test_checkpointer.py::test_an_error_that_nobody_thought_of_is_told",
-    ),
-    (
-        "a task that lacks memory to begin is dropped",
-        "        except MemoryError:\n            time.sleep(_NO_MEMORY_S)\n",
-        "        except MemoryError:\n            task = None\n",
-        "memory/test_memory.py::test_what_lacks_memory_to_begin_begins_again",
-    ),
-    (
-        "a handle keeps its lock for lack of memory",
-        '    __exit__ = property(attrgetter("_lock.__exit__"))\n',
-        "",
-        "memory/test_memory.py::test_every_allocation_of_a_part[handle]",
-    ),
-    (
-        "a mistake is taken for a lack of memory for ever",
-        "doubts < _DOUBTS",
-        "True",
-        "memory/test_memory.py::test_what_only_looks_like_a_lack_of_memory_is_told",
     ),
     (
         "what fails for lack of memory is told to nobody, if there is none for the error",
