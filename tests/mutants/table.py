@@ -1738,6 +1738,12 @@ _in(
 _in(
     "csrc/capture.cc",
     (
+        "lack of memory on a copy thread ends the process",
+        "    FailNext();\n    return true;\n",
+        "    throw;\n",
+        "memory/test_memory.py::test_no_memory_for_the_threads_of_the_engine",
+    ),
+    (
         "all copy threads work at once",
         "copying_ >= modest_",
         "false",
