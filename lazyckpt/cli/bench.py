@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -171,20 +172,19 @@ def _restore(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 class _Raw:
-    """Threads with one request each under way, and their memory: page-aligned, as O_DIRECT wants it, and in place."""
+    """Threads with one request each under way, and their memory: page-aligned, as O_DIRECT wants it; none of it new."""
 
     def __init__(self, direct: bool) -> None:
         self._flags = os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        self._buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(_DEPTH)]
-        random = os.urandom(mmap.PAGESIZE) * (_CHUNK_BYTES // mmap.PAGESIZE)  # some disks know zeros
-        for buffer in self._buffers:
-            buffer[:] = random
+        self._memory = mmap.mmap(-1, _DEPTH * _CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._memory.madvise(mmap.MADV_HUGEPAGE)  # a request over small pages is cut into many
+        self._memory[:] = os.urandom(mmap.PAGESIZE) * (len(self._memory) // mmap.PAGESIZE)  # some disks know zeros
         self._pool = ThreadPoolExecutor(_DEPTH)
 
     def close(self) -> None:
         self._pool.shutdown()
-        for buffer in self._buffers:
-            buffer.close()
+        self._memory.close()
 
     def write(self, path: Path, nbytes: int) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags, 0o600)
@@ -207,11 +207,12 @@ class _Raw:
         """All chunks of a file."""
         offsets = iter(range(0, nbytes, _CHUNK_BYTES))
 
-        def work(memory: mmap.mmap) -> None:
+        def work(number: int) -> None:
+            own = number * _CHUNK_BYTES
             for at in offsets:  # a thread that is slow takes fewer
                 length = min(_CHUNK_BYTES, nbytes - at)
-                with memoryview(memory) as whole, whole[:length] as part:
+                with memoryview(self._memory) as whole, whole[own : own + length] as part:
                     if transfer(part, at) != length:
                         raise OSError(f"a transfer of {length} bytes at {at} was cut short")
 
-        list(self._pool.map(work, self._buffers))
+        list(self._pool.map(work, range(_DEPTH)))
