@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -88,7 +89,9 @@ def read_past_cache(file: Path) -> int:
 
     def read(at: int) -> int:
         if not hasattr(local, "buffer"):
-            local.buffer = mmap.mmap(-1, READ_BYTES)  # begins on a page
+            local.buffer = mmap.mmap(-1, READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # begins on a page
+            with suppress(OSError):  # a kernel without huge pages
+                local.buffer.madvise(mmap.MADV_HUGEPAGE)  # a request over small ones is cut into many
         return os.preadv(descriptor, [local.buffer], at)
 
     try:
