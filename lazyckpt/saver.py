@@ -26,7 +26,7 @@ from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
-from lazyckpt.snapshot import FrozenParameters, Snapshot, frozen_parameters
+from lazyckpt.snapshot import FrozenParameters, Snapshot
 from lazyckpt.staged import StagedFolder
 from lazyckpt.tasks import NO_MEMORY, lacks_memory, wait_for
 from lazyckpt.trace import Trace
@@ -359,7 +359,7 @@ class Saver:
             files,
             ownership,
             self._frozen,
-            frozen_parameters(self._modules),
+            self._modules,
             any_order=any_order,
             audit=self.config.audit,
             engine=self.engine,

@@ -27,6 +27,7 @@ from lazyckpt.ownership import Ownership, parameters_of
 from lazyckpt.providers.base import TensorView, TensorViews
 
 LAZY_MIN_BYTES = 4096
+FROZEN_MIN_BYTES = 8192  # more than the state of any random number generator: without others no module is looked into
 ALL_OWNERS = (1 << 64) - 1
 _FROZEN = 1 << 63  # owned by nobody: no step waits for it
 
@@ -83,7 +84,7 @@ class Snapshot:
         files: list[TensorViews],
         ownership: Ownership,
         frozen: FrozenParameters,
-        frozen_parameters: Iterable[torch.Tensor],
+        modules: Iterable[torch.nn.Module],
         *,
         any_order: list[bool],
         audit: bool,
@@ -111,7 +112,7 @@ class Snapshot:
         # Whether some of it belongs to an optimizer that is at work.
         self.in_training = any(may_be_lazy)
         owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
-        frozen_at = self._classify_frozen(files, identities, sizes, owners, frozen_parameters)
+        frozen_at = self._classify_frozen(files, identities, sizes, owners, modules)
         where = list(chain.from_iterable(file.devices for file in files))
         located = devices.locate(chain.from_iterable(file.storages for file in files), where, engine)
         if located is not None:  # a copy by torch is made now
@@ -151,16 +152,15 @@ class Snapshot:
         identities: list[int],
         sizes: list[int],
         owners: list[int],
-        parameters: Iterable[torch.Tensor],
+        modules: Iterable[torch.nn.Module],
     ) -> dict[int, torch.Tensor]:
         """Frozen parameters, by the place of their storage; enters those that may be lazy into ``owners``."""
-        frozen = {t.untyped_storage()._cdata: t for t in parameters if not t.is_inference()}
-        found = {}
-        for at, identity in enumerate(identities if frozen else ()):
-            tensor = frozen.get(identity)
-            if tensor is None or owners[at] or sizes[at] <= LAZY_MIN_BYTES:
-                continue
-            found[at] = tensor
+        eager = [at for at, bits in enumerate(owners) if not bits and sizes[at] > FROZEN_MIN_BYTES]
+        if not eager:
+            return {}
+        frozen = {t.untyped_storage()._cdata: t for t in frozen_parameters(modules) if not t.is_inference()}
+        found = {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
+        for at, tensor in found.items():
             if self._frozen.is_lazy(_view_at(files, at), tensor):
                 owners[at] = _FROZEN
         return found

@@ -104,11 +104,16 @@ def _work(queue: SimpleQueue[Task | None]) -> None:
             if error is None:
                 task.run()
             task._settle(None, error)
+            task.run = _nothing  # who keeps the task keeps none of what it held
             task = error = None
         except MemoryError:
             time.sleep(_NO_MEMORY_S)
         except BaseException as raised:  # which nobody expects here
             error = raised
+
+
+def _nothing() -> None:
+    pass
 
 
 def _end(queue: SimpleQueue[Task | None], threads: list[threading.Thread]) -> None:

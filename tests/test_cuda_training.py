@@ -565,6 +565,7 @@ def test_where_storages_are() -> None:
     def locate(*names: str) -> list[int] | None:
         return devices.locate([], list(map(torch.device, names)), Engine())  # type: ignore[arg-type]
 
+    assert locate() is None
     assert locate("cpu", "cpu") is None
     assert locate("cpu", "cuda:1") == [devices.HOST, 1]
     assert locate("cuda:0", "cpu") == [devices.ELSEWHERE, devices.HOST], "no driver: torch copies"

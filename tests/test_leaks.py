@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -161,6 +162,24 @@ def openings(folder: Path) -> Any:
 
 WAYS = {saves: (200, 10_000), restores: (60, 2_000), files_and_folders: (60, 2_000), functions: (60, 4_000)}
 WAYS |= {failures: (60, 2_000), openings: (40, 1_000)}
+
+
+def test_a_checkpoint_that_is_done_keeps_nothing_until_the_next(tmp_path: Path, disk: Any) -> None:
+    """The engine's part of it is as large as the state has pieces, and to free it takes its time: not in a save()."""
+    model, optimizer, step = training(tmp_path)
+    with lazyckpt.Checkpointer(tmp_path, **TINY) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        step()
+        disk.hold()
+        handle = ckpt.save(1)
+        (task,) = ckpt._saver._background._tasks
+        flight = weakref.ref(task.run.args[0])  # type: ignore[attr-defined]
+        disk.release()
+        handle.result()
+        end = time.monotonic() + 10
+        while flight() is not None and time.monotonic() < end:  # who has said that it is done may still hold it
+            time.sleep(0.001)
+        assert flight() is None
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

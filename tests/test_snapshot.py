@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import devices
+from lazyckpt import devices, snapshot
 from lazyckpt.gate import gate
 from lazyckpt.snapshot import LAZY_MIN_BYTES, Snapshot, frozen_parameters
 
@@ -453,6 +453,19 @@ def test_a_frozen_parameter_becomes_lazy_after_two_equal_captures(lora: Any) -> 
     assert sizes[0] == sizes[1] and sizes[2] == sizes[3] == sizes[0] - base
     before = lora.model[0].weight.clone()
     assert torch.equal(saved(lora.ckpt.save(9))["model"]["0.weight"], before)
+
+
+def test_modules_are_looked_into_only_where_something_large_is_eager(
+    lora: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is eager of a common training are random states, steps and small parameters: to go through the modules
+    would cost as much as to pickle them."""
+    assert eager_bytes(lora, 1)  # this one has a frozen base
+    common = make_run(PLAIN)
+    monkeypatch.setattr(snapshot, "frozen_parameters", None)
+    assert eager_bytes(common, 1) > 3 * LAZY_MIN_BYTES
+    with pytest.raises(TypeError):
+        lora.ckpt.save(2)
 
 
 def test_a_frozen_parameter_that_moves_its_version_is_eager_again(lora: Any) -> None:

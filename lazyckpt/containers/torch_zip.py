@@ -15,7 +15,6 @@ wrong tensors without an error.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import sys
 import zlib
@@ -51,15 +50,14 @@ _PAGE_ALIGNED_FROM = 64 * 1024
 def small_records(data_pkl: bytes) -> list[tuple[str, bytes]]:
     """What ``torch.save`` writes beside the storages: names without the archive's prefix, and contents.
 
-    The id names the pickle (torch hashes names and checksums); torch reports it to telemetry and nothing
-    reads it.
+    The id is the pickle's length and CRC-32 (torch hashes names and checksums); torch reports it to telemetry and
+    nothing reads it.
     """
-    identity = int.from_bytes(hashlib.blake2b(data_pkl, digest_size=16).digest(), "little")
     return [
         ("data.pkl", data_pkl),
         ("byteorder", sys.byteorder.encode()),
         ("version", b"3\n"),
-        (".data/serialization_id", b"%040d" % identity),
+        (".data/serialization_id", b"%020d%020d" % (len(data_pkl), zlib.crc32(data_pkl))),
     ]
 
 

@@ -155,7 +155,8 @@ def _placeholder() -> None:
 _PLACEHOLDER = (_placeholder, ())
 # The first places of an outline's memo are taken: the placeholder's, and those for what tensors have in common.
 _PLACES = 16
-_TAKEN = (_placeholder, *map(str, range(1, _PLACES)))
+_TAKEN = pickle.Pickler(io.BytesIO(), PROTOCOL)
+_TAKEN.dump((_placeholder, *map(str, range(1, _PLACES))))
 _PLACEHOLDER_OPCODES = pickle.BINGET + b"\0" + pickle.EMPTY_TUPLE + pickle.REDUCE
 
 
@@ -167,10 +168,9 @@ class _Outline(pickle.Pickler):
         super().__init__(out, PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []  # what else the pickle says of those that stand for storages and arrays
-        self.dump(_TAKEN)
-        begin = out.tell()
+        self.memo = _TAKEN.memo  # a copy
         self.dump(obj)
-        self.opcodes = out.getvalue()[begin + 2 : -1]
+        self.opcodes = out.getvalue()[2:-1]
 
     def filled(self, tensors: list[bytes]) -> bytes | None:
         """The opcodes with those of the tensors in their places; None if something else looks like a place."""

@@ -282,6 +282,12 @@ _in(
         "memory/test_memory.py::test_every_allocation_of_a_part[handle]",
     ),
     (
+        "a checkpoint that is done is kept until the next",
+        "            task.run = _nothing",
+        "            pass",
+        "test_leaks.py::test_a_checkpoint_that_is_done_keeps_nothing_until_the_next",
+    ),
+    (
         "a mistake is taken for a lack of memory for ever",
         "doubts < _DOUBTS",
         "True",
