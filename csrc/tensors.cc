@@ -1,6 +1,7 @@
 #include "tensors.h"
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -76,6 +77,86 @@ const Questions& Ask() {
   return *all;
 }
 
+uintptr_t WordAt(const void* address, size_t offset) {
+  uintptr_t word = 0;
+  std::memcpy(&word, static_cast<const char*>(address) + offset, sizeof word);
+  return word;
+}
+
+// Where a tensor has the address of its implementation, and that the one of its storage: looked for in one of this
+// torch, since nobody promises it. 0 if it is not found.
+struct Anatomy {
+  Anatomy() {
+    try {
+      const Ref tensor = Own(PyObject_CallNoArgs(Ask().tensor));
+      const uintptr_t found = Address(Own(PyObject_GetAttrString(tensor.get(), "_cdata")));
+      implementation = Find(tensor.get(), static_cast<size_t>(Py_TYPE(tensor.get())->tp_basicsize), found);
+      if (implementation == 0) return;
+      constexpr size_t kHead = 64;  // bytes; an implementation has three times as many
+      const uintptr_t storage = Address(Ask().cdata(Ask().untyped_storage(tensor.get()).get()));
+      in_implementation = Find(reinterpret_cast<const void*>(found), kHead, storage);
+    } catch (const PythonError&) {
+      PyErr_Clear();
+    }
+  }
+
+  static uintptr_t Address(const Ref& number) {
+    void* address = PyLong_AsVoidPtr(number.get());
+    if (address == nullptr && PyErr_Occurred() != nullptr) throw PythonError();
+    return reinterpret_cast<uintptr_t>(address);
+  }
+
+  static size_t Find(const void* object, size_t size, uintptr_t wanted) {
+    if (wanted == 0) return 0;
+    for (size_t at = sizeof(void*); at + sizeof wanted <= size; at += sizeof wanted)
+      if (WordAt(object, at) == wanted) return at;
+    return 0;
+  }
+
+  size_t implementation = 0;
+  size_t in_implementation = 0;
+};
+
+// Has the next tensors of a list brought into the cache while this one is asked: a training has emptied it since the
+// last save, and they lie anywhere. Changes no answer.
+class Ahead {
+ public:
+  explicit Ahead(PyObject* tensors) : tensors_(tensors) {}
+
+  void operator()(Py_ssize_t now) const {
+    if (PyObject* object = At(now + 3 * kStep); object != nullptr) Fetch(object, 1);
+    if (const void* implementation = ImplementationOf(At(now + 2 * kStep)); implementation != nullptr)
+      Fetch(implementation, 4);
+    if (const void* implementation = ImplementationOf(At(now + kStep));
+        implementation != nullptr && parts_.in_implementation != 0)
+      Fetch(reinterpret_cast<const void*>(WordAt(implementation, parts_.in_implementation)), 2);
+  }
+
+ private:
+  static constexpr Py_ssize_t kStep = 4;
+
+  PyObject* At(Py_ssize_t at) const { return at < PyList_GET_SIZE(tensors_) ? PyList_GET_ITEM(tensors_, at) : nullptr; }
+
+  const void* ImplementationOf(PyObject* object) const {
+    const bool known = object != nullptr && parts_.implementation != 0 &&
+                       PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(Ask().tensor));
+    return known ? reinterpret_cast<const void*>(WordAt(object, parts_.implementation)) : nullptr;
+  }
+
+  static void Fetch(const void* address, int lines) {
+    for (int line = 0; line < lines; ++line) __builtin_prefetch(static_cast<const char*>(address) + 64 * line);
+  }
+
+  static const Anatomy& Parts() {
+    static const Anatomy* parts = nullptr;  // as Ask() has it
+    if (parts == nullptr) parts = new Anatomy;
+    return *parts;
+  }
+
+  PyObject* tensors_;
+  const Anatomy& parts_ = Parts();
+};
+
 int64_t Integer(const Ref& object) {
   const int64_t value = PyLong_AsLongLong(object.get());
   if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
@@ -129,12 +210,15 @@ Ref Look(PyObject* tensors) {
   const Questions& ask = Ask();
   Ref storages = Own(PyDict_New());
   std::unordered_map<int64_t, int64_t> positions;
+  positions.reserve(static_cast<size_t>(PyList_GET_SIZE(tensors)));
   std::vector<int64_t> looks;
   const Py_ssize_t count = PyList_GET_SIZE(tensors);
   looks.reserve(static_cast<size_t>(count) * 10);
   const PyObject* last_dtype = nullptr;
   bool is_complex = false;
+  const Ahead ahead(tensors);
   for (Py_ssize_t i = 0; i < count && i < PyList_GET_SIZE(tensors); ++i) {
+    ahead(i);
     const Ref held(Py_NewRef(PyList_GET_ITEM(tensors, i)));
     PyObject* tensor = held.get();
     const Ref dtype = ask.dtype(tensor);
@@ -205,7 +289,9 @@ Ref Storages(PyObject* tree) {
   Ref sizes = Own(PyList_New(0));
   std::vector<char> whole;
   whole.reserve(static_cast<size_t>(count));
+  const Ahead ahead(found.get());
   for (Py_ssize_t i = 0; i < count; ++i) {
+    ahead(i);
     PyObject* tensor = PyList_GET_ITEM(found.get(), i);
     const Ref storage = IfPlain(ask.untyped_storage, tensor);
     if (storage == nullptr) continue;
