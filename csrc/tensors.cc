@@ -210,9 +210,9 @@ Ref Look(PyObject* tensors) {
   const Questions& ask = Ask();
   Ref storages = Own(PyDict_New());
   std::unordered_map<int64_t, int64_t> positions;
-  positions.reserve(static_cast<size_t>(PyList_GET_SIZE(tensors)));
   std::vector<int64_t> looks;
   const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  positions.reserve(static_cast<size_t>(count));
   looks.reserve(static_cast<size_t>(count) * 10);
   const PyObject* last_dtype = nullptr;
   bool is_complex = false;

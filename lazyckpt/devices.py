@@ -30,8 +30,7 @@ def locate(
     a device cannot be attached.
     """
     numbers = {}
-    alike = not where or where.count(where[0]) == len(where)  # at once, for the same object; to hash them takes longer
-    for device in where[:1] if alike else set(where):
+    for device in set(where):
         if device.type == "cpu":
             numbers[device] = HOST
         elif device.type == "cuda" and engine.attach(device.index):

@@ -74,7 +74,7 @@ def test_the_raw_loops_have_huge_pages() -> None:
     before = {line.split()[0] for line in _mappings()}
     raw = bench._Raw(True)
     own = [line for line in _mappings() if line.split()[0] not in before]
-    assert any(line.endswith(" hg") or " hg " in line for line in own)
+    assert any("hg" in line.split()[1:] for line in own)
     raw.close()
 
 

@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -31,9 +30,6 @@ class TensorView(NamedTuple):
     storage: torch.UntypedStorage
     nbytes: int
     dtype: torch.dtype  # torch.load types storages: one storage, one dtype
-
-
-_devices: dict[torch.device, torch.device] = {}  # each once: a storage makes a new object whenever it is asked
 
 
 @dataclass(slots=True)
@@ -64,8 +60,7 @@ class TensorViews(Sequence[TensorView]):
         self.storages.append(view.storage)
         self.sizes.append(view.nbytes)
         self.dtypes.append(view.dtype)
-        device = view.storage.device
-        self.devices.append(_devices.setdefault(device, device))
+        self.devices.append(view.storage.device)
         self.identities.append(view.storage._cdata)
 
     def without_storages(self) -> TensorViews:
@@ -83,10 +78,7 @@ class TensorViews(Sequence[TensorView]):
 
     def take(self, order: Sequence[int]) -> TensorViews:
         """Those at these places, in this order."""
-        if len(order) < 2:
-            return TensorViews(*([column[at] for at in order] if column else [] for column in self._columns()))
-        pick = itemgetter(*order)
-        return TensorViews(*(list(pick(column)) if column else [] for column in self._columns()))
+        return TensorViews(*(list(map(column.__getitem__, order)) if column else [] for column in self._columns()))
 
     def _columns(self) -> tuple[list[Any], ...]:
         return self.keys, self.storages, self.sizes, self.dtypes, self.devices, self.identities
