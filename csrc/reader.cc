@@ -195,24 +195,21 @@ class Reader::Work {
     return !failed_;
   }
 
-  // Pieces small enough for the cache, so that the checksum does not fetch them from memory again.
-  void ReadBuffered(const Unit& unit, std::byte* scratch) {
+  // Through a buffer that stays in the cache: to read straight into `to` would bring its lines into it first.
+  void ReadBuffered(const Unit& unit, std::byte* buffer) {
     if (!AwaitPlaces()) return;
     for (size_t i = unit.first_part; i < unit.last_part; ++i) {
       Part& p = parts_[i];
-      const ReadRange& range = ranges_[p.range];
       for (size_t done = 0; done < p.size;) {
-        const size_t want = std::min(p.size - done, kFusedBlockBytes);
-        std::byte* to = range.to == nullptr ? scratch
-                        : range.device >= 0 ? scratch + done
-                                            : range.to + p.in_range + done;
-        const ssize_t n = pread(buffered_.get(), to, want, static_cast<off_t>(p.at + done));
+        const size_t want = std::min(p.size - done, kBufferedBytes);
+        std::byte* into = buffer + (ranges_[p.range].device >= 0 ? done : 0);
+        const ssize_t n = pread(buffered_.get(), into, want, static_cast<off_t>(p.at + done));
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return Fail(Status(n < 0 ? errno : EIO, n < 0 ? "read" : "short read", path_));
-        p.crc = Crc32(p.crc, to, static_cast<size_t>(n));
+        p.crc = Land(p, done, into, static_cast<size_t>(n), p.crc);
         done += static_cast<size_t>(n);
       }
-      if (range.device >= 0) Upload(p, scratch);
+      if (ranges_[p.range].device >= 0) Upload(p, buffer);
     }
   }
 
@@ -228,11 +225,16 @@ class Reader::Work {
     for (size_t i = flight.unit->first_part; i < flight.unit->last_part; ++i) {
       Part& p = parts_[i];
       std::byte* from = flight.buffer + (p.at - flight.unit->begin);
-      const ReadRange& range = ranges_[p.range];
-      const bool copies = range.to != nullptr && range.device < 0;
-      p.crc = copies ? CopyCrc32(0, range.to + p.in_range, from, p.size) : Crc32(0, from, p.size);
-      if (range.device >= 0) Upload(p, from);
+      p.crc = Land(p, 0, from, p.size, 0);
+      if (ranges_[p.range].device >= 0) Upload(p, from);
     }
+  }
+
+  // Bytes of a part from `done` on: to where they belong, if that is on the host, and into its checksum.
+  uint32_t Land(const Part& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const {
+    const ReadRange& range = ranges_[p.range];
+    if (range.to == nullptr || range.device >= 0) return Crc32(crc, from, size);
+    return CopyCrc32(crc, range.to + p.in_range + done, from, size);
   }
 
   void Run() {
@@ -327,8 +329,9 @@ class Reader::Work {
     return status.ok();
   }
 
-  static constexpr unsigned kMaxRetries = 1000;       // of requests for one unit that moved nothing
-  static constexpr uint64_t kMaxGapBytes = 64 << 10;  // reading over a gap is cheaper than another request
+  static constexpr size_t kBufferedBytes = 256 << 10;  // of the page cache: within a core's own L2 cache
+  static constexpr unsigned kMaxRetries = 1000;        // of requests for one unit that moved nothing
+  static constexpr uint64_t kMaxGapBytes = 64 << 10;   // reading over a gap is cheaper than another request
 
   const std::string path_;
   const ReadOptions options_;

@@ -36,18 +36,20 @@ class GuardedPickle(io.BytesIO):
         self._path = path
 
     def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
+        data = _read(self, size)
         # An operand that looks like one of these opcodes is looked at, too: that costs time, nothing else.
-        if size == 1 and data in _WATCHED:
+        if data in _WATCHED:
             stack = self.unpickler.stack
             if data == _SETITEMS:
                 self._check_depth(stack[::2])
             elif data == _SETITEM:
                 self._check_depth(stack[-2:-1])
             elif len(stack) > 1:
-                if not any(stack[-2] is view for view in _VIEWS):  # which hash nothing
+                if id(stack[-2]) in _VIEWS:  # which hash nothing
+                    self._check_view(*stack[-1][:4])
+                else:
                     self._check_depth(stack[-1:])
-                self._check_call(stack[-2], stack[-1])
+                    self._check_call(stack[-2], stack[-1])
         return data
 
     def _check_depth(self, values: list[Any]) -> None:
@@ -64,7 +66,7 @@ class GuardedPickle(io.BytesIO):
     def _check_call(self, function: Any, arguments: Any) -> None:
         while function is torch._tensor._rebuild_from_type_v2 and len(arguments) > 2:
             function, _, arguments = arguments[:3]
-        if any(function is view for view in _VIEWS):
+        if id(function) in _VIEWS:
             self._check_view(*arguments[:4])
             fine = True
         elif function is bytearray:
@@ -94,5 +96,9 @@ def _is_memory(function: Any) -> bool:
     )
 
 
-# Nearly all calls. They begin with a storage, an offset, a size and a stride.
-_VIEWS = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3, torch._utils._rebuild_tensor)
+_read = io.BytesIO.read
+# Nearly all calls, by id(), since what is called may be anything. They begin with a storage, an offset, a size and a
+# stride.
+_VIEWS = frozenset(
+    map(id, (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3, torch._utils._rebuild_tensor))
+)

@@ -1775,6 +1775,15 @@ _in(
     ),
 )
 _in(
+    "csrc/checksum.cc",
+    (
+        "a checksum is of the source, which may change before it is copied",
+        "return Crc32(crc, copy.data(), kBlockBytes);",
+        "return Crc32(crc, from, kBlockBytes);",
+        "test_engine.py::test_a_checksum_is_that_of_the_copy_whoever_writes_to_the_source_meanwhile",
+    ),
+)
+_in(
     "csrc/engine.cc",
     (
         "a copy is released while it is made",
