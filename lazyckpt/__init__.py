@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lazyckpt.advice import Advice, advise
-    from lazyckpt.background import SaveHandle
     from lazyckpt.checkpointer import Checkpointer
     from lazyckpt.config import Config
     from lazyckpt.errors import (
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     )
     from lazyckpt.functional import load, save
     from lazyckpt.gate import CUDAGraph, guard, wait_captured
+    from lazyckpt.handle import SaveHandle
     from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
     from lazyckpt.preemption import CommitOnSignal, commit_on
     from lazyckpt.providers.objects import StateProvider
@@ -66,7 +66,6 @@ __all__ = [
 # Where they are. What is not asked for is not imported: torch takes seconds, and the command line seldom needs it.
 _HOMES = {
     "advice": ("Advice", "advise"),
-    "background": ("SaveHandle",),
     "checkpointer": ("Checkpointer",),
     "config": ("Config",),
     "errors": (
@@ -84,6 +83,7 @@ _HOMES = {
     ),
     "functional": ("load", "save"),
     "gate": ("CUDAGraph", "guard", "wait_captured"),
+    "handle": ("SaveHandle",),
     "metrics": ("CheckpointMetrics", "ChunkEvent"),
     "preemption": ("CommitOnSignal", "commit_on"),
     "providers.objects": ("StateProvider",),

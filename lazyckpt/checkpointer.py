@@ -11,11 +11,12 @@ from types import TracebackType
 from typing import Any, Literal
 
 from lazyckpt import catalog, commit
-from lazyckpt.background import SaveHandle, Target, warn
+from lazyckpt.background import Target, warn
 from lazyckpt.catalog import STATE, Catalog, Checkpoint
 from lazyckpt.config import MIB
 from lazyckpt.errors import ClosedError, ConfigError, LoadError, save_error
 from lazyckpt.gate import gate
+from lazyckpt.handle import SaveHandle
 from lazyckpt.interval import interval
 from lazyckpt.plan import ZipPlan
 from lazyckpt.providers.base import TensorView

@@ -12,8 +12,8 @@ import weakref
 from concurrent.futures import Future
 from types import FrameType, TracebackType
 
-from lazyckpt.background import SaveHandle, in_flight
 from lazyckpt.errors import ConfigError
+from lazyckpt.handle import SaveHandle, in_flight
 from lazyckpt.tasks import wait_for
 
 _log = logging.getLogger("lazyckpt")

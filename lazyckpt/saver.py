@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 
 from lazyckpt import _engine, commit, devices
-from lazyckpt.background import Background, Flight, SaveHandle, Target, in_flight
+from lazyckpt.background import Background, Flight, Target
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
+from lazyckpt.handle import SaveHandle, in_flight
 from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews

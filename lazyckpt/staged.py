@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyckpt import commit
-from lazyckpt.background import SaveHandle, Target
+from lazyckpt.background import Target
 from lazyckpt.errors import ConfigError
+from lazyckpt.handle import SaveHandle
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for
 from lazyckpt.providers.naming import name_in
 

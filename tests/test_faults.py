@@ -25,10 +25,11 @@ import torch
 
 import lazyckpt
 from lazyckpt import _engine, background, catalog, commit, functional
-from lazyckpt.checkpointer import Checkpointer, SaveHandle
+from lazyckpt.checkpointer import Checkpointer
 from lazyckpt.containers.base import SOURCE
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
 from lazyckpt.functional import process_engine
+from lazyckpt.handle import SaveHandle, in_flight
 from trials import Trials
 
 pytestmark = [
@@ -924,7 +925,7 @@ def test_a_handle_that_lacks_memory_to_be_done_is_done(tmp_path: Path, monkeypat
         handle.result(30)
     run.check(1)
     run.checkpointer.close()
-    assert handle not in background.in_flight
+    assert handle not in in_flight
 
 
 def test_a_ring_larger_than_the_address_space(tmp_path: Path) -> None:

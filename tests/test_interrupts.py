@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.background import in_flight
 from lazyckpt.gate import gate
+from lazyckpt.handle import in_flight
 from trials import TORTURE, Trials
 
 PACKAGE = str(Path(lazyckpt.__file__).parent)

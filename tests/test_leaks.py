@@ -22,8 +22,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.background import in_flight
 from lazyckpt.gate import gate
+from lazyckpt.handle import in_flight
 from trials import Trials
 
 pytestmark = pytest.mark.usefixtures("quick_garbage_collection")

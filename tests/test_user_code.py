@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lazyckpt
-from lazyckpt.background import in_flight
 from lazyckpt.errors import RestoreError, SerializationError
 from lazyckpt.gate import gate
+from lazyckpt.handle import in_flight
 from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.pickles import dump

@@ -18,7 +18,7 @@ from typing import Any
 import scarce
 
 from lazyckpt import _engine, commit
-from lazyckpt.background import SaveHandle
+from lazyckpt.handle import SaveHandle
 
 
 def each(part: Callable[[], Any], *refused: type[Exception], count: int = 1) -> Iterator[int]:

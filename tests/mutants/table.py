@@ -295,6 +295,30 @@ _in(
     ),
 )
 
+# handle.py: what is held by who saved
+
+_in(
+    "lazyckpt/handle.py",
+    (
+        "wait_captured of a handle does not wait",
+        "released = snapshot.job.wait_released(timeout)",
+        "released = True",
+        "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change",
+    ),
+    (
+        "nor does it verify",
+        "            snapshot.verify()  # now, since the caller is free to change everything\n",
+        "            pass\n",
+        "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change",
+    ),
+    (
+        "a forked child waits for saves of its parent",
+        "os.register_at_fork(after_in_child=_disown)\n",
+        "",
+        "test_endings.py::test_a_child_that_waits_for_a_save_of_its_parent_hears_of_it",
+    ),
+)
+
 # background.py: when they are taken
 
 _in(
@@ -408,24 +432,6 @@ _in(
         "wait_for(self._tasks)",
         "pass",
         "test_checkpointer.py test_saver.py",
-    ),
-    (
-        "wait_captured of a handle does not wait",
-        "released = snapshot.job.wait_released(timeout)",
-        "released = True",
-        "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change",
-    ),
-    (
-        "nor does it verify",
-        "            snapshot.verify()  # now, since the caller is free to change everything\n",
-        "            pass\n",
-        "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change",
-    ),
-    (
-        "a forked child waits for saves of its parent",
-        "os.register_at_fork(after_in_child=_disown)\n",
-        "",
-        "test_endings.py::test_a_child_that_waits_for_a_save_of_its_parent_hears_of_it",
     ),
     (
         "a failure is told to nobody",
@@ -1871,7 +1877,7 @@ _in(
     ),
 )
 _in(
-    "csrc/bindings.cc",
+    "csrc/py_job.cc",
     (
         "files are told of before they are durable",
         "if (!job_->durable()) throw",
@@ -1886,7 +1892,7 @@ _in(
     ),
 )
 _in(
-    "csrc/bindings.cc",
+    "csrc/py_engine.cc",
     (
         "a child uses the engine of its parent",
         "if (!alive()) throw std::runtime_error",
@@ -2010,7 +2016,7 @@ _in(
     ),
 )
 _in(
-    "csrc/bindings.cc",
+    "csrc/py_reader.cc",
     (
         "restore writes to what training still reads",
         "status = e.CopyAfter(current);",
