@@ -34,6 +34,7 @@ RING_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 RING_CHUNK_BYTES = 2 << 20  # small, so that the smallest ring still holds several
 IN_FLIGHT = (1, 2, 3, 4)
 LAZY, TORCH = "lazyckpt", "torch.save"
+ATOMIC = "torch.save, fsync, rename, fsync"
 
 
 @dataclass
@@ -83,6 +84,18 @@ def _torch_save(state: object, path: Path) -> float:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+    return seconds[0]
+
+
+def _torch_save_atomically(state: object, path: Path) -> float:
+    """What lazyckpt.save promises: the file is whole and durable under its name, or not there."""
+    staged = path.with_name(f".{path.name}.tmp")
+    with timed() as seconds:
+        _torch_save(state, staged)
+        staged.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(folder)
+        os.close(folder)
     return seconds[0]
 
 
@@ -153,7 +166,7 @@ def _over_tensor_size(settings: Settings, progress: Progress) -> Table:
     """001 fig. 14: one tensor."""
     import lazyckpt
 
-    table = Table("Durable write of one tensor, GB/s", ["tensor, MiB", RAW, LAZY, TORCH, f"{LAZY}, of raw"])
+    table = Table("Durable write of one tensor, GB/s", ["tensor, MiB", RAW, LAZY, TORCH, ATOMIC, f"{LAZY}, of raw"])
     table.picture = Picture("tensor, MiB", "GB/s, durable", log_x=True)
     path = settings.directory / "tensor.pt"
 
@@ -170,6 +183,7 @@ def _over_tensor_size(settings: Settings, progress: Progress) -> Table:
                 RAW: partial(floor.raw_write, path, nbytes),
                 LAZY: partial(_timed_call, partial(lazyckpt.save, state, path)),
                 TORCH: partial(_torch_save, state, path),
+                ATOMIC: partial(_torch_save_atomically, state, path),
             }
             mib = nbytes >> 20
             seconds, failures = interleaved(
