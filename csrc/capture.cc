@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <new>
@@ -110,15 +111,22 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
     if (status.ok()) status = StartCopies(*chunk, device, cuts, pinned, &ticket);
     if (status.ok()) tickets[device] = ticket;
   }
+  bool written = false;
+  const std::byte* edges = chunk->edges.data();
   for (Piece& p : chunk->pieces) {
     if (p.kind == RowKind::kLiteral) p.crc = CopyCrc32(0, chunk->memory + p.at, p.literal, p.size);
     if (p.kind != RowKind::kSource || job.sources[p.source].device >= 0) continue;
-    p.crc = CopyCrc32(0, chunk->memory + p.at, job.sources[p.source].data + p.source_offset, p.size);
+    const Source& source = job.sources[p.source];
+    if (source.watched < 0)
+      p.crc = CopyCrc32(0, chunk->memory + p.at, source.data + p.source_offset, p.size);
+    else
+      written = !CopyWatched(job, source, chunk->memory + p.at, &edges, &p) || written;
   }
   std::memset(chunk->memory + chunk->size, 0, AlignUp(chunk->size, kBlockBytes) - chunk->size);
 
   lock.lock();
   if (!status.ok()) FailLocked(job, std::move(status));
+  if (written) FailLocked(job, Status(ECANCELED, "memory was written to before it was copied", ""));
   if (chunk->eager) --job.eager_left;
   for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) --job.owner_waiting[std::countr_zero(bits)];
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
@@ -320,6 +328,7 @@ void Engine::Release(Chunk* chunk) {
   if (chunk->memory != nullptr) ring_.Free(chunk->memory);
   chunk->memory = nullptr;
   chunk->pieces = {};
+  chunk->edges = {};
   chunk->state = Chunk::State::kDone;
 }
 
@@ -334,6 +343,7 @@ void Engine::CopyLoop() {
 
 // Does one thing that there is to do; false if there is none. Copies begin before checksums: devices work meanwhile.
 bool Engine::Work(bool helping, std::unique_lock<std::mutex>& lock) {
+  if (ProtectSome(helping, lock)) return true;
   try {
     if (Chunk* chunk = TakeChunk(helping)) {
       copying_ += helping ? 0 : 1;

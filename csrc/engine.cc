@@ -44,6 +44,10 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
     *status = Status(EINVAL, "fault specification", "");
     return nullptr;
   }
+  if (options.watch_pages) {
+    engine->witness_ = PageWitness::OfProcess(status);
+    if (engine->witness_ == nullptr) return nullptr;
+  }
   *status = engine->ring_.Map(options.max_ring_bytes);
   if (!status->ok()) return nullptr;
   engine->ring_.Grow(std::min(options.max_ring_bytes, 2 * chunk));
@@ -174,6 +178,7 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bo
     *status = Status(EINVAL, "a source on a device without a stream", "");
     return nullptr;
   }
+  if (witness_ != nullptr) Watch(*job);
   std::lock_guard lock(mutex_);
   jobs_.push_back(job);
   return job;
@@ -263,7 +268,9 @@ bool Engine::WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> 
 
 bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {
   const auto released = [&job] { return job.sources_released(); };
-  return copiers_.empty() ? HelpUntil(released, deadline) : WaitUntil(released, deadline);
+  const bool done = copiers_.empty() ? HelpUntil(released, deadline) : WaitUntil(released, deadline);
+  if (done) EndWatch(job);
+  return done;
 }
 
 bool Engine::WaitSettled(Job& job, Clock::time_point deadline) {

@@ -15,6 +15,7 @@
 #include "device.h"
 #include "io_backend.h"
 #include "job.h"
+#include "page_witness.h"
 #include "ring.h"
 
 namespace lazyckpt {
@@ -29,6 +30,7 @@ struct EngineOptions {
   bool register_buffers = true;
   bool pin_ring = true;         // for devices; without, what they do where that is refused
   size_t copies_in_flight = 4;  // chunks, in each lane of a device: drivers' queues are short
+  bool watch_pages = false;     // of lazy host memory: see PageWitness
   std::string fault;            // test build only: see MakeFaultBackend
 };
 
@@ -59,6 +61,14 @@ class Engine {
   // Copies to an attached device, by way of its own lane, and waits.
   Status Upload(int device, std::byte* to, std::span<std::byte> from);
 
+  // A save begins: copy threads protect the pages that the last one watched, while the caller finds out what it has to
+  // save. Begin() or GiveUpAhead() follows.
+  void ProtectAhead();
+  void GiveUpAhead();
+
+  // With watch_pages, a write to a page of a lazy host source between Begin and its copy fails the checkpoint
+  // (ECANCELED; Job::torn). A source whose pages cannot be watched becomes eager.
+  //
   // streams: the caller's current stream of every device that holds a source. What is copied is what they make of it
   // by now. If a device refuses, so does Begin.
   // eager_by_caller: the caller will lay it out and call WaitEager and Go at once. Until Go, only threads that wait for
@@ -146,6 +156,14 @@ class Engine {
   void SplitAtLastBlock(Job& job);
   void QueueOpenChunk(Job& job);
 
+  // watch.cc
+  bool ProtectSome(bool helping, std::unique_lock<std::mutex>& lock);
+  void WaitAhead(std::unique_lock<std::mutex>& lock);
+  void Watch(Job& job);
+  void KeepEdges(Chunk* chunk);
+  bool CopyWatched(Job& job, const Source& source, std::byte* to, const std::byte** edges, Piece* piece);
+  void EndWatch(Job& job);
+
   // capture.cc
   void CopyLoop();
   void LandLoop(Gpu& gpu, CopyLane& lane);
@@ -203,6 +221,12 @@ class Engine {
   Status unpinned_;
   std::byte* bounce_ = nullptr;  // copies_in_flight pinned chunks, if the ring is not pinned and a device gave them
   std::vector<std::byte*> idle_bounces_;  // those of them that hold nothing
+
+  PageWitness* witness_ = nullptr;       // with watch_pages
+  std::vector<PageRange> last_watched_;  // by the last checkpoint; in the order of their addresses
+  size_t ahead_next_ = 0;                // those before this one are protected ahead, or are about to be
+  size_t ahead_end_ = 0;                 // and all before this one are to be
+  unsigned protecting_ = 0;              // threads
 
   std::vector<std::thread> copiers_;
   unsigned copying_ = 0;  // copiers that copy now

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device.h"
+#include "page_witness.h"
 #include "status.h"
 
 namespace lazyckpt {
@@ -122,8 +123,9 @@ struct Slot {
 struct Source {
   const std::byte* data;
   uint64_t size;
-  uint64_t owners;  // bit set of the gates that protect it; 0: eager, to be captured before save() returns
-  int device = -1;  // the ordinal of the CUDA device whose memory it is; negative: host memory
+  uint64_t owners;       // bit set of the gates that protect it; 0: eager, to be captured before save() returns
+  int device = -1;       // the ordinal of the CUDA device whose memory it is; negative: host memory
+  int64_t watched = -1;  // its number in Job::window; negative: no page of it is watched
 
   struct Part {
     uint64_t size;
@@ -168,6 +170,7 @@ struct Chunk : IoTag {
   size_t size = 0;      // bytes used
   size_t limit = 0;     // bytes it may grow to
   std::vector<Piece> pieces;
+  std::vector<std::byte> edges;  // of watched pieces: what lies in no page of their own, as it was at save()
   uint64_t owners = 0;
   bool eager = false;
   bool has_lazy = false;
@@ -209,6 +212,8 @@ struct Job : std::enable_shared_from_this<Job> {
   bool held = false;             // copy threads leave it alone, until Go
   bool eager_by_caller = false;  // copy threads leave the last eager chunk to WaitEager
   Status error;                  // the first one
+  PageWindow window;             // the pages of lazy sources, where they are watched
+  std::vector<size_t> torn;      // sources that were written before they were copied; known when they are released
 
   // Chunks whose copy has not begun. Once it has, host memory is copied and copies from devices are enqueued: what
   // follows in a stream of the device can wait for them there.

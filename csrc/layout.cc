@@ -190,6 +190,7 @@ void Engine::QueueOpenChunk(Job& job) {
   const auto is_checksum = [](const Piece& p) { return p.kind == RowKind::kCrc32Le || p.kind == RowKind::kCrc32Hex; };
   chunk->slots.reserve(std::count_if(chunk->pieces.begin(), chunk->pieces.end(), is_checksum));
   job.open = nullptr;
+  if (chunk->has_lazy) KeepEdges(chunk);
   chunk->state = Chunk::State::kQueued;
   ++job.files[chunk->file].chunks_left;
   ++job.capture_left;

@@ -11,6 +11,7 @@
 
 #include "cuda_driver.h"
 #include "io_backend.h"
+#include "page_witness.h"
 
 namespace lazyckpt {
 namespace {
@@ -72,6 +73,7 @@ std::map<std::string, std::string> Probe(const std::string& dir) {
   facts["crc32"] = "zlib";
 #endif
   facts["o_direct"] = ProbeDirect(dir);
+  facts["page_witness"] = PageWitness::OfProcess(&status) != nullptr ? "yes" : "no: " + status.message();
 #ifdef STATX_DIOALIGN
   struct statx info{};
   std::string path = dir + "/.lazyckpt-probe-XXXXXX";

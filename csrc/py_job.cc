@@ -128,6 +128,10 @@ class JobHandle {
     Raise(engine_->get().Locked([this] { return job_->error; }));
   }
 
+  std::vector<size_t> Torn() const {
+    return engine_->get().Locked([this] { return job_->torn; });
+  }
+
   size_t PendingChunks(uint64_t owners) const {
     return engine_->get().Locked([&] {
       size_t n = 0;
@@ -254,6 +258,7 @@ void DefineJob(py::module_& m, EngineClass& engine) {
       .def("wait_settled", &JobHandle::WaitSettled, "timeout_s"_a = py::none())
       .def("fail", &JobHandle::Fail)
       .def("raise_error", &JobHandle::RaiseError)
+      .def("torn", &JobHandle::Torn)
       .def("pending_chunks", &JobHandle::PendingChunks)
       .def("source_crcs", &JobHandle::SourceCrcs)
       .def("files", &JobHandle::Files)

@@ -30,11 +30,16 @@ class Engine:
         register_buffers: bool = True,
         pin_ring: bool = True,
         copies_in_flight: int = 4,
+        watch_pages: bool = False,
         fault: str = "",
     ) -> None: ...
     def reserve(self, bytes: int) -> bool:
         """Raises the ring's capacity, up to ring_bytes; False while the ring is in use."""
 
+    def protect_ahead(self) -> None:
+        """A save begins: copy threads protect the pages that the last one watched, until begin() or give_up_ahead()."""
+
+    def give_up_ahead(self) -> None: ...
     def attach(self, device: int) -> bool:
         """Makes the memory of a CUDA device readable, from then on; False where there is no CUDA driver."""
 
@@ -53,7 +58,10 @@ class Engine:
 
         devices (int64): the attached CUDA device of each source, or -1: host memory, as without it. streams (uint64):
         device, handle, device, handle, … of the caller's current stream of every such device. What is copied is what
-        these streams make of it by now."""
+        these streams make of it by now.
+
+        With watch_pages, a write to a page of a source with owners in host memory, from now until it is copied, fails
+        the job: see Job.torn(). Sources whose pages cannot be watched become eager."""
 
     @property
     def ring_bytes(self) -> int: ...
@@ -111,6 +119,9 @@ class Job:
     def raise_error(self) -> None:
         """Raises the OSError that failed the job, if one did."""
 
+    def torn(self) -> list[int]:
+        """The sources that were written to before they were copied; known once wait_released() has returned."""
+
     def pending_chunks(self, owners: int) -> int:
         """Chunks with lazy bytes of these owners that are not copied yet."""
 
@@ -123,6 +134,17 @@ class Job:
 
     def timeline(self) -> list[tuple[int, int, int, float, float, float, float, float]]:
         """The fields of metrics.ChunkEvent of each chunk, in the order of the layout."""
+
+class VersionReading:
+    """The version counters of tensors, read by the main thread between two bytecodes, where it is not inside of an
+    operation."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None: ...
+    def request(self) -> None:
+        """Asks the main thread, unless it was asked and has not answered."""
+
+    def versions(self) -> list[int] | None:
+        """What it has read; None if it has not come to it, or was inside of an operation: request it again then."""
 
 class Ring:
     """The ring's bookkeeping alone, for tests."""
@@ -156,6 +178,9 @@ def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch
 def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
     """The tensors with a storage in dicts, lists and tuples, however deep; the _cdata of their storages; the bytes of
     these; and 1 for each tensor that is contiguous, fills its storage and is no inference tensor, 0 for others."""
+
+def page_witness() -> str:
+    """Why watch_pages does not work here; empty if it does."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: StrPath, b: StrPath) -> None: ...

@@ -124,6 +124,7 @@ def _describe(facts: _Facts) -> list[tuple[str, str]]:
         ("free space", f"{size(facts.free_bytes)} of {size(facts.total_bytes)}"),
         ("io_uring", probe["io_uring"]),
         ("O_DIRECT", probe["o_direct"] + (alignment if facts.o_direct else "")),
+        ("pages", f"watched for writes: {probe['page_witness']}"),
         ("memory", f"{size(facts.available_bytes)} available to this process"),
         ("memlock", memlock + (", which does not bind this process" if facts.locks_freely else "")),
         ("CUDA", _cuda(facts)),
@@ -154,6 +155,17 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
         reason = facts.probe["io_uring"].removeprefix("no: ")
         found.append(
             (True, f"Write and read with a pool of threads, since io_uring is refused ({reason}); it warns once.")
+        )
+    if facts.probe["page_witness"] == "yes":
+        found.append((False, "Watch the pages of lazily copied tensors: the kernel notices every write to them."))
+    else:
+        reason = facts.probe["page_witness"].removeprefix("no: ")
+        found.append(
+            (
+                True,
+                f"Watch version counters of lazily copied tensors, since the kernel does not watch pages ({reason}); "
+                "docs/consistency.md lists the writers that move none.",
+            )
         )
     if facts.o_direct and not in_memory:
         found.append((False, "Go past the page cache (O_DIRECT), so that checkpoints do not push other data out."))

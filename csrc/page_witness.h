@@ -1,0 +1,115 @@
+// Asks the kernel which pages of this process were written, by whomever: userfaultfd write protection that the kernel
+// lifts by itself (WP_ASYNC) and PAGEMAP_SCAN. Linux 6.7 or newer; needs no privilege.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <span>
+#include <vector>
+
+#include "status.h"
+
+namespace lazyckpt {
+
+inline constexpr size_t kPageBytes = 4096;  // of the kernel; with larger ones there is no witness
+
+// Whole pages: [begin, end).
+struct PageRange {
+  uintptr_t begin = 0;
+  uintptr_t end = 0;
+
+  // The pages that lie inside of some memory, and those that touch it.
+  static PageRange Inside(const void* data, size_t size);
+  static PageRange Around(const void* data, size_t size);
+
+  bool empty() const { return begin >= end; }
+  size_t bytes() const { return empty() ? 0 : end - begin; }
+  bool Overlaps(const PageRange& other) const { return begin < other.end && other.begin < end; }
+  bool operator==(const PageRange&) const = default;
+};
+
+// What lies before and behind the whole pages of some memory; all of it, if it has none.
+std::array<std::span<const std::byte>, 2> EdgesOf(std::span<const std::byte> memory);
+
+// The pages of one snapshot, from the moment of the snapshot until they are copied. PageWitness guards it.
+class PageWindow {
+ public:
+  // Returns the number by which these pages are known. Before PageWitness::Open.
+  size_t Add(PageRange pages);
+
+  PageRange pages(size_t watched) const { return watched_[watched].pages; }
+
+ private:
+  friend class PageWitness;
+  struct Watched {
+    PageRange pages;
+    bool is_protected = false;
+    bool refused = false;         // these pages cannot be watched
+    bool written = false;         // before they were copied
+    bool left = false;            // some are protected still, for another window
+    std::vector<PageRange> done;  // copied, in any order
+  };
+  // The first of those that reach behind `address`, in the order of by_address_.
+  size_t FindAfter(uintptr_t address) const;
+
+  std::vector<Watched> watched_;
+  std::vector<uint32_t> by_address_;
+  std::mutex mutex_;  // of what CheckAndOpen changes
+  bool open_ = false;
+};
+
+// One for the process, since a page has one protection: windows that share pages keep each other's evidence.
+// Any thread may call. In a forked child nobody may: it would ask about the parent's memory.
+class PageWitness {
+ public:
+  // nullptr, with the reason, where the kernel or the container has no such thing. Tried once, on memory of its own.
+  static PageWitness* OfProcess(Status* why);
+
+  // The window watches from here on what Protect protects. No page may be in a window twice.
+  void Open(PageWindow* window);
+
+  // Protects the pages of one number. `again`: ProtectAhead did; what was written since is protected anew. False if
+  // they cannot be watched: shared memory, say, or overlapping pages of another window.
+  bool Protect(PageWindow* window, size_t watched, bool again);
+
+  // Protects pages that the next window is likely to watch. False, and nothing is done, while any window is open.
+  bool ProtectAhead(PageRange pages);
+  // Lifts the protection of pages that no window watches after all.
+  void GiveUp(std::span<const PageRange> pages);
+
+  // `data` is copied. Lifts the protection of its pages and returns whether they are as they were when the window was
+  // opened. Pages that `data` shares with its neighbours are not looked at: the caller copied those at once.
+  bool CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size);
+
+  // Ends the window: the protection of what was not copied is lifted. Once or more often.
+  void Close(PageWindow* window);
+
+  // The numbers of what was written before it was copied, as far as it is known.
+  std::vector<size_t> Written(PageWindow* window);
+
+ private:
+  PageWitness() = default;
+  Status Start();
+  Status TryOnOwnPages();
+  bool Register(PageRange pages);
+  bool IsRegistered(PageRange pages);
+  int WriteProtect(PageRange pages, bool on) const;
+  // Calls found(written pages) for each run; `protect` protects these in the same step. 0 or an errno value.
+  template <class F>
+  int Scan(PageRange pages, bool protect, F found) const;
+  bool Share(PageWindow* window, PageWindow::Watched* ours);
+  bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;
+
+  int uffd_ = -1;
+  int pagemap_ = -1;
+  std::shared_mutex mutex_;  // of windows_; exclusive to open and to close a window
+  std::vector<PageWindow*> windows_;
+  std::mutex registering_;
+  std::map<uintptr_t, uintptr_t> registered_;  // begin -> end; may have been unmapped since
+};
+
+}  // namespace lazyckpt

@@ -1,0 +1,10 @@
+// The version counters of tensors, as they are at a point of program order of the main thread.
+#pragma once
+
+#include "py_engine.h"
+
+namespace lazyckpt {
+
+void DefineVersions(py::module_& m);
+
+}  // namespace lazyckpt

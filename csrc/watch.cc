@@ -1,0 +1,140 @@
+// Which pages of a checkpoint the kernel watches, and when.
+//
+// A save begins: ProtectAhead. Its sources are known: Watch. Each chunk is laid out: KeepEdges; copied: CopyWatched.
+// Nothing is copied any more: EndWatch.
+#include <algorithm>
+#include <array>
+#include <span>
+#include <vector>
+
+#include "checksum.h"
+#include "engine.h"
+
+namespace lazyckpt {
+
+void Engine::ProtectAhead() {
+  if (witness_ == nullptr) return;
+  {
+    std::lock_guard lock(mutex_);
+    ahead_next_ = 0;
+    ahead_end_ = last_watched_.size();
+  }
+  changed_.notify_all();
+}
+
+// Protects the next of them; false if there are none, or enough threads at it.
+bool Engine::ProtectSome(bool helping, std::unique_lock<std::mutex>& lock) {
+  constexpr size_t kBatchBytes = 16 << 20;  // about a millisecond's work less the rest
+  if (ahead_next_ == ahead_end_ || (!helping && protecting_ >= modest_)) return false;
+  const size_t first = ahead_next_;
+  for (size_t bytes = 0; ahead_next_ < ahead_end_ && bytes < kBatchBytes; ++ahead_next_)
+    bytes += last_watched_[ahead_next_].bytes();
+  const size_t end = ahead_next_;
+  ++protecting_;
+  lock.unlock();
+  for (size_t i = first; i < end; ++i) (void)witness_->ProtectAhead(last_watched_[i]);
+  lock.lock();
+  --protecting_;
+  if (protecting_ == 0) changed_.notify_all();
+  return true;
+}
+
+void Engine::WaitAhead(std::unique_lock<std::mutex>& lock) {
+  while (ProtectSome(true, lock)) {
+  }
+  changed_.wait(lock, [this] { return protecting_ == 0; });
+}
+
+void Engine::GiveUpAhead() {
+  if (witness_ == nullptr) return;
+  std::unique_lock lock(mutex_);
+  WaitAhead(lock);
+  witness_->GiveUp(std::span(last_watched_).first(ahead_end_));
+  ahead_next_ = ahead_end_ = 0;
+}
+
+// From here on, what is written to lazy sources is noticed.
+void Engine::Watch(Job& job) {
+  std::vector<PageRange> ahead;
+  {
+    std::unique_lock lock(mutex_);
+    WaitAhead(lock);
+    ahead.assign(last_watched_.begin(), last_watched_.begin() + static_cast<std::ptrdiff_t>(ahead_end_));
+    ahead_next_ = ahead_end_ = 0;
+  }
+  const auto by_address = [](const PageRange& a, const PageRange& b) { return a.begin < b.begin; };
+  for (Source& s : job.sources) {
+    if (s.owners == 0 || s.device >= 0) continue;
+    if (const PageRange pages = PageRange::Inside(s.data, s.size); !pages.empty())
+      s.watched = static_cast<int64_t>(job.window.Add(pages));
+    else
+      s.owners = 0;
+  }
+  witness_->Open(&job.window);
+  std::vector<PageRange> watched;
+  std::vector<bool> used(ahead.size());
+  for (Source& s : job.sources) {
+    if (s.watched < 0) continue;
+    const auto number = static_cast<size_t>(s.watched);
+    const PageRange pages = job.window.pages(number);
+    const auto at = std::lower_bound(ahead.begin(), ahead.end(), pages, by_address);
+    const bool is_ahead = at != ahead.end() && *at == pages;
+    if (is_ahead) used[at - ahead.begin()] = true;
+    if (witness_->Protect(&job.window, number, is_ahead)) {
+      watched.push_back(pages);
+    } else {
+      s.watched = -1;
+      s.owners = 0;
+    }
+  }
+  std::sort(watched.begin(), watched.end(), by_address);
+  std::vector<PageRange> unused;
+  for (size_t i = 0; i < ahead.size(); ++i)
+    if (!used[i]) unused.push_back(ahead[i]);
+  witness_->GiveUp(unused);
+  std::lock_guard lock(mutex_);
+  last_watched_ = std::move(watched);
+}
+
+// Nothing of it is copied any more: training writes to these pages at full speed again.
+void Engine::EndWatch(Job& job) {
+  if (witness_ == nullptr) return;
+  witness_->Close(&job.window);
+  const std::vector<size_t> numbers = witness_->Written(&job.window);
+  std::vector<size_t> torn;
+  for (size_t i = 0; i < job.sources.size() && !numbers.empty(); ++i) {
+    const int64_t watched = job.sources[i].watched;
+    if (watched >= 0 && std::binary_search(numbers.begin(), numbers.end(), static_cast<size_t>(watched)))
+      torn.push_back(i);
+  }
+  std::lock_guard lock(mutex_);
+  job.torn = std::move(torn);
+}
+
+// A page that a watched piece shares with something else tells nothing of the piece: its bytes of that are copied now.
+void Engine::KeepEdges(Chunk* chunk) {
+  const auto edges_of = [chunk](const Piece& p) -> std::array<std::span<const std::byte>, 2> {
+    if (p.kind != RowKind::kSource || chunk->job->sources[p.source].watched < 0) return {};
+    return EdgesOf({chunk->job->sources[p.source].data + p.source_offset, p.size});
+  };
+  size_t bytes = 0;
+  for (const Piece& p : chunk->pieces)
+    for (const auto& edge : edges_of(p)) bytes += edge.size();
+  chunk->edges.reserve(bytes);
+  for (const Piece& p : chunk->pieces)
+    for (const auto& edge : edges_of(p)) chunk->edges.insert(chunk->edges.end(), edge.begin(), edge.end());
+}
+
+// One piece of a watched source, and what the witness says of it. `edges`: those of this piece and of what follows.
+bool Engine::CopyWatched(Job& job, const Source& source, std::byte* to, const std::byte** edges, Piece* piece) {
+  const std::span memory(source.data + piece->source_offset, piece->size);
+  const auto [head, tail] = EdgesOf(memory);
+  const size_t middle = memory.size() - head.size() - tail.size();
+  uint32_t crc = CopyCrc32(0, to, *edges, head.size());
+  crc = CopyCrc32(crc, to + head.size(), memory.data() + head.size(), middle);
+  piece->crc = CopyCrc32(crc, to + head.size() + middle, *edges + head.size(), tail.size());
+  *edges += head.size() + tail.size();
+  return witness_->CheckAndOpen(&job.window, static_cast<size_t>(source.watched), memory.data(), memory.size());
+}
+
+}  // namespace lazyckpt

@@ -1,0 +1,367 @@
+"""Who writes to a watched page before it is copied fails the checkpoint, however it is done; nobody else does."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import socket
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazyckpt import _engine
+from lazyckpt.containers.base import SOURCE
+
+pytestmark = pytest.mark.skipif(bool(_engine.page_witness()), reason=f"no page witness: {_engine.page_witness()}")
+
+PAGE = 4096
+CHUNK = 16 * PAGE
+LIBC = ctypes.CDLL(None, use_errno=True)
+WP_BIT = 1 << 57  # of an entry in /proc/self/pagemap: the page is write-protected by userfaultfd
+
+
+def make_engine(**knobs: object) -> _engine.Engine:
+    knobs = {"ring_bytes": 4 * CHUNK, "chunk_bytes": CHUNK, "io_depth": 2, "copy_threads": 1, **knobs}
+    return _engine.Engine(watch_pages=True, **knobs)  # type: ignore[arg-type]
+
+
+@dataclass
+class Memory:
+    """Memory at an address of our choice, as a storage may lie anywhere."""
+
+    mapping: mmap.mmap
+    address: int
+    size: int
+
+    @classmethod
+    def of(cls, size: int, *, at: int = 0, flags: int = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) -> Memory:
+        mapping = mmap.mmap(-1, size + 2 * PAGE, flags=flags)
+        memory = cls(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + at, size)
+        memory.array[:] = np.arange(size, dtype=np.uint32).astype(np.uint8)
+        return memory
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.frombuffer((ctypes.c_char * self.size).from_address(self.address), np.uint8)
+
+
+def is_protected(memory: Memory) -> list[bool]:
+    """Of each page that touches it."""
+    first, end = memory.address // PAGE, -(-(memory.address + memory.size) // PAGE)
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(8 * first)
+        entries = pagemap.read(8 * (end - first))
+    return [bool(entry & WP_BIT) for (entry,) in struct.iter_unpack("Q", entries)]
+
+
+class Save:
+    """A checkpoint of sources, one behind the other in one file. Nothing of it is copied before ``finish``."""
+
+    def __init__(self, engine: _engine.Engine, sources: list[Memory], path: Path, owners: int = 1) -> None:
+        self.path, self.sources = path, sources
+        self.expected = b"".join(source.array.tobytes() for source in sources)
+        self.job = engine.begin(
+            array("Q", [source.address for source in sources]),
+            array("Q", [source.size for source in sources]),
+            array("Q", [owners] * len(sources)),
+            1,
+            True,
+        )
+        rows = [number for at, source in enumerate(sources) for number in (SOURCE, source.size, at)]
+        self.job.append(0, 0, array("q", rows), b"")
+        self.job.seal()
+
+    def finish(self) -> list[int]:
+        """The sources that were torn; the file is right if there are none."""
+        self.job.wait_eager()
+        self.job.go()
+        self.job.open(0, self.path, len(self.expected))
+        assert self.job.wait_released(30) and self.job.wait_settled(30)
+        torn = self.job.torn()
+        if torn:
+            with pytest.raises(OSError, match="written to") as caught:
+                self.job.raise_error()
+            assert caught.value.errno == errno.ECANCELED
+        else:
+            self.job.raise_error()
+            assert self.path.read_bytes() == self.expected
+        return torn
+
+
+@pytest.fixture
+def engine() -> Iterator[_engine.Engine]:
+    yield make_engine()
+
+
+def by_recv(memory: Memory, at: int) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.send(b"\xff")
+    ours.recv_into(memory.array[at : at + 1], 1)
+
+
+def by_read(memory: Memory, at: int) -> None:
+    with open("/dev/zero", "rb", buffering=0) as zero:
+        assert os.readv(zero.fileno(), [memory.array[at : at + 1]]) == 1
+
+
+def by_thread(memory: Memory, at: int) -> None:
+    thread = threading.Thread(target=memory.array.__setitem__, args=(at, 255))
+    thread.start()
+    thread.join()
+
+
+WRITERS: dict[str, Callable[[Memory, int], None]] = {
+    "a store": lambda memory, at: memory.array.__setitem__(at, 255),
+    "memset": lambda memory, at: ctypes.memset(memory.address + at, 255, 1) and None,
+    "recv": by_recv,
+    "readv": by_read,
+    "another thread": by_thread,
+    "a store of the same byte": lambda memory, at: memory.array.__setitem__(at, memory.array[at]),
+}
+
+
+@pytest.mark.parametrize("size", [3 * PAGE, 40 * PAGE], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("shift", [0, 64, PAGE - 64])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_write_to_any_watched_page_fails_the_checkpoint(
+    writer: str, shift: int, size: int, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    other, memory = Memory.of(5 * PAGE), Memory.of(size, at=shift)
+    for number, at in enumerate((PAGE, size // 2, size - PAGE - 1)):
+        save = Save(engine, [other, memory], tmp_path / str(number))
+        WRITERS[writer](memory, at)
+        assert save.finish() == [1]
+        assert Save(engine, [other, memory], tmp_path / f"{number}-again").finish() == []
+
+
+@pytest.mark.parametrize("shift", [0, 64, PAGE - 64])
+def test_what_lies_in_pages_with_others_is_of_the_moment_of_the_save(
+    shift: int, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    """At both ends of a storage, and where it is cut into chunks: written by others, and copied at once."""
+    memory = Memory.of(40 * PAGE + 128, at=shift)
+    neighbours = Memory(memory.mapping, memory.address - shift, memory.size + shift + 64)
+    save = Save(engine, [memory], tmp_path / "a")
+    neighbours.array[: shift + 32] = 255
+    neighbours.array[-32 - 64 :] = 255
+    assert save.finish() == ([] if shift else [0])  # without a shift the first page is the storage's own
+
+
+@pytest.mark.parametrize("shift", [0, 64])
+def test_writes_after_the_copy_and_reads_at_any_time_do_no_harm(
+    shift: int, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    memory = Memory.of(CHUNK + 9 * PAGE, at=shift)  # the ring holds it
+    save = Save(engine, [memory], tmp_path / "a")
+    assert memory.array.sum() > 0
+    assert any(is_protected(memory))
+    save.job.wait_captured(1)
+    memory.array[:] = 7
+    assert save.finish() == []
+    assert not any(is_protected(memory))
+
+
+def test_memory_that_nobody_touched_yet_may_be_watched(engine: _engine.Engine, tmp_path: Path) -> None:
+    """Optimizers allocate zeros: there is no page yet, or the one that all zeros share."""
+    mapping = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 60 * PAGE)
+    for number in range(2):
+        path = tmp_path / str(number)
+        job = engine.begin(array("Q", [memory.address]), array("Q", [memory.size]), array("Q", [1]), 1, True)
+        job.append(0, 0, array("q", [SOURCE, memory.size, 0]), b"")
+        job.seal()
+        if number:
+            memory.array[30 * PAGE] = 1
+        job.go()
+        job.open(0, path, memory.size)
+        assert job.wait_released(30) and job.wait_settled(30)
+        assert job.torn() == ([0] if number else [])
+    assert (tmp_path / "0").read_bytes() == bytes(memory.size)
+
+
+def test_memory_with_huge_pages_is_watched(engine: _engine.Engine, tmp_path: Path) -> None:
+    size = 8 << 20
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size)
+    memory.array[:] = 3
+    assert Save(engine, [memory], tmp_path / "a").finish() == []
+    save = Save(engine, [memory], tmp_path / "b")
+    memory.array[5 << 20] = 4
+    assert save.finish() == [0]
+    assert not any(is_protected(memory))
+
+
+def test_memory_that_was_unmapped_and_mapped_again_is_watched_anew(engine: _engine.Engine, tmp_path: Path) -> None:
+    LIBC.mmap.restype = ctypes.c_void_p
+    LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    memory = Memory.of(30 * PAGE)
+    assert Save(engine, [memory], tmp_path / "a").finish() == []
+    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    for number in range(2):  # once all of it, once a part in the middle
+        start, pages = (memory.address, 30) if number == 0 else (memory.address + 8 * PAGE, 4)
+        assert LIBC.mmap(start, pages * PAGE, 3, fixed, -1, 0) == start
+        memory.array[:] = 9
+        save = Save(engine, [memory], tmp_path / f"b{number}")
+        memory.array[9 * PAGE] = 255
+        assert save.finish() == [0]
+        assert Save(engine, [memory], tmp_path / f"c{number}").finish() == []
+
+
+def test_memory_that_is_replaced_while_it_waits_fails_the_checkpoint(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = Memory.of(30 * PAGE)
+    for number, give_back in enumerate((lambda m: m.madvise(mmap.MADV_DONTNEED), self_map)):
+        save = Save(engine, [memory], tmp_path / str(number))
+        give_back(memory.mapping)
+        assert save.finish() == [0]
+        memory.array[:] = 5
+
+
+def self_map(mapping: mmap.mmap) -> None:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+    assert LIBC.mmap(address + 5 * PAGE, PAGE, 3, fixed, -1, 0) == address + 5 * PAGE
+
+
+def test_shared_memory_is_copied_at_once(engine: _engine.Engine, tmp_path: Path) -> None:
+    """The kernel would not tell what another process writes."""
+    memory = Memory.of(30 * PAGE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    save = Save(engine, [memory], tmp_path / "a")
+    save.job.wait_eager()
+    memory.array[:] = 0
+    assert save.finish() == []
+    assert save.job.stats()["eager_bytes"] == memory.size
+
+
+def test_after_a_fork_the_writes_of_this_process_count_and_those_of_the_child_do_not(
+    engine: _engine.Engine, tmp_path: Path
+) -> None:
+    memory = Memory.of(30 * PAGE)
+    for number, parent_writes in enumerate((False, True)):
+        save = Save(engine, [memory], tmp_path / str(number))
+        child = os.fork()
+        if child == 0:
+            memory.array[:] = 0
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        if parent_writes:
+            memory.array[20 * PAGE] = 77
+        assert save.finish() == ([0] if parent_writes else [])
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("first_ends", ["first", "last"])
+def test_two_snapshots_of_the_same_pages_keep_each_others_evidence(
+    first_ends: str, written: bool, tmp_path: Path
+) -> None:
+    """Two Savers, or two saves of one step. Whoever is copied first must not lift what the other still needs."""
+    engines = make_engine(), make_engine()
+    memory = Memory.of(30 * PAGE)
+    first, second = (Save(engine, [memory], tmp_path / str(at)) for at, engine in enumerate(engines))
+    one, other = (first, second) if first_ends == "first" else (second, first)
+    assert one.finish() == []
+    assert all(is_protected(memory)[:30])
+    if written:
+        memory.array[3 * PAGE] = 1
+    assert other.finish() == ([0] if written else [])
+    assert not any(is_protected(memory))
+
+
+def test_what_was_written_before_a_second_snapshot_tears_the_first_alone(tmp_path: Path) -> None:
+    engines = make_engine(), make_engine()
+    memory = Memory.of(30 * PAGE)
+    first = Save(engines[0], [memory], tmp_path / "a")
+    memory.array[3 * PAGE] = 1
+    second = Save(engines[1], [memory], tmp_path / "b")
+    assert second.finish() == []
+    assert first.finish() == [0]
+    assert not any(is_protected(memory))
+
+
+def test_a_snapshot_whose_pages_another_watches_in_part_is_copied_at_once(tmp_path: Path) -> None:
+    engines = make_engine(), make_engine()
+    memory = Memory.of(30 * PAGE)
+    part = Memory(memory.mapping, memory.address + 4 * PAGE, 10 * PAGE)
+    first, second = Save(engines[0], [memory], tmp_path / "a"), Save(engines[1], [part], tmp_path / "b")
+    assert second.job.stats()["eager_bytes"] == part.size
+    assert second.finish() == [] and first.finish() == []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pages_protected_ahead_are_watched_from_the_save_on(
+    ahead: bool, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    memory, other = Memory.of(30 * PAGE), Memory.of(30 * PAGE)
+    assert Save(engine, [memory, other], tmp_path / "a").finish() == []
+    if ahead:
+        engine.protect_ahead()
+    memory.array[PAGE] = 1  # while the state is gathered: the snapshot is of what is there when it begins
+    save = Save(engine, [memory], tmp_path / "b")
+    assert not any(is_protected(other))
+    memory.array[2 * PAGE] = 1
+    assert save.finish() == [0]
+    engine.protect_ahead()
+    engine.give_up_ahead()
+    assert not any(is_protected(memory)) and not any(is_protected(other))
+
+
+def test_a_failed_checkpoint_leaves_no_page_protected(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = Memory.of(100 * PAGE)
+    save = Save(engine, [memory], tmp_path / "a")
+    save.job.fail(errno.EIO, "tried")
+    assert save.job.wait_released(30)
+    assert not any(is_protected(memory))
+    save = Save(engine, [memory], tmp_path / "b")
+    del save.job  # dropped, as when save() is interrupted
+    assert not any(is_protected(memory))
+
+
+def test_it_registers_whole_mappings(engine: _engine.Engine, tmp_path: Path) -> None:
+    """Each storage by itself would split the mapping, and a process may have 65,530."""
+    mapping = mmap.mmap(-1, 2000 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    sources = [Memory(mapping, base + 4 * at * PAGE, 3 * PAGE) for at in range(400)]
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    assert Save(engine, sources, tmp_path / "a").finish() == []
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObject, tmp_path_factory: object) -> None:
+    """Random storages in one mapping, random cuts, random writes."""
+    folder = tmp_path_factory.mktemp("any")  # type: ignore[attr-defined]
+    chunk = data.draw(st.sampled_from([PAGE, 2 * PAGE, 5 * PAGE]))
+    engine = make_engine(chunk_bytes=chunk, ring_bytes=20 * PAGE)
+    whole = Memory.of(200 * PAGE)
+    sources, starts, at = [], [], 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        at += data.draw(st.integers(0, 2 * PAGE))
+        size = data.draw(st.integers(2 * PAGE, 20 * PAGE))  # so that each has a page of its own
+        starts.append(sum(source.size for source in sources))
+        sources.append(Memory(whole.mapping, whole.address + at, size))
+        at += size
+    for number in range(4):
+        save = Save(engine, sources, folder / str(number))
+        position = data.draw(st.integers(0, at - 1))
+        whole.array[position] ^= 255
+        torn = save.finish()  # and the file is that of the save, unless it is torn
+        page = (whole.address + position) // PAGE * PAGE
+        expected = []
+        for i, (source, start) in enumerate(zip(sources, starts, strict=True)):
+            in_file = start + page - source.address
+            is_whole = source.address <= page and page + PAGE <= source.address + source.size
+            is_cut = is_whole and in_file // chunk != (in_file + PAGE - 1) // chunk
+            expected += [i] if is_whole and not is_cut else []
+        assert torn == expected
+    assert not any(is_protected(whole))
