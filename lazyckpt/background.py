@@ -22,11 +22,11 @@ from lazyckpt import _engine, commit
 from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
-from lazyckpt.handle import SaveHandle, in_flight
+from lazyckpt.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.plan import FilePlan
 from lazyckpt.snapshot import Snapshot
-from lazyckpt.tasks import NO_MEMORY, Task, Workers, lacks_memory, wait_for
+from lazyckpt.tasks import NO_MEMORY, Task, Workers, lacks_memory
 from lazyckpt.trace import Trace, Traced
 
 _logger = logging.getLogger("lazyckpt")
@@ -177,15 +177,20 @@ class Background:
             except Exception as cause:
                 warn(f"on_done raised {type(cause).__name__}: {cause}")
 
-    def raise_failed(self) -> None:
-        """Raises the first failure that nobody has seen yet; the next call the next one."""
+    def raise_failed(self, *, before_save: bool = False) -> None:
+        """Raises the first failure that nobody has seen yet; the next call the next one. ``before_save``: a torn
+        snapshot is a warning. The save that follows is not torn, and the run shall have it."""
         while True:
             with self._lock:
                 if not self._failed:
                     return
                 handle = self._failed.pop(0)
-            if not handle._reported and (error := handle.exception()) is not None:
-                raise error
+            if handle._reported or (error := handle.exception()) is None:
+                continue
+            if before_save and isinstance(error, TornSnapshotError):
+                warn(str(error))
+                continue
+            raise error
 
     def wait_for_room(self) -> None:
         """Returns when fewer than ``max_in_flight`` checkpoints are not durable."""
@@ -221,16 +226,23 @@ class Background:
                 job.open(number, file, nbytes)
             created = created[0], time.perf_counter()
             job.wait_released()
-            snapshot.verify()
+            snapshot.verify_pages()
             snapshot.verify_frozen()
-            _let_go(snapshot)
+            if not snapshot.verdict.owed:
+                snapshot.verify()
+                _let_go(snapshot)
             job.wait_settled()
-            if snapshot.torn is not None:
-                raise TornSnapshotError(snapshot.torn, path=handle.path, step=handle.step)
+            _raise_torn(snapshot, handle)
             job.raise_error()
             files = [(name, *facts) for name, facts in zip(target.files, job.files(), strict=True)]
             if flight.previous is not None:
                 wait_for([flight.previous])
+            settled = time.perf_counter()
+            snapshot.verdict.awaited = True
+            snapshot.await_verdict()
+            handle.metrics.verdict_s = time.perf_counter() - settled
+            _let_go(snapshot)
+            _raise_torn(snapshot, handle)
             staging.describe(target.manifest(files), target.files)
             with self._naming:
                 replaced = staging.publish()
@@ -300,6 +312,11 @@ def _as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:
         error = SaveError(f"{type(cause).__name__}: {cause}", path=handle.path, step=handle.step)
     error.__cause__ = cause
     return error
+
+
+def _raise_torn(snapshot: Snapshot, handle: SaveHandle) -> None:
+    if snapshot.torn is not None:
+        raise TornSnapshotError(snapshot.torn, path=handle.path, step=handle.step)
 
 
 def warn(message: str) -> None:

@@ -39,6 +39,11 @@ class Config:
     keep_every: int | None = None
     """Besides, keep those whose step is a multiple of this."""
 
+    witness: Literal["auto", "pages", "versions"] = "auto"
+    """What notices a write to a lazily copied tensor before it is copied. "pages": the kernel, whoever writes (host
+    memory, Linux 6.7 or newer). "versions": the tensors' version counters, which some writers do not move. "auto":
+    "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
+
     audit: bool = False
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step: finds
     whoever writes to parameters behind the optimizer's back. Reads the whole state twice more; for debugging."""
@@ -85,6 +90,7 @@ class Config:
             ("durability", ("async", "before_step")),
             ("on_error", ("raise", "warn")),
             ("io_backend", ("auto", "io_uring", "posix")),
+            ("witness", ("auto", "pages", "versions")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, allowed))}")

@@ -43,6 +43,9 @@ class Pending(Protocol):
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
         """Returns when ``storage`` may let go of its memory."""
 
+    def give_verdict(self) -> None:
+        """Gives the verdict, if the calling thread owes it and everything is copied."""
+
 
 class Guarded:
     """An object other than an optimizer whose ``method`` changes tensors, and nothing else does."""
@@ -59,6 +62,8 @@ class Gate:
         self._pending: tuple[Pending, ...] = ()
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # the owners of steps under way
         self._installed = False
+        self._standing_lock = threading.Lock()
+        self._standing: dict[int, int] = {}  # threads, with the number of their waits
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Those whose step is in a CUDA graph of torch's, which is replayed without any hook; True if the user waits by
@@ -90,6 +95,8 @@ class Gate:
         self._lock = threading.Lock()
         self._pending = ()
         self._open = weakref.WeakSet()
+        self._standing_lock = threading.Lock()
+        self._standing = {}
 
     def inside_step(self) -> bool:
         return bool(self._open)
@@ -98,6 +105,31 @@ class Gate:
         """Returns when no tensor is waiting to be copied any more."""
         for pending in self._pending:
             pending.wait_all()
+
+    def give_verdicts(self) -> None:
+        """The calling thread gives the verdicts that it owes (verdict.py), where everything is copied."""
+        for pending in self._pending:
+            pending.give_verdict()
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """The calling thread only waits in here: it writes nothing, and the verdicts that it owes can be had."""
+        thread = threading.get_ident()
+        with self._standing_lock:
+            self._standing[thread] = self._standing.get(thread, 0) + 1
+        try:
+            yield
+        finally:
+            with self._standing_lock:
+                self._standing[thread] -= 1
+                if not self._standing[thread]:
+                    del self._standing[thread]
+
+    def if_standing(self, thread: int | None, act: Callable[[], None]) -> None:
+        """Calls ``act``, if this thread stands; meanwhile it does not go on."""
+        with self._standing_lock:
+            if thread in self._standing:
+                act()
 
     def wait_by_hand(self) -> None:
         """See ``lazyckpt.wait_captured``. It stands for the hook of steps that are replayed."""

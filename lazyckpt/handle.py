@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import errno
 import os
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
+from lazyckpt import tasks
 from lazyckpt.errors import ClosedError, SaveError
+from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.snapshot import Snapshot
 from lazyckpt.tasks import Condition, LastingFuture
+
+_PATIENCE_S = 30.0  # with another thread's verdict, once nothing else is missing
+_LOOK_S = 1.0
+
+
+class _StandingEvent(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        with gate.standing():
+            return super().wait(timeout)
+
+
+class _Waiters(list[Any]):
+    """Those of ``concurrent.futures.wait`` and ``as_completed``, which wait for an event of theirs."""
+
+    def append(self, waiter: Any) -> None:
+        waiter.event = _StandingEvent()
+        super().append(waiter)
 
 
 class SaveHandle(LastingFuture[Path]):
@@ -20,6 +46,7 @@ class SaveHandle(LastingFuture[Path]):
 
     def __init__(self, step: int | None, path: Path) -> None:
         super().__init__()
+        self._waiters = _Waiters()
         self.step = step
         self.path = path
         self.metrics = CheckpointMetrics(step)
@@ -42,7 +69,15 @@ class SaveHandle(LastingFuture[Path]):
             snapshot.verify()  # now, since the caller is free to change everything
         return released
 
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether the files are durable and only their final name is missing: the thread that called ``save()`` has
+        not come to a point since then at which it is known to write nothing. Only without a page witness; see
+        docs/consistency.md."""
+        return self._snapshot is not None and self._snapshot.verdict.awaited and not self.done()
+
     def result(self, timeout: float | None = None) -> Path:
+        self._wait(timeout)
         try:
             return super().result(timeout)
         except SaveError:
@@ -50,9 +85,31 @@ class SaveHandle(LastingFuture[Path]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._wait(timeout)
         error = super().exception(timeout)
         self._reported = self._reported or error is not None
         return error
+
+    def _wait(self, timeout: float | None) -> None:
+        """Waits, but not for ever for another thread: that one may be waiting for this. Raises SaveError then."""
+        end = None if timeout is None else time.monotonic() + timeout
+        patient_until = None
+        with gate.standing():
+            while not self.done() and (end is None or time.monotonic() < end):
+                snapshot = self._snapshot
+                if snapshot is not None and self.awaits_verdict and snapshot.verdict.is_owed_by_another():
+                    patient_until = patient_until or time.monotonic() + _PATIENCE_S
+                    if time.monotonic() > patient_until:
+                        raise SaveError(self._impatience(snapshot), path=self.path, step=self.step)
+                with contextlib.suppress(concurrent.futures.TimeoutError):
+                    Future.exception(self, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
+
+    def _impatience(self, snapshot: Snapshot) -> str:
+        return (
+            "is durable but not published: nobody knows yet whether its tensors were written to, since thread "
+            f"{snapshot.verdict.thread.name!r}, which called save(), has been in one call for {_PATIENCE_S:.0f} s. It "
+            "is published when that thread goes on: call result() there before it waits for this thread"
+        )
 
     def _give_up(self, why: str) -> None:
         """No more of it is written, and it fails, unless all of it was written before."""
@@ -64,9 +121,15 @@ class SaveHandle(LastingFuture[Path]):
         # Another thread may have held the lock at the fork; callbacks are for the process that saved.
         self._condition = Condition()
         self._done_callbacks.clear()  # type: ignore[attr-defined]
-        self._waiters.clear()
+        self._waiters = _Waiters()
         self._snapshot = None
         self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
+
+
+def wait_for(handles: Iterable[Future[Any]], timeout: float | None = None) -> None:
+    """Returns when they are done, or after so many seconds; the calling thread writes nothing meanwhile."""
+    with gate.standing():
+        tasks.wait_for(handles, timeout)
 
 
 # Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.

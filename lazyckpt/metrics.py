@@ -41,6 +41,9 @@ class CheckpointMetrics:
     - ``synced_s``: fdatasync of all files returned
     - ``durable_s``: the folder had its final name and that was durable
 
+    ``verdict_s`` of that it had waited, with everything else done, until it was known that nobody had written to lazily
+    copied state (0 with a page witness; see docs/consistency.md).
+
     How busy it was: ``copy_s`` is time spent copying, all threads added; ``ring_wait_s`` the time in which there was
     something to copy but no room in the ring; ``write_s`` from the first write to the last; ``commit_s`` from
     the last write to durable.
@@ -62,6 +65,7 @@ class CheckpointMetrics:
     written_s: float = 0.0
     synced_s: float = 0.0
     durable_s: float = 0.0
+    verdict_s: float = 0.0
 
     copy_s: float = 0.0
     ring_wait_s: float = 0.0

@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from types import FrameType, TracebackType
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.handle import SaveHandle, in_flight
-from lazyckpt.tasks import wait_for
+from lazyckpt.handle import SaveHandle, in_flight, wait_for
 
 _log = logging.getLogger("lazyckpt")
 _late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # what missed a deadline

@@ -22,14 +22,15 @@ from lazyckpt.background import Background, Flight, Target
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
-from lazyckpt.handle import SaveHandle, in_flight
+from lazyckpt.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
 from lazyckpt.snapshot import FrozenParameters, Snapshot
 from lazyckpt.staged import StagedFolder
-from lazyckpt.tasks import NO_MEMORY, lacks_memory, wait_for
+from lazyckpt.tasks import NO_MEMORY, lacks_memory
+from lazyckpt.torn import TornStorages
 from lazyckpt.trace import Trace
 
 _EAGER_FIRST_S = 0.002
@@ -57,6 +58,7 @@ class Saver:
             self.config = config = Config(**knobs)
         except TypeError as error:
             raise ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
+        self._watched = _is_watched(config.witness)
         self._archive = ObjectProvider(None)  # its skeletons serve all lone archives
         self._archive_plan = ZipPlan(self._archive)
         self._folder_plans: dict[str, tuple[ObjectProvider, ZipPlan]] = {}
@@ -64,6 +66,7 @@ class Saver:
         self._unwatch: list[Callable[[], None]] = []
         self._swept: set[Path] = set()
         self._frozen = FrozenParameters()
+        self._torn = TornStorages()
         self._steps: dict[int, int] = {}  # of each optimizer, at the last save
         self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
         self._training_step: int | None = None  # of the last save
@@ -78,6 +81,7 @@ class Saver:
         self._max_ring_bytes = auto_ring_bytes(config.chunk_bytes) if auto else int(config.host_buffer_bytes)
         try:
             self.engine = _engine.Engine(
+                watch_pages=self._watched,
                 ring_bytes=self._max_ring_bytes,
                 chunk_bytes=config.chunk_bytes,
                 io_depth=config.io_depth,
@@ -246,7 +250,8 @@ class Saver:
         """From the plans of the files to the engine and the background; what ``save`` says holds."""
         begin = time.perf_counter()
         self.check_usable()
-        self._background.raise_failed()
+        gate.give_verdicts()
+        self._background.raise_failed(before_save=True)
         if devices.capturing():
             raise ConfigError("save() inside a CUDA graph capture; save before or after it")
         self._background.wait_for_room()
@@ -279,31 +284,32 @@ class Saver:
         """When this returns, every eager byte is copied and every lazy one guarded."""
         started = time.perf_counter()
         plans = list(target.files.values())
-        with _no_garbage_collection():
-            with _serialization_errors(handle):
-                views = [plan.gather() for plan in plans]
-            snapshot = self._snapshot(views, [plan.any_order for plan in plans], training_step)
-            with _serialization_errors(handle):
-                programs = [plan.lay_out(file) for plan, file in zip(plans, snapshot.files, strict=True)]
-        snapshot.name_of = partial(_name_of, name_of)
-        sizes = [nbytes for _, nbytes in programs]
-        self._check_space(sum(sizes), handle)
-        snapshot.metrics = handle.metrics
-        handle.in_training = snapshot.in_training
-        handle.metrics.storages = len(snapshot.sizes)
-        handle.metrics.bytes = sum(sizes)
-        if self.config.durability == "before_step":
-            snapshot.durable = handle
-        self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
-        job = self.engine.begin(  # not by keyword: with no memory for one, pybind11 3.1 ends the process
-            snapshot.pointers,
-            snapshot.sizes,
-            snapshot.owners,
-            len(plans),
-            True,  # the eager bytes are waited for below
-            snapshot.devices,
-            snapshot.streams,
-        )
+        with self._protecting_ahead():
+            with _no_garbage_collection():
+                with _serialization_errors(handle):
+                    views = [plan.gather() for plan in plans]
+                snapshot = self._snapshot(views, [plan.any_order for plan in plans], training_step)
+                with _serialization_errors(handle):
+                    programs = [plan.lay_out(file) for plan, file in zip(plans, snapshot.files, strict=True)]
+            snapshot.name_of = partial(_name_of, name_of)
+            sizes = [nbytes for _, nbytes in programs]
+            self._check_space(sum(sizes), handle)
+            snapshot.metrics = handle.metrics
+            handle.in_training = snapshot.in_training
+            handle.metrics.storages = len(snapshot.sizes)
+            handle.metrics.bytes = sum(sizes)
+            if self.config.durability == "before_step":
+                snapshot.durable = handle
+            self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
+            job = self.engine.begin(  # not by keyword: with no memory for one, pybind11 3.1 ends the process
+                snapshot.pointers,
+                snapshot.sizes,
+                snapshot.owners,
+                len(plans),
+                True,  # the eager bytes are waited for below
+                snapshot.devices,
+                snapshot.streams,
+            )
         trace, traced = self._trace, None
         try:
             first_source = 0
@@ -364,7 +370,19 @@ class Saver:
             any_order=any_order,
             audit=self.config.audit,
             engine=self.engine,
+            watched=self._watched,
+            torn=self._torn,
         )
+
+    @contextlib.contextmanager
+    def _protecting_ahead(self) -> Iterator[None]:
+        """The pages that the last save watched are protected while this one finds out what to save."""
+        self.engine.protect_ahead()
+        try:
+            yield
+        except BaseException:
+            self.engine.give_up_ahead()
+            raise
 
     def reserve(self, nbytes: int) -> None:
         """Let the staging ring grow to ``nbytes``, if it may."""
@@ -435,6 +453,19 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _is_watched(witness: str) -> bool:
+    """Whether the kernel watches the pages of lazy host memory."""
+    if witness == "versions":
+        return False
+    refused = _engine.page_witness()
+    if refused and witness == "pages":
+        raise ConfigError(
+            f'witness="pages" does not work here ({refused}). It takes Linux 6.7 or newer and, in a container, a '
+            'seccomp profile that allows userfaultfd. witness="auto" does without'
+        )
+    return not refused
 
 
 _warned: set[str] = set()

@@ -14,21 +14,26 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import reduce
 from itertools import chain, compress, count, repeat
-from operator import attrgetter
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
 
 from lazyckpt import _engine, devices
-from lazyckpt.gate import is_of_torch
+from lazyckpt.gate import gate, is_of_torch
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.ownership import Ownership, parameters_of
 from lazyckpt.providers.base import TensorView, TensorViews
+from lazyckpt.torn import CURE, TornStorages
+from lazyckpt.verdict import Verdict
 
 LAZY_MIN_BYTES = 4096
+WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are copied sooner than watched
 FROZEN_MIN_BYTES = 8192  # more than the state of any random number generator: without others no module is looked into
 ALL_OWNERS = (1 << 64) - 1
+_MAX_NAMES = 5  # of torn tensors in a message
 _FROZEN = 1 << 63  # owned by nobody: no step waits for it
 
 
@@ -89,8 +94,11 @@ class Snapshot:
         any_order: list[bool],
         audit: bool,
         engine: _engine.Engine,
+        watched: bool,
+        torn: TornStorages,
     ) -> None:
         """``files``: the storages of each file, which may be laid out in another order where ``any_order``.
+        ``watched``: the engine watches the pages of lazy host memory.
 
         Raises OSError if ``engine`` cannot use a device of theirs."""
         self.torn: str | None = None  # what changed, if something did
@@ -100,23 +108,36 @@ class Snapshot:
         self.waited: Callable[[float], None] = _nothing  # told of every wait at the gate: when it began
         self.name_of = _key_of
         self._owners = ownership.owners
-        self._audit = audit
         self._frozen = frozen
+        self._torn_storages = torn
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
         self._lock = threading.Lock()
         self._verified = 0  # owners whose storages have been looked at after their copy
         # The storages of all files: those of the first, of the second, …
         identities = list(chain.from_iterable(file.identities for file in files))
         sizes = list(chain.from_iterable(file.sizes for file in files))
+        where = list(chain.from_iterable(file.devices for file in files))
+        storages = list(chain.from_iterable(file.storages for file in files))
+        located = devices.locate(storages, where, engine)
         may_be_lazy = list(map(ownership.lazy_owners.get, identities, repeat(0)))
         # Whether some of it belongs to an optimizer that is at work.
         self.in_training = any(may_be_lazy)
         owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
         frozen_at = self._classify_frozen(files, identities, sizes, owners, modules)
-        where = list(chain.from_iterable(file.devices for file in files))
-        located = devices.locate(chain.from_iterable(file.storages for file in files), where, engine)
+        owners = torn.without(owners, identities, storages)
         if located is not None:  # a copy by torch is made now
             owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
+        if not watched:  # or another process may write; the witness refuses such memory by itself
+            shared = (
+                bits and d.type == "cpu" and s.is_shared() for bits, d, s in zip(owners, where, storages, strict=True)
+            )
+            owners = [0 if is_shared else bits for is_shared, bits in zip(shared, owners, strict=True)]
+        if watched:
+            on_host = repeat(True) if located is None else map(devices.HOST.__eq__, located)
+            owners = [
+                0 if host and nbytes <= WATCHED_MIN_BYTES else bits
+                for host, nbytes, bits in zip(on_host, sizes, owners, strict=located is not None)
+            ]
         order: list[int] = []
         self.files: list[TensorViews] = []
         for file, movable in zip(files, any_order, strict=True):
@@ -134,17 +155,22 @@ class Snapshot:
         self._places: dict[int, int] | None = None  # of the storages, by _cdata, once somebody asks
         located = located and list(map(located.__getitem__, order))
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
-        # What must not change until it is copied: the versions of the tensors that view a lazy storage.
-        lazy = list(compress(count(), self.owners))
-        tensors_of = ownership.tensors | {identities[at]: (tensor,) for at, tensor in frozen_at.items()}
-        watched = [tensors_of[identities[order[source]]] for source in lazy]
-        self._tensors: list[torch.Tensor] = list(chain.from_iterable(watched))
-        self._source_of: list[int] = list(chain.from_iterable(map(repeat, lazy, map(len, watched))))
+        self._identities = list(map(identities.__getitem__, order))
+        self._tensors_of = ownership.tensors | {identities[at]: (tensor,) for at, tensor in frozen_at.items()}
+        # What must not change until it is copied. The engine watches host memory, if it can; of the rest, the versions
+        # of the tensors that view it tell.
+        self._lazy = list(compress(count(), self.owners))
+        unseen = self._lazy if not watched else [s for s in self._lazy if located and located[s] != devices.HOST]
+        views = [self._tensors_of[self._identities[source]] for source in unseen]
+        self._tensors: list[torch.Tensor] = list(chain.from_iterable(views))
+        self._source_of: list[int] = list(chain.from_iterable(map(repeat, unseen, map(len, views))))
         self._versions = list(map(_version, self._tensors))
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
                 self._frozen_views.append((source, _view_at(files, at), frozen_at[at]._version, owners[at] != 0))
         self._crcs = self._checksums() if audit else {}
+        owed = self._lazy if self._crcs else unseen
+        self.verdict = Verdict(reduce(or_, map(self.owners.__getitem__, owed), 0), self._tensors)
 
     def _classify_frozen(
         self,
@@ -166,7 +192,7 @@ class Snapshot:
         return found
 
     def _checksums(self) -> dict[int, int]:
-        copies = {s: devices.on_host(self._storages[s]) for s in set(self._source_of)}
+        copies = {s: devices.on_host(self._storages[s]) for s in self._lazy}
         return {s: _engine.crc32_at(copy.data_ptr(), self.sizes[s]) for s, copy in copies.items()}
 
     # gate.Pending
@@ -198,49 +224,99 @@ class Snapshot:
                 job.wait_captured(owners)
             self.verify(owners)
         if self.durable is not None:
-            Future.exception(self.durable)  # waits; nobody is told of a failure by this
+            with gate.standing():
+                self.verdict.wait_durable(self.durable)
         self.metrics.gate_blocked_s += time.perf_counter() - begin
         self.waited(begin)
 
     # consistency
 
-    def verify(self, owners: int = ALL_OWNERS) -> None:
+    def give_verdict(self) -> None:
+        if (job := self.job) is not None and self.verdict.is_owed_by_this_thread() and job.wait_captured(ALL_OWNERS, 0):
+            self.verify()
+
+    def await_verdict(self) -> None:
+        """Returns when no verdict is owed any more; on a thread of the background, after everything is copied."""
+        while self.torn is None and self.verdict.owed:
+            thread = self.verdict.thread
+            if not thread.is_alive():
+                self.verify()  # all that it began has ended
+            gate.if_standing(thread.ident, self.verify)
+            versions = self.verdict.ask()
+            if versions is not None:
+                self.verify(versions=versions)
+
+    def verify(self, owners: int = ALL_OWNERS, versions: list[int] | None = None) -> None:
         """Checks that what these owners protect did not change between ``save()`` and its copy; each storage once,
-        after its copy and before its owner may step. Sets ``torn`` and fails the job otherwise."""
+        after its copy and before its owner may step. Sets ``torn`` and fails the job otherwise.
+
+        To be called where no write of this thread's is under way, or with the ``versions`` of such a moment."""
         with self._lock:
             todo = owners & ~self._verified
             if not todo or self.torn is not None or self.job is None:
                 return
-            problem = self._changed(todo, self._verified)
-            if problem is not None:
-                self.torn = problem
-                self.job.fail(errno.ECANCELED, problem)
+            changed = self._changed(todo, versions)
+            if changed is not None:
+                self._tear(*changed)
             self._verified |= owners  # last: Ctrl-C before this, and the next who waits looks again
+            self.verdict.give(owners)
 
-    def _changed(self, owners: int, verified: int) -> str | None:
-        """What changed of the storages of ``owners`` that no owner in ``verified`` has been asked about."""
+    def _tear(self, sources: list[int], what: str) -> None:
         assert self.job is not None
-        versions = list(map(_version, self._tensors))
+        names = [self._name_of(source) for source in sources[:_MAX_NAMES]]
+        more = f" and {len(sources) - len(names)} more" if len(sources) > len(names) else ""
+        verb = "were" if len(sources) > 1 else "was"
+        self.torn = f"{', '.join(names)}{more} {verb} {what}. {CURE}"
+        self.job.fail(errno.ECANCELED, self.torn)
+        self._torn_storages.add((self._identities[source], self.pointers[source]) for source in sources)
+
+    def _name_of(self, source: int) -> str:
+        view = _view_at(self.files, source)
+        name = self.name_of(view)
+        if name == _key_of(view):  # whoever viewed the storage at save() may have been given another one since
+            for tensor in self._tensors_of.get(self._identities[source], ()):
+                name = self.name_of(view._replace(storage=tensor.untyped_storage()))
+        return name
+
+    def _changed(self, owners: int, versions: list[int] | None) -> tuple[list[int], str] | None:
+        """What changed of the storages of ``owners`` that no verified owner has."""
+        assert self.job is not None
         pointers = list(map(devices.data_ptr, self._storages))
-        copied = self.job.source_crcs() if self._crcs else []
-        now = self._checksums() if self._crcs else {}
-        for source, before, version in zip(self._source_of, self._versions, versions, strict=True):
-            protects = self.owners[source]
-            if not protects & owners or protects & verified:
-                continue
-            view = _view_at(self.files, source)
-            if pointers[source] != self.pointers[source] or view.storage.nbytes() != view.nbytes:
-                what = "was given other memory between save() and its copy"
-            elif version != before:
-                what = "was written to between save() and the next optimizer step"
-            elif self._crcs and copied[source] != self._crcs[source]:
-                what = "was written to while it was being copied (found by audit)"
-            elif self._crcs and now[source] != self._crcs[source]:
-                what = "was written to between its copy and the next optimizer step (found by audit)"
-            else:
-                continue
-            return f"{self.name_of(view)} {what}"
+        todo = [s for s in self._lazy if self.owners[s] & owners and not self.owners[s] & self._verified]
+        moved = [s for s in todo if pointers[s] != self.pointers[s] or self._storages[s].nbytes() != self.sizes[s]]
+        if moved:
+            return moved, "given other memory between save() and the copy"
+        if versions is None:
+            versions = list(map(_version, self._tensors))
+        asked = set(todo) if len(todo) < len(self._lazy) else None
+        written = [
+            source
+            for source, tensor, before, version in zip(
+                self._source_of, self._tensors, self._versions, versions, strict=True
+            )
+            # One that was given another storage tells nothing of this one any more.
+            if (version != before or tensor.untyped_storage()._cdata != self._identities[source])
+            and (asked is None or source in asked)
+        ]
+        if written:
+            return list(dict.fromkeys(written)), "written to between save() and the next optimizer step"
+        if not self._crcs:
+            return None
+        copied = self.job.source_crcs()
+        if during := [s for s in todo if copied[s] != self._crcs[s]]:
+            return during, "written to while it was being copied (found by audit)"
+        now = self._checksums()
+        if after := [s for s in todo if now[s] != self._crcs[s]]:
+            return after, "written to between its copy and the next optimizer step (found by audit)"
         return None
+
+    def verify_pages(self) -> None:
+        """Asks the engine whether a page of host memory was written before it was copied; after all is copied."""
+        assert self.job is not None
+        written = self.job.torn()
+        with self._lock:
+            if written and self.torn is None:
+                self._tear(written, "written to between save() and the copy")
 
     def verify_frozen(self) -> None:
         """Compares frozen parameters with the snapshot before; after all is copied."""
@@ -250,17 +326,19 @@ class Snapshot:
         crcs = self.job.source_crcs()
         for index, view, version, lazy in self._frozen_views:
             if not self._frozen.observe(view, version, crcs[index], lazy) and self.torn is None:
-                self.torn = f"{self.name_of(view)} is frozen, but was written to since the checkpoint before"
+                self._tear([index], "frozen (requires_grad=False), but written to since the checkpoint before")
 
     def release(self) -> None:
         """Lets go of every tensor."""
         with self._lock:
             self._verified = ALL_OWNERS
+            self.verdict.give(ALL_OWNERS)
             self.name_of = _key_of
             self.files = []
             self._storages = []
             self._held = []
             self._tensors = []
+            self._tensors_of = {}
             self._frozen_views = []
 
 

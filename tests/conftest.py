@@ -305,3 +305,15 @@ def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
 @pytest.fixture
 def pending() -> Callable[[lazyckpt.SaveHandle], int]:
     return pending_chunks
+
+
+@pytest.fixture
+def small_tensors_are_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the page witness leaves to the eager copy: small models show the same, sooner."""
+    monkeypatch.setattr("lazyckpt.snapshot.WATCHED_MIN_BYTES", 4096)
+
+
+@pytest.fixture
+def nothing_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn snapshot leaves everything as lazy as it was, so that a test can tear one after the other."""
+    monkeypatch.setattr("lazyckpt.torn.TornStorages.without", lambda self, owners, *_: owners)

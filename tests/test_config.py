@@ -62,6 +62,7 @@ def test_every_knob_has_a_unit_or_is_a_count_or_a_choice() -> None:
     for field in dataclasses.fields(Config):
         assert field.name.endswith(("_bytes", "_depth", "_threads", "_in_flight")) or field.name in {
             "durability",
+            "witness",
             "on_error",
             "on_done",
             "trace",

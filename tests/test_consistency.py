@@ -19,6 +19,8 @@ from lazyckpt.snapshot import Snapshot
 from trainings import MAKE, Device, Host, Place, Training, values_in
 from trials import Trials
 
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy", "nothing_is_learnt")
+
 ROUNDS = 20  # of one training, before another one is made
 KIB = 1024
 Pending = Callable[[lazyckpt.SaveHandle], int]
@@ -196,7 +198,8 @@ def test_audit_names_what_is_written_behind_the_gate(disk: Any, pending: Pending
     }
     count = trials.count(60, 1000)
     found = Counter[str]()
-    with lazyckpt.Checkpointer(shm, chunk_bytes=8 * KIB, host_buffer_bytes=ring, keep_last=1, audit=True) as ckpt:
+    knobs = {"chunk_bytes": 8 * KIB, "host_buffer_bytes": ring, "keep_last": 1}
+    with lazyckpt.Checkpointer(shm, audit=True, witness="versions", **knobs) as ckpt:
         ckpt.track(**training.tracked)
         training.train()
         for number in range(count):

@@ -22,6 +22,8 @@ import lazyckpt
 from lazyckpt.gate import Gate, gate
 from lazyckpt.snapshot import Snapshot
 
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
+
 HELD_S = 0.05  # how long the disk is held back: who waits, waits that long
 
 
@@ -627,11 +629,13 @@ def test_buffers_that_change_in_forward_are_eager(make_run: Any) -> None:
 # without the gate
 
 
-def test_without_the_gate_the_version_check_finds_what_moves_versions(
-    make_run: Any, pending: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("nothing_is_learnt")
+@pytest.mark.parametrize("witness", ["pages", "versions"])
+def test_without_the_gate_a_torn_snapshot_is_discarded(
+    witness: str, make_run: Any, pending: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second net: a plain optimizer bumps versions, and a torn snapshot is discarded instead of published."""
-    run = make_run(OPTIMIZERS["AdamW"], keep_last=1)
+    """The second net: the step writes into the window, and a torn snapshot is discarded instead of published."""
+    run = make_run(OPTIMIZERS["AdamW"], keep_last=1, witness=witness)
     monkeypatch.setattr(Snapshot, "wait", lambda self, owner: None)
     torn = mixed = 0
     for step in range(30):

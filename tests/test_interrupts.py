@@ -129,7 +129,10 @@ def result(training: Training) -> None:
 
 
 # A hang ends the run, with the stack of every thread.
-pytestmark = pytest.mark.timeout(600 if TORTURE else 60, method="thread")
+pytestmark = [
+    pytest.mark.timeout(600 if TORTURE else 60, method="thread"),
+    pytest.mark.usefixtures("small_tensors_are_lazy"),
+]
 WAYS = [save, save_blocking, wait_captured_and_step, gated_step, restore, result]
 
 
@@ -191,9 +194,10 @@ def check(training: Training, where: str) -> None:
     assert not gate._open, where
 
 
+@pytest.mark.usefixtures("nothing_is_learnt")
 def test_ctrl_c_while_a_torn_snapshot_is_found(tmp_path: Path, disk: Any) -> None:
     """Regression: between noting that a storage was looked at and saying what was found, and it was published."""
-    training = Training(tmp_path, host_buffer_bytes=1 << 20)
+    training = Training(tmp_path, host_buffer_bytes=1 << 20, witness="versions")
     points, at = 1, 0
     while at < points:
         training.step()

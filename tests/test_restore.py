@@ -22,6 +22,8 @@ from lazyckpt.catalog import checksum
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from trials import Trials
 
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
+
 STEPS = (1, 2, 3)
 
 

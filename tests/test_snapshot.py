@@ -20,6 +20,8 @@ from lazyckpt import devices, snapshot
 from lazyckpt.gate import gate
 from lazyckpt.snapshot import LAZY_MIN_BYTES, Snapshot, frozen_parameters
 
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
+
 FUSED = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731
 PLAIN = lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)  # noqa: E731
 
@@ -58,7 +60,7 @@ def test_a_storage_of_exactly_4_kib_is_eager_and_one_more_element_is_lazy(make_r
     for numel, expected in ((1024, 4096), (1025, 0)):
         model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(numel))])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
+        run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False, witness="versions")
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         run.optimizer.step()
@@ -214,7 +216,7 @@ def test_a_write_after_the_step_of_another_owner_is_found(
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
     model(torch.ones(1, 64)).sum().backward()
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+    with lazyckpt.Checkpointer(tmp_path, witness="versions") as ckpt:
         ckpt.track(model=model, first=first, second=second)
         for optimizer in (first, second):
             optimizer.step()
@@ -280,7 +282,7 @@ def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkey
 
 
 def test_audit_finds_a_write_that_moves_no_version(make_run: Any, disk: Any) -> None:
-    run = make_run(FUSED, audit=True)
+    run = make_run(FUSED, audit=True, witness="versions")
     disk.hold()
     handle = run.ckpt.save(1)
     run.model[1].weight.data.add_(1)
@@ -303,7 +305,7 @@ def test_audit_finds_a_write_after_the_copy_and_before_the_step(make_run: Any, d
 
 
 def test_audit_finds_a_write_that_was_undone_before_the_step(make_run: Any, disk: Any) -> None:
-    run = make_run(FUSED, audit=True)
+    run = make_run(FUSED, audit=True, witness="versions")
     disk.hold()
     handle = run.ckpt.save(1)
     run.model[1].weight.data.neg_()
@@ -325,8 +327,8 @@ def test_audit_passes_a_clean_run(make_run: Any) -> None:
 
 
 def test_without_audit_such_a_write_is_not_found(make_run: Any, disk: Any) -> None:
-    """What the version check cannot see: the reason for audit mode."""
-    run = make_run(FUSED)
+    """What the version check cannot see: the reason for audit mode, where there is no page witness."""
+    run = make_run(FUSED, witness="versions")
     disk.hold()
     handle = run.ckpt.save(1)
     run.model[1].weight.data.add_(1)
@@ -485,7 +487,8 @@ def test_a_silent_change_of_a_lazy_frozen_parameter_fails_and_makes_it_eager_for
     lora.step()
     with pytest.raises(lazyckpt.TornSnapshotError, match=r"model\.0\.weight.*frozen"):
         lora.ckpt.save(3).result(timeout=30)
-    assert [eager_bytes(lora, step) - sizes[2] for step in range(4, 9)] == [base] * 5
+    assert eager_bytes(lora, 4) > sizes[2] + base  # after a torn snapshot everything is copied at once
+    assert [eager_bytes(lora, step) - sizes[2] for step in range(5, 9)] == [base] * 4
     assert torch.equal(saved(lora.ckpt.save(9))["model"]["0.weight"], lora.model[0].weight)
 
 

@@ -23,6 +23,8 @@ from lazyckpt import trace, trace_file
 from lazyckpt.cli import app
 from lazyckpt.cli.trace import read_trace
 
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
+
 KIB = 1 << 10
 SMALL = {"chunk_bytes": 16 * KIB, "host_buffer_bytes": 64 * KIB}
 

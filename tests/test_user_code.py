@@ -21,6 +21,8 @@ from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.pickles import dump
 
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
+
 TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "copy_threads": 1, "io_depth": 2}
 ERRORS = (ValueError, MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
@@ -430,7 +432,7 @@ def test_a_state_that_fails_while_a_torn_snapshot_is_named(
     trap.set("Module.state_dict", error_of(kind))
     disk.release(after_s=0.05)
     training.step()
-    with pytest.raises(lazyckpt.TornSnapshotError, match=r"data/\d+ was written to"):
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"data/\d+ were written to"):
         handle.result(timeout=30)
     trap.set("", error_of(kind))
     training.check(2)

@@ -1,0 +1,79 @@
+"""When it is known that a lazy copy is of the moment of ``save()``, where the kernel does not tell.
+
+A version counter moves after the write, and the write may run without the GIL. So the counters prove something only at
+a point of program order: where the thread that called ``save()`` is known to write nothing. Such points are the gate in
+front of a step, every call of lazyckpt that this thread makes, above all those that wait, and, on the main thread, the
+moments between two bytecodes in which the interpreter runs pending calls. Until then the checkpoint is durable, but not
+published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from concurrent.futures import Future, TimeoutError
+from typing import Any
+
+import torch
+
+from lazyckpt import _engine
+
+_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.1
+
+
+class Verdict:
+    """What is owed for one snapshot. Any thread may call."""
+
+    def __init__(self, owed: int, tensors: list[torch.Tensor]) -> None:
+        """``owed``: the owners, as bits, whose storages only the versions of ``tensors`` protect."""
+        self.owed = owed
+        self.thread = threading.current_thread()  # which owes it
+        self.awaited = False  # nothing else is missing
+        self._given = threading.Event()
+        self._reading = _engine.VersionReading(tensors) if owed and self.thread is threading.main_thread() else None
+        self._loop = _running_loop() if owed else None
+        self._pause_s = _PAUSE_S
+
+    def is_owed_by_this_thread(self) -> bool:
+        return self.owed != 0 and threading.get_ident() == self.thread.ident
+
+    def is_owed_by_another(self) -> bool:
+        return self.owed != 0 and threading.get_ident() != self.thread.ident
+
+    def give(self, owners: int) -> None:
+        """The storages of these owners have been looked at."""
+        self.owed &= ~owners
+        if not self.owed:
+            self._given.set()
+            self._reading = None
+
+    def ask(self) -> list[int] | None:
+        """Waits a moment for the verdict, on a thread of the background. Returns the versions, if the main thread owes
+        the verdict and has come to a point of program order since the last call."""
+        reading = self._reading
+        if reading is not None:
+            reading.request()
+            if self._loop is not None:  # which may sleep in a system call, in a notebook
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(_nothing)
+        self._given.wait(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return None if reading is None else reading.versions()
+
+    def wait_durable(self, durable: Future[Any]) -> None:
+        """Returns when ``durable`` is done, or when nothing but the verdict of another thread is missing: that thread
+        may be waiting for this one."""
+        while not durable.done() and not (self.awaited and self.is_owed_by_another()):
+            with contextlib.suppress(TimeoutError):
+                Future.exception(durable, _LONGEST_PAUSE_S)  # nobody is told of a failure by this
+
+
+def _running_loop() -> Any:
+    asyncio = sys.modules.get("asyncio")
+    return None if asyncio is None else asyncio._get_running_loop()
+
+
+def _nothing() -> None:
+    pass
