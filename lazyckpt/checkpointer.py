@@ -23,6 +23,7 @@ from lazyckpt.providers.base import TensorView
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.naming import name_of_storage
+from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, RngProvider, provider_for
 from lazyckpt.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
@@ -95,13 +96,15 @@ class Checkpointer:
         """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
         tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
-        The random number generators are tracked as ``rng``. Raises ConfigError for anything else.
+        The random number generators are tracked as ``rng``. Raises ConfigError for anything else, and for a tensor that
+        is sharded over several ranks (FSDP2, tensor parallelism): this process would save only its own shard.
         """
         self._check_usable()
         for name, obj in state.items():
             if name in self._provider.parts:
                 reserved = " (reserved for the random number generators)" if name == RNG else ""
                 raise ConfigError(f"track: the name {name!r} is taken{reserved}")
+            refuse_parts(obj, name)
             self._track(name, obj)
 
     def track_loader(self, loader: Any, name: str = "loader") -> Any:

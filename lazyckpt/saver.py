@@ -27,6 +27,7 @@ from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
+from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.snapshot import FrozenParameters, Snapshot
 from lazyckpt.staged import StagedFolder
 from lazyckpt.tasks import NO_MEMORY, lacks_memory, wait_for
@@ -419,6 +420,8 @@ def _name_of(find: Callable[[TensorView], str | None], view: TensorView) -> str:
 def _serialization_errors(handle: SaveHandle) -> Iterator[None]:
     try:
         yield
+    except ShardedTensorError:
+        raise
     except Exception as error:
         what = unsavable(error)
         raise SerializationError(what, path=handle.path, step=handle.step) from error.__cause__ or error

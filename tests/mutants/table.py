@@ -794,6 +794,59 @@ _in(
     ),
 )
 
+# sharded.py: no part of a tensor passes for the whole
+
+SHARDED = "test_sharded.py::test_it_is_found_and_named_wherever_it_is"
+_in(
+    "lazyckpt/providers/sharded.py",
+    (
+        "a sharded tensor is saved",
+        "size > 1 and not how.is_replicate() for",
+        "False for",
+        SHARDED,
+    ),
+    (
+        "what is still to be summed is saved",
+        "not how.is_replicate()",
+        "how.is_shard()",
+        "test_sharded.py::test_what_is_not_whole_here_is_refused",
+    ),
+    (
+        "a ShardedTensor is saved",
+        'if cls.__name__ == "ShardedTensor":',
+        'if cls.__name__ == "ShardedTensor":\n            return None',
+        "test_sharded.py::test_a_sharded_tensor_of_fsdp1_is_refused",
+    ),
+)
+_in(
+    "lazyckpt/providers/pickles.py",
+    (
+        "a pickle holds a part of a tensor",
+        "            refuse_part(obj, self._root)\n        return NotImplemented\n\n    def _note",
+        "            pass\n        return NotImplemented\n\n    def _note",
+        SHARDED,
+    ),
+    (
+        "a pickle by torch's reducers holds a part of a tensor",
+        "            refuse_part(obj, self._root)\n        return NotImplemented\n\n\ndef _placeholder",
+        "            pass\n        return NotImplemented\n\n\ndef _placeholder",
+        SHARDED,
+    ),
+)
+_in(
+    "lazyckpt/plan.py",
+    (
+        "a safetensors file holds a part of a tensor",
+        "            refuse_part(tensor, tensors)\n",
+        "",
+        "test_sharded.py::test_it_is_refused_in_safetensors_too",
+    ),
+)
+_in(
+    "lazyckpt/checkpointer.py",
+    ("a sharded model is tracked", "refuse_parts(obj, name)", "pass", "test_sharded.py::test_track_refuses_it"),
+)
+
 # preemption.py, integrations: who else has to wait
 
 _in(
