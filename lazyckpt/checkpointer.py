@@ -225,7 +225,7 @@ class Checkpointer:
         if self.config.keep_last is None:
             return []
         known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
-        gone = catalog.superfluous(known, self.config.keep_last, self.config.keep_every)
+        gone = catalog.superfluous(known, self.config.keep_last, self.config.keep_every, self._catalog.damaged)
         self._ours.difference_update((c.step, c.sequence) for c in gone)
         return [c.path for c in gone]
 

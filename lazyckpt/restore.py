@@ -43,6 +43,7 @@ def restore_newest(
             if scans > 1 and not checkpoint.path.exists():
                 return restore_newest(catalog, provider, engine, scans=scans - 1)
             touched = touched or archive is not None
+            catalog.damaged.add((checkpoint.step, checkpoint.sequence))
             reasons.append(error)
             warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=3)
     state = "; the tracked state is undefined now" if touched else "; the tracked state was not touched"

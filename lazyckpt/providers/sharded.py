@@ -47,8 +47,11 @@ def refuse_part(tensor: torch.Tensor, root: Any) -> None:
 
 
 def refuse_parts(obj: Any, name: str) -> None:
-    """``refuse_part`` for the tensors of a module, of an optimizer, or in a container."""
-    if _classes():
+    """``refuse_part`` for the tensors of a module, of an optimizer, or in a container.
+
+    Looks for none unless this process belongs to a group: there are tens of thousands.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         for path, tensor in _tensors(obj, name, attributes=False):
             if (what := _part(tensor)) is not None:
                 raise ShardedTensorError(what, path)

@@ -1278,6 +1278,12 @@ _in(
 _in(
     "lazyckpt/restore.py",
     (
+        "retention is not told of what is damaged",
+        "catalog.damaged.add(",
+        "set().add(",
+        "test_checkpointer.py::test_a_checkpoint_that_restore_found_damaged_does_not_count",
+    ),
+    (
         "what another process removed is passed over, and what it has committed since",
         "if scans > 1 and not checkpoint.path.exists():",
         "if False:",
@@ -1336,6 +1342,24 @@ _in(
 )
 _in(
     "lazyckpt/catalog.py",
+    (
+        "retention makes up for a line that is too short with the oldest",
+        "for c in (*lineage, *others):",
+        "for c in (*lineage, *reversed(others)):",
+        "test_catalog.py::test_a_line_that_is_too_short_is_made_up_for_by_the_newest_others",
+    ),
+    (
+        "retention does not make up for a line that is too short",
+        "elif whole < keep_last:",
+        "elif whole < keep_last and c in on_chain:",
+        "test_checkpointer.py::test_a_run_that_goes_on_from_elsewhere_keeps_as_many_as_it_should",
+    ),
+    (
+        "retention counts what is damaged",
+        "in damaged:",
+        "in ():",
+        "test_catalog.py::test_what_is_damaged_does_not_count",
+    ),
     (
         "nor is what it removed while the names were read",
         "if all(os.path.lexists(error.path) for error in self.broken):",
@@ -1399,8 +1423,8 @@ _in(
     ),
     (
         "what is pinned goes",
-        " and not c.pinned",
-        "",
+        "elif c.pinned:",
+        "elif False:",
         "test_cli_prune.py::test_what_is_pinned_stays_until_it_is_unpinned",
     ),
     (
