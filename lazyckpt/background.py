@@ -180,10 +180,10 @@ class Background:
     def raise_failed(self) -> None:
         """Raises the first failure that nobody has seen yet; the next call the next one."""
         while True:
-            with self._lock:
-                if not self._failed:
-                    return
+            try:  # no lock: a signal handler that saves may come here while this thread has it
                 handle = self._failed.pop(0)
+            except IndexError:
+                return
             if not handle._reported and (error := handle.exception()) is not None:
                 raise error
 

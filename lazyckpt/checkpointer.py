@@ -25,6 +25,7 @@ from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, RngProvider, provider_for
+from lazyckpt.reentry import alone
 from lazyckpt.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
 
@@ -45,7 +46,7 @@ class Checkpointer:
 
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as checkpoints cost at most the
     part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
-    One thread at a time may call.
+    One thread at a time may call: a second one, and a signal handler inside a call, get a ConfigError.
     Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to. If it is read-only
     and holds checkpoints, these can be restored: that is a warning, and what is saved fails.
     """
@@ -60,6 +61,7 @@ class Checkpointer:
     ) -> None:
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
+        self._callers = self._saver._callers
         self.config = self._saver.config
         self.directory = Path(directory).absolute()  # os.chdir() does not move it
         self._catalog = Catalog(self.directory)
@@ -126,6 +128,7 @@ class Checkpointer:
 
     # restore
 
+    @alone("restore()")
     def restore(self, *, step: int | None = None, path: str | os.PathLike[str] | None = None) -> int | None:
         """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none.
 
@@ -159,6 +162,7 @@ class Checkpointer:
 
     # save
 
+    @alone("save()")
     def save(self, step: int, *, blocking: bool = False) -> SaveHandle:
         """Snapshot the tracked state as checkpoint ``step`` and make it durable in the background.
 

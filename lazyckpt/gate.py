@@ -43,6 +43,9 @@ class Pending(Protocol):
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
         """Returns when ``storage`` may let go of its memory."""
 
+    def is_held(self) -> bool:
+        """Whether this thread has a lock that a background thread needs to finish it."""
+
 
 class Guarded:
     """An object other than an optimizer whose ``method`` changes tensors, and nothing else does."""
@@ -55,7 +58,7 @@ class Gate:
     """One per process. Thread-safe: an optimizer in backward steps on autograd's threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # is_held() asks who has it
         self._pending: tuple[Pending, ...] = ()
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # the owners of steps under way
         self._installed = False
@@ -87,9 +90,13 @@ class Gate:
 
     def forget(self) -> None:
         """In a forked child: nothing is copied there, so nothing waits."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending = ()
         self._open = weakref.WeakSet()
+
+    def is_held(self) -> bool:
+        """Whether this thread has a lock that background threads need to finish a save."""
+        return self._lock._is_owned() or any(pending.is_held() for pending in self._pending)  # type: ignore[attr-defined]
 
     def inside_step(self) -> bool:
         return bool(self._open)

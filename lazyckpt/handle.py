@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lazyckpt.errors import ClosedError, SaveError
 from lazyckpt.metrics import CheckpointMetrics
+from lazyckpt.reentry import refuse
 from lazyckpt.snapshot import Snapshot
 from lazyckpt.tasks import Condition, LastingFuture
 
@@ -34,6 +35,7 @@ class SaveHandle(LastingFuture[Path]):
 
         Whether the checkpoint succeeds, ``result()`` tells.
         """
+        self._refuse("wait_captured()", timeout)
         snapshot = self._snapshot
         if snapshot is None or snapshot.job is None:
             return True  # failed before anything was to be copied
@@ -42,7 +44,13 @@ class SaveHandle(LastingFuture[Path]):
             snapshot.verify()  # now, since the caller is free to change everything
         return released
 
+    def _refuse(self, call: str, timeout: float | None) -> None:
+        """Raises ConfigError if the save that this thread is inside of might be waited for."""
+        if timeout is None and not self.done():
+            refuse(call)
+
     def result(self, timeout: float | None = None) -> Path:
+        self._refuse("result()", timeout)
         try:
             return super().result(timeout)
         except SaveError:
@@ -50,6 +58,7 @@ class SaveHandle(LastingFuture[Path]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._refuse("exception()", timeout)
         error = super().exception(timeout)
         self._reported = self._reported or error is not None
         return error

@@ -683,6 +683,12 @@ _in(
     ),
     ("the gate never hears of a snapshot", "gate.add(snapshot)", "pass", WAITS),
     (
+        "a second thread closes inside a save",
+        "if self._callers or gate",
+        "if gate",
+        "test_reentry.py::test_a_second_thread_is_refused_inside_a_call_and_served_after_it",
+    ),
+    (
         "saved inside a capture",
         "if devices.capturing():",
         "if False:",
@@ -727,6 +733,48 @@ _in(
     ),
 )
 
+_in(
+    "lazyckpt/reentry.py",
+    (
+        "a handler saves inside a save",
+        "    if outer is not None:\n",
+        "    if False:\n",
+        "test_reentry.py::test_what_a_state_dict_calls_inside_save_and_restore_is_refused",
+    ),
+    (
+        "a second thread saves inside a save",
+        'callers.setdefault("inside", me) != me',
+        "False",
+        "test_reentry.py::test_a_second_thread_is_refused_inside_a_call_and_served_after_it",
+    ),
+    (
+        "after Ctrl-C a thread is inside a save for ever",
+        "                _inside.pop(me, None)\n",
+        "                if False:\n                    pass\n",
+        "test_reentry.py::test_what_a_state_dict_calls_inside_save_and_restore_is_refused",
+    ),
+    (
+        "a handler saves where its thread has a lock",
+        "outer is None and gate.is_held()",
+        "False",
+        "test_reentry.py::test_a_handler_that_interrupts_where_this_thread_has_a_lock",
+    ),
+    (
+        "a forked child is inside what its parent is",
+        "os.register_at_fork(after_in_child=_forget_others)\n",
+        "",
+        "test_reentry.py::test_a_forked_child_is_not_inside_what_its_parent_is",
+    ),
+)
+_in(
+    "lazyckpt/handle.py",
+    (
+        "a handle is waited for inside a save",
+        "if timeout is None and not self.done():",
+        "if False:",
+        "test_reentry.py::test_a_handle_is_not_waited_for_inside_save",
+    ),
+)
 _in(
     "lazyckpt/staged.py",
     (
