@@ -181,10 +181,10 @@ class Background:
         """Raises the first failure that nobody has seen yet; the next call the next one. ``before_save``: a torn
         snapshot is a warning. The save that follows is not torn, and the run shall have it."""
         while True:
-            with self._lock:
-                if not self._failed:
-                    return
+            try:  # no lock: a signal handler that saves may come here while this thread has it
                 handle = self._failed.pop(0)
+            except IndexError:
+                return
             if handle._reported or (error := handle.exception()) is None:
                 continue
             if before_save and isinstance(error, TornSnapshotError):

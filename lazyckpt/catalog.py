@@ -12,10 +12,11 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Container
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lazyckpt
 from lazyckpt import commit
@@ -187,6 +188,7 @@ class Catalog:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.broken: list[LoadError] = []  # what the last scan could not read
+        self.damaged: set[tuple[int, int]] = set()  # step and sequence of those whose files restore() found damaged
         self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
 
     def scan(self) -> list[Checkpoint]:
@@ -243,12 +245,56 @@ def chain(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     return result
 
 
-def superfluous(checkpoints: list[Checkpoint], keep_last: int | None, keep_every: int | None) -> list[Checkpoint]:
-    """What retention lets go of: never what is pinned. Without ``keep_last`` everything is kept."""
-    if keep_last is None:
-        return []
+class Verdict(NamedTuple):
+    """Whether retention keeps a checkpoint, and why, as a phrase for people."""
+
+    stays: bool
+    why: str
+
+
+def retention(
+    checkpoints: list[Checkpoint],
+    keep_last: int | None,
+    keep_every: int | None,
+    damaged: Container[tuple[int, int]] = (),
+) -> dict[Checkpoint, Verdict]:
+    """What becomes of each checkpoint.
+
+    Keeps the newest ``keep_last`` of the chain; if the chain is shorter, also the newest others, until ``keep_last``
+    are kept. ``damaged``, by step and sequence, never count. Keeps besides those of the chain whose step is a multiple
+    of ``keep_every``, and what is pinned. Keeps everything without ``keep_last``.
+    """
     lineage = chain(checkpoints)
-    keep = set(lineage[:keep_last])
-    if keep_every is not None:
-        keep |= {c for c in lineage if c.step % keep_every == 0}
-    return [c for c in checkpoints if c not in keep and not c.pinned]
+    on_chain = set(lineage)
+    others = sorted(set(checkpoints) - on_chain, key=lambda c: c.sequence, reverse=True)
+    line = f"the line to step {lineage[0].step}" if lineage else ""
+    verdicts = {}
+    whole = 0
+    for c in (*lineage, *others):
+        if keep_last is None:
+            verdicts[c] = Verdict(True, "no keep_last")
+        elif whole < keep_last and (c.step, c.sequence) in damaged:
+            verdicts[c] = Verdict(True, "damaged, does not count")
+        elif whole < keep_last:
+            whole += 1
+            short = f"fills up keep_last={keep_last}, since {line} is shorter"
+            verdicts[c] = Verdict(True, f"within keep_last={keep_last}" if c in on_chain else short)
+        elif c.pinned:
+            verdicts[c] = Verdict(True, "pinned")
+        elif c in on_chain and keep_every is not None and c.step % keep_every == 0:
+            verdicts[c] = Verdict(True, f"a multiple of keep_every={keep_every}")
+        elif c in on_chain:
+            verdicts[c] = Verdict(False, f"beyond keep_last={keep_last}")
+        else:
+            verdicts[c] = Verdict(False, f"off {line}")
+    return {c: verdicts[c] for c in checkpoints}
+
+
+def superfluous(
+    checkpoints: list[Checkpoint],
+    keep_last: int | None,
+    keep_every: int | None,
+    damaged: Container[tuple[int, int]] = (),
+) -> list[Checkpoint]:
+    """What ``retention`` lets go of."""
+    return [c for c, verdict in retention(checkpoints, keep_last, keep_every, damaged).items() if not verdict.stays]

@@ -23,7 +23,9 @@ from lazyckpt.providers.base import TensorView
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.naming import name_of_storage
+from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, RngProvider, provider_for
+from lazyckpt.reentry import alone
 from lazyckpt.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
 
@@ -44,7 +46,7 @@ class Checkpointer:
 
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as checkpoints cost at most the
     part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
-    One thread at a time may call.
+    One thread at a time may call: a second one, and a signal handler inside a call, get a ConfigError.
     Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to. If it is read-only
     and holds checkpoints, these can be restored: that is a warning, and what is saved fails.
     """
@@ -59,6 +61,7 @@ class Checkpointer:
     ) -> None:
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
+        self._callers = self._saver._callers
         self.config = self._saver.config
         self.directory = Path(directory).absolute()  # os.chdir() does not move it
         self._catalog = Catalog(self.directory)
@@ -95,13 +98,15 @@ class Checkpointer:
         """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
         tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
-        The random number generators are tracked as ``rng``. Raises ConfigError for anything else.
+        The random number generators are tracked as ``rng``. Raises ConfigError for anything else, and for a tensor that
+        is sharded over several ranks (FSDP2, tensor parallelism): this process would save only its own shard.
         """
         self._check_usable()
         for name, obj in state.items():
             if name in self._provider.parts:
                 reserved = " (reserved for the random number generators)" if name == RNG else ""
                 raise ConfigError(f"track: the name {name!r} is taken{reserved}")
+            refuse_parts(obj, name)
             self._track(name, obj)
 
     def track_loader(self, loader: Any, name: str = "loader") -> Any:
@@ -123,6 +128,7 @@ class Checkpointer:
 
     # restore
 
+    @alone("restore()")
     def restore(self, *, step: int | None = None, path: str | os.PathLike[str] | None = None) -> int | None:
         """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none.
 
@@ -156,6 +162,7 @@ class Checkpointer:
 
     # save
 
+    @alone("save()")
     def save(self, step: int, *, blocking: bool = False) -> SaveHandle:
         """Snapshot the tracked state as checkpoint ``step`` and make it durable in the background.
 
@@ -222,7 +229,7 @@ class Checkpointer:
         if self.config.keep_last is None:
             return []
         known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
-        gone = catalog.superfluous(known, self.config.keep_last, self.config.keep_every)
+        gone = catalog.superfluous(known, self.config.keep_last, self.config.keep_every, self._catalog.damaged)
         self._ours.difference_update((c.step, c.sequence) for c in gone)
         return [c.path for c in gone]
 

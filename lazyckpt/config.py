@@ -34,7 +34,8 @@ class Config:
     warning is given and training goes on."""
 
     keep_last: int | None = None
-    """Checkpoints to keep, counted back from the newest along the parent chain; None keeps all."""
+    """Checkpoints to keep, counted back from the newest along the parent chain; if the chain is shorter, the newest
+    others make up for it. None keeps all."""
 
     keep_every: int | None = None
     """Besides, keep those whose step is a multiple of this."""

@@ -17,6 +17,7 @@ from lazyckpt.catalog import STATE, read_checkpoint
 from lazyckpt.containers import safetensors, sniff
 from lazyckpt.errors import LoadError, SaveError, SerializationError, UnsupportedFormatError, save_error
 from lazyckpt.plan import plan_for, unsavable
+from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.reading import Reading, process_engine
 
 _swept: set[Path] = set()  # folders in which nothing is left of those who died in the middle of a save
@@ -29,7 +30,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     in ``.safetensors`` gives that format; ``obj`` is then a dict of tensors. Peak memory is 32 MiB above ``obj``.
     The first save into a folder removes what killed processes left of theirs in there (``.tmp-…``).
 
-    Raises SaveError, or one of its kinds: NoSpaceError, SerializationError.
+    Raises SaveError, or one of its kinds: NoSpaceError, SerializationError. Raises ConfigError for a tensor that is
+    sharded over several ranks.
     """
     target = Path(path)
     if not target.name:
@@ -38,6 +40,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     try:
         views = plan.gather()
         extents, nbytes = plan.lay_out(views)
+    except ShardedTensorError:
+        raise
     except Exception as error:
         raise SerializationError(unsavable(error), path=target) from error
     engine = process_engine()

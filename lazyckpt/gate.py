@@ -46,6 +46,9 @@ class Pending(Protocol):
     def give_verdict(self) -> None:
         """Gives the verdict, if the calling thread owes it and everything is copied."""
 
+    def is_held(self) -> bool:
+        """Whether this thread has a lock that a background thread needs to finish it."""
+
 
 class Guarded:
     """An object other than an optimizer whose ``method`` changes tensors, and nothing else does."""
@@ -58,11 +61,11 @@ class Gate:
     """One per process. Thread-safe: an optimizer in backward steps on autograd's threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # is_held() asks who has it
         self._pending: tuple[Pending, ...] = ()
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # the owners of steps under way
         self._installed = False
-        self._standing_lock = threading.Lock()
+        self._standing_lock = threading.RLock()
         self._standing: dict[int, int] = {}  # threads, with the number of their waits
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -92,11 +95,16 @@ class Gate:
 
     def forget(self) -> None:
         """In a forked child: nothing is copied there, so nothing waits."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending = ()
         self._open = weakref.WeakSet()
-        self._standing_lock = threading.Lock()
+        self._standing_lock = threading.RLock()
         self._standing = {}
+
+    def is_held(self) -> bool:
+        """Whether this thread has a lock that background threads need to finish a save."""
+        owned = self._lock._is_owned() or self._standing_lock._is_owned()  # type: ignore[attr-defined]
+        return owned or any(pending.is_held() for pending in self._pending)
 
     def inside_step(self) -> bool:
         return bool(self._open)

@@ -17,6 +17,7 @@ from lazyckpt import tasks
 from lazyckpt.errors import ClosedError, SaveError
 from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics
+from lazyckpt.reentry import refuse
 from lazyckpt.snapshot import Snapshot
 from lazyckpt.tasks import Condition, LastingFuture
 
@@ -61,6 +62,7 @@ class SaveHandle(LastingFuture[Path]):
 
         Whether the checkpoint succeeds, ``result()`` tells.
         """
+        self._refuse("wait_captured()", timeout)
         snapshot = self._snapshot
         if snapshot is None or snapshot.job is None:
             return True  # failed before anything was to be copied
@@ -76,7 +78,13 @@ class SaveHandle(LastingFuture[Path]):
         docs/consistency.md."""
         return self._snapshot is not None and self._snapshot.verdict.awaited and not self.done()
 
+    def _refuse(self, call: str, timeout: float | None) -> None:
+        """Raises ConfigError if the save that this thread is inside of might be waited for."""
+        if timeout is None and not self.done():
+            refuse(call)
+
     def result(self, timeout: float | None = None) -> Path:
+        self._refuse("result()", timeout)
         self._wait(timeout)
         try:
             return super().result(timeout)
@@ -85,6 +93,7 @@ class SaveHandle(LastingFuture[Path]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._refuse("exception()", timeout)
         self._wait(timeout)
         error = super().exception(timeout)
         self._reported = self._reported or error is not None

@@ -19,6 +19,7 @@ from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView, T
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import pickle_of
+from lazyckpt.providers.sharded import refuse_part
 
 ARCHIVE_NAME = "archive"  # the folder inside the zip, as torch.save names it for a buffer
 
@@ -101,6 +102,7 @@ class SafetensorsPlan(FilePlan):
         self._shapes = []
         # Sorted as the format's own library does, so that every tensor is aligned to its dtype.
         for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            refuse_part(tensor, tensors)
             if tensor.layout is not torch.strided or tensor.is_meta:
                 raise ConfigError(f"{name!r} is not a dense tensor with data")
             pointer = tensor.untyped_storage().data_ptr()

@@ -27,7 +27,7 @@ def restore_newest(
     candidates = catalog.scan()
     reasons: list[LoadError] = list(catalog.broken)
     for error in reasons:
-        warnings.warn(f"checkpoint passed over: {error}", stacklevel=3)
+        warnings.warn(f"checkpoint passed over: {error}", stacklevel=4)
     if not candidates and not reasons:
         return None
     touched = False
@@ -43,8 +43,9 @@ def restore_newest(
             if scans > 1 and not checkpoint.path.exists():
                 return restore_newest(catalog, provider, engine, scans=scans - 1)
             touched = touched or archive is not None
+            catalog.damaged.add((checkpoint.step, checkpoint.sequence))
             reasons.append(error)
-            warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=3)
+            warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=4)
     state = "; the tracked state is undefined now" if touched else "; the tracked state was not touched"
     lines = "\n".join(f"  {reason}" for reason in reasons)
     raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")

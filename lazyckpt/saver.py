@@ -27,6 +27,8 @@ from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
+from lazyckpt.providers.sharded import ShardedTensorError
+from lazyckpt.reentry import alone, other_thread, refuse
 from lazyckpt.snapshot import FrozenParameters, Snapshot
 from lazyckpt.staged import StagedFolder
 from lazyckpt.tasks import NO_MEMORY, lacks_memory
@@ -49,7 +51,8 @@ class Saver:
     A ``Checkpointer`` adds a folder of checkpoints, their retention and their restoration.
 
     Keyword arguments are the fields of ``Config``; ``keep_last`` and ``keep_every`` have no effect here: retention is a
-    ``Checkpointer``'s. One thread at a time may call. Saves become durable in the order in which they were called.
+    ``Checkpointer``'s. One thread at a time may call: a second one, and a signal handler inside a call, get a
+    ConfigError. Saves become durable in the order in which they were called.
     Raises ConfigError for a knob that makes no sense.
     """
 
@@ -59,6 +62,7 @@ class Saver:
         except TypeError as error:
             raise ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
         self._watched = _is_watched(config.witness)
+        self._callers: dict[str, int] = {}  # see reentry.py
         self._archive = ObjectProvider(None)  # its skeletons serve all lone archives
         self._archive_plan = ZipPlan(self._archive)
         self._folder_plans: dict[str, tuple[ObjectProvider, ZipPlan]] = {}
@@ -106,6 +110,7 @@ class Saver:
 
     # what users call
 
+    @alone("save()")
     def save(
         self, obj: Any, path: str | os.PathLike[str], *, step: int | None = None, blocking: bool = False
     ) -> SaveHandle:
@@ -149,6 +154,7 @@ class Saver:
         system. A folder that has the name is replaced by it; files in there that the new one lacks stay, as they would
         if it had been written to. Raises SaveError if it cannot be made.
         """
+        refuse("stage()")
         self.check_usable()
         target = Path(path).absolute()
         beside = None if inside is None else Path(inside).absolute()
@@ -177,6 +183,7 @@ class Saver:
 
         Raises the first SaveError that nobody has seen yet (``on_error="raise"``).
         """
+        refuse("wait()")
         self._check_process()
         if path is None:
             self._background.drain()
@@ -188,8 +195,10 @@ class Saver:
 
     def check(self) -> None:
         """Raise the first SaveError that nobody has seen yet (``on_error="raise"``); wait for nothing."""
+        refuse("check()")
         self._background.raise_failed()
 
+    @alone("remove()")
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a file or folder in the background, once everything saved before this call is durable.
 
@@ -203,7 +212,11 @@ class Saver:
         """Wait until everything is durable; stop the threads. Raises the SaveError of a save that failed."""
         if self._ended or os.getpid() != self._pid:
             return
-        self._closed = True
+        closed, self._closed = self._closed, True
+        if self._callers or gate.is_held():  # otherwise let it: a garbage collection inside another save may close this
+            self._closed = closed
+            refuse("close()")
+            raise other_thread("close()")
         self._background.close()
         if self._trace is not None:
             self._trace.close()
@@ -211,7 +224,7 @@ class Saver:
             undo()
         self._modules.clear()
         self._ended = True
-        del self.engine
+        self.__dict__.pop("engine", None)  # a signal handler may have closed it meanwhile
         self._background.raise_failed()
 
     @property
@@ -437,6 +450,8 @@ def _name_of(find: Callable[[TensorView], str | None], view: TensorView) -> str:
 def _serialization_errors(handle: SaveHandle) -> Iterator[None]:
     try:
         yield
+    except ShardedTensorError:
+        raise
     except Exception as error:
         what = unsavable(error)
         raise SerializationError(what, path=handle.path, step=handle.step) from error.__cause__ or error

@@ -111,7 +111,7 @@ class Snapshot:
         self._frozen = frozen
         self._torn_storages = torn
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._verified = 0  # owners whose storages have been looked at after their copy
         # The storages of all files: those of the first, of the second, …
         identities = list(chain.from_iterable(file.identities for file in files))
@@ -214,6 +214,9 @@ class Snapshot:
         if at is not None and self.owners[at] and (job := self.job) is not None:
             job.wait_captured(self.owners[at])
             self.verify(self.owners[at])
+
+    def is_held(self) -> bool:
+        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
 
     def _wait(self, owners: int, *, on_device: bool) -> None:
         begin = time.perf_counter()

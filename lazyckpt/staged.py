@@ -12,6 +12,7 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.handle import SaveHandle
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for
 from lazyckpt.providers.naming import name_in
+from lazyckpt.reentry import alone
 
 if TYPE_CHECKING:
     from lazyckpt.saver import Saver
@@ -22,6 +23,7 @@ class StagedFolder:
 
     def __init__(self, saver: Saver, staging: commit.Staging, step: int | None) -> None:
         self._saver = saver
+        self._callers = saver._callers
         self._staging: commit.Staging | None = staging
         self._step = step
         self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
@@ -41,6 +43,7 @@ class StagedFolder:
             raise ConfigError(f"add: {name!r} is not a new name inside the folder")
         self._files[name] = obj, metadata
 
+    @alone("save()")
     def save(self, *, blocking: bool = False) -> SaveHandle:
         """Snapshot what was added; the folder gets its name when all in it is durable. See ``Saver.save``."""
         staging, saver = self._staging, self._saver

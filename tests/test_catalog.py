@@ -14,17 +14,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import lazyckpt
 from lazyckpt import catalog, commit
-from lazyckpt.catalog import Catalog, Checkpoint, chain, checksum, read_checkpoint, superfluous
+from lazyckpt.catalog import Catalog, Checkpoint, chain, checksum, read_checkpoint, retention, superfluous
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 
 NOW = datetime.now(timezone.utc)
 
 
-def checkpoint(step: int, sequence: int, parent: int | None) -> Checkpoint:
-    return Checkpoint(Path(f"step-{step:08d}"), step, sequence, parent, NOW, ())
+def checkpoint(step: int, sequence: int, parent: int | None, *, pinned: bool = False) -> Checkpoint:
+    return Checkpoint(Path(f"step-{step:08d}"), step, sequence, parent, NOW, (), pinned)
 
 
 def steps(found: list[Checkpoint]) -> list[int]:
@@ -278,11 +279,108 @@ def test_retention_never_lets_the_newest_go(parents: list[int], keep_last: int, 
     kept = [c for c in found if c not in gone]
     lineage = chain(found)
     assert lineage[:keep_last] == [c for c in lineage[:keep_last] if c in kept]
-    assert all(c in lineage for c in kept)
+    if len(lineage) >= keep_last:
+        assert all(c in lineage for c in kept)
     if keep_every is None:
-        assert len(kept) == min(keep_last, len(lineage))
+        assert len(kept) == min(keep_last, len(found))
     else:
         assert all(c in kept for c in lineage if c.step % keep_every == 0)
+
+
+def test_a_line_that_is_too_short_is_made_up_for_by_the_newest_others() -> None:
+    """Regression: a run that went on from a checkpoint of another folder removed all of its own with its next save."""
+    found = [checkpoint(10, 1, None), checkpoint(20, 2, 1), checkpoint(30, 3, 2), checkpoint(15, 4, None)]
+    assert steps(chain(found)) == [15]
+    assert steps(superfluous(found, 3, None)) == [10]
+    assert steps(superfluous(found, 2, None)) == [10, 20]
+    assert steps(superfluous(found, 1, None)) == [10, 20, 30]
+    assert {c.step: tuple(v) for c, v in retention(found, 3, 15).items()} == {
+        10: (False, "off the line to step 15"),
+        20: (True, "fills up keep_last=3, since the line to step 15 is shorter"),
+        30: (True, "fills up keep_last=3, since the line to step 15 is shorter"),
+        15: (True, "within keep_last=3"),
+    }
+    found.append(checkpoint(16, 5, 4, pinned=True))
+    found[0] = checkpoint(10, 1, None, pinned=True)
+    assert {c.step: tuple(v) for c, v in retention(found, 1, 15).items()} == {
+        10: (True, "pinned"),
+        20: (False, "off the line to step 16"),
+        30: (False, "off the line to step 16"),
+        15: (True, "a multiple of keep_every=15"),
+        16: (True, "within keep_last=1"),
+    }
+    assert {tuple(v) for v in retention(found, None, None).values()} == {(True, "no keep_last")}
+    assert retention(found[3:], 1, None)[found[3]] == (False, "beyond keep_last=1")
+
+
+def test_what_is_damaged_does_not_count() -> None:
+    line = [checkpoint(10 * s, s, s - 1 or None) for s in range(1, 6)]
+    damaged = {(50, 5), (30, 3)}
+    assert steps(superfluous(line, 2, None, damaged)) == [10]
+    assert retention(line, 2, None, damaged)[line[2]] == (True, "damaged, does not count")
+    assert steps(superfluous(line, 3, None, damaged)) == []
+    elsewhere = [*line, checkpoint(60, 6, None)]
+    assert steps(superfluous(elsewhere, 2, None, damaged)) == [10, 20, 30]
+
+
+class Histories(RuleBasedStateMachine):
+    """Whatever a run does, retention leaves ``keep_last`` whole checkpoints, if there were that many."""
+
+    @initialize(keep_last=st.integers(1, 4), keep_every=st.none() | st.integers(2, 4))
+    def open(self, keep_last: int, keep_every: int | None) -> None:
+        self.rules = keep_last, keep_every
+        self.found: list[Checkpoint] = []
+        self.damaged: set[tuple[int, int]] = set()
+        self.sequence = 0
+        self.step = 0
+        self.parent: int | None = None
+
+    @rule(pinned=st.booleans(), steps=st.integers(1, 3))
+    def save(self, pinned: bool, steps: int) -> None:
+        self.sequence += 1
+        self.step += steps
+        newest = checkpoint(self.step, self.sequence, self.parent, pinned=pinned and steps == 3)
+        self.parent = self.sequence
+        self.found = [c for c in self.found if c.step != self.step]  # it is replaced
+        before = [newest, *self.found]
+        verdicts = retention(before, *self.rules, self.damaged)
+        kept = [c for c in before if verdicts[c].stays]
+        keep_last, keep_every = self.rules
+
+        assert list(verdicts) == before and all(verdict.why for verdict in verdicts.values())
+        assert superfluous(before, *self.rules, self.damaged) == [c for c in before if c not in kept]
+        assert newest in kept
+        assert len(self._whole(kept)) >= min(keep_last, len(self._whole(before)))
+        assert all(c in kept for c in before if c.pinned)
+        line = self._whole(chain(before))
+        assert all(c in kept for c in line[:keep_last])
+        # And no more than that: what is kept beyond it has a reason of its own.
+        for c in self._whole(kept):
+            beyond = c not in line[:keep_last] and not c.pinned
+            if beyond and not (keep_every is not None and c in line and c.step % keep_every == 0):
+                assert len(line) < keep_last and c not in line, verdicts[c]
+        self.found = kept
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        """Or go on from another folder."""
+        to = data.draw(st.sampled_from([None, *self.found]))
+        self.parent, self.step = (None, self.step // 2) if to is None else (to.sequence, to.step)
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """Somebody removes one, or restore() finds it damaged."""
+        one = data.draw(st.sampled_from([None, *self.found]))
+        if one is not None and data.draw(st.booleans()):
+            self.found.remove(one)
+        elif one is not None:
+            self.damaged.add((one.step, one.sequence))
+
+    def _whole(self, found: list[Checkpoint]) -> list[Checkpoint]:
+        return [c for c in found if (c.step, c.sequence) not in self.damaged]
+
+
+TestHistories = Histories.TestCase
 
 
 def test_names() -> None:

@@ -300,6 +300,44 @@ def test_retention_counts_along_the_chain_after_a_rollback(make_run: Any) -> Non
     assert names(run.ckpt.directory) == ["step-00000100", "step-00000120"], "the abandoned branch is gone"
 
 
+def test_a_run_that_goes_on_from_elsewhere_keeps_as_many_as_it_should(make_run: Any, tmp_path: Path) -> None:
+    """Regression: the next save removed every other checkpoint of the folder."""
+    other = make_run(directory=tmp_path / "other")
+    path = other.ckpt.save(70).result()
+    run = make_run(directory=tmp_path / "run", keep_last=3)
+    for step in (1, 2, 3, 4):
+        run.ckpt.save(step).result()
+    assert run.ckpt.restore(path=path) == 70
+
+    def save(step: int) -> list[int]:
+        run.ckpt.save(step).result()
+        run.ckpt._saver.drain()
+        return [c.step for c in catalog.Catalog(run.ckpt.directory).scan()]
+
+    assert [save(step) for step in (71, 72, 73, 74)] == [[71, 4, 3], [72, 71, 4], [73, 72, 71], [74, 73, 72]]
+
+
+def test_a_checkpoint_that_restore_found_damaged_does_not_count(make_run: Any, tmp_path: Path) -> None:
+    path = make_run(directory=tmp_path / "other").ckpt.save(70).result()
+    run = make_run(directory=tmp_path / "run")
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            run.ckpt.restore(path=path)
+        run.ckpt.save(step).result()
+    run.ckpt.close()
+    file = run.ckpt.directory / "step-00000004" / "state.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = make_run(directory=run.ckpt.directory, keep_last=3)
+    with pytest.warns(UserWarning, match="passed over"):
+        assert again.ckpt.restore() == 3
+    again.ckpt.save(5).result()
+    again.ckpt._saver.drain()
+    kept = [c.step for c in catalog.Catalog(run.ckpt.directory).scan()]
+    assert kept == [5, 4, 3, 2], "2 makes up for 4, which stays for whoever can repair it"
+
+
 def test_a_folder_that_is_gone_when_old_ones_are_to_be_removed_is_a_warning(make_run: Any) -> None:
     run = make_run(keep_last=1)
     moved = run.ckpt.directory.with_name("moved")

@@ -58,6 +58,28 @@ def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, in
     assert steps(folder) == sorted(row["step"] for row in told["kept"]) != [10, 20, 25, 30, 40]
 
 
+def test_prune_says_why_each_goes_or_stays(folder: Path) -> None:
+    (folder / f".trash-step-00000050-{HEX}").mkdir()
+    catalog.pin(folder / "step-00000030")
+    told = run_json("prune", folder, "--keep-last", "1", "--keep-every", "20")
+    assert {row["step"]: row["why"] for row in told["checkpoints"]} == {
+        10: "beyond keep_last=1",
+        40: "off the line to step 25",
+    }
+    assert {row["step"]: row["why"] for row in told["kept"]} == {
+        25: "within keep_last=1",
+        20: "a multiple of keep_every=20",
+        30: "pinned",
+    }
+    lines = run("prune", folder, "--keep-last", "1", "--keep-every", "20").stdout.splitlines()
+    assert lines[0].endswith("WHY")
+    assert [line.split("00  ")[-1].split("  ")[-1].strip() for line in lines[1:4]] == [
+        "off the line to step 25",
+        "beyond keep_last=1",
+        "left by a process that died",
+    ]
+
+
 def test_without_rules_only_leftovers_go(folder: Path) -> None:
     (folder / f".trash-step-00000050-{HEX}").mkdir()
     shown = run("prune", folder, "-y").stdout
@@ -110,7 +132,7 @@ def test_a_broken_checkpoint_and_one_being_written_stay(folder: Path) -> None:
 
 def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run goes on while prune is at work: what it looked at is not what it would remove."""
-    decide = prune.superfluous
+    decide = prune.retention
 
     def decide_and_be_overtaken(*rules: Any) -> Any:
         doomed = decide(*rules)
@@ -120,7 +142,9 @@ def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monk
         catalog.pin(folder / "step-00000030")
         return doomed
 
-    monkeypatch.setattr(prune, "superfluous", decide_and_be_overtaken)
+    monkeypatch.setattr(prune, "retention", decide_and_be_overtaken)
     told = run_json("prune", folder, "--keep-last", "1", "--yes")
     assert [row["step"] for row in told["checkpoints"]] == [20, 10]
+    kept = {row["step"]: row["why"] for row in told["kept"]}
+    assert kept == {25: "within keep_last=1"} | dict.fromkeys((30, 40), "saved again, removed or pinned meanwhile")
     assert steps(folder) == [25, 30, 40] and catalog.Catalog(folder).scan()[0].step == 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dis
 import functools
@@ -19,6 +18,7 @@ import torch
 import lazyckpt
 from lazyckpt.gate import gate
 from lazyckpt.handle import in_flight
+from lazyckpt.tasks import wait_for
 from trials import TORTURE, Trials
 
 PACKAGE = str(Path(lazyckpt.__file__).parent)
@@ -83,7 +83,7 @@ class Training:
     def __init__(self, folder: Path, **knobs: Any) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.Linear(80, 80))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, momentum=0.9)
-        self.ckpt = lazyckpt.Checkpointer(folder, keep_last=2, max_in_flight=2, **{**TINY, **knobs})
+        self.ckpt = lazyckpt.Checkpointer(folder, keep_last=2, **{"max_in_flight": 2, **TINY, **knobs})
         self.number = 0
         self.losses = {"": torch.zeros(self.number)}  # more at every save, so that each file is laid out anew
         self.ckpt.track(model=self.model, optimizer=self.optimizer, losses=self.losses)
@@ -173,10 +173,13 @@ def check(training: Training, where: str) -> None:
     """All that was saved lands within seconds, the ring is empty then, and a save holds what it should."""
     __tracebackhide__ = True
     saver = training.ckpt._saver
-    done = concurrent.futures.wait(saver._background._in_flight, timeout=5)
-    assert not done.not_done, f"{where}: a save that never ends"
-    done = concurrent.futures.wait(saver._background._tasks, timeout=5)
-    assert not done.not_done, f"{where}: a task that never ends"
+    # One by one: what settles twice may wake concurrent.futures.wait() before the others are done.
+    for handle in saver._background._in_flight:
+        wait_for([handle], timeout=5)
+        assert handle.done(), f"{where}: a save that never ends"
+    for task in saver._background._tasks:
+        wait_for([task], timeout=5)
+        assert task.done(), f"{where}: a task that never ends"
     before = training.model[0].weight.detach().clone()
     try:
         handle = training.save()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +115,19 @@ def test_another_process_removes_what_is_about_to_be_restored(
     theirs = make(seed=5)
     steps = iter(range(4, 4 + times))
 
+    def save(step: int) -> None:
+        train(*theirs)
+        training.save(step).result()
+        training._saver.drain()
+
     def overtaken(*args: Any) -> Any:
         if (step := next(steps, None)) is not None:
-            train(*theirs)
-            training.save(step).result()
-            training._saver.drain()
+            elsewhere.submit(save, step).result()  # on this thread it would be inside restore()
         return opened(*args)
 
     opened = restore._open
     monkeypatch.setattr(restore, "_open", overtaken)
-    with lazyckpt.Checkpointer(tmp_path, keep_last=1) as training:
+    with ThreadPoolExecutor(1) as elsewhere, lazyckpt.Checkpointer(tmp_path, keep_last=1) as training:
         training.track(model=theirs[0], optimizer=theirs[1])
         if times == 2:
             with warnings.catch_warnings():

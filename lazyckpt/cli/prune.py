@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from lazyckpt import commit
-from lazyckpt.catalog import Checkpoint, pin_of, read_checkpoint, superfluous
+from lazyckpt.catalog import Checkpoint, Verdict, pin_of, read_checkpoint, retention
 from lazyckpt.cli.ls import catalog_of, leftovers
 from lazyckpt.cli.output import age, columns, count, plain, print_json, show, size, stdout
 from lazyckpt.config import Config
@@ -30,17 +30,21 @@ def prune(
 ) -> None:
     """Show what retention would remove, and what dead runs left; with --yes, remove it.
 
-    The rules are the Checkpointer's: --keep-last counts back from the newest along the checkpoints that led to it, so
-    those of a branch that was rolled back go first. Kept in any case: the newest, what is pinned ('lazyckpt pin'), what
-    is broken, what a process is writing now. Without --keep-last only leftovers go.
+    The rules are the Checkpointer's: --keep-last counts back from the newest along the checkpoints that led to it. If
+    these are fewer, the newest of other branches stay, too, until there are that many. Kept in any case: the newest,
+    what is pinned ('lazyckpt pin'), what is broken, what a process is writing now. Without --keep-last only leftovers
+    go.
     """
     Config(keep_last=keep_last, keep_every=keep_every)  # complains about what makes no sense
     catalog = catalog_of(directory)
     known = catalog.scan()
-    doomed = superfluous(known, keep_last, keep_every)
+    verdicts = retention(known, keep_last, keep_every)
+    doomed = [checkpoint for checkpoint, verdict in verdicts.items() if not verdict.stays]
     trash = [leftover for leftover in leftovers(directory) if leftover["state"] == "abandoned"]
     if yes:
-        doomed = [checkpoint for checkpoint in doomed if _remove(checkpoint)]
+        changed = [checkpoint for checkpoint in doomed if not _remove(checkpoint)]
+        verdicts |= dict.fromkeys(changed, Verdict(True, "saved again, removed or pinned meanwhile"))
+        doomed = [checkpoint for checkpoint in doomed if not verdicts[checkpoint].stays]
         swept = {path.name for path in commit.sweep(directory)}
         trash = [leftover for leftover in trash if leftover["name"] in swept]
         commit.sync_path(directory)
@@ -53,13 +57,13 @@ def prune(
                 "directory": str(directory),
                 "removed": yes,
                 "bytes": nbytes,
-                "checkpoints": [_row(checkpoint) for checkpoint in doomed],
+                "checkpoints": [_row(checkpoint, verdicts[checkpoint]) for checkpoint in doomed],
                 "leftovers": [leftover["name"] for leftover in trash],
-                "kept": [_row(checkpoint) for checkpoint in kept],
+                "kept": [_row(checkpoint, verdicts[checkpoint]) for checkpoint in kept],
             }
         )
         return
-    _show(doomed, trash)
+    _show({checkpoint: verdicts[checkpoint].why for checkpoint in doomed}, trash)
     console = stdout()
     what = f"{count(len(doomed), 'checkpoint')} and {count(len(trash), 'leftover')}, {size(nbytes)}"
     stay = f"{count(len(kept), 'checkpoint')} of {size(sum(c.nbytes for c in kept))}"
@@ -73,21 +77,21 @@ def prune(
         console.print(Text("nothing is removed yet: --yes does it", style="yellow"))
 
 
-def _show(doomed: list[Checkpoint], trash: list[dict[str, Any]]) -> None:
+def _show(doomed: dict[Checkpoint, str], trash: list[dict[str, Any]]) -> None:
     if not doomed and not trash:
         return
-    table = columns("step", "sequence", "age", "size", "name", right=("step", "sequence", "age", "size"))
-    for checkpoint in doomed:
+    table = columns("step", "sequence", "age", "size", "name", "why", right=("step", "sequence", "age", "size"))
+    for checkpoint, why in doomed.items():
         step, sequence = str(checkpoint.step), str(checkpoint.sequence)
-        table.add_row(step, sequence, age(checkpoint.created), size(checkpoint.nbytes), checkpoint.path.name)
+        table.add_row(step, sequence, age(checkpoint.created), size(checkpoint.nbytes), checkpoint.path.name, why)
     for leftover in trash:
-        table.add_row("-", "-", "-", size(leftover["bytes"]), plain(leftover["name"]))
+        table.add_row("-", "-", "-", size(leftover["bytes"]), plain(leftover["name"]), "left by a process that died")
     show(stdout(), table)
 
 
-def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+def _row(checkpoint: Checkpoint, verdict: Verdict) -> dict[str, Any]:
     row = {"name": checkpoint.path.name, "step": checkpoint.step, "sequence": checkpoint.sequence}
-    return row | {"bytes": checkpoint.nbytes, "pinned": checkpoint.pinned}
+    return row | {"bytes": checkpoint.nbytes, "pinned": checkpoint.pinned, "why": verdict.why}
 
 
 def _remove(checkpoint: Checkpoint) -> bool:

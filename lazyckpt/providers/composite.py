@@ -12,6 +12,7 @@ from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
+from lazyckpt.providers.sharded import ShardedTensorError
 
 
 class CompositeProvider(Provider):
@@ -25,6 +26,8 @@ class CompositeProvider(Provider):
         for name, part in self.parts.items():
             try:
                 opcodes[name] = yield from _checked(part, table)
+            except ShardedTensorError as error:
+                raise error.inside(name) from None
             except Exception as error:
                 raise UnpicklableError(name, error) from error
         yield Bytes(dict_opcodes(opcodes))

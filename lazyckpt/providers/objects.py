@@ -11,6 +11,7 @@ import torch
 from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
 from lazyckpt.providers.pickles import Skeleton, dict_opcodes
+from lazyckpt.providers.sharded import ShardedTensorError
 
 
 class StateProvider(Provider):
@@ -42,7 +43,12 @@ class StateProvider(Provider):
         skeletons = self.__dict__.setdefault("_skeletons", {})  # also where __init__ was not called
         seen = len(table.views)
         if self.values_are_apart and type(state) is dict and state:
-            parts = {k: skeletons.setdefault(k, Skeleton()).opcodes(v, table) for k, v in state.items()}
+            parts = {}
+            for key, value in state.items():
+                try:
+                    parts[key] = skeletons.setdefault(key, Skeleton()).opcodes(value, table)
+                except ShardedTensorError as error:
+                    raise error.inside(key) from None
             opcodes = dict_opcodes(parts)
         else:
             opcodes = skeletons.setdefault(None, Skeleton()).opcodes(state, table)

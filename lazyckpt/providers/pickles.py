@@ -29,6 +29,7 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
+from lazyckpt.providers.sharded import refuse_part
 
 PROTOCOL = 2  # what torch.save writes; its memo is numbered, so pickles can be joined
 MIN_ARRAY_BYTES = 64 << 10  # NumPy arrays from here on are written as storages, not as pickle bytes
@@ -103,8 +104,9 @@ _COMMON = frozenset((int, str, tuple, bool, float, dict, list, OrderedDict, type
 class _Pickler(pickle.Pickler):
     """Writes what ``torch.save`` writes; storages go into the table."""
 
-    def __init__(self, out: io.BytesIO, table: StorageTable, keys: Iterator[str]) -> None:
+    def __init__(self, obj: Any, out: io.BytesIO, table: StorageTable, keys: Iterator[str]) -> None:
         super().__init__(out, PROTOCOL)
+        self._root = obj
         self._table = table
         self._reusable = keys
         self._seen: set[str] = set()
@@ -145,6 +147,8 @@ class _Pickler(pickle.Pickler):
         if _is_array(obj) and (memory := _array_tensor(obj)) is not None:
             order = "C" if obj.flags.c_contiguous else "F"
             return type(obj), (obj.shape, obj.dtype, _SharedArray(memory), 0, None, order)
+        if isinstance(obj, torch.Tensor):
+            refuse_part(obj, self._root)
         return NotImplemented
 
 
@@ -169,6 +173,7 @@ class _Outline(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []  # what else the pickle says of those that stand for storages and arrays
         self.memo = _TAKEN.memo  # a copy
+        self._root = obj
         self.dump(obj)
         self.opcodes = out.getvalue()[2:-1]
 
@@ -194,6 +199,8 @@ class _Outline(pickle.Pickler):
             self.others.append((len(self.tensors), obj.shape, obj.dtype, obj.flags.c_contiguous))
             self.tensors.append(memory)
             return _PLACEHOLDER
+        if isinstance(obj, torch.Tensor):
+            refuse_part(obj, self._root)
         return NotImplemented
 
     def _note(self, storage: torch.UntypedStorage, *facts: Any) -> tuple[Any, ...]:
@@ -320,7 +327,7 @@ def _string(text: str) -> bytes:
 def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, TensorViews]:
     """The opcodes of ``obj`` (no PROTO, no STOP) and its storages in the order of appearance."""
     out = io.BytesIO()
-    pickler = _Pickler(out, table, reusable_keys)
+    pickler = _Pickler(obj, out, table, reusable_keys)
     pickler.dump(obj)
     return out.getvalue()[2:-1], pickler.views
 

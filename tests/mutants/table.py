@@ -683,6 +683,12 @@ _in(
     ),
     ("the gate never hears of a snapshot", "gate.add(snapshot)", "pass", WAITS),
     (
+        "a second thread closes inside a save",
+        "if self._callers or gate",
+        "if gate",
+        "test_reentry.py::test_a_second_thread_is_refused_inside_a_call_and_served_after_it",
+    ),
+    (
         "saved inside a capture",
         "if devices.capturing():",
         "if False:",
@@ -727,6 +733,48 @@ _in(
     ),
 )
 
+_in(
+    "lazyckpt/reentry.py",
+    (
+        "a handler saves inside a save",
+        "    if outer is not None:\n",
+        "    if False:\n",
+        "test_reentry.py::test_what_a_state_dict_calls_inside_save_and_restore_is_refused",
+    ),
+    (
+        "a second thread saves inside a save",
+        'callers.setdefault("inside", me) != me',
+        "False",
+        "test_reentry.py::test_a_second_thread_is_refused_inside_a_call_and_served_after_it",
+    ),
+    (
+        "after Ctrl-C a thread is inside a save for ever",
+        "                _inside.pop(me, None)\n",
+        "                if False:\n                    pass\n",
+        "test_reentry.py::test_what_a_state_dict_calls_inside_save_and_restore_is_refused",
+    ),
+    (
+        "a handler saves where its thread has a lock",
+        "outer is None and gate.is_held()",
+        "False",
+        "test_reentry.py::test_a_handler_that_interrupts_where_this_thread_has_a_lock",
+    ),
+    (
+        "a forked child is inside what its parent is",
+        "os.register_at_fork(after_in_child=_forget_others)\n",
+        "",
+        "test_reentry.py::test_a_forked_child_is_not_inside_what_its_parent_is",
+    ),
+)
+_in(
+    "lazyckpt/handle.py",
+    (
+        "a handle is waited for inside a save",
+        "if timeout is None and not self.done():",
+        "if False:",
+        "test_reentry.py::test_a_handle_is_not_waited_for_inside_save",
+    ),
+)
 _in(
     "lazyckpt/staged.py",
     (
@@ -792,6 +840,59 @@ _in(
         "if False:",
         "test_checkpointer.py::test_use_in_a_forked_child",
     ),
+)
+
+# sharded.py: no part of a tensor passes for the whole
+
+SHARDED = "test_sharded.py::test_it_is_found_and_named_wherever_it_is"
+_in(
+    "lazyckpt/providers/sharded.py",
+    (
+        "a sharded tensor is saved",
+        "size > 1 and not how.is_replicate() for",
+        "False for",
+        SHARDED,
+    ),
+    (
+        "what is still to be summed is saved",
+        "not how.is_replicate()",
+        "how.is_shard()",
+        "test_sharded.py::test_what_is_not_whole_here_is_refused",
+    ),
+    (
+        "a ShardedTensor is saved",
+        'if cls.__name__ == "ShardedTensor":',
+        'if cls.__name__ == "ShardedTensor":\n            return None',
+        "test_sharded.py::test_a_sharded_tensor_of_fsdp1_is_refused",
+    ),
+)
+_in(
+    "lazyckpt/providers/pickles.py",
+    (
+        "a pickle holds a part of a tensor",
+        "            refuse_part(obj, self._root)\n        return NotImplemented\n\n    def _note",
+        "            pass\n        return NotImplemented\n\n    def _note",
+        SHARDED,
+    ),
+    (
+        "a pickle by torch's reducers holds a part of a tensor",
+        "            refuse_part(obj, self._root)\n        return NotImplemented\n\n\ndef _placeholder",
+        "            pass\n        return NotImplemented\n\n\ndef _placeholder",
+        SHARDED,
+    ),
+)
+_in(
+    "lazyckpt/plan.py",
+    (
+        "a safetensors file holds a part of a tensor",
+        "            refuse_part(tensor, tensors)\n",
+        "",
+        "test_sharded.py::test_it_is_refused_in_safetensors_too",
+    ),
+)
+_in(
+    "lazyckpt/checkpointer.py",
+    ("a sharded model is tracked", "refuse_parts(obj, name)", "pass", "test_sharded.py::test_track_refuses_it"),
 )
 
 # preemption.py, integrations: who else has to wait
@@ -1225,6 +1326,12 @@ _in(
 _in(
     "lazyckpt/restore.py",
     (
+        "retention is not told of what is damaged",
+        "catalog.damaged.add(",
+        "set().add(",
+        "test_checkpointer.py::test_a_checkpoint_that_restore_found_damaged_does_not_count",
+    ),
+    (
         "what another process removed is passed over, and what it has committed since",
         "if scans > 1 and not checkpoint.path.exists():",
         "if False:",
@@ -1283,6 +1390,24 @@ _in(
 )
 _in(
     "lazyckpt/catalog.py",
+    (
+        "retention makes up for a line that is too short with the oldest",
+        "for c in (*lineage, *others):",
+        "for c in (*lineage, *reversed(others)):",
+        "test_catalog.py::test_a_line_that_is_too_short_is_made_up_for_by_the_newest_others",
+    ),
+    (
+        "retention does not make up for a line that is too short",
+        "elif whole < keep_last:",
+        "elif whole < keep_last and c in on_chain:",
+        "test_checkpointer.py::test_a_run_that_goes_on_from_elsewhere_keeps_as_many_as_it_should",
+    ),
+    (
+        "retention counts what is damaged",
+        "in damaged:",
+        "in ():",
+        "test_catalog.py::test_what_is_damaged_does_not_count",
+    ),
     (
         "nor is what it removed while the names were read",
         "if all(os.path.lexists(error.path) for error in self.broken):",
@@ -1346,8 +1471,8 @@ _in(
     ),
     (
         "what is pinned goes",
-        " and not c.pinned",
-        "",
+        "elif c.pinned:",
+        "elif False:",
         "test_cli_prune.py::test_what_is_pinned_stays_until_it_is_unpinned",
     ),
     (

@@ -1,0 +1,105 @@
+"""Refuses distributed tensors of which this process holds only a part.
+
+A Checkpointer writes what its own process has in memory. Of a tensor that is sharded over several ranks, that is one
+shard: the checkpoint would look whole, and every rank would restore the same shard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lazyckpt.errors import ConfigError
+
+_INSTEAD = (
+    "Use torch.distributed.checkpoint, or save the state that get_model_state_dict and get_optimizer_state_dict of "
+    "torch.distributed.checkpoint.state_dict gather with StateDictOptions(full_state_dict=True)"
+)
+
+
+class ShardedTensorError(ConfigError):
+    """A tensor of the state is sharded over several ranks; ``name`` is its path in the state."""
+
+    def __init__(self, what: str, name: str = "") -> None:
+        self.what = what
+        self.name = name
+        super().__init__(
+            f"cannot save {name or 'this tensor'}: it is {what}, and this rank holds only a part. {_INSTEAD}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.name)
+
+    def inside(self, name: str) -> ShardedTensorError:
+        """The same error for the state that holds this one as ``name``."""
+        return type(self)(self.what, f"{name}.{self.name}" if self.name else f"a tensor in {name}")
+
+
+def refuse_part(tensor: torch.Tensor, root: Any) -> None:
+    """Raises ShardedTensorError, with the path to ``tensor`` in ``root``, if this process holds only a part of it."""
+    what = _part(tensor)
+    if what is not None:
+        paths = (path for path, found in _tensors(root, "", attributes=True) if found is tensor)
+        raise ShardedTensorError(what, next(paths, "").removeprefix("."))
+
+
+def refuse_parts(obj: Any, name: str) -> None:
+    """``refuse_part`` for the tensors of a module, of an optimizer, or in a container.
+
+    Looks for none unless this process belongs to a group: there are tens of thousands.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for path, tensor in _tensors(obj, name, attributes=False):
+            if (what := _part(tensor)) is not None:
+                raise ShardedTensorError(what, path)
+
+
+def _part(tensor: torch.Tensor) -> str | None:
+    """What ``tensor`` is, if it is distributed and not whole in this process."""
+    for cls in _classes():
+        if not isinstance(tensor, cls):
+            continue
+        if cls.__name__ == "ShardedTensor":
+            shards = len(tensor.metadata().shards_metadata)
+            return f"a ShardedTensor of {shards} shards" if len(tensor.local_shards()) < shards else None
+        mesh = tensor.device_mesh
+        # On a dimension of the mesh that has one rank, every placement is whole.
+        if any(size > 1 and not how.is_replicate() for size, how in zip(mesh.shape, tensor.placements, strict=True)):
+            return f"a DTensor with placements {tensor.placements} on a mesh of {mesh.size()} ranks"
+    return None
+
+
+def _classes() -> list[Any]:
+    """The classes of distributed tensors that this process has imported."""
+    places = ("torch.distributed.tensor", "DTensor"), ("torch.distributed._shard.sharded_tensor", "ShardedTensor")
+    return [cls for module, name in places if (cls := getattr(sys.modules.get(module), name, None)) is not None]
+
+
+def _tensors(obj: Any, path: str, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of ``obj`` and their paths, in its containers and, if asked, in the attributes of objects."""
+    seen: dict[int, Any] = {}  # holds on to what is made here, so that no id comes back
+    todo = [(path, obj)]
+    while todo:
+        path, obj = todo.pop()
+        if id(obj) in seen:
+            continue
+        seen[id(obj)] = obj
+        inner: Any = ()
+        if isinstance(obj, torch.nn.Module):
+            inner = (*obj.named_parameters(), *obj.named_buffers())
+        elif isinstance(obj, torch.optim.Optimizer):
+            inner = ("param_groups", obj.param_groups), ("state", dict(enumerate(obj.state.values())))
+        elif isinstance(obj, dict):
+            inner = obj.items()
+        elif isinstance(obj, list | tuple):
+            inner = enumerate(obj)
+        elif isinstance(obj, torch.Tensor):
+            yield path, obj
+        elif not attributes or isinstance(obj, type):
+            continue
+        if attributes and not isinstance(obj, torch.nn.Module | torch.optim.Optimizer):
+            inner = [*inner, *getattr(obj, "__dict__", {}).items()]
+        todo += reversed([(f"{path}.{key}", value) for key, value in inner])

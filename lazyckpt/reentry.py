@@ -1,0 +1,83 @@
+"""Refuses calls that would wait for the very call that they interrupt.
+
+A signal handler, or a ``state_dict()`` of the user's, may run in the middle of ``save()``, on the same thread. Until it
+returns, that save goes no further: its state is half gathered, and it may hold the whole staging buffer. So while a
+thread is inside ``save()`` or ``restore()`` of any Saver, its further calls raise ConfigError. So does a second thread
+that calls a Saver in the middle of such a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from lazyckpt.errors import ConfigError
+from lazyckpt.gate import gate
+
+
+class _HasCallers(Protocol):
+    _callers: dict[str, int]  # "inside": the thread that is inside one of its calls
+
+
+_Self = TypeVar("_Self", bound=_HasCallers)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_inside: dict[int, str] = {}  # the call that each thread is inside of
+
+
+def refuse(call: str) -> None:
+    """Raises ConfigError if this thread is inside a call of this library for which ``call`` might wait."""
+    outer = _inside.get(threading.get_ident())
+    if outer is None and gate.is_held():
+        outer = "the gate"
+    if outer is not None:
+        raise ConfigError(
+            f"{call} was called inside {outer}, by a signal handler, a hook or a state_dict(): a wait without end. "
+            "Set a flag there and save in the training loop; lazyckpt.commit_on commits what was saved at a signal"
+        )
+
+
+def other_thread(call: str) -> ConfigError:
+    return ConfigError(f"{call}: another thread is inside save() or restore() of this; call from one thread at a time")
+
+
+def alone(
+    call: str,
+) -> Callable[[Callable[Concatenate[_Self, _P], _T]], Callable[Concatenate[_Self, _P], _T]]:
+    """Makes a method refuse to run inside another one of its kind on this thread, or beside one of the same object on
+    another thread."""
+
+    def decorate(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
+        @functools.wraps(method)
+        def run(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            refuse(call)
+            me = threading.get_ident()
+            callers = self._callers
+            try:
+                _inside[me] = call
+                if callers.setdefault("inside", me) != me:
+                    raise other_thread(call)
+                return method(self, *args, **kwargs)
+            finally:
+                # Nothing written in Python is called here: Ctrl-C would come before its first line.
+                if "inside" in callers and callers["inside"] == me:
+                    del callers["inside"]
+                _inside.pop(me, None)
+
+        return run
+
+    return decorate
+
+
+def _forget_others() -> None:
+    """In a forked child: this thread is its only one."""
+    me = threading.get_ident()
+    for thread in [thread for thread in _inside if thread != me]:
+        del _inside[thread]
+
+
+os.register_at_fork(after_in_child=_forget_others)

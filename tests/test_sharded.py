@@ -1,0 +1,328 @@
+"""A tensor of which this process holds only a part is refused, wherever it is, and named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("this torch has no distributed", allow_module_level=True)
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard  # noqa: E402
+
+Make = Callable[[torch.Tensor], Any]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[int], None]]:
+    """A function that makes this process the first of so many; the others do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(count: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def part(ranks: Callable[[int], None]) -> torch.Tensor:
+    """Half of a tensor."""
+    ranks(2)
+    return dtensor((2,), Shard(0))
+
+
+def dtensor(mesh: tuple[int, ...], *placements: Placement) -> torch.Tensor:
+    return DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", mesh), placements, run_check=False)
+
+
+class Holder:
+    """Something that is pickled with what it holds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = [value]
+
+
+class App:
+    """Something with a state_dict(), which gives the state anew."""
+
+    def __init__(self, state: Any) -> None:
+        self.value = state
+
+    def state_dict(self) -> Any:
+        return {"inner": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["inner"]
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    plain = torch.ones(4)
+    plain.shard = tensor  # type: ignore[attr-defined]
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((2,), (Shard(0),)),
+        ((2,), (Shard(1),)),
+        ((2,), (Partial(),)),
+        ((2, 2), (Replicate(), Shard(0))),
+        ((2, 2), (Shard(0), Replicate())),
+        ((1, 4), (Shard(0), Partial())),
+    ],
+    ids=str,
+)
+def test_what_is_not_whole_here_is_refused(
+    mesh: tuple[int, ...], placements: tuple[Placement, ...], tmp_path: Path, ranks: Callable[[int], None]
+) -> None:
+    ranks(torch.Size(mesh).numel())
+    state = {"model": {"weight": dtensor(mesh, *placements)}}
+    with pytest.raises(lazyckpt.ConfigError, match=r"save model\.weight: .* ranks.*torch\.distributed\.checkpoint"):
+        lazyckpt.save(state, tmp_path / "x.pt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [((1,), (Shard(0),)), ((2,), (Replicate(),)), ((2, 1), (Replicate(), Shard(0))), ((1, 1), (Partial(), Shard(1)))],
+    ids=str,
+)
+def test_what_is_whole_here_is_saved(
+    mesh: tuple[int, ...], placements: tuple[Placement, ...], tmp_path: Path, ranks: Callable[[int], None], graph: Any
+) -> None:
+    ranks(torch.Size(mesh).numel())
+    state = {"weight": dtensor(mesh, *placements)}
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(state=state)
+        saved = torch.load(ckpt.save(1).result(timeout=30) / "state.pt", weights_only=False)
+    assert graph(saved["state"]) == graph(state)
+
+
+NESTED: dict[str, tuple[Make, str]] = {
+    "alone": (lambda t: t, "this tensor"),
+    "a parameter": (torch.nn.Parameter, "this tensor"),
+    "in a dict": (lambda t: {"a": {"b": t}}, r"a\.b"),
+    "in a list": (lambda t: [0, (t,)], r"1\.0"),
+    "in an object": (lambda t: {"it": Holder(t)}, r"it\.value\.0"),
+    "in an attribute of a tensor": (lambda t: [with_attribute(t)], r"0\.shard"),
+    "behind many others": (lambda t: {**{str(i): torch.ones(i) for i in range(100)}, "last": t}, "last"),
+}
+
+
+@pytest.mark.parametrize("where", NESTED)
+def test_it_is_found_and_named_wherever_it_is(where: str, tmp_path: Path, part: torch.Tensor) -> None:
+    make, name = NESTED[where]
+    obj = make(part)
+    with pytest.raises(lazyckpt.ConfigError, match=f"cannot save {name}: it is a DTensor"):
+        lazyckpt.save(obj, tmp_path / "x.pt")
+    with lazyckpt.Saver() as saver:
+        with pytest.raises(lazyckpt.ConfigError, match=f"cannot save {name}: it is a DTensor"):
+            saver.save(obj, tmp_path / "y.pt")
+        with saver.stage(tmp_path / "folder") as folder:
+            folder.add("whole.pt", torch.ones(4))
+            folder.add("part.pt", obj)
+            with pytest.raises(lazyckpt.ConfigError, match=f"cannot save {name}: it is a DTensor"):
+                folder.save()
+        saver.save({"whole": 1}, tmp_path / "z.pt").result(timeout=30)
+    assert [path.name for path in tmp_path.iterdir()] == ["z.pt"]
+
+
+def test_it_is_refused_in_safetensors_too(tmp_path: Path, part: torch.Tensor) -> None:
+    tensors = {"a": torch.ones(2), "part": part}
+    with pytest.raises(lazyckpt.ConfigError, match="cannot save part: it is a DTensor"):
+        lazyckpt.save(tensors, tmp_path / "x.safetensors")
+    with lazyckpt.Saver() as saver:
+        with pytest.raises(lazyckpt.ConfigError, match="cannot save part: it is a DTensor"):
+            saver.save(tensors, tmp_path / "y.safetensors")
+        with saver.stage(tmp_path / "folder") as folder:
+            folder.add("model.safetensors", tensors)
+            with pytest.raises(lazyckpt.ConfigError, match="cannot save part: it is a DTensor"):
+                folder.save()
+    assert not list(tmp_path.iterdir())
+
+
+def sharded_module(part: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    module[0].weight = torch.nn.Parameter(part)
+    return module
+
+
+TRACKED: dict[str, tuple[Make, str]] = {
+    "a module": (sharded_module, r"x\.0\.weight"),
+    "an optimizer": (lambda t: torch.optim.SGD([torch.nn.Parameter(t)]), r"x\.param_groups\.0\.params\.0"),
+    "a tensor": (lambda t: t, "x"),
+    "a dict": (lambda t: {"a": [t]}, r"x\.a\.0"),
+    "a dict of modules": (lambda t: {"a": sharded_module(t)}, r"x\.a\.0\.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", TRACKED)
+def test_track_refuses_it(kind: str, tmp_path: Path, part: torch.Tensor) -> None:
+    make, name = TRACKED[kind]
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(lazyckpt.ConfigError, match=f"cannot save {name}: it is a DTensor"):
+            ckpt.track(x=make(part))
+        ckpt.track(x=[1])
+        ckpt.save(1).result(timeout=30)
+
+
+def test_save_refuses_what_became_a_part_after_track(tmp_path: Path, part: torch.Tensor) -> None:
+    module = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    app, scores = App(1), {"a": 1}
+    with lazyckpt.Checkpointer(tmp_path, on_error="warn") as ckpt:
+        ckpt.track(module=module, optimizer=optimizer, app=app, scores=scores)
+        ckpt.save(1).result(timeout=30)
+
+        def refused(name: str) -> None:
+            with pytest.raises(lazyckpt.ConfigError, match=f"cannot save {name}: it is a DTensor"):
+                ckpt.save(2)
+
+        optimizer.state[module.weight]["momentum_buffer"] = part
+        refused(r"optimizer\.state\.0\.momentum_buffer")
+        optimizer.state.clear()
+        app.value = [part]
+        refused(r"app\.inner\.0")
+        app.value = 1
+        scores["a"] = part  # type: ignore[assignment]
+        refused(r"scores\.a")
+        scores["a"] = 1
+        weight, module.weight = module.weight, torch.nn.Parameter(part)
+        refused(r"module\.weight")
+        module.weight = weight
+        ckpt.save(2).result(timeout=30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_what_is_gathered_by_its_state_dict_may_be_tracked(tmp_path: Path, part: torch.Tensor) -> None:
+    class Gathering(App):
+        def state_dict(self) -> Any:
+            return {"inner": torch.ones(4)}
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(app=Gathering(part))
+        ckpt.save(1).result(timeout=30)
+
+
+def test_a_sharded_tensor_of_fsdp1_is_refused(tmp_path: Path) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        half = ShardMetadata(shard_offsets=[0, 0], shard_sizes=[2, 4], placement="rank:0/cpu")
+        shards = [sharded_tensor.Shard(torch.ones(2, 4), half)]
+        whole = sharded_tensor.init_from_local_shards(shards, 2, 4)
+        lazyckpt.save({"w": whole}, tmp_path / "whole.pt")
+        whole.metadata().shards_metadata.append(half)  # of a rank that this test does not start
+        with pytest.raises(lazyckpt.ConfigError, match="cannot save w: it is a ShardedTensor of 2 shards"):
+            lazyckpt.save({"w": whole}, tmp_path / "part.pt")
+        assert [path.name for path in tmp_path.iterdir()] == ["whole.pt"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_error_survives_a_pickle(ranks: Callable[[int], None], by_torch: Any, tmp_path: Path) -> None:
+    ranks(2)
+    with pytest.raises(lazyckpt.ConfigError) as caught:
+        lazyckpt.save([dtensor((2,), Shard(0))], tmp_path / "x.pt")
+    assert str(by_torch(caught.value)) == str(caught.value)
+
+
+# Real ranks
+
+
+def on_a_rank(rank: int, folder: Path) -> None:
+    """Shards a model with FSDP2, is refused, gathers it, saves that; leaves what was said in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    mesh: DeviceMesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = lazyckpt.Checkpointer(folder / f"run-{rank}")
+    ckpt.track(model=model, optimizer=optimizer)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    said = []
+    for refused in (
+        lambda: ckpt.track(sharded=model),
+        lambda: ckpt.track(optimizer_of_it=optimizer),
+        lambda: ckpt.save(1),
+        lambda: lazyckpt.save({"optimizer": optimizer.state_dict()}, folder / f"x-{rank}.pt"),
+        lambda: lazyckpt.save(model.state_dict(), folder / f"x-{rank}.safetensors"),
+    ):
+        try:
+            refused()
+            said.append("accepted")
+        except lazyckpt.ConfigError as error:
+            said.append(str(error).split(":")[0])
+    ckpt.close()
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        lazyckpt.save(gathered, folder / "whole.pt")
+        whole = lazyckpt.load(folder / "whole.pt")
+        said.append("whole" if all(torch.equal(whole[name], expected[name]) for name in expected) else "lost")
+    (folder / f"said-{rank}").write_text("\n".join(said))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_fsdp2_on_two_ranks_is_refused_on_both(tmp_path: Path) -> None:
+    """Regression: rank 0 wrote its half of every weight, every rank restored that half, and nobody said a word."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, env=environment)
+        for rank in (0, 1)
+    ]
+    try:
+        for rank in ranks:
+            _, stderr = rank.communicate(timeout=120)
+            assert rank.returncode == 0, stderr.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+    expected = [
+        "cannot save sharded.weight",
+        "cannot save optimizer_of_it.param_groups.0.params.0",
+        "cannot save model.weight",
+        "cannot save optimizer.state.0.exp_avg",
+        "cannot save bias",
+    ]
+    assert (tmp_path / "said-0").read_text().splitlines() == [*expected, "whole"]
+    assert (tmp_path / "said-1").read_text().splitlines() == expected
+    assert not list(tmp_path.glob("run-*/*")) and not list(tmp_path.glob("x-*"))
+
+
+def test_without_distributed_tensors_it_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain tensors are never asked: not one of 10,000."""
+    import lazyckpt.providers.pickles as pickles
+
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(pickles, "refuse_part", lambda tensor, root: asked.append(tensor))
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(state={str(i): torch.ones(2) for i in range(10_000)})
+        ckpt.save(1).result(timeout=60)
+    assert asked == []
+
+
+if __name__ == "__main__":
+    on_a_rank(int(sys.argv[1]), Path(sys.argv[2]))
