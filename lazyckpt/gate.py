@@ -24,6 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lazyckpt import devices
+from lazyckpt.evidence import Evidence
 
 # Methods of a storage after which it has other memory. To hold on to the storage does not help: what it had is freed at
 # once, and whoever reads that may end the process. Sharded training resizes; share_memory(), and whoever sends a tensor
@@ -59,6 +60,7 @@ class Gate:
         self._pending: tuple[Pending, ...] = ()
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # the owners of steps under way
         self._installed = False
+        self.evidence = Evidence()
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Those whose step is in a CUDA graph of torch's, which is replayed without any hook; True if the user waits by
@@ -152,6 +154,8 @@ class Gate:
         # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
         # Others may not (SAM), and wait up front.
         if not callable(closure) or not is_of_torch(optimizer):
+            if not callable(closure):
+                self.evidence.look(optimizer)
             self._wait(optimizer)
             return None
 
@@ -161,6 +165,7 @@ class Gate:
             except BaseException:
                 self._open.discard(optimizer)
                 raise
+            self.evidence.look(optimizer)
             self._wait(optimizer)
             return loss
 
@@ -170,6 +175,8 @@ class Gate:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._open.discard(optimizer)
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            self.evidence.look(optimizer)  # of a closure behind the gate, the gradients are there by now
 
     def _gated(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -251,7 +258,10 @@ class _WaitBeforeLoad:
 
 
 def watch_module(module: torch.nn.Module) -> Callable[[], None]:
-    """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies; the result undoes it."""
+    """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies; the result undoes it.
+
+    What its parts write to in forward is eager from here on."""
+    gate.evidence.watch(module)
     handles = [part.register_load_state_dict_pre_hook(_WaitBeforeLoad()) for part in module.modules()]
 
     def undo() -> None:

@@ -29,7 +29,7 @@ from lazyckpt.providers.base import TensorView, TensorViews
 LAZY_MIN_BYTES = 4096
 FROZEN_MIN_BYTES = 8192  # more than the state of any random number generator: without others no module is looked into
 ALL_OWNERS = (1 << 64) - 1
-_FROZEN = 1 << 63  # owned by nobody: no step waits for it
+_FROZEN = 1 << 63  # together with the bits of optimizers that have it in a group, although they do not train it
 
 
 class FrozenParameters:
@@ -112,7 +112,7 @@ class Snapshot:
         # Whether some of it belongs to an optimizer that is at work.
         self.in_training = any(may_be_lazy)
         owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
-        frozen_at = self._classify_frozen(files, identities, sizes, owners, modules)
+        frozen_at = self._classify_frozen(files, identities, sizes, owners, modules, ownership)
         where = list(chain.from_iterable(file.devices for file in files))
         located = devices.locate(chain.from_iterable(file.storages for file in files), where, engine)
         if located is not None:  # a copy by torch is made now
@@ -153,6 +153,7 @@ class Snapshot:
         sizes: list[int],
         owners: list[int],
         modules: Iterable[torch.nn.Module],
+        ownership: Ownership,
     ) -> dict[int, torch.Tensor]:
         """Frozen parameters, by the place of their storage; enters those that may be lazy into ``owners``."""
         eager = [at for at, bits in enumerate(owners) if not bits and sizes[at] > FROZEN_MIN_BYTES]
@@ -162,7 +163,7 @@ class Snapshot:
         found = {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
         for at, tensor in found.items():
             if self._frozen.is_lazy(_view_at(files, at), tensor):
-                owners[at] = _FROZEN
+                owners[at] = _FROZEN | ownership.frozen_owners.get(identities[at], 0)
         return found
 
     def _checksums(self) -> dict[int, int]:

@@ -548,8 +548,8 @@ _in(
     ),
     (
         "owners beyond the 62nd do not wait",
-        "self.owners[owner] = bit, parameters_of(owner)",
-        "self.owners[owner] = bit if number < _SHARED_BIT else 0, parameters_of(owner)",
+        "self.owners[owner] = bit, _described(owner, parameters)",
+        "self.owners[owner] = bit if number < _SHARED_BIT else 0, _described(owner, parameters)",
         "test_snapshot.py::test_owners_beyond_the_62nd_wait_for_each_other",
     ),
     (
@@ -584,9 +584,81 @@ _in(
     ),
     (
         "expanded tensors own their storage",
-        " and all(map(_is_dense, tensors))",
+        "    if not all(map(_is_dense, tensors)):\n        return False\n",
         "",
         "test_snapshot.py::test_an_expanded_tensor_in_optimizer_state_does_not_own_its_storage",
+    ),
+    (
+        "views fill a storage whatever is between them",
+        "        if begin > end:\n            return False\n        end = max(end, int(begin + size))",
+        "        end += size",
+        "test_snapshot.py::test_views_that_overlap_are_not_the_whole",
+    ),
+    (
+        "an owner is known by its parameters, wherever they are now",
+        "return Parameters(identities, addresses(parameters))",
+        "return Parameters(identities, [])",
+        "test_snapshot.py::test_an_optimizer_whose_parameter_was_given_the_memory_of_another_waits",
+    ),
+    (
+        "membership in a group is evidence",
+        "            if not isinstance(owner, Guarded):\n                eager.update",
+        "            if False:\n                eager.update",
+        "test_evidence.py",
+    ),
+    (
+        "embeddings that normalize in forward are lazy",
+        "eager = gate.evidence.eager_storages()",
+        "eager: set[int] = set()",
+        "test_evidence.py::test_embeddings_that_normalize_in_forward_are_eager",
+    ),
+    (
+        "an optimizer does not wait for the frozen parameters in its groups",
+        "self.frozen_owners[identity] = self.frozen_owners.get(identity, 0) | bit",
+        "pass",
+        "test_evidence.py::test_a_frozen_parameter_in_a_group_waits_for_its_optimizer",
+    ),
+)
+_in(
+    "lazyckpt/evidence.py",
+    (
+        "a gradient is no evidence of anything",
+        " and parameter.grad is not None",
+        "",
+        "test_evidence.py::test_what_gradient_hooks_update_is_eager",
+    ),
+    (
+        "a parameter that was frozen stays lazy",
+        " or not trained:",
+        ":",
+        "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again",
+    ),
+    (
+        "a parameter that was given other memory stays lazy",
+        " or entry[1] != address",
+        "",
+        (
+            "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again "
+            "test_snapshot.py::test_weights_that_are_swapped_by_pointer_for_an_average"
+        ),
+    ),
+    (
+        "what was earned once is earned for ever",
+        "            earned.pop(id(tensor), None)",
+        "            pass",
+        "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again",
+    ),
+    (
+        "evidence outlives its parameter",
+        "weakref.ref(parameter, functools.partial(self._earned.pop, key))",
+        "weakref.ref(parameter)",
+        "test_evidence.py::test_evidence_dies_with_its_parameter",
+    ),
+    (
+        "state does not follow its parameter",
+        "return _storages([tensors, [_state_of(optimizer, tensor) for tensor in tensors]])",
+        "return _storages(tensors)",
+        "test_evidence.py::test_state_follows_its_parameter",
     ),
 )
 _in(
