@@ -62,9 +62,9 @@ class Evidence:
         """Notes which parameters have a gradient now; call it between backward and the optimizer's write."""
         try:
             sizes = [len(group["params"]) for group in optimizer.param_groups]
-        except (AttributeError, KeyError, TypeError):
+            known, waiting = self._waiting.get(optimizer, (None, []))
+        except (AttributeError, KeyError, TypeError):  # not as torch's optimizers are
             return
-        known, waiting = self._waiting.get(optimizer, (None, []))
         if known != sizes:  # the first step, or a group was added
             self._wait_for(optimizer, [p for p in parameters_in_groups(optimizer) if id(p) not in self._earned])
             _, waiting = self._waiting[optimizer]

@@ -72,9 +72,11 @@ class Ownership:
         for number, (owner, steps) in enumerate(list(gate.steps.items())):
             bit = 1 << min(number, _SHARED_BIT)
             parameters = _parameters(owner)
-            self.owners[owner] = bit, _described(owner, parameters)
+            described = _described(owner, parameters)
+            if described.identities:  # otherwise it may be for any
+                self.owners[owner] = bit, described
             if not isinstance(owner, Guarded):
-                eager.update(self._eager(gate, owner, parameters, bit))
+                eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
             self.steps[id(owner)] = steps
             gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
             gated = gated and not _writes_outside_step(owner)
@@ -98,9 +100,9 @@ class Ownership:
             self.tensors[identity] = claim.tensors
         self.lazy_owners.update((identity, 0) for identity in eager if identity in self.lazy_owners)
 
-    def _eager(self, gate: Gate, owner: Any, parameters: list[torch.Tensor], bit: int) -> list[int]:
+    def _eager(self, gate: Gate, owner: Any, parameters: list[torch.Tensor], at: list[int], bit: int) -> list[int]:
         """The storages of parameters that have not earned to be lazy, and of their state."""
-        without = gate.evidence.without(owner, parameters, self.owners[owner][1].addresses)
+        without = gate.evidence.without(owner, parameters, at)
         if not without:
             return []
         for identity in _engine.storages_in([p for p in without if not p.requires_grad])[1]:
