@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -46,6 +47,10 @@ _GIVE_WAY_S = 1.0
 _PATIENCE_S = 60.0
 
 _TORCH = Path(torch.__file__).parent
+
+# Methods of an optimizer that write to parameters outside of step(): of schedule-free ones, and of SAM. And swap_….
+_SWITCHES = ("train", "eval", "first_step", "second_step")
+_MAX_CALLERS = 8  # frames in which one optimizer may be the caller of another's step
 
 
 class Pending(Protocol):
@@ -375,6 +380,8 @@ class Gate:
             return None
         if is_new:
             _wait_before_load(optimizer)
+            _guard_switches(type(optimizer))
+        _guard_callers(frame)
         step = self._enter(optimizer, frame)
         mine = self._open[step.thread]
         if len(mine) == 1 or all(other.owner != step.owner for other in mine[:-1]):
@@ -472,6 +479,55 @@ def _foreign_step(step: Any) -> Any:
             return step
         step = getattr(step, "__wrapped__", None)
     return None
+
+
+def _guard_switches(kind: type[Any]) -> None:
+    """Puts the gate in front of the methods with which optimizers of a class write outside of ``step()``.
+
+    The class changes, not the instance, so that optimizers are copied and pickled as ever."""
+    if kind in _guarded or kind.__module__.startswith("torch.optim."):
+        return
+    _guarded.add(kind)
+    if kind.__hash__ is None:
+        return
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        # That of schedulefree's wrapper is no torch.optim.Optimizer's, and writes before that of the one inside.
+        alone = name == "step" and _is_schedulefree(kind.__module__) and not hasattr(method, "hooked")
+        if (alone or name in _SWITCHES or name.startswith("swap_")) and inspect.isfunction(method):
+            with contextlib.suppress(TypeError, AttributeError):  # a class that cannot be changed
+                setattr(kind, name, _guarded_switch(method))
+
+
+def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with gate.step(self):
+            return method(self, *args, **kwargs)
+
+    return switch
+
+
+def _guard_callers(frame: FrameType) -> None:
+    """Finds optimizers that step by another's, as SAM does: torch's hooks never see them."""
+    caller = frame.f_back
+    for _ in range(_MAX_CALLERS):
+        if caller is None:
+            return
+        code = caller.f_code
+        alone = code.co_name == "step" and _is_schedulefree(caller.f_globals.get("__name__"))
+        if (alone or code.co_name in _SWITCHES) and code.co_argcount:
+            owner = caller.f_locals.get(code.co_varnames[0])
+            if hasattr(owner, "param_groups"):
+                _guard_switches(type(owner))
+        caller = caller.f_back
+
+
+def _is_schedulefree(module: str | None) -> bool:
+    return module is not None and module.startswith("schedulefree.")
+
+
+_guarded: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 
 def _wait_before_load(optimizer: Any) -> None:

@@ -851,6 +851,18 @@ _in(
         f"{THREADS}::test_a_step_that_does_not_end_fails_the_save",
     ),
     (
+        "schedule-free optimizers switch without waiting",
+        "            _guard_switches(type(optimizer))\n",
+        "",
+        "test_switching.py::test_a_save_between_eval_and_train_commits",
+    ),
+    (
+        "an optimizer that steps by another's does not wait",
+        "                _guard_switches(type(owner))\n",
+        "                pass\n",
+        "test_switching.py::test_sam test_switching.py::test_a_save_between_eval_and_train_commits",
+    ),
+    (
         "a forked child waits for its parent",
         "os.register_at_fork(after_in_child=gate.forget)\n",
         "",
