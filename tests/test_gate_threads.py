@@ -180,8 +180,11 @@ def test_a_save_waits_for_the_step_of_another_thread(ckpt: lazyckpt.Checkpointer
     assert values(handle) == {model.value}
 
 
-def test_a_step_inside_of_an_open_one_goes_on_while_a_save_waits(ckpt: lazyckpt.Checkpointer) -> None:
+def test_a_step_inside_of_an_open_one_goes_on_while_a_save_waits(
+    ckpt: lazyckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lookahead, SAM, and whatever else wraps an optimizer."""
+    monkeypatch.setattr(gate_module, "_GIVE_WAY_S", WAIT_S)
     model = Model()
 
     class Outer(torch.optim.SGD):
@@ -296,6 +299,29 @@ def test_a_save_does_not_wait_for_forward_and_backward_of_another_thread(ckpt: l
         handle = ckpt.save(1)
         saved.set()
     assert values(handle) == {value} != {model.value}
+
+
+def test_a_save_does_not_wait_for_a_later_closure_either(ckpt: lazyckpt.Checkpointer) -> None:
+    """LBFGS writes between its closures."""
+    model = Model(lambda p: torch.optim.LBFGS(p, lr=1e-3, max_iter=3))
+    ckpt.track(model=model.module)
+    inside, saved, calls = threading.Event(), threading.Event(), []
+
+    def closure() -> float:
+        calls.append(1)
+        for p in model.module:
+            p.grad = torch.randn_like(p)
+        if len(calls) == 2:
+            inside.set()
+            assert saved.wait(WAIT_S)
+        return 1.0 / len(calls)
+
+    with thread(lambda: model.optimizer.step(closure)):
+        assert inside.wait(WAIT_S)
+        before = [p.detach().clone() for p in model.module]
+        state = torch.load(ckpt.save(1).result(timeout=WAIT_S) / "state.pt")["model"]
+        saved.set()
+    assert all(map(torch.equal, state.values(), before))
 
 
 def test_saves_inside_of_steps_do_not_wait_for_each_other(tmp_path: Any) -> None:

@@ -812,7 +812,7 @@ _in(
         "a save waits for a closure of another thread",
         "                step.writing = False\n",
         "                pass\n",
-        f"{THREADS}::test_a_save_does_not_wait_for_forward_and_backward_of_another_thread",
+        f"{THREADS}::test_a_save_does_not_wait_for_a_later_closure_either",
     ),
     (
         "a save waits for a thread that saves itself",
