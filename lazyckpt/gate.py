@@ -5,8 +5,10 @@ during the next forward and backward, if a gate stands in front of the step. Thi
 hook of torch in front of every optimizer step. Which storages are lazy, and whether they really stayed as they
 were, is snapshot.py's part.
 
-A step counts as *open* from its pre-hook to its post-hook, to an exception from its closure (torch then calls no
-post-hook), or to the same optimizer's next pre-hook. A snapshot taken inside an open step is not lazy.
+A step is *open* while its frame is on the stack of its thread, and *writing* but for the time in a closure that ends
+at the gate. ``save()`` and writing steps exclude each other across threads: a save waits until the steps of other
+threads are over, and steps that begin meanwhile wait until it has copied what is eager and guarded what is lazy.
+A snapshot taken inside an open step is not lazy.
 """
 
 from __future__ import annotations
@@ -14,21 +16,41 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import os
+import sys
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import optimizer as torch_optimizer
 
 from lazyckpt import devices
+from lazyckpt.errors import SaveError
+from lazyckpt.evidence import Evidence
 
 # Methods of a storage after which it has other memory. To hold on to the storage does not help: what it had is freed at
 # once, and whoever reads that may end the process. Sharded training resizes; share_memory(), and whoever sends a tensor
 # to another process, moves what it has. torch has no hook for them.
 _GIVE_MEMORY_BACK = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+
+# Seconds: how often a waiting thread looks whether the call it waits for still runs; how long a step gives way to a
+# save that waits for other steps; how long one waits for the other before the save fails.
+_LOOK_S = 0.02
+_GIVE_WAY_S = 1.0
+_PATIENCE_S = 60.0
+
+_TORCH = Path(torch.__file__).parent
+
+# Methods of an optimizer that write to parameters outside of step(): of schedule-free ones, and of SAM. And swap_….
+_SWITCHES = ("train", "eval", "first_step", "second_step")
+_MAX_CALLERS = 8  # frames in which one optimizer may be the caller of another's step
 
 
 class Pending(Protocol):
@@ -57,16 +79,68 @@ class Guarded:
         self.obj = obj
 
 
+class _Call:
+    """A function call under way. A call that raised leaves no other trace than that its frame is gone."""
+
+    __slots__ = ("_code", "frame", "thread")
+
+    def __init__(self, frame: FrameType) -> None:
+        self.thread = threading.get_ident()
+        self.frame = id(frame)  # not the frame: it would keep its locals alive
+        self._code: CodeType = frame.f_code
+
+    def under_way(self, stack: FrameType | None) -> bool:
+        """Whether it is on the stack of its thread."""
+        while stack is not None:
+            if id(stack) == self.frame and stack.f_code is self._code:
+                return True
+            stack = stack.f_back
+        return False
+
+    @property
+    def thread_name(self) -> str:
+        names = [thread.name for thread in threading.enumerate() if thread.ident == self.thread]
+        return names[0] if names else str(self.thread)
+
+
+class _Step(_Call):
+    """A step, or another call behind the gate, of ``owner``."""
+
+    __slots__ = ("_kind", "owner", "writing")
+
+    def __init__(self, owner: object, frame: FrameType) -> None:
+        super().__init__(frame)
+        self.owner = id(owner)  # alive as long as the call
+        self._kind = type(owner.obj if isinstance(owner, Guarded) else owner)
+        self.writing = False
+
+    @property
+    def name(self) -> str:
+        return self._kind.__name__
+
+
+class _Arming(_Call):
+    """A ``save()`` from its first look at the state until everything is copied or guarded."""
+
+    def __init__(self, frame: FrameType) -> None:
+        super().__init__(frame)
+        self.armed = False  # no step of another thread is writing
+        self.collecting = True  # runs code of the user's, which may wait for anything
+        self.broken: str | None = None  # which step could not wait any longer
+
+
 class Gate:
     """One per process. Thread-safe: an optimizer in backward steps on autograd's threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # is_held() asks who has it
+        self._changed = threading.Condition()  # re-entrant: a signal handler may save; is_held() asks who has it
         self._pending: tuple[Pending, ...] = ()
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # the owners of steps under way
+        self._open: dict[int, list[_Step]] = {}  # by thread, the innermost last
+        self._armings: list[_Arming] = []
         self._installed = False
         self._standing_lock = threading.RLock()
         self._standing: dict[int, int] = {}  # threads, with the number of their waits
+        self.evidence = Evidence()
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Those whose step is in a CUDA graph of torch's, which is replayed without any hook; True if the user waits by
@@ -76,38 +150,38 @@ class Gate:
 
     def install(self) -> None:
         """Registers the hooks, once per process."""
-        with self._lock:
+        with self._changed:
             if self._installed:
                 return
             self._installed = True
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        hook = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+        # Hooks of others may write, too: they run behind ours, even those that were there before.
+        torch_optimizer._global_optimizer_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+        torch_optimizer.register_optimizer_step_post_hook(self._after_step)
         for name in _GIVE_MEMORY_BACK:
             setattr(torch.UntypedStorage, name, self._gated(getattr(torch.UntypedStorage, name)))
 
     def add(self, pending: Pending) -> None:
-        with self._lock:
+        with self._changed:
             self._pending = (*self._pending, pending)
 
     def discard(self, pending: Pending) -> None:
-        with self._lock:
+        with self._changed:
             self._pending = tuple(p for p in self._pending if p is not pending)
 
     def forget(self) -> None:
         """In a forked child: nothing is copied there, so nothing waits."""
-        self._lock = threading.RLock()
+        self._changed = threading.Condition()
         self._pending = ()
-        self._open = weakref.WeakSet()
+        self._open = {}
+        self._armings = []
         self._standing_lock = threading.RLock()
         self._standing = {}
 
     def is_held(self) -> bool:
         """Whether this thread has a lock that background threads need to finish a save."""
-        owned = self._lock._is_owned() or self._standing_lock._is_owned()  # type: ignore[attr-defined]
+        owned = self._changed._is_owned() or self._standing_lock._is_owned()  # type: ignore[attr-defined]
         return owned or any(pending.is_held() for pending in self._pending)
-
-    def inside_step(self) -> bool:
-        return bool(self._open)
 
     def wait_all(self) -> None:
         """Returns when no tensor is waiting to be copied any more."""
@@ -154,34 +228,204 @@ class Gate:
         """From here on, the optimizers whose step this thread captures go into ``steps``; None: the capture is over."""
         self._capturing.steps = steps
 
+    # steps
+
+    def inside_step(self) -> bool:
+        """Whether a step is open, on any thread."""
+        with self._changed:
+            self._forget_raised()
+            return bool(self._open)
+
     @contextlib.contextmanager
     def step(self, *owners: Any) -> Iterator[None]:
         """What ``owners`` change is changed in here."""
-        for owner in owners:
-            self._wait(owner)
-            self._count(owner)
+        frame = sys._getframe(2)  # behind that of contextlib
+        opened: list[_Step] = []
         try:
-            self._open.update(owners)
+            for owner in owners:
+                opened.append(self._enter(owner, frame))
+            for owner in owners:
+                self._count(owner)
+            self._begin_writing(opened, owners)
             yield
         finally:
-            self._open.difference_update(owners)
+            for step in reversed(opened):
+                self._leave(step)
+
+    def _enter(self, owner: Any, frame: FrameType) -> _Step:
+        step = _Step(owner, frame)
+        with self._changed:
+            mine = self._open.get(step.thread)
+            if mine is None:
+                self._open[step.thread] = [step]
+            else:  # nested steps, or some that raised
+                alive = [s for s in mine if s.frame != step.frame and s.under_way(frame.f_back)]
+                self._open[step.thread] = [*alive, step]
+        return step
+
+    def _leave(self, step: _Step) -> None:
+        """Closes a step, and those inside of it that raised."""
+        with self._changed:
+            mine = self._open.get(step.thread, [])
+            if step in mine:
+                if step is mine[0]:
+                    del self._open[step.thread]
+                else:
+                    self._open[step.thread] = mine[: mine.index(step)]
+            if self._armings:
+                self._changed.notify_all()
+
+    def _forget_raised(self) -> None:
+        """Closes steps that ended without their post-hook."""
+        if self._open:
+            stacks = sys._current_frames()
+            for thread, steps in list(self._open.items()):
+                alive = [step for step in steps if step.under_way(stacks.get(thread))]
+                if alive:
+                    self._open[thread] = alive
+                else:
+                    del self._open[thread]
 
     def _count(self, owner: Any) -> None:
-        with self._lock:
+        with self._changed:
             self.steps[owner] = self.steps.get(owner, 0) + 1
 
     def _wait(self, owner: Any) -> None:
         for pending in self._pending:
             pending.wait(owner)
 
+    def _begin_writing(self, steps: list[_Step], owners: tuple[Any, ...]) -> None:
+        """Returns when ``owners`` may write: all that they wait for is copied, and no save is being armed. Nobody waits
+        for a step that waits here."""
+        me = steps[0].thread
+        begin = None
+        while True:
+            seen = self._pending
+            for owner in owners:
+                self._wait(owner)
+            with self._changed:
+                if self._pending is not seen and any(not any(p is q for q in seen) for p in self._pending):
+                    continue
+                if not self._armings:
+                    for step in steps:
+                        step.writing = True
+                    return
+                begin = begin or time.monotonic()
+                nested = any(step.writing for step in self._open.get(me, ()))
+                arming = None if nested else self._armed_elsewhere(me, time.monotonic() - begin, steps[0].name)
+                if arming is None:
+                    for step in steps:
+                        step.writing = True
+                    return
+                self._changed.wait(_LOOK_S)
+
+    # saves
+
+    @contextlib.contextmanager
+    def arming(self, path: str | os.PathLike[str], step: int | None) -> Iterator[None]:
+        """No step of another thread writes in here.
+
+        Raises SaveError if one that is open does not end: it may be waiting for this thread.
+        """
+        mine = _Arming(sys._getframe(2))
+        try:
+            self._arm(mine, path, step)
+            yield
+        finally:
+            with self._changed:
+                self._armings = [arming for arming in self._armings if arming is not mine]
+                self._changed.notify_all()
+            self._go_on_writing(mine.thread)
+
+    def _arm(self, mine: _Arming, path: str | os.PathLike[str], step: int | None) -> None:
+        begin = time.monotonic()
+        with self._changed:
+            self._armings = [*self._armings, mine]
+            while (other := self._writing_elsewhere(mine.thread)) is not None:
+                if time.monotonic() - begin > _PATIENCE_S:
+                    raise SaveError(
+                        f"{other.name} has been inside its step on thread {other.thread_name!r} for {_PATIENCE_S:.0f} "
+                        "s, and a snapshot is never taken in the middle of another thread's step. Call save() on the "
+                        "thread that steps, between two steps",
+                        path=path,
+                        step=step,
+                    )
+                self._changed.wait(_LOOK_S)
+            mine.armed = True
+
+    def collected(self, path: str | os.PathLike[str], step: int | None) -> None:
+        """Inside ``arming``, when no more code of the user's runs: from here on steps wait as long as it takes.
+
+        Raises SaveError if a step could not wait until now.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            for arming in self._armings:
+                if arming.thread == me:
+                    arming.collecting = False
+                    if arming.broken is not None:
+                        raise SaveError(arming.broken, path=path, step=step)
+
+    def _writing_elsewhere(self, me: int) -> _Step | None:
+        """A writing step of another thread than ``me``, unless that thread is in ``save()`` itself."""
+        self._forget_raised()
+        saving = {arming.thread for arming in self._armings}
+        for thread, steps in self._open.items():
+            if thread != me and thread not in saving:
+                for step in steps:
+                    if step.writing:
+                        return step
+        return None
+
+    def _armed_elsewhere(self, me: int, waited_s: float, name: str) -> _Arming | None:
+        """A save on another thread that a step must wait for."""
+        if not self._armings:
+            return None
+        stacks = sys._current_frames()
+        self._armings = [arming for arming in self._armings if arming.under_way(stacks.get(arming.thread))]
+        for arming in self._armings:
+            if arming.thread == me or arming.broken is not None:
+                continue
+            if arming.armed and arming.collecting and waited_s > _PATIENCE_S:
+                arming.broken = (
+                    f"{name} on thread {threading.current_thread().name!r} waited {_PATIENCE_S:.0f} s for save() to "
+                    "collect the state, and then stepped. If a state_dict() waits for the training thread, call "
+                    "save() there"
+                )
+            elif arming.armed or waited_s < _GIVE_WAY_S:
+                return arming
+        return None
+
+    def _go_on_writing(self, me: int) -> None:
+        """Behind a save inside a step of its own thread: the step writes again, and others may be armed by now."""
+        begin = time.monotonic()
+        with self._changed:
+            writing = [step for step in self._open.get(me, ()) if step.writing]
+            while writing:
+                waited_s = time.monotonic() - begin + _GIVE_WAY_S  # to saves that are armed only: others wait for it
+                if self._armed_elsewhere(me, waited_s, writing[0].name) is None:
+                    return
+                self._changed.wait(_LOOK_S)
+
+    # torch's hooks
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if optimizer not in self.steps:
-            optimizer.register_load_state_dict_pre_hook(_WaitBeforeLoad())
-        if optimizer not in self._open:  # a subclass that calls super().step() comes by twice
-            self._count(optimizer)
-        self._open.add(optimizer)
+        frame = sys._getframe(1)
+        try:
+            is_new = optimizer not in self.steps
+        except TypeError:  # it has no hash, and so owns nothing
+            self.wait_all()
+            return None
+        if is_new:
+            _wait_before_load(optimizer)
+            _guard_switches(type(optimizer))
+        _guard_callers(frame)
+        step = self._enter(optimizer, frame)
+        mine = self._open[step.thread]
+        if len(mine) == 1 or all(other.owner != step.owner for other in mine[:-1]):
+            self._count(optimizer)  # a subclass that calls super().step() comes by twice
         if devices.capturing():
             steps = getattr(self._capturing, "steps", None)
             if steps is None:
@@ -191,17 +435,19 @@ class Gate:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
         # Others may not (SAM), and wait up front.
-        if not callable(closure) or not is_of_torch(optimizer):
-            self._wait(optimizer)
+        if not callable(closure) or not is_of_torch(optimizer) or _writes_before_closure(optimizer):
+            if not callable(closure):
+                self.evidence.look(optimizer)
+            self._begin_writing([step], (optimizer,))
             return None
 
         def gated_closure() -> Any:
-            try:
-                loss = closure()
-            except BaseException:
-                self._open.discard(optimizer)
-                raise
-            self._wait(optimizer)
+            with self._changed:
+                step.writing = False
+                self._changed.notify_all()
+            loss = closure()
+            self.evidence.look(optimizer)
+            self._begin_writing([step], (optimizer,))
             return loss
 
         if len(args) > 1:
@@ -209,7 +455,13 @@ class Gate:
         return args, {**kwargs, "closure": gated_closure}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._open.discard(optimizer)
+        if len(args) > 1 or kwargs:
+            self.evidence.look(optimizer)  # of a closure behind the gate, the gradients are there by now
+        frame, owner = id(sys._getframe(1)), id(optimizer)
+        for step in reversed(self._open.get(threading.get_ident(), ())):
+            if step.owner == owner and step.frame == frame:
+                self._leave(step)
+                break
 
     def _gated(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -224,6 +476,105 @@ class Gate:
 def is_of_torch(optimizer: object) -> bool:
     """Whether it is exactly one of torch's own optimizers, not of a class derived from them."""
     return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _writes_before_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code that is not torch's runs between the global hook and the closure; warns once, by its name."""
+    hooks = [
+        *list(torch_optimizer._global_optimizer_pre_hooks.values())[1:],
+        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+    ]
+    foreign = hooks[0] if hooks else _foreign_step(type(optimizer).step)
+    if foreign is None:
+        return False
+    message = (
+        f"{type(optimizer).__name__}.step(closure) waits for pending copies before forward and backward, which then do "
+        f"not overlap with them: {_place_of(foreign)} runs before the closure and may write to parameters. Call it "
+        "before step() instead"
+    )
+    if message not in _warned:
+        _warned.add(message)
+        with contextlib.suppress(Warning):  # where a filter makes errors of them, training goes on
+            warnings.warn(message, stacklevel=4)
+    return True
+
+
+_warned: set[str] = set()
+
+
+def _place_of(function: Any) -> str:
+    code: CodeType | None = getattr(function, "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    name = getattr(code, "co_qualname", code.co_name)  # not the function's, which functools.wraps changes
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+@functools.lru_cache(maxsize=64)
+def _foreign_step(step: Any) -> Any:
+    """The layer of a class's ``step`` that is not torch's, if there is one."""
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or not Path(code.co_filename).is_relative_to(_TORCH):
+            return step
+        step = getattr(step, "__wrapped__", None)
+    return None
+
+
+def _guard_switches(kind: type[Any]) -> None:
+    """Puts the gate in front of the methods with which optimizers of a class write outside of ``step()``.
+
+    The class changes, not the instance, so that optimizers are copied and pickled as ever."""
+    if kind in _guarded or kind.__module__.startswith("torch.optim."):
+        return
+    _guarded.add(kind)
+    if kind.__hash__ is None:
+        return
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        # That of schedulefree's wrapper is no torch.optim.Optimizer's, and writes before that of the one inside.
+        alone = name == "step" and _is_schedulefree(kind.__module__) and not hasattr(method, "hooked")
+        if (alone or name in _SWITCHES or name.startswith("swap_")) and inspect.isfunction(method):
+            with contextlib.suppress(TypeError, AttributeError):  # a class that cannot be changed
+                setattr(kind, name, _guarded_switch(method))
+
+
+def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with gate.step(self):
+            return method(self, *args, **kwargs)
+
+    return switch
+
+
+def _guard_callers(frame: FrameType) -> None:
+    """Finds optimizers that step by another's, as SAM does: torch's hooks never see them."""
+    caller = frame.f_back
+    for _ in range(_MAX_CALLERS):
+        if caller is None:
+            return
+        code = caller.f_code
+        alone = code.co_name == "step" and _is_schedulefree(caller.f_globals.get("__name__"))
+        if (alone or code.co_name in _SWITCHES) and code.co_argcount:
+            owner = caller.f_locals.get(code.co_varnames[0])
+            if hasattr(owner, "param_groups"):
+                _guard_switches(type(owner))
+        caller = caller.f_back
+
+
+def _is_schedulefree(module: str | None) -> bool:
+    return module is not None and module.startswith("schedulefree.")
+
+
+_guarded: weakref.WeakSet[type[Any]] = weakref.WeakSet()
+
+
+def _wait_before_load(optimizer: Any) -> None:
+    register = getattr(optimizer, "register_load_state_dict_pre_hook", None)
+    if register is not None:
+        with contextlib.suppress(AttributeError):  # its class does not call Optimizer.__init__
+            register(_WaitBeforeLoad())
 
 
 gate = Gate()
@@ -291,7 +642,10 @@ class _WaitBeforeLoad:
 
 
 def watch_module(module: torch.nn.Module) -> Callable[[], None]:
-    """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies; the result undoes it."""
+    """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies; the result undoes it.
+
+    What its parts write to in forward is eager from here on."""
+    gate.evidence.watch(module)
     handles = [part.register_load_state_dict_pre_hook(_WaitBeforeLoad()) for part in module.modules()]
 
     def undo() -> None:

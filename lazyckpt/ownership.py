@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lazyckpt import _engine
+from lazyckpt.evidence import addresses, parameters_in_groups
 from lazyckpt.gate import Gate, Guarded
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
@@ -36,9 +37,22 @@ class _Claim(NamedTuple):
 
 
 def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
-    """Whether they fill a storage together: views of a flat buffer, or one in another order of dimensions."""
-    parts = {t.data_ptr(): t.nbytes for t in tensors}
-    return sum(parts.values()) == nbytes and all(map(_is_dense, tensors))
+    """Whether dense tensors cover a storage together: views of a flat buffer, or one in another order of dimensions."""
+    if not all(map(_is_dense, tensors)):
+        return False
+    end = 0
+    for begin, size in sorted((t.storage_offset() * t.itemsize, t.nbytes) for t in tensors):
+        if begin > end:
+            return False
+        end = max(end, int(begin + size))
+    return end == nbytes
+
+
+class Parameters(NamedTuple):
+    """Which tensors an owner is for, and where their memory is. They live as long as the owner has them."""
+
+    identities: list[int]
+    addresses: list[int]
 
 
 class Ownership:
@@ -46,20 +60,27 @@ class Ownership:
 
     def __init__(self, gate: Gate, steps_before: dict[int, int]) -> None:
         # The bit of each owner, and the parameters it had. Weakly held: an optimizer may die while its storages wait.
-        self.owners: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
+        self.owners: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
         self.lazy_owners: dict[int, int] = {}  # the bits of the owners that a storage waits for; 0: it is eager
         self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
+        self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
+        eager = gate.evidence.eager_storages()
         mixed: dict[int, _Claim] = {}
         sizes: dict[int, int] = {}
         inside_step = gate.inside_step()
         for number, (owner, steps) in enumerate(list(gate.steps.items())):
             bit = 1 << min(number, _SHARED_BIT)
-            self.owners[owner] = bit, parameters_of(owner)
+            parameters = _parameters(owner)
+            described = _described(owner, parameters)
+            if described.identities:  # otherwise it may be for any
+                self.owners[owner] = bit, described
+            if not isinstance(owner, Guarded):
+                eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
             self.steps[id(owner)] = steps
             gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
             gated = gated and not _writes_outside_step(owner)
-            tensors, identities, nbytes, whole = _storages_of(owner)
+            tensors, identities, nbytes, whole = _storages_of(owner, parameters)
             simple = 0 not in whole and len(set(identities)) == len(identities)
             if simple and self.tensors.keys().isdisjoint(identities) and mixed.keys().isdisjoint(identities):
                 self.lazy_owners.update(zip(identities, repeat(bit if gated else 0)))
@@ -77,6 +98,16 @@ class Ownership:
         for identity, claim in mixed.items():
             self.lazy_owners[identity] = claim.lazy_owners(sizes[identity])
             self.tensors[identity] = claim.tensors
+        self.lazy_owners.update((identity, 0) for identity in eager if identity in self.lazy_owners)
+
+    def _eager(self, gate: Gate, owner: Any, parameters: list[torch.Tensor], at: list[int], bit: int) -> list[int]:
+        """The storages of parameters that have not earned to be lazy, and of their state."""
+        without = gate.evidence.without(owner, parameters, at)
+        if not without:
+            return []
+        for identity in _engine.storages_in([p for p in without if not p.requires_grad])[1]:
+            self.frozen_owners[identity] = self.frozen_owners.get(identity, 0) | bit
+        return gate.evidence.storages_of(owner, without)
 
 
 def _writes_outside_step(owner: Any) -> bool:
@@ -100,17 +131,25 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def parameters_of(owner: Any) -> list[int]:
-    """Which tensors an owner is for, by identity; they are alive as long as it is."""
-    if isinstance(owner, Guarded):
-        return [id(owner.obj)]
-    return [id(parameter) for group in owner.param_groups for parameter in group["params"]]
+def parameters_of(owner: Any) -> Parameters:
+    """Which tensors an owner is for now, and where."""
+    return _described(owner, _parameters(owner))
 
 
-def _storages_of(owner: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
+def _described(owner: Any, parameters: list[torch.Tensor]) -> Parameters:
+    identities = [id(owner.obj)] if isinstance(owner, Guarded) else list(map(id, parameters))
+    return Parameters(identities, addresses(parameters))
+
+
+def _parameters(owner: Any) -> list[torch.Tensor]:
+    if not isinstance(owner, Guarded):
+        return parameters_in_groups(owner)
+    return list(owner.obj.parameters()) if isinstance(owner.obj, torch.nn.Module) else []
+
+
+def _storages_of(owner: Any, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
     """The tensors that an optimizer or a guarded object owns; identity and bytes of the storage of each; and whether it
     fills that, simply."""
     if not isinstance(owner, Guarded):
-        return _engine.storages_in([[group["params"] for group in owner.param_groups], owner.state])
-    obj = owner.obj
-    return _engine.storages_in(list(obj.parameters()) if isinstance(obj, torch.nn.Module) else obj.state_dict())
+        return _engine.storages_in([parameters, getattr(owner, "state", None)])
+    return _engine.storages_in(parameters if isinstance(owner.obj, torch.nn.Module) else owner.obj.state_dict())

@@ -270,7 +270,8 @@ class Saver:
         self._background.wait_for_room()
         handle.metrics.in_flight_wait_s = time.perf_counter() - begin
         try:
-            self._launch(handle, target, begin, name_of, training_step)
+            with gate.arming(handle.path, handle.step):
+                self._launch(handle, target, begin, name_of, training_step)
         except SaveError as error:
             self._background.finish(handle, error)
             blocking = True  # it has failed already: this call says so, not the next
@@ -304,6 +305,7 @@ class Saver:
                 snapshot = self._snapshot(views, [plan.any_order for plan in plans], training_step)
                 with _serialization_errors(handle):
                     programs = [plan.lay_out(file) for plan, file in zip(plans, snapshot.files, strict=True)]
+            gate.collected(handle.path, handle.step)
             snapshot.name_of = partial(_name_of, name_of)
             sizes = [nbytes for _, nbytes in programs]
             self._check_space(sum(sizes), handle)

@@ -34,7 +34,7 @@ WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are c
 FROZEN_MIN_BYTES = 8192  # more than the state of any random number generator: without others no module is looked into
 ALL_OWNERS = (1 << 64) - 1
 _MAX_NAMES = 5  # of torn tensors in a message
-_FROZEN = 1 << 63  # owned by nobody: no step waits for it
+_FROZEN = 1 << 63  # together with the bits of optimizers that have it in a group, although they do not train it
 
 
 class FrozenParameters:
@@ -123,7 +123,7 @@ class Snapshot:
         # Whether some of it belongs to an optimizer that is at work.
         self.in_training = any(may_be_lazy)
         owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
-        frozen_at = self._classify_frozen(files, identities, sizes, owners, modules)
+        frozen_at = self._classify_frozen(files, identities, sizes, owners, modules, ownership)
         owners = torn.without(owners, identities, storages)
         if located is not None:  # a copy by torch is made now
             owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
@@ -179,6 +179,7 @@ class Snapshot:
         sizes: list[int],
         owners: list[int],
         modules: Iterable[torch.nn.Module],
+        ownership: Ownership,
     ) -> dict[int, torch.Tensor]:
         """Frozen parameters, by the place of their storage; enters those that may be lazy into ``owners``."""
         eager = [at for at, bits in enumerate(owners) if not bits and sizes[at] > FROZEN_MIN_BYTES]
@@ -188,7 +189,7 @@ class Snapshot:
         found = {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
         for at, tensor in found.items():
             if self._frozen.is_lazy(_view_at(files, at), tensor):
-                owners[at] = _FROZEN
+                owners[at] = _FROZEN | ownership.frozen_owners.get(identities[at], 0)
         return found
 
     def _checksums(self) -> dict[int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -10,15 +12,18 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 import lazyckpt
+from lazyckpt import gate as gate_module
 from lazyckpt.gate import Gate, gate
 from lazyckpt.snapshot import Snapshot
 
@@ -159,8 +164,132 @@ def test_an_optimizer_that_moves_weights_before_its_closure_waits_up_front(
         assert pending(handle) == 0
         return run.backward()
 
-    run.optimizer.step(closure)
+    gate_module._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.optimizer.step(closure)
+    assert not any("overlap" in str(warning.message) for warning in caught), "it is meant to be so"
     check(run, handle, before)
+
+
+def decays(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """As a hook in front of the step would decay weights."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data.mul_(0.5)
+
+
+@pytest.fixture
+def put_in_front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, torch.optim.Optimizer], None]]:
+    """Puts ``decays`` between torch's hook and the closure."""
+    handles = []
+
+    def put(where: str, optimizer: torch.optim.Optimizer) -> None:
+        if where == "a hook of the optimizer":
+            handles.append(optimizer.register_step_pre_hook(decays))
+        elif where == "a hook of all":
+            handles.append(torch_optimizer.register_optimizer_step_pre_hook(decays))
+        else:
+            kind = type(optimizer)
+            step = kind.step.__wrapped__  # type: ignore[attr-defined]
+
+            @functools.wraps(step)
+            def decaying(self: Any, closure: Any = None) -> Any:
+                decays(self)
+                return step(self, closure)
+
+            monkeypatch.setattr(kind, "step", kind.profile_hook_step(decaying))
+
+    monkeypatch.setattr(gate_module, "_warned", set())
+    yield put
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("where", ["a hook of the optimizer", "a hook of all", "a step of somebody else's"])
+def test_the_wait_is_in_front_of_what_writes_before_the_closure(
+    where: str, put_in_front: Any, make_run: Any, disk: Any, pending: Any, check: Any
+) -> None:
+    run = make_run(FUSED, warm=False)
+    run.optimizer.step(run.backward)
+    put_in_front(where, run.optimizer)
+    for step in range(3):
+        before = run.state()
+        disk.hold()
+        handle = run.ckpt.save(step)
+        assert pending(handle) > 0
+        disk.release(after_s=HELD_S)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.optimizer.step(run.backward)
+        names = [str(warning.message) for warning in caught if "do not overlap" in str(warning.message)]
+        assert len(names) == (step == 0) and all("test_gate.py:" in name and "decay" in name for name in names)
+        check(run, handle, before)
+
+
+def test_a_warning_that_is_an_error_does_not_stop_a_step(put_in_front: Any, make_run: Any) -> None:
+    run = make_run(FUSED)
+    put_in_front("a hook of the optimizer", run.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run.optimizer.step(run.backward) is not None
+
+
+def test_the_gate_is_in_front_of_hooks_that_were_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    monkeypatch.setattr(torch_optimizer, "_global_optimizer_pre_hooks", collections.OrderedDict(hooks))
+    after = torch_optimizer._global_optimizer_post_hooks
+    monkeypatch.setattr(torch_optimizer, "_global_optimizer_post_hooks", collections.OrderedDict(after))
+    for name in gate_module._GIVE_MEMORY_BACK:
+        monkeypatch.setattr(torch.UntypedStorage, name, getattr(torch.UntypedStorage, name))
+    torch_optimizer.register_optimizer_step_pre_hook(decays)
+    another = Gate()
+    another.install()
+    first, *_, last = torch_optimizer._global_optimizer_pre_hooks.values()
+    assert first == another._before_step and last is decays
+
+
+class Unhashable(torch.optim.SGD):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Bare(torch.optim.Optimizer):
+    """Of torch's attributes it has none."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for p in self.parameters:
+                p.sub_(1.0)
+
+    _optimizer_step_pre_hooks: Any = {}  # noqa: RUF012
+    _optimizer_step_post_hooks: Any = {}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("closure", [None, lambda: None])
+@pytest.mark.parametrize("make", [lambda p: Unhashable(p, lr=0.1), Bare], ids=["unhashable", "bare"])
+def test_an_optimizer_that_is_not_quite_one_of_torchs_steps_and_waits(
+    make: Any, closure: Any, make_run: Any, disk: Any, pending: Any, check: Any
+) -> None:
+    """It owns nothing, so it may write to everything."""
+    run = make_run(FUSED)
+    strange = make(run.model.parameters())
+    for step in range(2):
+        run.backward()
+        before = run.state()
+        disk.hold()
+        handle = run.ckpt.save(step)
+        assert pending(handle) > 0 or isinstance(strange, Bare)
+        disk.release(after_s=HELD_S)
+        strange.step(closure)
+        check(run, handle, before)
+        run.step()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -502,7 +631,9 @@ def test_a_second_save_without_a_step_is_eager(make_run: Any) -> None:
     assert eager.metrics.eager_bytes > eager.metrics.bytes * 0.9
 
 
-def test_an_optimizer_that_failed_in_its_step_does_not_make_saves_lazy_until_it_steps(make_run: Any) -> None:
+def test_a_step_that_raised_is_over(make_run: Any, disk: Any, pending: Any, check: Any) -> None:
+    """torch calls no post-hook then."""
+
     class Failing(torch.optim.SGD):
         fail = False
 
@@ -516,14 +647,15 @@ def test_an_optimizer_that_failed_in_its_step_does_not_make_saves_lazy_until_it_
     run.backward()
     with pytest.raises(FloatingPointError):
         run.optimizer.step()
-    assert gate.inside_step()
-    handle = run.ckpt.save(1, blocking=True)
-    assert handle.metrics.eager_bytes > handle.metrics.bytes * 0.9
+    assert not gate.inside_step()
     run.optimizer.fail = False
+    before = run.state()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    assert pending(handle) > 0
+    disk.release(after_s=HELD_S)
     run.step()
-    run.step()
-    handle = run.ckpt.save(2, blocking=True)
-    assert handle.metrics.eager_bytes < handle.metrics.bytes * 0.9
+    check(run, handle, before)
 
 
 def test_guard_makes_an_average_lazy_and_its_update_wait(make_run: Any, disk: Any, pending: Any) -> None:

@@ -83,6 +83,17 @@ def test_a_part_of_a_storage_is_eager_unless_the_parts_make_the_whole(make_run: 
         assert eager == (0 if lazy else flat.nbytes)
 
 
+def test_views_that_overlap_are_not_the_whole(make_run: Any, rng_bytes: int) -> None:
+    """Their sizes add up to that of the storage, and its end belongs to nobody."""
+    flat = torch.zeros(10_000)
+    model = torch.nn.ParameterList([torch.nn.Parameter(flat[:5000]), torch.nn.Parameter(flat[2500:7500])])
+    run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    run.optimizer.step()
+    assert run.ckpt.save(1, blocking=True).metrics.eager_bytes - rng_bytes == flat.nbytes
+
+
 def test_a_transposed_parameter_owns_its_storage(make_run: Any, rng_bytes: int) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(50, 60).t())])
     run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
@@ -358,6 +369,49 @@ def test_parameters_that_are_given_other_memory_leave_the_snapshot_whole(
     disk.release()
     assert graph(saved(handle)["model"]) == graph(before["model"])
     del garbage
+
+
+def test_weights_that_are_swapped_by_pointer_for_an_average(make_run: Any, graph: Any) -> None:
+    """The average is saved in their place, and goes on averaging once they are back."""
+    run = make_run(FUSED)
+    average = [p.detach().clone() for p in run.model.parameters()]
+
+    def swap() -> None:
+        for at, p in enumerate(run.model.parameters()):
+            p.data, average[at] = average[at], p.data
+
+    for step in range(4):
+        run.step()
+        swap()
+        before = run.state()["model"]
+        handle = run.ckpt.save(step)
+        swap()
+        for a, p in zip(average, run.model.parameters(), strict=True):
+            a.lerp_(p.detach(), 0.5)
+        run.step()
+        assert graph(saved(handle)["model"]) == graph(before)
+
+
+def test_an_optimizer_whose_parameter_was_given_the_memory_of_another_waits(make_run: Any, disk: Any) -> None:
+    """Its own storages are copied by then: the largest comes first, and fits into the ring."""
+    first = torch.nn.Linear(25_600, 1, bias=False)
+    small = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(11)))
+    run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), small, host_buffer_bytes=256 << 10)
+    run.ckpt.track(first=first)
+    mine = torch.optim.SGD(first.parameters(), lr=1.0, fused=True)
+    first.weight.grad = torch.ones_like(first.weight)
+    mine.step()
+    run.step()
+    before = small[9].weight.detach().clone()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    mine.step()  # returns although the disk is held
+    first.weight.data = small[9].weight.data
+    first.weight.grad = torch.ones_like(first.weight)
+    disk.release(after_s=0.05)
+    mine.step()
+    assert handle.metrics.gate_blocked_s > 0.02
+    assert torch.equal(saved(handle)["model"]["9.weight"], before)
 
 
 @pytest.mark.parametrize("same_address", [False, True])

@@ -20,6 +20,7 @@ def _in(file: str, *lines: tuple[str, str, str, str]) -> None:
 
 ORDER = "test_commit.py::test_the_order_of_syncs_and_renames test_faults.py::test_every_call_of_the_commit_fails"
 WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
+THREADS = "test_gate_threads.py"
 EVERY_OPERATION = "test_faults.py::test_every_operation_of_a_save_fails"
 PASSING = "test_faults.py::test_passing_troubles_are_overcome"
 READS = (
@@ -548,8 +549,8 @@ _in(
     ),
     (
         "owners beyond the 62nd do not wait",
-        "self.owners[owner] = bit, parameters_of(owner)",
-        "self.owners[owner] = bit if number < _SHARED_BIT else 0, parameters_of(owner)",
+        "self.owners[owner] = bit, described",
+        "self.owners[owner] = bit if number < _SHARED_BIT else 0, described",
         "test_snapshot.py::test_owners_beyond_the_62nd_wait_for_each_other",
     ),
     (
@@ -584,46 +585,154 @@ _in(
     ),
     (
         "expanded tensors own their storage",
-        " and all(map(_is_dense, tensors))",
+        "    if not all(map(_is_dense, tensors)):\n        return False\n",
         "",
         "test_snapshot.py::test_an_expanded_tensor_in_optimizer_state_does_not_own_its_storage",
+    ),
+    (
+        "views fill a storage whatever is between them",
+        "        if begin > end:\n            return False\n        end = max(end, int(begin + size))",
+        "        end += size",
+        "test_snapshot.py::test_views_that_overlap_are_not_the_whole",
+    ),
+    (
+        "an owner is known by its parameters, wherever they are now",
+        "return Parameters(identities, addresses(parameters))",
+        "return Parameters(identities, [])",
+        "test_snapshot.py::test_an_optimizer_whose_parameter_was_given_the_memory_of_another_waits",
+    ),
+    (
+        "membership in a group is evidence",
+        "            if not isinstance(owner, Guarded):\n                eager.update",
+        "            if False:\n                eager.update",
+        "test_evidence.py",
+    ),
+    (
+        "embeddings that normalize in forward are lazy",
+        "eager = gate.evidence.eager_storages()",
+        "eager: set[int] = set()",
+        "test_evidence.py::test_embeddings_that_normalize_in_forward_are_eager",
+    ),
+    (
+        "an optimizer does not wait for the frozen parameters in its groups",
+        "self.frozen_owners[identity] = self.frozen_owners.get(identity, 0) | bit",
+        "pass",
+        "test_evidence.py::test_a_frozen_parameter_in_a_group_waits_for_its_optimizer",
+    ),
+)
+_in(
+    "lazyckpt/evidence.py",
+    (
+        "a gradient is no evidence of anything",
+        " and parameter.grad is not None",
+        "",
+        "test_evidence.py::test_what_gradient_hooks_update_is_eager",
+    ),
+    (
+        "a parameter that was frozen stays lazy",
+        " or not trained:",
+        ":",
+        "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again",
+    ),
+    (
+        "a parameter that was given other memory stays lazy",
+        " or entry[1] != address",
+        "",
+        (
+            "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again "
+            "test_snapshot.py::test_weights_that_are_swapped_by_pointer_for_an_average"
+        ),
+    ),
+    (
+        "what was earned once is earned for ever",
+        "            earned.pop(id(tensor), None)",
+        "            pass",
+        "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again",
+    ),
+    (
+        "evidence outlives its parameter",
+        "weakref.ref(parameter, functools.partial(self._earned.pop, key))",
+        "weakref.ref(parameter)",
+        "test_evidence.py::test_evidence_dies_with_its_parameter",
+    ),
+    (
+        "state does not follow its parameter",
+        "return _storages([tensors, [_state_of(optimizer, tensor) for tensor in tensors]])",
+        "return _storages(tensors)",
+        "test_evidence.py::test_state_follows_its_parameter",
     ),
 )
 _in(
     "lazyckpt/gate.py",
     (
         "there is no gate in front of a step",
-        ("            self._wait(optimizer)\n            return None"),
+        ("            self._begin_writing([step], (optimizer,))\n            return None"),
         "            return None",
         WAITS,
     ),
     (
         "a step is not open",
-        "        self._open.add(optimizer)\n",
-        "",
+        "                self._open[step.thread] = [step]\n",
+        "                pass\n",
         "test_gate.py::test_a_save_inside_an_open_step_is_eager",
     ),
     (
         "a snapshot is forgotten when another one leaves the gate",
-        ("        with self._lock:\n            self._pending = (*self._pending, pending)"),
+        ("        with self._changed:\n            self._pending = (*self._pending, pending)"),
         "        self._pending = (*self._pending, pending)",
         "test_gate.py::test_who_comes_while_others_leave_is_not_forgotten",
     ),
     (
         "nor behind a closure",
-        ("            self._wait(optimizer)\n            return loss"),
+        ("            self._begin_writing([step], (optimizer,))\n            return loss"),
         "            return loss",
         "test_gate.py::test_a_closure_overlaps_and_then_the_step_waits",
     ),
     (
         "every optimizer is trusted to run its closure first",
-        "if not callable(closure) or not is_of_torch(optimizer):",
-        "if not callable(closure):",
+        "if not callable(closure) or not is_of_torch(optimizer) or",
+        "if not callable(closure) or",
         "test_gate.py::test_an_optimizer_that_moves_weights_before_its_closure_waits_up_front",
     ),
     (
+        "hooks of an optimizer write before the closure",
+        '        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),\n',
+        "",
+        "test_gate.py::test_the_wait_is_in_front_of_what_writes_before_the_closure",
+    ),
+    (
+        "hooks of all optimizers write before the closure",
+        "        *list(torch_optimizer._global_optimizer_pre_hooks.values())[1:],\n",
+        "",
+        "test_gate.py::test_the_wait_is_in_front_of_what_writes_before_the_closure",
+    ),
+    (
+        "a step that is not torch's writes before the closure",
+        "hooks[0] if hooks else _foreign_step(type(optimizer).step)",
+        "hooks[0] if hooks else None",
+        "test_gate.py::test_the_wait_is_in_front_of_what_writes_before_the_closure",
+    ),
+    (
+        "a warning that is an error stops a step",
+        "contextlib.suppress(Warning):  # where a filter",
+        "contextlib.nullcontext():  # where a filter",
+        "test_gate.py::test_a_warning_that_is_an_error_does_not_stop_a_step",
+    ),
+    (
+        "older hooks write in front of the gate",
+        "_global_optimizer_pre_hooks.move_to_end(hook.id, last=False)",
+        "_global_optimizer_pre_hooks.move_to_end(hook.id)",
+        "test_gate.py::test_the_gate_is_in_front_of_hooks_that_were_there_before",
+    ),
+    (
+        "a strange optimizer does not wait",
+        "        except TypeError:  # it has no hash, and so owns nothing\n            self.wait_all()\n",
+        "        except TypeError:  # it has no hash, and so owns nothing\n",
+        "test_gate.py::test_an_optimizer_that_is_not_quite_one_of_torchs_steps_and_waits",
+    ),
+    (
         "an optimizer loads without waiting",
-        "optimizer.register_load_state_dict_pre_hook(_WaitBeforeLoad())",
+        "register(_WaitBeforeLoad())",
         "pass",
         "test_gate.py::test_loading_in_the_middle_of_training_waits",
     ),
@@ -647,21 +756,111 @@ _in(
     ),
     (
         "a guarded method does not wait",
-        ("            self._wait(owner)\n            self._count(owner)\n"),
-        "            self._count(owner)\n",
+        "            self._begin_writing(opened, owners)\n",
+        "",
         "test_gate.py::test_guard_makes_an_average_lazy_and_its_update_wait",
     ),
     (
         "a guarded method is not open",
-        "self._open.update(owners)",
-        "pass",
+        "opened.append(self._enter(owner, frame))",
+        "opened.append(_Step(owner, frame))",
         "test_gate.py::test_a_save_inside_a_guarded_method_is_eager",
     ),
     (
-        "a closure that raises leaves its step open",
-        ("                self._open.discard(optimizer)\n                raise"),
-        "                raise",
-        "test_gate.py::test_a_closure_that_raises_leaves_no_step_open",
+        "a step that raised stays open for this thread",
+        "        with self._changed:\n            self._forget_raised()\n",
+        "        with self._changed:\n",
+        "test_gate.py::test_a_closure_that_raises_leaves_no_step_open test_gate.py::test_a_step_that_raised_is_over",
+    ),
+    (
+        "a step that raised stays open for other threads",
+        "        self._forget_raised()\n        saving = {",
+        "        saving = {",
+        f"{THREADS}::test_nobody_waits_for_a_step_that_raised",
+    ),
+    (
+        "a save does not wait for the step of another thread",
+        "while (other := self._writing_elsewhere(mine.thread)) is not None:",
+        "while (other := None) is not None:",
+        f"{THREADS}::test_a_save_waits_for_the_step_of_another_thread",
+    ),
+    (
+        "a save waits for ever for a step",
+        "                if time.monotonic() - begin > _PATIENCE_S:\n                    raise",
+        "                if False:\n                    raise",
+        f"{THREADS}::test_a_step_that_does_not_end_fails_the_save",
+    ),
+    (
+        "a step does not wait for a save of another thread",
+        "            elif arming.armed or waited_s < _GIVE_WAY_S:\n                return arming",
+        "            elif waited_s < 0:\n                return arming",
+        f"{THREADS}::test_who_would_write_during_a_save_waits_until_it_has_what_it_needs",
+    ),
+    (
+        "a step inside of an open one waits for a save",
+        "arming = None if nested else self",
+        "arming = self",
+        f"{THREADS}::test_a_step_inside_of_an_open_one_goes_on_while_a_save_waits",
+    ),
+    (
+        "a step waits for the save of its own thread",
+        "            if arming.thread == me or arming.broken is not None:",
+        "            if arming.broken is not None:",
+        f"{THREADS}::test_a_step_on_the_thread_that_saves_does_not_wait_for_it",
+    ),
+    (
+        "a save waits for a closure of another thread",
+        "                step.writing = False\n",
+        "                pass\n",
+        f"{THREADS}::test_a_save_does_not_wait_for_a_later_closure_either",
+    ),
+    (
+        "a save waits for a thread that saves itself",
+        "if thread != me and thread not in saving:",
+        "if thread != me:",
+        f"{THREADS}::test_saves_inside_of_steps_do_not_wait_for_each_other",
+    ),
+    (
+        "behind its own save a step goes on during those of others",
+        "            self._go_on_writing(mine.thread)\n",
+        "",
+        f"{THREADS}::test_a_step_that_goes_on_behind_its_own_save_waits_for_those_of_others",
+    ),
+    (
+        "a step gives way to a save that waits for ever",
+        "arming.armed or waited_s < _GIVE_WAY_S:",
+        "True:",
+        f"{THREADS}::test_a_step_that_waits_for_that_of_a_third_thread_goes_on",
+    ),
+    (
+        "a step waits for ever for a state_dict that waits for it",
+        "if arming.armed and arming.collecting and waited_s > _PATIENCE_S:",
+        "if False:",
+        f"{THREADS}::test_a_state_dict_that_waits_for_a_step_fails_the_save",
+    ),
+    (
+        "a save is committed although a step went on",
+        "                    if arming.broken is not None:\n                        raise",
+        "                    if False:\n                        raise",
+        f"{THREADS}::test_a_state_dict_that_waits_for_a_step_fails_the_save",
+    ),
+    (
+        "a save that ends leaves steps waiting",
+        "self._armings = [arming for arming in self._armings if arming is not mine]",
+        "pass",
+        f"{THREADS}::test_a_step_that_does_not_end_fails_the_save",
+    ),
+    (
+        "schedule-free optimizers switch without waiting",
+        "            _guard_switches(type(optimizer))\n",
+        "",
+        "test_switching.py::test_a_save_between_eval_and_train_commits",
+    ),
+    (
+        "an optimizer that steps by another's does not wait",
+        "                _guard_switches(type(owner))\n",
+        "                pass\n",
+        "test_switching.py::test_sam test_switching.py::test_a_save_between_eval_and_train_commits",
     ),
     (
         "a forked child waits for its parent",
@@ -687,6 +886,12 @@ _in(
         "if self._callers or gate",
         "if gate",
         "test_reentry.py::test_a_second_thread_is_refused_inside_a_call_and_served_after_it",
+    ),
+    (
+        "a save and steps of other threads do not exclude each other",
+        "with gate.arming(handle.path, handle.step):",
+        "with contextlib.nullcontext():",
+        "test_gate_threads.py::test_saves_on_one_thread_and_steps_on_another",
     ),
     (
         "saved inside a capture",

@@ -1,0 +1,132 @@
+"""Evidence that training writes to a parameter only in its optimizer's step.
+
+Membership in ``param_groups`` proves nothing: momentum encoders and parameters that gradient hooks update are members,
+too. A parameter earns lazy copies once it had a gradient at a gate of its optimizer. It keeps them until it is frozen
+or gets other memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from lazyckpt import _engine
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def parameters_in_groups(optimizer: Any) -> list[torch.Tensor]:
+    """The tensors in the optimizer's groups; none if it has no groups as torch's optimizers have them."""
+    try:
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    except (AttributeError, KeyError, TypeError):
+        return []
+
+
+def addresses(tensors: list[torch.Tensor]) -> list[int]:
+    """Where the memory of each tensor begins; 0 where it has none."""
+    with torch._C.DisableTorchFunction():  # a mode such as torch.device(…) would make this take 16 times as long
+        try:
+            found = list(map(torch.Tensor.data_ptr, tensors))
+        except (RuntimeError, TypeError):  # one of them is sparse or fake
+            return list(map(_address, tensors))
+    if 0 in found:  # a DTensor's memory is its local tensor's
+        found = [at or _address(tensor) for at, tensor in zip(found, tensors, strict=True)]
+    return found
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return torch.Tensor.data_ptr(getattr(tensor, "_local_tensor", tensor))
+    except (RuntimeError, TypeError):
+        return 0
+
+
+class Evidence:
+    """One per gate. Entries die with their parameters; nothing is kept alive."""
+
+    def __init__(self) -> None:
+        # Parameters that had a gradient, by identity, and where their memory was.
+        self._earned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # What each optimizer's steps look at: the sizes of its groups, and the parameters that have not earned yet.
+        self._waiting: weakref.WeakKeyDictionary[Any, tuple[list[int], list[weakref.ref[torch.Tensor]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._embeddings: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def look(self, optimizer: Any) -> None:
+        """Notes which parameters have a gradient now; call it between backward and the optimizer's write."""
+        try:
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            known, waiting = self._waiting.get(optimizer, (None, []))
+        except (AttributeError, KeyError, TypeError):  # not as torch's optimizers are
+            return
+        if known != sizes:  # the first step, or a group was added
+            self._wait_for(optimizer, [p for p in parameters_in_groups(optimizer) if id(p) not in self._earned])
+            _, waiting = self._waiting[optimizer]
+        if not waiting:
+            return
+        earned, others = [], []
+        with torch._C.DisableTorchFunction():
+            for reference in waiting:
+                parameter = reference()
+                if parameter is None or id(parameter) in self._earned:
+                    continue
+                if parameter.requires_grad and parameter.is_leaf and parameter.grad is not None:
+                    earned.append(parameter)
+                else:
+                    others.append(reference)
+        self._waiting[optimizer] = sizes, others
+        for parameter, at in zip(earned, addresses(earned), strict=True):
+            key = id(parameter)
+            self._earned[key] = weakref.ref(parameter, functools.partial(self._earned.pop, key)), at
+
+    def without(self, optimizer: Any, tensors: list[torch.Tensor], at: list[int]) -> list[torch.Tensor]:
+        """The optimizer's parameters, now at these addresses, that must be copied eagerly. Its next steps look at
+        those that may earn more."""
+        earned, eager = self._earned, []
+        with torch._C.DisableTorchFunction():
+            for tensor, address, trained in zip(tensors, at, map(_requires_grad, tensors), strict=True):
+                entry = earned.get(id(tensor))
+                if entry is None or entry[1] != address or not trained:
+                    eager.append(tensor)
+        for tensor in eager:
+            earned.pop(id(tensor), None)
+        if eager or optimizer in self._waiting:
+            self._wait_for(optimizer, eager)
+        return eager
+
+    def _wait_for(self, optimizer: Any, tensors: list[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunction():
+            candidates = [t for t in tensors if t.requires_grad]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._waiting[optimizer] = sizes, list(map(weakref.ref, candidates))
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Looks for parts that write to their parameters in forward: embeddings with ``max_norm``."""
+        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
+        self._embeddings.update(part for part in module.modules() if isinstance(part, kinds))
+
+    def eager_storages(self) -> set[int]:
+        """Storages that are eager whatever their owners have earned, by ``_cdata``."""
+        return set(_storages([part.weight for part in list(self._embeddings) if part.max_norm is not None]))
+
+    def storages_of(self, optimizer: Any, tensors: list[torch.Tensor]) -> list[int]:
+        """The storages of these parameters and of their state."""
+        return _storages([tensors, [_state_of(optimizer, tensor) for tensor in tensors]])
+
+
+def _state_of(optimizer: Any, parameter: torch.Tensor) -> Any:
+    """The state that the optimizer keeps for this parameter alone. LBFGS keeps everything for its first one."""
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, dict) or isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    return state.get(parameter)
+
+
+def _storages(tree: Any) -> list[int]:
+    return _engine.storages_in(tree)[1]
