@@ -1,0 +1,201 @@
+"""Runs one training with one writer: rounds of steps, a save, and a write at a chosen instant."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lazyckpt
+from writers.judge import Copies, Outcome, Violation, judge, limit, pending, wait_until
+from writers.registry import REGISTRY, SIZES, Writer
+from writers.ways import WAYS, Way
+
+HELD = "held"  # what does not fit into the ring is certain not to be copied yet
+INSTANTS = (
+    HELD,
+    "at once",  # the write races with the copies
+    "during",  # half of the chunks are copied
+    "last chunk",
+    "copied",  # everything is copied, and not durable yet
+    "captured",  # after wait_captured(): always fine
+)
+COVERED = "captured"
+CASE_LIMIT_S = 60.0
+MOST_FAILURES = 3  # with the same writer in every save: then everything that it writes to is known
+HAS_WITNESSES = "witness" in lazyckpt.Config.__dataclass_fields__
+
+
+@functools.cache
+def refused(witness: str) -> str:
+    """Why a witness does not work on this machine; empty if it does."""
+    try:
+        lazyckpt.Saver(witness=witness).close()
+    except lazyckpt.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def witnesses() -> list[str | None]:
+    """The witnesses that work here. None, where there is no such knob."""
+    if not HAS_WITNESSES:
+        return [None]
+    return [w for w in ("pages", "copy", "versions") if not refused(w)]
+
+
+@dataclass(frozen=True)
+class Round:
+    steps: int  # of training before the save
+    instant: str | None  # of the write; None: nobody writes before the save has ended
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A case of the trial, as its failure prints it."""
+
+    writer: str
+    witness: str | None = None
+    way: str = "checkpointer"
+    size: str = "medium"
+    rounds: tuple[Round, ...] = (Round(1, HELD),)
+    seed: int = 0
+
+
+class Trial:
+    """Runs plans, and counts what came of them."""
+
+    def __init__(self, copies: Copies, folder: Path) -> None:
+        self._copies = copies
+        self._folder = folder
+        self.outcomes: Counter[str] = Counter()
+
+    def run(self, plan: Plan) -> Counter[str]:
+        """The outcomes of the rounds; raises Violation, with the plan, for one that is not allowed."""
+        before = self.outcomes.copy()
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        try:
+            with limit(CASE_LIMIT_S, plan, self._copies.release), _case(plan, folder, self._copies) as case:
+                for outcome in case.run():
+                    self.outcomes[outcome] += 1
+        except Violation as violation:
+            violation.args = (f"{violation}\n{plan}",)
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return self.outcomes - before
+
+
+@contextlib.contextmanager
+def _case(plan: Plan, folder: Path, copies: Copies) -> Iterator[Case]:
+    size = SIZES[plan.size]
+    knobs: dict[str, Any] = {"chunk_bytes": size.chunk_bytes, "host_buffer_bytes": 2 * size.chunk_bytes}
+    if plan.witness is not None:
+        knobs["witness"] = plan.witness
+    writer = REGISTRY[plan.writer](size, random.Random(plan.seed))
+    try:
+        way = WAYS[plan.way](folder, **knobs)
+        try:
+            yield Case(plan, writer, way, copies)
+        finally:
+            copies.cancel()
+            copies.release()
+            writer.after()
+            with contextlib.suppress(lazyckpt.SaveError):
+                way.close()
+    finally:
+        writer.close()
+
+
+class Case:
+    def __init__(self, plan: Plan, writer: Writer, way: Way, copies: Copies) -> None:
+        self._plan = plan
+        self._writer = writer
+        self._way = way
+        self._copies = copies
+        self._chance = random.Random(plan.seed)
+        self._step = 0
+        self._blamed: list[str] = []
+        way.track(writer.tracked)
+
+    def run(self) -> Iterator[Outcome]:
+        self._train(2)  # the state of the optimizer is there, and its parameters have earned what they can
+        for part in self._plan.rounds:
+            outcome = self._round(part)
+            yield outcome
+            if outcome == "named":
+                yield self._round(Round(1, None))
+                yield from self._until_it_commits(Round(1, part.instant))
+
+    def _until_it_commits(self, part: Round) -> Iterator[Outcome]:
+        for _ in range(MOST_FAILURES):
+            outcome = self._round(part)
+            yield outcome
+            if outcome == "committed":
+                return
+        raise Violation(f"{MOST_FAILURES + 1} saves failed with the same writer, which tore {self._blamed}")
+
+    def _train(self, steps: int) -> None:
+        for _ in range(steps):
+            self._writer.train()
+
+    def _round(self, part: Round) -> Outcome:
+        writer, way = self._writer, self._way
+        self._step += 1
+        self._train(part.steps)
+        writer.before_save()
+        expected = way.oracle()
+        if part.instant is not None:
+            writer.start()
+        held = part.instant not in (None, "at once")
+        if held:
+            self._copies.hold(at_most_s=0.2)  # save() itself waits where eager bytes do not fit into the ring
+        handle = way.save(self._step)
+        if part.instant is not None:
+            self._reach(part.instant, handle)
+            writer.write()
+        self._copies.release()
+        with contextlib.suppress(lazyckpt.SaveError):
+            handle.result(timeout=30)
+        must_commit = part.instant in (None, COVERED) or self._never_fails()
+        if part.instant is not None:
+            writer.after()
+        outcome, name = judge(handle, way.read, expected, way.leaves, must_commit=must_commit, wrong=writer.wrong)
+        if part.instant is None:
+            writer.write()  # too late to matter
+            writer.after()
+        if outcome == "named":
+            if name in self._blamed and not writer.swaps:
+                raise Violation(f"{name} tore a save before: it must be eager since then")
+            self._blamed.append(name)
+        return outcome
+
+    def _never_fails(self) -> bool:
+        return self._plan.way in self._writer.always_commits or self._plan.witness == "copy"
+
+    def _reach(self, instant: str, handle: lazyckpt.SaveHandle) -> None:
+        """Returns at the instant of the write."""
+        chunks = pending(handle)
+        if instant == HELD:
+            self._copies.release(after_s=self._chance.random() * 0.02)
+            return
+        if instant == "at once":
+            time.sleep(self._chance.choice((0.0, self._chance.random() / 2000)))
+            return
+        self._copies.release()
+        if instant == "during":
+            wait_until(lambda: pending(handle) <= chunks // 2)
+        elif instant == "last chunk":
+            wait_until(lambda: pending(handle) <= 1)
+        elif instant == "copied":
+            wait_until(lambda: pending(handle) == 0)
+        else:
+            assert instant == COVERED
+            lazyckpt.wait_captured()
