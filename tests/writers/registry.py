@@ -201,11 +201,11 @@ def _in_place(change: Callable[[torch.Tensor], object]) -> Callable[[torch.Tenso
 
 def _numpy(tensor: torch.Tensor) -> None:
     array = tensor.detach().numpy()
-    array *= 1.5
+    array += 1.0
 
 
 def _memmove(tensor: torch.Tensor) -> None:
-    source = tensor.detach() * 1.5
+    source = tensor.detach() + 1.0
     ctypes.memmove(tensor.data_ptr(), source.data_ptr(), tensor.nbytes)
 
 
@@ -264,7 +264,7 @@ def _recv_into(tensor: torch.Tensor) -> None:
 def _scale(tensor: torch.Tensor) -> None:
     """An op that moves the version before it writes."""
     array = tensor.numpy()
-    array *= 1.5
+    array += 1.0
 
 
 def _add(
@@ -811,6 +811,7 @@ class SharpnessAware(Optimizer):
 class Sam(Writer):
     name = "SAM"
     always_commits = TRACKED
+    ways = ALL_WAYS - {"safetensors"}  # weights and state share memory
     swaps = True
 
     def make_optimizer(self) -> Optimizer:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt import snapshot
 from lazyckpt.snapshot import Snapshot
 from writers import registry
 from writers.judge import Hang, Violation, flat, judge, limit
@@ -18,6 +19,7 @@ from writers.trial import HELD, Plan, Round, Trial, witnesses
 # Those whose verdict can be taken away; with copy-on-write nothing depends on one.
 WITNESSES = [w for w in witnesses() if w != "copy"]
 IDS = [w or "no knob" for w in WITNESSES]
+RACING = ("steps on another thread",)  # in save() itself, not only after it
 
 
 def blind(patch: pytest.MonkeyPatch) -> None:
@@ -54,12 +56,25 @@ def test_without_the_gate_the_trial_finds_steps(
 def test_a_run_in_which_every_save_fails_is_a_violation(
     witness: str | None, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def torn(snapshot: Snapshot, *_: Any) -> None:
-        snapshot.torn = "model.0.weight was written to: call wait_captured() first"
+    def torn(self: Snapshot, *_: Any) -> None:
+        self.torn = "model.0.weight was written to: call wait_captured() first"
 
     monkeypatch.setattr(Snapshot, "verify", torn)
     with pytest.raises(Violation):
         trial.run(Plan("normal_", witness))
+
+
+@pytest.mark.parametrize("name", [n for n, w in registry.REGISTRY.items() if not w.slow and w.name not in RACING])
+def test_with_nothing_lazy_every_writer_comes_too_late(
+    name: str, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial raises no false alarm."""
+    if reason := registry.REGISTRY[name].unavailable():
+        pytest.skip(reason)
+    monkeypatch.setattr(snapshot, "LAZY_MIN_BYTES", 1 << 60)
+    monkeypatch.setattr(snapshot, "FROZEN_MIN_BYTES", 1 << 60)
+    rounds = (Round(1, HELD), Round(1, "at once"), Round(0, None))
+    assert trial.run(Plan(name, None, rounds=rounds)) == {"committed": len(rounds)}
 
 
 class Handle:

@@ -30,6 +30,7 @@ INSTANTS = (
 )
 COVERED = "captured"
 CASE_LIMIT_S = 60.0
+HOLD_S = 0.06
 MOST_FAILURES = 3  # with the same writer in every save: then everything that it writes to is known
 HAS_WITNESSES = "witness" in lazyckpt.Config.__dataclass_fields__
 
@@ -156,7 +157,7 @@ class Case:
             writer.start()
         held = part.instant not in (None, "at once")
         if held:
-            self._copies.hold(at_most_s=0.2)  # save() itself waits where eager bytes do not fit into the ring
+            self._copies.hold(at_most_s=HOLD_S)  # save() itself waits where eager bytes do not fit into the ring
         handle = way.save(self._step)
         if part.instant is not None:
             self._reach(part.instant, handle)
