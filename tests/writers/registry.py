@@ -135,6 +135,10 @@ class Writer:
     def close(self) -> None:
         """Undoes what outlives the training."""
 
+    def instant(self) -> dict[str, Any]:
+        """What else ``wrong`` is to be told of the save that was just made."""
+        return {}
+
     def wrong(self, found: Flat, expected: Flat) -> list[str]:
         """Names of what is not of the instant of ``save()`` in a file that holds ``found``."""
         return different(found, expected)
@@ -518,13 +522,16 @@ class StepsOnAnotherThread(Writer):
             sys.setswitchinterval(self._interval)
             self.train()  # so that what was torn is different now
 
-    def wrong(self, found: Flat, expected: Flat) -> list[str]:
-        if not self._racing:
+    def instant(self) -> dict[str, Any]:
+        return {"steps": range(self._steps_at_save - 1, self._steps + 1) if self._racing else None}
+
+    def wrong(self, found: Flat, expected: Flat, steps: range | None = None) -> list[str]:
+        if steps is None:
             return different(found, expected)
         tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, torch.Tensor)}
         value = next(iter(tensors.values())).flatten()[0]
-        if not self._steps_at_save - 1 <= value <= self._steps:
-            return [f"all of them hold step {value}, {self._steps_at_save} had begun"]
+        if int(value) not in steps:
+            return [f"all of them: step {value}, while save() ran in {steps}"]
         return [name for name, leaf in tensors.items() if bool((leaf != value).any())]
 
 

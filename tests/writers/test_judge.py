@@ -17,6 +17,7 @@ from writers.judge import Hang, Violation, flat, judge, limit
 from writers.trial import HELD, Plan, Round, Trial, witnesses
 
 # Those whose verdict can be taken away; with copy-on-write nothing depends on one.
+pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 WITNESSES = [w for w in witnesses() if w != "copy"]
 IDS = [w or "no knob" for w in WITNESSES]
 RACING = ("steps on another thread",)  # in save() itself, not only after it

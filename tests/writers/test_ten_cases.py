@@ -15,6 +15,7 @@ from writers.judge import Copies, judge
 from writers.registry import KIB, ONLY_PAGES, REGISTRY
 from writers.trial import HELD, Plan, Round, Trial, witnesses
 
+pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 WITNESSES = witnesses()
 IDS = [w or "no knob" for w in WITNESSES]
 SMALL_RING = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 128 * KIB}

@@ -9,13 +9,13 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lazyckpt
-from writers.judge import Copies, Outcome, Violation, judge, limit, pending, wait_until
+from writers.judge import Copies, Flat, Outcome, Violation, judge, limit, pending, wait_until
 from writers.registry import REGISTRY, SIZES, Writer
 from writers.ways import WAYS, Way
 
@@ -29,6 +29,7 @@ INSTANTS = (
     "captured",  # after wait_captured(): always fine
 )
 COVERED = "captured"
+PENDING = "pending at the write"
 CASE_LIMIT_S = 60.0
 HOLD_S = 0.06
 MOST_FAILURES = 3  # with the same writer in every save: then everything that it writes to is known
@@ -68,6 +69,19 @@ class Plan:
     size: str = "medium"
     rounds: tuple[Round, ...] = (Round(1, HELD),)
     seed: int = 0
+    patient: bool = True  # waits for every save; otherwise the rounds follow each other as in a training loop
+    ring_chunks: int = 2
+    copy_threads: int = 1
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save, to be judged."""
+
+    handle: lazyckpt.SaveHandle
+    expected: Flat
+    instant: str | None
+    wrong: Callable[[Flat, Flat], list[str]]
 
 
 class Trial:
@@ -79,7 +93,7 @@ class Trial:
         self.outcomes: Counter[str] = Counter()
 
     def run(self, plan: Plan) -> Counter[str]:
-        """The outcomes of the rounds; raises Violation, with the plan, for one that is not allowed."""
+        """The outcomes of the saves; raises Violation, with the plan, for one that is not allowed."""
         before = self.outcomes.copy()
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         try:
@@ -91,13 +105,18 @@ class Trial:
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return self.outcomes - before
+        return Counter({k: n for k, n in (self.outcomes - before).items() if k != PENDING})
 
 
 @contextlib.contextmanager
 def _case(plan: Plan, folder: Path, copies: Copies) -> Iterator[Case]:
     size = SIZES[plan.size]
-    knobs: dict[str, Any] = {"chunk_bytes": size.chunk_bytes, "host_buffer_bytes": 2 * size.chunk_bytes}
+    knobs: dict[str, Any] = {
+        "chunk_bytes": size.chunk_bytes,
+        "host_buffer_bytes": plan.ring_chunks * size.chunk_bytes,
+        "copy_threads": plan.copy_threads,
+        "on_error": "warn",  # the judge asks each handle
+    }
     if plan.witness is not None:
         knobs["witness"] = plan.witness
     writer = REGISTRY[plan.writer](size, random.Random(plan.seed))
@@ -121,23 +140,34 @@ class Case:
         self._writer = writer
         self._way = way
         self._copies = copies
-        self._chance = random.Random(plan.seed)
+        self._chance = random.Random(plan.seed + 1)
         self._step = 0
         self._blamed: list[str] = []
+        self._pending_at_write = 0
         way.track(writer.tracked)
 
-    def run(self) -> Iterator[Outcome]:
+    def run(self) -> Iterator[str]:
+        """Yields outcomes, and PENDING for each write that came while chunks were not copied."""
         self._train(2)  # the state of the optimizer is there, and its parameters have earned what they can
-        for part in self._plan.rounds:
-            outcome = self._round(part)
-            yield outcome
-            if outcome == "named":
-                yield self._round(Round(1, None))
-                yield from self._until_it_commits(Round(1, part.instant))
+        outcome: Outcome = "committed"
+        if not self._plan.patient:
+            saves = [self._save(part) for part in self._plan.rounds]
+            for save in saves:
+                outcome = self._judge(save)
+                yield outcome
+        else:
+            for part in self._plan.rounds:
+                outcome = self._round(part)
+                yield outcome
+                if outcome == "named":
+                    yield from self._until_it_commits(part)
+        yield from [PENDING] * self._pending_at_write
 
     def _until_it_commits(self, part: Round) -> Iterator[Outcome]:
+        """After a failure: a save without the writer commits, and soon one with it, too."""
+        yield self._round(Round(1, None))
         for _ in range(MOST_FAILURES):
-            outcome = self._round(part)
+            outcome = self._round(Round(1, part.instant))
             yield outcome
             if outcome == "committed":
                 return
@@ -148,32 +178,52 @@ class Case:
             self._writer.train()
 
     def _round(self, part: Round) -> Outcome:
-        writer, way = self._writer, self._way
+        save = self._save(part)
+        with contextlib.suppress(lazyckpt.SaveError):
+            save.handle.result(timeout=30)
+        self._writer.after()
+        outcome = self._judge(save)
+        if part.instant is None:
+            self._writer.write()  # too late to matter
+            self._writer.after()
+        return outcome
+
+    def _save(self, part: Round) -> Save:
+        """Trains, saves and writes."""
+        writer = self._writer
+        writer.after()
         self._step += 1
         self._train(part.steps)
         writer.before_save()
-        expected = way.oracle()
+        expected = self._way.oracle()
         if part.instant is not None:
             writer.start()
-        held = part.instant not in (None, "at once")
-        if held:
+        if part.instant not in (None, "at once"):
             self._copies.hold(at_most_s=HOLD_S)  # save() itself waits where eager bytes do not fit into the ring
-        handle = way.save(self._step)
+        handle = self._way.save(self._step)
+        wrong = functools.partial(writer.wrong, **writer.instant())
         if part.instant is not None:
             self._reach(part.instant, handle)
+            self._pending_at_write += pending(handle) > 0
             writer.write()
+        elif not self._plan.patient:
+            writer.write()  # in a loop, it comes at some time
         self._copies.release()
-        with contextlib.suppress(lazyckpt.SaveError):
-            handle.result(timeout=30)
-        must_commit = part.instant in (None, COVERED) or self._never_fails()
-        if part.instant is not None:
-            writer.after()
-        outcome, name = judge(handle, way.read, expected, way.leaves, must_commit=must_commit, wrong=writer.wrong)
-        if part.instant is None:
-            writer.write()  # too late to matter
-            writer.after()
+        return Save(handle, expected, part.instant, wrong)
+
+    def _judge(self, save: Save) -> Outcome:
+        covered = save.instant == COVERED or (save.instant is None and self._plan.patient)
+        outcome, name = judge(
+            save.handle,
+            self._way.read,
+            save.expected,
+            self._way.leaves,
+            must_commit=covered or self._never_fails(),
+            wrong=save.wrong,
+        )
         if outcome == "named":
-            if name in self._blamed and not writer.swaps:
+            # In a loop, the next save may begin before anybody knows.
+            if name in self._blamed and not self._writer.swaps and self._plan.patient:
                 raise Violation(f"{name} tore a save before: it must be eager since then")
             self._blamed.append(name)
         return outcome

@@ -48,7 +48,7 @@ class InCheckpointer(Way):
 
     def __init__(self, folder: Path, **knobs: Any) -> None:
         super().__init__(folder)
-        self.checkpointer = lazyckpt.Checkpointer(folder, keep_last=2, **knobs)
+        self.checkpointer = lazyckpt.Checkpointer(folder, **knobs)
 
     def track(self, tracked: dict[str, Any]) -> None:
         super().track(tracked)
@@ -78,7 +78,7 @@ class InArchive(InSaver):
     """A lone file in torch's format."""
 
     def save(self, step: int) -> lazyckpt.SaveHandle:
-        return self.saver.save(self.state(), self._folder / f"{step % 2}.pt", step=step)
+        return self.saver.save(self.state(), self._folder / f"{step}.pt", step=step)
 
     def read(self, path: Path) -> Flat:
         return flat(torch.load(path, weights_only=False))
@@ -91,7 +91,7 @@ class InSafetensors(InSaver):
         return {name: leaf for name, leaf in super().leaves().items() if isinstance(leaf, torch.Tensor)}
 
     def save(self, step: int) -> lazyckpt.SaveHandle:
-        return self.saver.save(self.leaves(), self._folder / f"{step % 2}.safetensors", step=step)
+        return self.saver.save(self.leaves(), self._folder / f"{step}.safetensors", step=step)
 
     def read(self, path: Path) -> Flat:
         return dict(load_file(path))
@@ -110,7 +110,7 @@ class InFolder(InSaver):
         return {f"{file}.{name}": leaf for file, obj in self._files().items() for name, leaf in flat(obj).items()}
 
     def save(self, step: int) -> lazyckpt.SaveHandle:
-        folder = self.saver.stage(self._folder / f"folder-{step % 2}", step=step)
+        folder = self.saver.stage(self._folder / f"folder-{step}", step=step)
         for name, obj in self._files().items():
             folder.add(name, obj)
         return folder.save()
