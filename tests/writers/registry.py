@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyckpt
 from writers.judge import Flat, different
@@ -271,6 +272,61 @@ def _scale(tensor: torch.Tensor) -> None:
     array += 1.0
 
 
+def _busy() -> None:
+    """Runs Python for a while: between any two bytecodes, others may look."""
+    end = time.perf_counter() + 0.02
+    while time.perf_counter() < end:
+        pass
+
+
+class _ThenBusy(TorchDispatchMode):
+    """What it sees is written already, and the version moves when it returns."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        _busy()
+        return result
+
+
+def _dispatched(tensor: torch.Tensor) -> None:
+    with _ThenBusy():
+        tensor.mul_(1.5)
+
+
+class _Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.mul_(1.5)
+        _busy()
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@torch.inference_mode()
+def _inference(tensor: torch.Tensor) -> None:
+    tensor.mul_(1.5)
+
+
+def _resized(tensor: torch.Tensor) -> None:
+    """As sharded training does: the memory is given back, and there is other memory later."""
+    kept = tensor.detach() * 1.5
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    tensor.data.copy_(kept)
+
+
+def _shared(tensor: torch.Tensor) -> None:
+    """It moves into shared memory, and is written to there."""
+    tensor.share_memory_()
+    _numpy(tensor)
+
+
 def _add(
     name: str,
     change: Callable[[torch.Tensor], object],
@@ -295,6 +351,11 @@ _add("normal_", nn.init.normal_)
 _add("mul_", lambda t: t.mul_(1.5))
 _add("a slice", lambda t: t[t.numel() // 2 :].add_(1.0))
 _add("custom op", _scale)
+_add("dispatch mode", _dispatched)
+_add("autograd.Function", _Dirty.apply)
+_add("inference_mode", _inference)
+_add("resize_", _resized)
+_add("share_memory_", _shared)
 _add(".data", lambda t: t.data.mul_(1.5), row="`.data`")
 _add("numpy", _numpy, row="NumPy views")
 _add("memmove", _memmove, row="C and C++ code, Triton and CuPy kernels, anything that has the address")
@@ -400,6 +461,15 @@ class StepOfClosure(Step):
 
     def train(self) -> None:
         self.optimizer.step(self.backward)  # type: ignore[arg-type]
+
+
+@register
+class SeveralClosures(StepOfClosure):
+    """Weights move between the closures of one step."""
+
+    name = "LBFGS"
+    make = staticmethod(functools.partial(torch.optim.LBFGS, lr=0.01, max_iter=2, history_size=2))
+    sizes = ("small", "medium")
 
 
 @register
@@ -749,6 +819,47 @@ class GuardedSwa(Swa):
     guarded = True
 
 
+@register
+class SwapTensors(AverageBySwap):
+    """torch's own swap, which exchanges versions, too."""
+
+    name = "swap_tensors"
+
+    def prepare(self) -> None:
+        self.average = [nn.Parameter(p.detach() * 0.9) for p in self.parameters()]
+
+    def _swap(self) -> None:
+        self.optimizer.zero_grad()
+        for p, average in zip(self.parameters(), self.average, strict=True):
+            torch.utils.swap_tensors(p, average)
+
+    def write(self) -> None:
+        with torch.no_grad():
+            super().write()
+
+
+@register
+class FlatBuffer(Writer):
+    """The parameters are pieces of one buffer, which is written to as a whole."""
+
+    name = "flat buffer"
+    seen_by = ONLY_PAGES
+    row = ("a flat buffer whose pieces are the parameters, by `.data`", WAIT)
+    ways = ALL_WAYS - {"safetensors", "folder"}  # safetensors takes no tensors that share memory
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        self.flat = torch.cat([p.detach() for p in model.parameters()])
+        begin = 0
+        for p in model.parameters():
+            p.data = self.flat[begin : begin + p.numel()]
+            begin += p.numel()
+        return model
+
+    def write(self) -> None:
+        self.flat.mul_(1.5)
+
+
 # Optimizers that write outside of step()
 
 
@@ -999,6 +1110,17 @@ class LoadOptimizer(Writer):
 
 
 @register
+class ForkedChild(Writer):
+    """A child writes to its own copy: nothing changes here."""
+
+    name = "forked child"
+    always_commits = ALL_WAYS
+
+    def write(self) -> None:
+        _in_child(self.parameters())
+
+
+@register
 class AnotherProcess(Writer):
     """Hogwild: the parameters are in shared memory, and a child writes to them."""
 
@@ -1008,14 +1130,18 @@ class AnotherProcess(Writer):
         self.model.share_memory()
 
     def write(self) -> None:
-        views = [p.detach().numpy() for p in self.parameters()]
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                for view in views:
-                    view *= 1.5
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        _in_child(self.parameters())
+
+
+def _in_child(parameters: list[nn.Parameter]) -> None:
+    views = [p.detach().numpy() for p in parameters]
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            for view in views:
+                view += 1.0
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def table() -> list[str]:
@@ -1024,8 +1150,7 @@ def table() -> list[str]:
     return ["| writer | what covers it |", "|---|---|", *(f"| {writer} | {cure} |" for writer, cure in rows)]
 
 
-def names(witness: str | None, *, slow: bool, among: Iterable[str] = ()) -> list[str]:
+def names(witness: str | None, *, slow: bool) -> list[str]:
     """The writers that are tried with a witness. None: a build that has no such knob, and sees what versions see."""
     seen_by = witness or VERSIONS
-    chosen = set(among) or REGISTRY.keys()
-    return [n for n, cls in REGISTRY.items() if n in chosen and seen_by in cls.seen_by and (slow or not cls.slow)]
+    return [name for name, cls in REGISTRY.items() if seen_by in cls.seen_by and (slow or not cls.slow)]
