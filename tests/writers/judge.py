@@ -174,10 +174,10 @@ def pending(handle: lazyckpt.SaveHandle) -> int:
 
 
 def wait_until(copied: Callable[[], bool], limit_s: float = 5.0) -> None:
-    """Spins until ``copied()``; a sleep would miss the instant."""
+    """Spins until ``copied()``, and lets other threads run; a real sleep would miss the instant."""
     end = time.perf_counter() + limit_s
     while not copied() and time.perf_counter() < end:
-        pass
+        time.sleep(0)
 
 
 # Hangs

@@ -70,6 +70,7 @@ class Plan:
     rounds: tuple[Round, ...] = (Round(1, HELD),)
     seed: int = 0
     patient: bool = True  # waits for every save; otherwise the rounds follow each other as in a training loop
+    evaluates: bool = False  # runs Python until the save has ended, without a call to lazyckpt; if patient
     ring_chunks: int = 2
     copy_threads: int = 1
 
@@ -105,7 +106,7 @@ class Trial:
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return Counter({k: n for k, n in (self.outcomes - before).items() if k != PENDING})
+        return Counter({k: n for k, n in (self.outcomes - before).items() if not k.startswith(PENDING)})
 
 
 @contextlib.contextmanager
@@ -143,7 +144,7 @@ class Case:
         self._chance = random.Random(plan.seed + 1)
         self._step = 0
         self._blamed: list[str] = []
-        self._pending_at_write = 0
+        self._pending: list[str] = []
         way.track(writer.tracked)
 
     def run(self) -> Iterator[str]:
@@ -161,7 +162,7 @@ class Case:
                 yield outcome
                 if outcome == "named":
                     yield from self._until_it_commits(part)
-        yield from [PENDING] * self._pending_at_write
+        yield from self._pending
 
     def _until_it_commits(self, part: Round) -> Iterator[Outcome]:
         """After a failure: a save without the writer commits, and soon one with it, too."""
@@ -179,8 +180,13 @@ class Case:
 
     def _round(self, part: Round) -> Outcome:
         save = self._save(part)
-        with contextlib.suppress(lazyckpt.SaveError):
-            save.handle.result(timeout=30)
+        if self._plan.evaluates:
+            wait_until(save.handle.done, limit_s=20.0)
+            if not save.handle.done():
+                raise Violation("the save does not end while the main thread computes something else")
+        else:
+            with contextlib.suppress(lazyckpt.SaveError):
+                save.handle.result(timeout=30)
         self._writer.after()
         outcome = self._judge(save)
         if part.instant is None:
@@ -204,7 +210,8 @@ class Case:
         wrong = functools.partial(writer.wrong, **writer.instant())
         if part.instant is not None:
             self._reach(part.instant, handle)
-            self._pending_at_write += pending(handle) > 0
+            if pending(handle) > 0:
+                self._pending.append(f"{PENDING}, {part.instant}")
             writer.write()
         elif not self._plan.patient:
             writer.write()  # in a loop, it comes at some time
