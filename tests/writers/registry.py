@@ -53,7 +53,7 @@ SIZES = {
     for size in (
         Size("small", (12_000,) * 24, 16 * KIB),  # 48 KB each: below what a page witness protects
         Size("medium", (100_000, 70_000, 100_000, 55_555, 90_000), 64 * KIB),
-        Size("large", (4_000_000, 1_000_000), 512 * KIB),  # normal_() takes 50 ms
+        Size("large", (2_500_000, 500_000), 256 * KIB),  # normal_() takes 30 ms
     )
 }
 
