@@ -20,5 +20,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
 
 @pytest.fixture
 def trial(copies: Copies, tmp_path: Path) -> Trial:
-    """Runs plans."""
+    """Runs plans on a disk."""
     return Trial(copies, tmp_path)
+
+
+@pytest.fixture
+def quick_trial(copies: Copies, shm: Path) -> Trial:
+    """Runs plans on tmpfs."""
+    return Trial(copies, shm)
