@@ -52,6 +52,8 @@ SIZES = {
     size.name: size
     for size in (
         Size("small", (12_000,) * 24, 16 * KIB),  # 48 KB each: below what a page witness protects
+        # Around a page, 64 KiB and a chunk, and none of them a whole number of pages at its end.
+        Size("edges", (1024, 1025, 16_384, 16_385, 20_000, 32_768, 65_537, 262_143, 300_001), 16 * KIB),
         Size("medium", (100_000, 70_000, 100_000, 55_555, 90_000), 64 * KIB),
         Size("large", (2_500_000, 500_000), 256 * KIB),  # normal_() takes 30 ms
     )
@@ -204,6 +206,27 @@ def _in_place(change: Callable[[torch.Tensor], object]) -> Callable[[torch.Tenso
     return torch.no_grad()(change)
 
 
+def _elements(tensor: torch.Tensor) -> Iterator[int]:
+    """Places at both ends and inside of a tensor."""
+    yield from {0, tensor.numel() // 3, tensor.numel() - 1}
+
+
+def _few(tensor: torch.Tensor) -> None:
+    flat = tensor.detach().flatten()
+    for at in _elements(tensor):
+        flat[at] += 1.0
+
+
+def _few_by_numpy(tensor: torch.Tensor) -> None:
+    array = tensor.detach().numpy().reshape(-1)
+    for at in _elements(tensor):
+        array[at] += 1.0
+
+
+def _last_by_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy().reshape(-1)[-1] += 1.0
+
+
 def _numpy(tensor: torch.Tensor) -> None:
     array = tensor.detach().numpy()
     array += 1.0
@@ -350,6 +373,7 @@ THREAD = "another thread, by anything but the step of an optimizer"
 _add("normal_", nn.init.normal_)
 _add("mul_", lambda t: t.mul_(1.5))
 _add("a slice", lambda t: t[t.numel() // 2 :].add_(1.0))
+_add("a few elements", _few)
 _add("custom op", _scale)
 _add("dispatch mode", _dispatched)
 _add("autograd.Function", _Dirty.apply)
@@ -358,6 +382,8 @@ _add("resize_", _resized)
 _add("share_memory_", _shared)
 _add(".data", lambda t: t.data.mul_(1.5), row="`.data`")
 _add("numpy", _numpy, row="NumPy views")
+_add("numpy, a few elements", _few_by_numpy, row="NumPy views")
+_add("numpy, the last element", _last_by_numpy, row="NumPy views")
 _add("memmove", _memmove, row="C and C++ code, Triton and CuPy kernels, anything that has the address")
 _add("storage", _storage, row="methods of `untyped_storage()`")
 _add("dlpack", _dlpack, row="DLPack")
