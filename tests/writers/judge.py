@@ -87,8 +87,8 @@ def judge(
     *,
     must_commit: bool = False,
     wrong: Callable[[Flat, Flat], list[str]] = different,
-) -> tuple[Outcome, str]:
-    """The outcome of a save, with the name of the tensor if it failed; raises Violation if it is not allowed.
+) -> tuple[Outcome, list[str]]:
+    """The outcome of a save, with the names of tensors if it failed; raises Violation if it is not allowed.
 
     ``expected``: the oracle. ``now``: the state after the write. ``wrong``: which leaves of a file are not of the
     instant of ``save()``.
@@ -105,25 +105,26 @@ def judge(
     if mixed:
         count = f"{len(mixed)} of {len(expected)} leaves"
         raise Violation(f"committed, but {count} are not of the instant of save(): {', '.join(mixed[:5])}")
-    return "committed", ""
+    return "committed", []
 
 
-def named_in(error: lazyckpt.SaveError, expected: Flat, now: Flat) -> str:
-    """The tensor that an error names. Raises Violation if it names none, one that nobody wrote to, or no cure."""
-    text = str(error)
-    names = [name for name, leaf in expected.items() if isinstance(leaf, torch.Tensor) and _names(text, name)]
+def named_in(error: lazyckpt.SaveError, expected: Flat, now: Flat) -> list[str]:
+    """The tensors that an error names. Raises Violation if it names none, one that nobody wrote to, or no cure."""
+    text = rest = str(error)
+    names = []
+    tensors = (name for name, leaf in expected.items() if isinstance(leaf, torch.Tensor))
+    for name in sorted(tensors, key=len, reverse=True):  # the name of one may end with the name of another
+        rest, found = re.subn(rf"(?<!\w){re.escape(name)}(?!\.?\w)", "", rest)
+        if found:
+            names.append(name)
     if not names:
         raise Violation(f"the error names no tensor of the state: {text}") from error
-    name = max(names, key=len)
     if not any(cure in text for cure in CURES):
         raise Violation(f"the error does not say what helps ({' or '.join(CURES)}): {text}") from error
-    if same(now.get(name), expected[name]):
-        raise Violation(f"the error blames {name}, which nobody wrote to: {text}") from error
-    return name
-
-
-def _names(text: str, name: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(name)}(?!\.?\w)", text) is not None
+    for name in names:
+        if same(now.get(name), expected[name]):
+            raise Violation(f"the error blames {name}, which nobody wrote to: {text}") from error
+    return names
 
 
 # Instants

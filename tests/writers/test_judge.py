@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import snapshot
+from lazyckpt import _engine, commit, snapshot
 from lazyckpt.snapshot import Snapshot
 from writers import registry
 from writers.judge import Hang, Violation, flat, judge, limit
@@ -20,13 +20,16 @@ from writers.trial import HELD, Plan, Round, Trial, witnesses
 pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 WITNESSES = [w for w in witnesses() if w != "copy"]
 IDS = [w or "no knob" for w in WITNESSES]
+CURE = "; call wait_captured() before"
 RACING = ("steps on another thread",)  # in save() itself, not only after it
 
 
 def blind(patch: pytest.MonkeyPatch) -> None:
     """Takes away every verdict: no snapshot is found torn. The gate, and what is eager, stay as they are."""
-    patch.setattr(Snapshot, "verify", lambda *_, **__: None)
-    patch.setattr(Snapshot, "verify_frozen", lambda *_, **__: None)
+    patch.setattr(Snapshot, "_changed", lambda *_: None)
+    patch.setattr(Snapshot, "verify_frozen", lambda *_: None)
+    make = _engine.Engine
+    patch.setattr(_engine, "Engine", lambda **knobs: make(**{k: v for k, v in knobs.items() if k != "watch_pages"}))
 
 
 @pytest.mark.parametrize("witness", WITNESSES, ids=IDS)
@@ -57,12 +60,12 @@ def test_without_the_gate_the_trial_finds_steps(
 def test_a_run_in_which_every_save_fails_is_a_violation(
     witness: str | None, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def torn(self: Snapshot, *_: Any) -> None:
-        self.torn = "model.0.weight was written to: call wait_captured() first"
+    def publish(staging: commit.Staging) -> None:
+        raise lazyckpt.TornSnapshotError("model.0.weight was written to" + CURE, path=staging.target)
 
-    monkeypatch.setattr(Snapshot, "verify", torn)
-    with pytest.raises(Violation):
-        trial.run(Plan("normal_", witness))
+    monkeypatch.setattr(commit.Staging, "publish", publish)
+    with pytest.raises(Violation, match="the save must commit"):
+        trial.run(Plan("normal_", witness, rounds=(Round(1, None),)))
 
 
 @pytest.mark.parametrize("name", [n for n, w in registry.REGISTRY.items() if not w.slow and w.name not in RACING])
@@ -90,9 +93,8 @@ class Handle:
         return Path("saved")
 
 
-BEFORE = flat({"model": {"weight": torch.zeros(3), "bias": torch.zeros(1)}, "lr": 0.1})
-AFTER = {**BEFORE, "model.weight": torch.ones(3)}
-CURE = "; call wait_captured() before"
+BEFORE = flat({"model": {"weight": torch.zeros(3), "bias": torch.zeros(1)}, "weight": torch.zeros(2), "lr": 0.1})
+AFTER = {**BEFORE, "model.weight": torch.ones(3), "weight": torch.ones(2)}
 
 
 def failed(what: str) -> Handle:
@@ -104,15 +106,16 @@ def verdict(handle: Any, found: Any = BEFORE, **how: Any) -> Any:
 
 
 def test_the_two_allowed_outcomes() -> None:
-    assert verdict(Handle()) == ("committed", "")
-    assert verdict(failed("model.weight was written to" + CURE)) == ("named", "model.weight")
-    assert verdict(failed("archive.pt.model.weight, it" + CURE)) == ("named", "model.weight")
+    assert verdict(Handle()) == ("committed", [])
+    assert verdict(failed("model.weight was written to" + CURE)) == ("named", ["model.weight"])
+    assert verdict(failed("archive.pt.model.weight, it" + CURE)) == ("named", ["model.weight"])
+    assert verdict(failed("weight, model.weight" + CURE)) == ("named", ["model.weight", "weight"])
 
 
 @pytest.mark.parametrize(
     ("handle", "found", "how", "says"),
     [
-        (Handle(), AFTER, {}, "1 of 3 leaves"),
+        (Handle(), AFTER, {}, "2 of 4 leaves"),
         (Handle(), {**BEFORE, "lr": 0.2}, {}, "lr"),
         (Handle(), {k: v for k, v in BEFORE.items() if k != "lr"}, {}, "lr"),
         (Handle(), {**BEFORE, "more": 1}, {}, "more"),
@@ -124,6 +127,7 @@ def test_the_two_allowed_outcomes() -> None:
         (failed("data/0 was written to" + CURE), BEFORE, {}, "names no tensor"),
         (failed("model.weight was written to"), BEFORE, {}, "what helps"),
         (failed("model.bias was written to" + CURE), BEFORE, {}, "nobody wrote to"),
+        (failed("model.weight, model.bias were written to" + CURE), BEFORE, {}, "nobody wrote to"),
         (Handle(TimeoutError()), BEFORE, {}, "never ended"),
     ],
 )

@@ -143,7 +143,7 @@ class Case:
         self._copies = copies
         self._chance = random.Random(plan.seed + 1)
         self._step = 0
-        self._blamed: list[str] = []
+        self._blamed: set[str] = set()
         self._pending: list[str] = []
         way.track(writer.tracked)
 
@@ -172,7 +172,7 @@ class Case:
             yield outcome
             if outcome == "committed":
                 return
-        raise Violation(f"{MOST_FAILURES + 1} saves failed with the same writer, which tore {self._blamed}")
+        raise Violation(f"{MOST_FAILURES + 1} saves failed with the same writer, which tore {', '.join(self._blamed)}")
 
     def _train(self, steps: int) -> None:
         for _ in range(steps):
@@ -220,7 +220,7 @@ class Case:
 
     def _judge(self, save: Save) -> Outcome:
         covered = save.instant == COVERED or (save.instant is None and self._plan.patient)
-        outcome, name = judge(
+        outcome, names = judge(
             save.handle,
             self._way.read,
             save.expected,
@@ -228,11 +228,11 @@ class Case:
             must_commit=covered or self._never_fails(),
             wrong=save.wrong,
         )
-        if outcome == "named":
-            # In a loop, the next save may begin before anybody knows.
-            if name in self._blamed and not self._writer.swaps and self._plan.patient:
-                raise Violation(f"{name} tore a save before: it must be eager since then")
-            self._blamed.append(name)
+        again = self._blamed.intersection(names)
+        self._blamed.update(names)
+        # In a loop, the next save may begin before anybody knows.
+        if again and not self._writer.swaps and self._plan.patient:
+            raise Violation(f"{', '.join(again)} tore a save before: they must be eager since then")
         return outcome
 
     def _never_fails(self) -> bool:
