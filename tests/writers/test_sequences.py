@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trials import TORTURE, Trials
 from writers import registry
-from writers.trial import INSTANTS, PENDING, Plan, Round, Trial, witnesses
+from writers.trial import HELD, INSTANTS, PENDING, Plan, Round, Trial, witnesses
 
 pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 WITNESSES = witnesses()
@@ -21,13 +21,13 @@ IDS = [w or "no knob" for w in WITNESSES]
 def plans(draw: Any, witness: str | None) -> Plan:
     name = draw(st.sampled_from([n for n in registry.names(witness, slow=TORTURE) if _is_available(n)]))
     writer = registry.REGISTRY[name]
-    rounds = st.builds(Round, st.integers(0, 2), st.sampled_from([*INSTANTS, None]))
+    rounds = st.builds(Round, st.integers(0, 2), st.sampled_from([HELD, HELD, *INSTANTS, None]))
     return Plan(
         name,
         witness,
         draw(st.sampled_from(sorted(writer.ways))),
         draw(st.sampled_from(writer.sizes)),
-        tuple(draw(st.lists(rounds, min_size=1, max_size=4))),
+        tuple(draw(st.lists(rounds, min_size=2, max_size=4))),
         seed=draw(st.integers(0, 2**32)),
         patient=draw(st.booleans()),
         evaluates=draw(st.booleans()),
@@ -61,7 +61,7 @@ def test_any_sequence(witness: str | None, trial: Trial, trials: Trials) -> None
 
     (seed(trials.seed)(run) if TORTURE else run)()
     in_time = sum(found for name, found in trial.outcomes.items() if name.startswith(PENDING))
-    assert in_time > count / 5, "hardly a write came in time to tear anything"
+    assert in_time > count / 10, "hardly a write came in time to tear anything"
     trials.report(
         f"writers in every window, {'no knob' if witness is None else f'witness={witness}'}",
         count,

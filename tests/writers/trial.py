@@ -104,6 +104,8 @@ class Trial:
         except Violation as violation:
             violation.args = (f"{violation}\n{plan}",)
             raise
+        except Exception as error:
+            raise Violation(f"the training itself failed: {type(error).__name__}: {error}\n{plan}") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return Counter({k: n for k, n in (self.outcomes - before).items() if not k.startswith(PENDING)})
