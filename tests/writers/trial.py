@@ -30,7 +30,7 @@ INSTANTS = (
 )
 COVERED = "captured"
 PENDING = "pending at the write"
-CASE_LIMIT_S = 60.0
+CASE_LIMIT_S = 120.0
 HOLD_S = 0.06
 MOST_FAILURES = 3  # with the same writer in every save: then everything that it writes to is known
 HAS_WITNESSES = "witness" in lazyckpt.Config.__dataclass_fields__
@@ -183,12 +183,12 @@ class Case:
     def _round(self, part: Round) -> Outcome:
         save = self._save(part)
         if self._plan.evaluates:
-            wait_until(save.handle.done, limit_s=20.0)
+            wait_until(save.handle.done, limit_s=60.0)
             if not save.handle.done():
                 raise Violation("the save does not end while the main thread computes something else")
         else:
             with contextlib.suppress(lazyckpt.SaveError):
-                save.handle.result(timeout=30)
+                save.handle.result(timeout=60)
         self._writer.after()
         outcome = self._judge(save)
         if part.instant is None:
