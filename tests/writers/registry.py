@@ -66,7 +66,7 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.randn(numel))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.weight.square().sum()  # large gradients: every step moves every bit pattern
+        return x + self.weight.square().sum()  # not the mean: every step has to move every element
 
 
 class Writer:
@@ -79,6 +79,7 @@ class Writer:
     sizes: ClassVar[tuple[str, ...]] = tuple(SIZES)
     ways: ClassVar[frozenset[str]] = ALL_WAYS
     slow: ClassVar[bool] = False  # not in the short run
+    races: ClassVar[bool] = False  # writes during save(), so that wait_captured() afterwards is too late
     swaps: ClassVar[bool] = False  # the storages behind a name are others from save to save
 
     def __init__(self, size: Size, chance: random.Random) -> None:
@@ -297,7 +298,7 @@ def _scale(tensor: torch.Tensor) -> None:
 
 def _busy() -> None:
     """Runs Python for a while: between any two bytecodes, others may look."""
-    end = time.perf_counter() + 0.02
+    end = time.perf_counter() + 0.005
     while time.perf_counter() < end:
         pass
 
@@ -559,6 +560,7 @@ class StepsOnAnotherThread(Writer):
 
     name = "steps on another thread"
     ways = frozenset({"checkpointer", "archive"})  # these take any object
+    races = True
     swaps = True  # what fails is no storage's fault
 
     def make_model(self) -> nn.Module:

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 WITNESSES = [w for w in witnesses() if w != "copy"]
 IDS = [w or "no knob" for w in WITNESSES]
 CURE = "; call wait_captured() before"
-RACING = ("steps on another thread",)  # in save() itself, not only after it
 
 
 def blind(patch: pytest.MonkeyPatch) -> None:
@@ -68,7 +67,7 @@ def test_a_run_in_which_every_save_fails_is_a_violation(
         trial.run(Plan("normal_", witness, rounds=(Round(1, None),)))
 
 
-@pytest.mark.parametrize("name", [n for n, w in registry.REGISTRY.items() if not w.slow and w.name not in RACING])
+@pytest.mark.parametrize("name", [n for n, w in registry.REGISTRY.items() if not w.slow and not w.races])
 def test_with_nothing_lazy_every_writer_comes_too_late(
     name: str, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:

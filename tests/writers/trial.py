@@ -221,7 +221,7 @@ class Case:
         return Save(handle, expected, part.instant, wrong)
 
     def _judge(self, save: Save) -> Outcome:
-        covered = save.instant == COVERED or (save.instant is None and self._plan.patient)
+        covered = (save.instant == COVERED and not self._writer.races) or (save.instant is None and self._plan.patient)
         outcome, names = judge(
             save.handle,
             self._way.read,
