@@ -65,7 +65,7 @@ PYBIND11_MODULE(_engine, m) {
   engine_class
       .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
                        const std::string& backend, bool direct, bool register_buffers, bool pin_ring,
-                       size_t copies_in_flight, bool watch_pages, const std::string& fault) {
+                       size_t copies_in_flight, bool watch_pages, bool copy_on_write, const std::string& fault) {
              EngineOptions o;
              o.max_ring_bytes = ring_bytes;
              o.chunk_bytes = chunk_bytes;
@@ -77,12 +77,13 @@ PYBIND11_MODULE(_engine, m) {
              o.pin_ring = pin_ring;
              o.copies_in_flight = copies_in_flight;
              o.watch_pages = watch_pages;
+             o.copy_on_write = copy_on_write;
              o.fault = fault;
              return new EngineHandle(o);
            }),
            py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
            "direct"_a = true, "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
-           "watch_pages"_a = false, "fault"_a = "")
+           "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
       .def("protect_ahead", [](EngineHandle& e) { e.get().ProtectAhead(); })
       .def("give_up_ahead",
@@ -149,11 +150,14 @@ PYBIND11_MODULE(_engine, m) {
   m.def("crc32_combine", &Crc32Combine);
   m.def("look_at_tensors", [](const py::object& tensors) { return Returned(LookAtTensors(tensors.ptr())); });
   m.def("storages_in", [](const py::object& tree) { return Returned(StoragesIn(tree.ptr())); });
-  m.def("page_witness", [] {
-    Status why;
-    (void)PageWitness::OfProcess(&why);
-    return why.ok() ? std::string() : why.message();
-  });
+  m.def(
+      "page_witness",
+      [](bool copy_on_write) {
+        Status why;
+        (void)PageWitness::OfProcess(copy_on_write ? WitnessMode::kCopy : WitnessMode::kReport, &why);
+        return why.ok() ? std::string() : why.message();
+      },
+      "copy_on_write"_a = false);
   m.def("rename_exchange", &RenameExchange);
   m.def("probe", [](const std::filesystem::path& folder) { return Probe(folder.string()); });
 }

@@ -2,6 +2,9 @@
 
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -9,12 +12,15 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <new>
 #include <numeric>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 // Older headers than the kernel are common.
@@ -23,6 +29,9 @@
 #endif
 #ifndef UFFD_FEATURE_WP_UNPOPULATED
 #define UFFD_FEATURE_WP_UNPOPULATED (1 << 13)
+#endif
+#ifndef USERFAULTFD_IOC_NEW
+#define USERFAULTFD_IOC_NEW _IO(0xAA, 0x00)
 #endif
 #ifndef UFFD_FEATURE_WP_ASYNC
 #define UFFD_FEATURE_WP_ASYNC (1 << 15)
@@ -48,6 +57,21 @@ PageRange Common(const PageRange& a, const PageRange& b) {
   return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
 }
 
+constexpr size_t kSaveBytes = 64 << 10;  // copied aside at once: a fault costs as much as a few pages
+
+// One for both modes, since a mapping belongs to one of them. Taken behind PageWitness::mutex_, never before it.
+std::mutex& Registering() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+struct OfMode {
+  std::atomic<PageWitness*> made = nullptr;  // for good: threads may use it while the process ends
+  pid_t maker = 0;
+  Status refused;
+};
+OfMode witnesses[2];
+
 }  // namespace
 
 PageRange PageRange::Inside(const void* data, size_t size) {
@@ -72,38 +96,104 @@ size_t PageWindow::Add(PageRange pages) {
   return watched_.size() - 1;
 }
 
-PageWitness* PageWitness::OfProcess(Status* why) {
+bool PageWindow::IsDone(const Watched& watched, uintptr_t page) const {
+  return std::any_of(watched.done.begin(), watched.done.end(),
+                     [page](const PageRange& d) { return d.begin <= page && page < d.end; });
+}
+
+PageWitness* PageWitness::OfProcess(WitnessMode mode, Status* why) {
   static std::mutex making;
-  static PageWitness* made = nullptr;  // for good: threads may use it while the process ends
-  static pid_t maker = 0;
-  static Status refused;
   const std::lock_guard lock(making);
-  if (maker != getpid()) {  // in a forked child the old one speaks of the parent's memory
-    maker = getpid();
-    made = new PageWitness;
-    refused = made->Start();
-    if (!refused.ok()) delete std::exchange(made, nullptr);
+  OfMode& of = witnesses[static_cast<size_t>(mode)];
+  if (of.maker != getpid()) {  // in a forked child the old one speaks of the parent's memory
+    of.maker = getpid();
+    auto* const witness = new PageWitness(mode);
+    of.refused = witness->Start();
+    of.made = of.refused.ok() ? witness : nullptr;
   }
-  *why = refused;
-  return made;
+  *why = of.refused;
+  return of.made;
+}
+
+Status PageWitness::OpenDescriptors() {
+  if (mode_ == WitnessMode::kReport) {
+    uffd_ = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY));
+  } else {
+    uffd_ = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK));
+    const int device = uffd_ < 0 ? open("/dev/userfaultfd", O_RDWR | O_CLOEXEC) : -1;
+    if (device >= 0) {
+      uffd_ = ioctl(device, USERFAULTFD_IOC_NEW, O_CLOEXEC | O_NONBLOCK);
+      close(device);
+    }
+  }
+  if (uffd_ < 0) return Status(errno, "userfaultfd", "");
+  pagemap_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (pagemap_ < 0) return Status(errno, "open", "/proc/self/pagemap");
+  uffdio_api api{};
+  api.api = UFFD_API;
+  api.features = UFFD_FEATURE_WP_UNPOPULATED;
+  api.features |= mode_ == WitnessMode::kReport ? UFFD_FEATURE_WP_ASYNC : UFFD_FEATURE_PAGEFAULT_FLAG_WP;
+  if (ioctl(uffd_, UFFDIO_API, &api) != 0)
+    return Status(errno, "userfaultfd without the write protection that Linux 6.7 has", "");
+  return Status::Ok();
 }
 
 Status PageWitness::Start() {
   if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPageBytes)) return Status(ENOTSUP, "pages other than 4 KiB", "");
-  uffd_ = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY));
-  if (uffd_ < 0) return Status(errno, "userfaultfd", "");
-  pagemap_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-  Status status = pagemap_ < 0 ? Status(errno, "open", "/proc/self/pagemap") : Status::Ok();
-  uffdio_api api{};
-  api.api = UFFD_API;
-  api.features = UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_UNPOPULATED;
-  if (status.ok() && ioctl(uffd_, UFFDIO_API, &api) != 0)
-    status = Status(errno, "userfaultfd without asynchronous write protection (Linux 6.7 has it)", "");
-  if (status.ok()) status = TryOnOwnPages();
-  if (status.ok()) return status;
-  close(uffd_);
+  Status status = OpenDescriptors();
+  if (status.ok() && mode_ == WitnessMode::kCopy) try {
+      std::thread([this] { SaveLoop(); }).detach();
+    } catch (const std::system_error& error) {
+      status = Status(error.code().value(), "start of a thread", "");
+    }
+  if (status.ok()) return TryOnOwnPages();
+  if (uffd_ >= 0) close(uffd_);
   if (pagemap_ >= 0) close(pagemap_);
   return status;
+}
+
+// For good. Takes no memory and touches none that may be protected but to copy it: it is what all who write wait for.
+void PageWitness::SaveLoop() {
+  pthread_setname_np(pthread_self(), "lazyckpt-aside");
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);
+  for (;;) {
+    pollfd ready{.fd = uffd_, .events = POLLIN, .revents = 0};
+    if (poll(&ready, 1, -1) < 0) continue;
+    std::array<uffd_msg, 16> messages;
+    const ssize_t bytes = read(uffd_, messages.data(), sizeof messages);
+    for (ssize_t i = 0; i < bytes / static_cast<ssize_t>(sizeof(uffd_msg)); ++i)
+      if (messages[i].event == UFFD_EVENT_PAGEFAULT) Save(messages[i].arg.pagefault.address / kPageBytes * kPageBytes);
+  }
+}
+
+// Copies what somebody is about to write to, for each window that has not copied it yet; then lets them write.
+void PageWitness::Save(uintptr_t page) {
+  const std::unique_lock lock(mutex_);
+  PageRange batch{page / kSaveBytes * kSaveBytes, (page / kSaveBytes + 1) * kSaveBytes};
+  bool is_watched = false;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (PageWindow* window : windows_) {
+      const size_t at = window->FindAfter(page);
+      if (at == window->by_address_.size()) continue;
+      PageWindow::Watched& w = window->watched_[window->by_address_[at]];
+      if (w.refused || w.pages.begin > page) continue;
+      is_watched = true;
+      if (pass == 0) {
+        batch = Common(batch, w.pages);
+        continue;
+      }
+      for (uintptr_t p = batch.begin; p < batch.end; p += kPageBytes) {
+        const size_t number = (p - w.pages.begin) / kPageBytes;
+        if (w.saved[number] || window->IsDone(w, p)) continue;
+        std::memcpy(w.aside + number * kPageBytes, reinterpret_cast<const void*>(p), kPageBytes);
+        w.saved[number] = true;
+      }
+    }
+    if (!is_watched) batch = {page, page + kPageBytes};
+  }
+  (void)WriteProtect(batch, false);
 }
 
 // What the calls promise, before anybody relies on it.
@@ -124,10 +214,15 @@ Status PageWitness::TryOnOwnPages() {
     status = Status(error, "PAGEMAP_SCAN (Linux 6.7 has it)", "");
   if (status.ok() && written != 0) status = Status(ENOTSUP, "write protection that reports what nobody wrote", "");
   bytes[kPageBytes] = 2;
-  bytes[3 * kPageBytes] = 2;
-  if (status.ok() && (Scan(pages, true, count) != 0 || written != 2 * kPageBytes))
+  const int zeros = open("/dev/zero", O_RDONLY | O_CLOEXEC);  // a system call that writes
+  const ssize_t got = read(zeros, static_cast<char*>(memory) + 3 * kPageBytes, 1);
+  const int error = got < 0 ? errno : 0;
+  if (zeros >= 0) close(zeros);
+  if (status.ok() && got != 1) status = Status(error, "userfaultfd for system calls", "");
+  if (status.ok() && (Scan(pages, false, count) != 0 || written != 2 * kPageBytes))
     status = Status(ENOTSUP, "write protection that misses a write", "");
   munmap(memory, kBytes);
+  const std::lock_guard registering(Registering());
   registered_.clear();
   return status;
 }
@@ -146,7 +241,7 @@ int PageWitness::Scan(PageRange pages, bool protect, F found) const {
   std::array<ScanRegion, 64> runs;
   ScanArguments call{};
   call.size = sizeof call;
-  call.flags = kScanCheckAsync | (protect ? kScanProtectMatching : 0);
+  call.flags = (mode_ == WitnessMode::kReport ? kScanCheckAsync : 0) | (protect ? kScanProtectMatching : 0);
   call.end = pages.end;
   call.vec = reinterpret_cast<uint64_t>(runs.data());
   call.vec_len = runs.size();
@@ -165,14 +260,14 @@ int PageWitness::Scan(PageRange pages, bool protect, F found) const {
 }
 
 bool PageWitness::IsRegistered(PageRange pages) {
-  const std::lock_guard lock(registering_);
+  const std::lock_guard lock(Registering());
   const auto after = registered_.upper_bound(pages.begin);
   return after != registered_.begin() && std::prev(after)->second >= pages.end;
 }
 
 // By mapping: to register each storage by itself would split mappings, of which a process may have 65,530.
 bool PageWitness::Register(PageRange pages) {
-  const std::lock_guard lock(registering_);
+  const std::lock_guard lock(Registering());
   std::FILE* const maps = std::fopen("/proc/self/maps", "re");
   if (maps == nullptr) return false;
   char line[512];
@@ -191,9 +286,15 @@ bool PageWitness::Register(PageRange pages) {
     uffdio_register call{};
     call.range = {begin, end - begin};
     call.mode = UFFDIO_REGISTER_MODE_WP;
-    if (ioctl(uffd_, UFFDIO_REGISTER, &call) != 0) break;  // EBUSY: another user of userfaultfd has it
-    for (auto old = registered_.lower_bound(begin); old != registered_.end() && old->first < end;)
-      old = registered_.erase(old);
+    // EBUSY: another user of userfaultfd has it, the other mode perhaps.
+    PageWitness* const other = witnesses[mode_ == WitnessMode::kReport ? 1 : 0].made;
+    if (ioctl(uffd_, UFFDIO_REGISTER, &call) != 0 &&
+        (errno != EBUSY || other == nullptr || !other->Yield({begin, end}) ||
+         ioctl(uffd_, UFFDIO_REGISTER, &call) != 0))
+      break;
+    // Memory was unmapped and mapped again: the kernel would protect it for either, and tell the wrong one.
+    if (other != nullptr) other->ForgetRegistered({begin, end});
+    ForgetRegistered({begin, end});
     registered_[begin] = end;
     covered = end;
   }
@@ -218,6 +319,21 @@ size_t PageWindow::FindAfter(uintptr_t address) const {
   return std::lower_bound(by_address_.begin(), by_address_.end(), address, reaches) - by_address_.begin();
 }
 
+// Under Registering(). Lets go of a mapping, unless any window is open.
+bool PageWitness::Yield(PageRange pages) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || !windows_.empty()) return false;
+  uffdio_range call{pages.begin, pages.bytes()};
+  if (ioctl(uffd_, UFFDIO_UNREGISTER, &call) != 0) return false;
+  ForgetRegistered(pages);
+  return true;
+}
+
+// Under Registering(). More than `pages`, perhaps: what is registered once more is registered all the same.
+void PageWitness::ForgetRegistered(PageRange pages) {
+  std::erase_if(registered_, [&](const auto& r) { return PageRange{r.first, r.second}.Overlaps(pages); });
+}
+
 void PageWitness::Open(PageWindow* window) {
   auto& order = window->by_address_;
   order.resize(window->watched_.size());
@@ -230,11 +346,32 @@ void PageWitness::Open(PageWindow* window) {
     auto& here = window->watched_[order[i]];
     here.refused = here.pages.Overlaps(before.pages);
   }
+  if (mode_ == WitnessMode::kCopy) ReserveAside(window);
   const std::unique_lock lock(mutex_);
   if (!windows_.empty())
     for (PageWindow::Watched& ours : window->watched_) ours.refused = ours.refused || !Share(window, &ours);
   windows_.push_back(window);
   window->open_ = true;
+}
+
+// Memory for all pages of the window; it is used where somebody writes.
+void PageWitness::ReserveAside(PageWindow* window) {
+  size_t bytes = 0;
+  for (const PageWindow::Watched& w : window->watched_) bytes += w.pages.bytes();
+  if (bytes == 0) return;
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  auto* at = memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+  if (at != nullptr) {
+    window->aside_ = {at, bytes};
+    madvise(at, bytes, MADV_DONTFORK);
+  }
+  for (PageWindow::Watched& w : window->watched_) {
+    w.refused = w.refused || at == nullptr;
+    if (at == nullptr) continue;
+    w.aside = at;
+    w.saved.resize(w.pages.bytes() / kPageBytes);
+    at += w.pages.bytes();
+  }
 }
 
 // Under the exclusive lock: whether no other window stands against watching these pages.
@@ -245,11 +382,11 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
     PageWindow::Watched& theirs = other->watched_[other->by_address_[at]];
     if (theirs.refused || !theirs.pages.Overlaps(ours->pages)) continue;
     if (theirs.pages != ours->pages || !theirs.is_protected) return false;
+    if (mode_ == WitnessMode::kCopy) continue;  // to protect them once more loses nothing
     // What was written so far is evidence for the other window alone; what is written from here on, for both.
-    const int error = Scan(ours->pages, true, [&theirs](PageRange run) {
+    const int error = Scan(ours->pages, true, [&](PageRange run) {
       for (uintptr_t page = run.begin; page < run.end && !theirs.written; page += kPageBytes)
-        theirs.written = std::none_of(theirs.done.begin(), theirs.done.end(),
-                                      [page](const PageRange& d) { return d.begin <= page && page < d.end; });
+        theirs.written = !other->IsDone(theirs, page);
     });
     if (error != 0) return false;
     ours->is_protected = true;
@@ -271,6 +408,8 @@ bool PageWitness::Protect(PageWindow* window, size_t watched, bool again) {
 }
 
 bool PageWitness::ProtectAhead(PageRange pages) {
+  // kCopy: the pages may be anybody's by now, of malloc's books, say, and who waits for a copy may hold a lock.
+  if (mode_ == WitnessMode::kCopy) return false;
   const std::shared_lock lock(mutex_);
   return windows_.empty() && IsRegistered(pages) && WriteProtect(pages, true) == 0;
 }
@@ -298,13 +437,25 @@ bool PageWitness::IsAwaited(const PageWindow* by_others_than, PageRange pages) c
   return false;
 }
 
-bool PageWitness::CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size) {
+bool PageWitness::CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size, std::byte* copy,
+                               bool* patched) {
   PageWindow::Watched& w = window->watched_[watched];
   const PageRange inside = PageRange::Inside(data, size);
   const PageRange around = Common(PageRange::Around(data, size), w.pages);
   const std::shared_lock lock(mutex_);
+  const auto number = [&w](uintptr_t page) { return (page - w.pages.begin) / kPageBytes; };
   bool written = false;
-  const int error = inside.empty() ? 0 : Scan(inside, false, [&written](PageRange) { written = true; });
+  const int error = inside.empty() ? 0 : Scan(inside, false, [&](PageRange run) {
+    for (uintptr_t page = run.begin; page < run.end; page += kPageBytes)
+      written = written || w.saved.empty() || !w.saved[number(page)];
+  });
+  if (!w.saved.empty()) {
+    for (uintptr_t page = inside.begin; page < inside.end; page += kPageBytes) {
+      if (!w.saved[number(page)]) continue;
+      std::memcpy(copy + (page - reinterpret_cast<uintptr_t>(data)), w.aside + number(page) * kPageBytes, kPageBytes);
+      *patched = true;
+    }
+  }
   const bool awaited = IsAwaited(window, around);
   if (!awaited) (void)WriteProtect(around, false);
   const std::lock_guard changing(window->mutex_);
@@ -333,14 +484,17 @@ void PageWitness::Close(PageWindow* window) {
   window->open_ = false;
   std::erase(windows_, window);
   for (PageWindow::Watched& w : window->watched_) {
-    size_t copied = 0;
-    for (const PageRange& d : w.done) copied += d.bytes();
-    const bool unfinished = copied < w.pages.bytes();
-    if (!w.is_protected || (!unfinished && !w.left)) continue;
+    std::sort(w.done.begin(), w.done.end(), [](const PageRange& a, const PageRange& b) { return a.begin < b.begin; });
+    uintptr_t done = w.pages.begin;  // up to here; neighbours overlap by the page that they share
+    for (const PageRange& d : w.done)
+      if (d.begin <= done) done = std::max(done, d.end);
+    if (!w.is_protected || (done == w.pages.end && !w.left)) continue;
     // The checkpoint has failed. Whoever wrote to these as well is to be known.
-    if (w.done.empty()) (void)Scan(w.pages, false, [&w](PageRange) { w.written = true; });
+    if (w.done.empty() && w.saved.empty()) (void)Scan(w.pages, false, [&w](PageRange) { w.written = true; });
     if (!IsAwaited(window, w.pages)) (void)WriteProtect(w.pages, false);
   }
+  if (!window->aside_.empty()) munmap(window->aside_.data(), window->aside_.size());
+  window->aside_ = {};
 }
 
 }  // namespace lazyckpt

@@ -1,5 +1,9 @@
-// Asks the kernel which pages of this process were written, by whomever: userfaultfd write protection that the kernel
-// lifts by itself (WP_ASYNC) and PAGEMAP_SCAN. Linux 6.7 or newer; needs no privilege.
+// Asks the kernel which pages of this process were written, by whomever (userfaultfd).
+//
+// kReport: the kernel lifts the write protection by itself (WP_ASYNC), and PAGEMAP_SCAN tells where it did. Linux 6.7
+// or newer; needs no privilege. kCopy: whoever writes is held until a thread has copied the page aside. Needs a
+// userfaultfd that handles faults of system calls, too, or these would fail with EFAULT: see
+// Documentation/admin-guide/mm/userfaultfd.rst, "Permissions".
 #pragma once
 
 #include <array>
@@ -35,6 +39,8 @@ struct PageRange {
 // What lies before and behind the whole pages of some memory; all of it, if it has none.
 std::array<std::span<const std::byte>, 2> EdgesOf(std::span<const std::byte> memory);
 
+enum class WitnessMode { kReport, kCopy };
+
 // The pages of one snapshot, from the moment of the snapshot until they are copied. PageWitness guards it.
 class PageWindow {
  public:
@@ -52,7 +58,11 @@ class PageWindow {
     bool written = false;         // before they were copied
     bool left = false;            // some are protected still, for another window
     std::vector<PageRange> done;  // copied, in any order
+    // kCopy: where its pages are copied to when somebody writes to them, and which have been.
+    std::byte* aside = nullptr;
+    std::vector<bool> saved;
   };
+  bool IsDone(const Watched& watched, uintptr_t page) const;
   // The first of those that reach behind `address`, in the order of by_address_.
   size_t FindAfter(uintptr_t address) const;
 
@@ -60,6 +70,7 @@ class PageWindow {
   std::vector<uint32_t> by_address_;
   std::mutex mutex_;  // of what CheckAndOpen changes
   bool open_ = false;
+  std::span<std::byte> aside_;  // for all of them
 };
 
 // One for the process, since a page has one protection: windows that share pages keep each other's evidence.
@@ -67,7 +78,7 @@ class PageWindow {
 class PageWitness {
  public:
   // nullptr, with the reason, where the kernel or the container has no such thing. Tried once, on memory of its own.
-  static PageWitness* OfProcess(Status* why);
+  static PageWitness* OfProcess(WitnessMode mode, Status* why);
 
   // The window watches from here on what Protect protects. No page may be in a window twice.
   void Open(PageWindow* window);
@@ -81,9 +92,10 @@ class PageWitness {
   // Lifts the protection of pages that no window watches after all.
   void GiveUp(std::span<const PageRange> pages);
 
-  // `data` is copied. Lifts the protection of its pages and returns whether they are as they were when the window was
-  // opened. Pages that `data` shares with its neighbours are not looked at: the caller copied those at once.
-  bool CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size);
+  // `data` is copied to `copy`. Lifts the protection of its pages and returns whether they are as they were when the
+  // window was opened; pages that were copied aside are put in place in `copy`, and `patched` is set. Pages that `data`
+  // shares with its neighbours are not looked at: the caller copied those at once.
+  bool CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size, std::byte* copy, bool* patched);
 
   // Ends the window: the protection of what was not copied is lifted. Once or more often.
   void Close(PageWindow* window);
@@ -92,8 +104,13 @@ class PageWitness {
   std::vector<size_t> Written(PageWindow* window);
 
  private:
-  PageWitness() = default;
+  explicit PageWitness(WitnessMode mode) : mode_(mode) {}
   Status Start();
+  Status OpenDescriptors();
+  void SaveLoop();
+  void Save(uintptr_t page);
+  bool Yield(PageRange pages);
+  void ForgetRegistered(PageRange pages);
   Status TryOnOwnPages();
   bool Register(PageRange pages);
   bool IsRegistered(PageRange pages);
@@ -101,14 +118,15 @@ class PageWitness {
   // Calls found(written pages) for each run; `protect` protects these in the same step. 0 or an errno value.
   template <class F>
   int Scan(PageRange pages, bool protect, F found) const;
+  static void ReserveAside(PageWindow* window);
   bool Share(PageWindow* window, PageWindow::Watched* ours);
   bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;
 
+  const WitnessMode mode_;
   int uffd_ = -1;
   int pagemap_ = -1;
   std::shared_mutex mutex_;  // of windows_; exclusive to open and to close a window
   std::vector<PageWindow*> windows_;
-  std::mutex registering_;
   std::map<uintptr_t, uintptr_t> registered_;  // begin -> end; may have been unmapped since
 };
 

@@ -73,7 +73,9 @@ std::map<std::string, std::string> Probe(const std::string& dir) {
   facts["crc32"] = "zlib";
 #endif
   facts["o_direct"] = ProbeDirect(dir);
-  facts["page_witness"] = PageWitness::OfProcess(&status) != nullptr ? "yes" : "no: " + status.message();
+  for (const auto& [fact, mode] :
+       {std::pair("page_witness", WitnessMode::kReport), {"copy_on_write", WitnessMode::kCopy}})
+    facts[fact] = PageWitness::OfProcess(mode, &status) != nullptr ? "yes" : "no: " + status.message();
 #ifdef STATX_DIOALIGN
   struct statx info{};
   std::string path = dir + "/.lazyckpt-probe-XXXXXX";

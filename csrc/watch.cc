@@ -32,7 +32,10 @@ bool Engine::ProtectSome(bool helping, std::unique_lock<std::mutex>& lock) {
   const size_t end = ahead_next_;
   ++protecting_;
   lock.unlock();
-  for (size_t i = first; i < end; ++i) (void)witness_->ProtectAhead(last_watched_[i]);
+  for (size_t i = first; i < end; ++i) {
+    PageRange& pages = last_watched_[i];
+    if (!witness_->ProtectAhead(pages)) pages.end = pages.begin;  // Watch() protects them like new ones
+  }
   lock.lock();
   --protecting_;
   if (protecting_ == 0) changed_.notify_all();
@@ -134,7 +137,11 @@ bool Engine::CopyWatched(Job& job, const Source& source, std::byte* to, const st
   crc = CopyCrc32(crc, to + head.size(), memory.data() + head.size(), middle);
   piece->crc = CopyCrc32(crc, to + head.size() + middle, *edges + head.size(), tail.size());
   *edges += head.size() + tail.size();
-  return witness_->CheckAndOpen(&job.window, static_cast<size_t>(source.watched), memory.data(), memory.size());
+  bool patched = false;
+  const bool clean = witness_->CheckAndOpen(&job.window, static_cast<size_t>(source.watched), memory.data(),
+                                            memory.size(), to, &patched);
+  if (patched) piece->crc = Crc32(0, to, memory.size());
+  return clean;
 }
 
 }  // namespace lazyckpt

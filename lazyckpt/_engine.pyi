@@ -31,6 +31,7 @@ class Engine:
         pin_ring: bool = True,
         copies_in_flight: int = 4,
         watch_pages: bool = False,
+        copy_on_write: bool = False,
         fault: str = "",
     ) -> None: ...
     def reserve(self, bytes: int) -> bool:
@@ -61,7 +62,8 @@ class Engine:
         these streams make of it by now.
 
         With watch_pages, a write to a page of a source with owners in host memory, from now until it is copied, fails
-        the job: see Job.torn(). Sources whose pages cannot be watched become eager."""
+        the job: see Job.torn(). Sources whose pages cannot be watched become eager. With copy_on_write besides, it is
+        the writer who waits, until the page is copied aside, and the job goes on."""
 
     @property
     def ring_bytes(self) -> int: ...
@@ -179,8 +181,8 @@ def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], by
     """The tensors with a storage in dicts, lists and tuples, however deep; the _cdata of their storages; the bytes of
     these; and 1 for each tensor that is contiguous, fills its storage and is no inference tensor, 0 for others."""
 
-def page_witness() -> str:
-    """Why watch_pages does not work here; empty if it does."""
+def page_witness(copy_on_write: bool = False) -> str:
+    """Why watch_pages, or copy_on_write with it, does not work here; empty if it does."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: StrPath, b: StrPath) -> None: ...

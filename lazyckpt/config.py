@@ -40,10 +40,11 @@ class Config:
     keep_every: int | None = None
     """Besides, keep those whose step is a multiple of this."""
 
-    witness: Literal["auto", "pages", "versions"] = "auto"
+    witness: Literal["auto", "pages", "copy", "versions"] = "auto"
     """What notices a write to a lazily copied tensor before it is copied. "pages": the kernel, whoever writes (host
-    memory, Linux 6.7 or newer). "versions": the tensors' version counters, which some writers do not move. "auto":
-    "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
+    memory, Linux 6.7 or newer). "copy": the kernel holds the writer until the page is copied aside, so that no
+    checkpoint fails by it; takes a privilege. "versions": the tensors' version counters, which some writers do not
+    move. "auto": "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
 
     audit: bool = False
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step: finds
@@ -91,7 +92,7 @@ class Config:
             ("durability", ("async", "before_step")),
             ("on_error", ("raise", "warn")),
             ("io_backend", ("auto", "io_uring", "posix")),
-            ("witness", ("auto", "pages", "versions")),
+            ("witness", ("auto", "pages", "copy", "versions")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, allowed))}")

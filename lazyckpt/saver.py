@@ -86,6 +86,7 @@ class Saver:
         try:
             self.engine = _engine.Engine(
                 watch_pages=self._watched,
+                copy_on_write=config.witness == "copy",
                 ring_bytes=self._max_ring_bytes,
                 chunk_bytes=config.chunk_bytes,
                 io_depth=config.io_depth,
@@ -476,13 +477,15 @@ def _is_watched(witness: str) -> bool:
     """Whether the kernel watches the pages of lazy host memory."""
     if witness == "versions":
         return False
-    refused = _engine.page_witness()
-    if refused and witness == "pages":
-        raise ConfigError(
-            f'witness="pages" does not work here ({refused}). It takes Linux 6.7 or newer and, in a container, a '
-            'seccomp profile that allows userfaultfd. witness="auto" does without'
-        )
-    return not refused
+    refused = _engine.page_witness(copy_on_write=witness == "copy")
+    if not refused or witness == "auto":
+        return not refused
+    needs = "Linux 6.7 or newer and, in a container, a seccomp profile that allows userfaultfd"
+    if witness == "copy":
+        needs += ", and access to /dev/userfaultfd, CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1"
+    raise ConfigError(
+        f'witness="{witness}" does not work here ({refused}). It takes {needs}. witness="auto" takes what there is'
+    )
 
 
 _warned: set[str] = set()

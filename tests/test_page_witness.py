@@ -365,3 +365,21 @@ def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObje
             expected += [i] if is_whole and not is_cut else []
         assert torn == expected
     assert not any(is_protected(whole))
+
+
+def test_untouched_pages_that_could_not_be_protected_ahead_are_watched_all_the_same(tmp_path: Path) -> None:
+    """Regression: a window of another save was open, and what nobody had touched passed for written."""
+    engine, other = make_engine(), make_engine()
+    mapping = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 30 * PAGE)
+    assert Save(engine, [memory], tmp_path / "a").finish() == []
+    mapping.madvise(mmap.MADV_DONTNEED)
+    waiting = Save(other, [Memory.of(10 * PAGE)], tmp_path / "b")
+    engine.protect_ahead()
+    job = engine.begin(array("Q", [memory.address]), array("Q", [memory.size]), array("Q", [1]), 1, True)
+    job.append(0, 0, array("q", [SOURCE, memory.size, 0]), b"")
+    job.seal()
+    job.go()
+    job.open(0, tmp_path / "c", memory.size)
+    assert job.wait_released(30) and job.torn() == []
+    assert job.wait_settled(30) and waiting.finish() == []

@@ -1,0 +1,172 @@
+"""Who writes to a watched page before it is copied waits a moment, and neither tears nor fails the checkpoint."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_page_witness import CHUNK, PAGE, WRITERS, Memory, Save, is_protected
+
+import lazyckpt
+from lazyckpt import _engine
+
+pytestmark = pytest.mark.skipif(bool(_engine.page_witness(True)), reason=f"refused: {_engine.page_witness(True)}")
+
+
+def make_engine(**knobs: object) -> _engine.Engine:
+    knobs = {"ring_bytes": 4 * CHUNK, "chunk_bytes": CHUNK, "io_depth": 2, "copy_threads": 1, **knobs}
+    return _engine.Engine(watch_pages=True, copy_on_write=True, **knobs)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine() -> Iterator[_engine.Engine]:
+    yield make_engine()
+
+
+@pytest.mark.parametrize("shift", [0, 64, PAGE - 64])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_writer_tears_or_fails_the_checkpoint(
+    writer: str, shift: int, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    other, memory = Memory.of(5 * PAGE), Memory.of(40 * PAGE, at=shift)
+    for number, at in enumerate((0, PAGE, 20 * PAGE, 40 * PAGE - 1)):
+        save = Save(engine, [other, memory], tmp_path / str(number))
+        WRITERS[writer](memory, at)
+        assert save.finish() == []
+        assert not any(is_protected(memory)) and not any(is_protected(other))
+
+
+def test_threads_that_write_all_of_it_while_it_is_copied(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = Memory.of(512 * PAGE, at=64)
+    for number in range(10):
+        save = Save(engine, [memory], tmp_path / str(number))
+        threads = [
+            threading.Thread(target=memory.array[at::4].__setitem__, args=(slice(None), number)) for at in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        assert save.finish() == []
+        for thread in threads:
+            thread.join()
+        assert (memory.array == number).all()
+    assert not any(is_protected(memory))
+
+
+def test_memory_that_nobody_touched_and_huge_pages(engine: _engine.Engine, tmp_path: Path) -> None:
+    for number, advice in enumerate((None, mmap.MADV_HUGEPAGE)):
+        size = 6 << 20
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if advice is not None:
+            mapping.madvise(advice)
+        memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size)
+        if advice is not None:
+            memory.array[:] = 3
+        save = Save(engine, [memory], tmp_path / f"{number}")
+        memory.array[::50_000] = 4
+        assert save.finish() == []
+        assert not any(is_protected(memory))
+
+
+@pytest.mark.parametrize("first_ends", [True, False])
+def test_two_snapshots_of_the_same_pages_get_each_its_own(first_ends: bool, tmp_path: Path) -> None:
+    engines = make_engine(), make_engine()
+    memory = Memory.of(60 * PAGE)
+    first = Save(engines[0], [memory], tmp_path / "a")
+    memory.array[3 * PAGE] = 101
+    memory.array[40 * PAGE] = 101
+    second = Save(engines[1], [memory], tmp_path / "b")
+    memory.array[3 * PAGE] = 102
+    memory.array[50 * PAGE] = 102
+    one, other = (first, second) if first_ends else (second, first)
+    assert one.finish() == []
+    memory.array[:] = 103
+    assert other.finish() == []
+    assert not any(is_protected(memory))
+
+
+def test_memory_that_is_thrown_away_fails_the_checkpoint(engine: _engine.Engine, tmp_path: Path) -> None:
+    """There is no fault to hold."""
+    memory = Memory.of(30 * PAGE)
+    save = Save(engine, [memory], tmp_path / "a")
+    memory.mapping.madvise(mmap.MADV_DONTNEED)
+    assert save.finish() == [0]
+
+
+def test_after_a_fork_parent_and_child_write_as_ever(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = Memory.of(30 * PAGE)
+    save = Save(engine, [memory], tmp_path / "a")
+    child = os.fork()
+    if child == 0:
+        memory.array[:] = 0
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    memory.array[20 * PAGE] = 77
+    assert save.finish() == []
+
+
+def test_a_checkpoint_that_fails_lets_writers_go(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = Memory.of(100 * PAGE)
+    save = Save(engine, [memory], tmp_path / "a")
+    save.job.fail(5, "tried")
+    assert save.job.wait_released(30)
+    assert not any(is_protected(memory))
+    memory.array[:] = 1
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_both_modes_in_one_process_take_turns(order: tuple[bool, bool], tmp_path: Path) -> None:
+    """A mapping belongs to one of them; the other takes it over when nothing is under way, else it copies at once."""
+    memory = Memory.of(30 * PAGE)
+    engines = [
+        make_engine()
+        if copy
+        else _engine.Engine(watch_pages=True, ring_bytes=4 * CHUNK, chunk_bytes=CHUNK, io_depth=2, copy_threads=1)
+        for copy in order
+    ]
+    for number in range(2):
+        for copy, engine in zip(order, engines, strict=True):
+            save = Save(engine, [memory], tmp_path / f"{number}{copy}")
+            memory.array[9 * PAGE] ^= 255
+            assert save.finish() == ([] if copy else [0])
+    waiting = Save(engines[0], [memory], tmp_path / "waits")
+    at_once = Save(engines[1], [memory], tmp_path / "at-once")
+    assert at_once.job.stats()["eager_bytes"] == memory.size
+    assert at_once.finish() == [] and waiting.finish() == []
+
+
+def test_a_training_whose_weights_are_written_right_after_every_save(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).square().sum().backward()
+        optimizer.step()
+
+    ring = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 256 << 10}
+    with lazyckpt.Checkpointer(tmp_path, witness="copy", keep_last=2, **ring) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        for number in range(10):
+            step()
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            handle = ckpt.save(number)
+            for parameter in model.parameters():
+                parameter.data.normal_()
+            saved = torch.load(handle.result() / "state.pt")["model"]
+            assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+            assert handle.metrics.eager_bytes < 0.2 * handle.metrics.bytes
+
+
+def test_numpy_sees_no_difference(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = Memory.of(100 * PAGE)
+    save = Save(engine, [memory], tmp_path / "a")
+    np.add(memory.array, 1, out=memory.array)
+    assert (memory.array == (np.arange(memory.size, dtype=np.uint32) + 1).astype(np.uint8)).all()
+    assert save.finish() == []
