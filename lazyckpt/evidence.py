@@ -7,8 +7,8 @@ or gets other memory.
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -47,13 +47,15 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class Evidence:
-    """One per gate. Entries die with their parameters; nothing is kept alive."""
+    """One per gate. It holds no parameter, not even weakly: torch.utils.swap_tensors refuses a tensor that has weak
+    references. Entries die with their optimizer, which keeps its parameters alive."""
 
     def __init__(self) -> None:
-        # Parameters that had a gradient, by identity, and where their memory was.
-        self._earned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        # What each optimizer's steps look at: the sizes of its groups, and the parameters that have not earned yet.
-        self._waiting: weakref.WeakKeyDictionary[Any, tuple[list[int], list[weakref.ref[torch.Tensor]]]] = (
+        # By optimizer: its parameters that had a gradient, by identity, and where their memory was.
+        self._earned: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+        # What each optimizer's steps look at: the sizes of its groups, and the places (group, number) of the parameters
+        # that have not earned yet.
+        self._waiting: weakref.WeakKeyDictionary[Any, tuple[list[int], list[tuple[int, int]]]] = (
             weakref.WeakKeyDictionary()
         )
         self._embeddings: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -61,50 +63,50 @@ class Evidence:
     def look(self, optimizer: Any) -> None:
         """Notes which parameters have a gradient now; call it between backward and the optimizer's write."""
         try:
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            groups = optimizer.param_groups
+            sizes = [len(group["params"]) for group in groups]
             known, waiting = self._waiting.get(optimizer, (None, []))
         except (AttributeError, KeyError, TypeError):  # not as torch's optimizers are
             return
         if known != sizes:  # the first step, or a group was added
-            self._wait_for(optimizer, [p for p in parameters_in_groups(optimizer) if id(p) not in self._earned])
-            _, waiting = self._waiting[optimizer]
-        if not waiting:
+            mine = self._earned.setdefault(optimizer, {})
+            waiting = _places(optimizer, lambda parameter: id(parameter) not in mine)
+        elif not waiting:
             return
         earned, others = [], []
         with torch._C.DisableTorchFunction():
-            for reference in waiting:
-                parameter = reference()
-                if parameter is None or id(parameter) in self._earned:
-                    continue
+            for group, number in waiting:
+                parameter = groups[group]["params"][number]
                 if parameter.requires_grad and parameter.is_leaf and parameter.grad is not None:
                     earned.append(parameter)
                 else:
-                    others.append(reference)
+                    others.append((group, number))
         self._waiting[optimizer] = sizes, others
-        for parameter, at in zip(earned, addresses(earned), strict=True):
-            key = id(parameter)
-            self._earned[key] = weakref.ref(parameter, functools.partial(self._earned.pop, key)), at
+        self._earned.setdefault(optimizer, {}).update(zip(map(id, earned), addresses(earned), strict=True))
 
     def without(self, optimizer: Any, tensors: list[torch.Tensor], at: list[int]) -> list[torch.Tensor]:
         """The optimizer's parameters, now at these addresses, that must be copied eagerly. Its next steps look at
         those that may earn more."""
-        earned, eager = self._earned, []
+        mine = self._earned.get(optimizer, {})
+        if len(mine) > len(tensors):  # others were removed, and may be freed
+            members = set(map(id, tensors))
+            for key in mine.keys() - members:
+                del mine[key]
+        others = [table for table in list(self._earned.values()) if table is not mine]
+        eager = []
         with torch._C.DisableTorchFunction():
             for tensor, address, trained in zip(tensors, at, map(_requires_grad, tensors), strict=True):
-                entry = earned.get(id(tensor))
-                if entry is None or entry[1] != address or not trained:
+                key = id(tensor)
+                earned = mine.get(key) == address or any(table.get(key) == address for table in others)
+                if not earned or not trained:
                     eager.append(tensor)
-        for tensor in eager:
-            earned.pop(id(tensor), None)
         if eager or optimizer in self._waiting:
-            self._wait_for(optimizer, eager)
+            wanted = set(map(id, eager))
+            for key in wanted:
+                mine.pop(key, None)
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            self._waiting[optimizer] = sizes, _places(optimizer, lambda parameter: id(parameter) in wanted)
         return eager
-
-    def _wait_for(self, optimizer: Any, tensors: list[torch.Tensor]) -> None:
-        with torch._C.DisableTorchFunction():
-            candidates = [t for t in tensors if t.requires_grad]
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._waiting[optimizer] = sizes, list(map(weakref.ref, candidates))
 
     def watch(self, module: torch.nn.Module) -> None:
         """Looks for parts that write to their parameters in forward: embeddings with ``max_norm``."""
@@ -118,6 +120,17 @@ class Evidence:
     def storages_of(self, optimizer: Any, tensors: list[torch.Tensor]) -> list[int]:
         """The storages of these parameters and of their state."""
         return _storages([tensors, [_state_of(optimizer, tensor) for tensor in tensors]])
+
+
+def _places(optimizer: Any, wanted: Callable[[torch.Tensor], bool]) -> list[tuple[int, int]]:
+    """Those of the trained parameters in the optimizer's groups that are wanted."""
+    with torch._C.DisableTorchFunction():
+        return [
+            (group, number)
+            for group, members in enumerate(optimizer.param_groups)
+            for number, parameter in enumerate(members["params"])
+            if parameter.requires_grad and wanted(parameter)
+        ]
 
 
 def _state_of(optimizer: Any, parameter: torch.Tensor) -> Any:

@@ -50,6 +50,7 @@ _TORCH = Path(torch.__file__).parent
 
 # Methods of an optimizer that write to parameters outside of step(): of schedule-free ones, and of SAM. And swap_….
 _SWITCHES = ("train", "eval", "first_step", "second_step")
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _MAX_CALLERS = 8  # frames in which one optimizer may be the caller of another's step
 
 
@@ -90,12 +91,14 @@ class _Call:
         self._code: CodeType = frame.f_code
 
     def under_way(self, stack: FrameType | None) -> bool:
-        """Whether it is on the stack of its thread."""
+        """Whether it is on the stack of its thread; True as well if that cannot be told."""
+        end = stack
         while stack is not None:
             if id(stack) == self.frame and stack.f_code is self._code:
                 return True
-            stack = stack.f_back
-        return False
+            end, stack = stack, stack.f_back
+        # The other thread goes on while this one looks. A generator that is suspended by then has lost its caller.
+        return end is not None and bool(end.f_code.co_flags & _SUSPENDABLE)
 
     @property
     def thread_name(self) -> str:
@@ -138,8 +141,8 @@ class Gate:
         self._open: dict[int, list[_Step]] = {}  # by thread, the innermost last
         self._armings: list[_Arming] = []
         self._installed = False
-        self._standing_lock = threading.RLock()
         self._standing: dict[int, int] = {}  # threads, with the number of their waits
+        self._judged: list[int] = []  # threads that must not leave their wait just now
         self.evidence = Evidence()
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -175,12 +178,12 @@ class Gate:
         self._pending = ()
         self._open = {}
         self._armings = []
-        self._standing_lock = threading.RLock()
         self._standing = {}
+        self._judged = []
 
     def is_held(self) -> bool:
         """Whether this thread has a lock that background threads need to finish a save."""
-        owned = self._changed._is_owned() or self._standing_lock._is_owned()  # type: ignore[attr-defined]
+        owned = self._changed._is_owned()  # type: ignore[attr-defined]
         return owned or any(pending.is_held() for pending in self._pending)
 
     def wait_all(self) -> None:
@@ -197,21 +200,26 @@ class Gate:
     def standing(self) -> Iterator[None]:
         """The calling thread only waits in here: it writes nothing, and the verdicts that it owes can be had."""
         thread = threading.get_ident()
-        with self._standing_lock:
-            self._standing[thread] = self._standing.get(thread, 0) + 1
+        self._standing[thread] = self._standing.get(thread, 0) + 1
         try:
             yield
         finally:
-            with self._standing_lock:
-                self._standing[thread] -= 1
-                if not self._standing[thread]:
-                    del self._standing[thread]
+            self._standing[thread] -= 1
+            while (
+                thread in self._judged
+            ):  # no lock: a signal handler may come here, too, and wait for the one who judges
+                time.sleep(0.0001)
 
     def if_standing(self, thread: int | None, act: Callable[[], None]) -> None:
         """Calls ``act``, if this thread stands; meanwhile it does not go on."""
-        with self._standing_lock:
-            if thread in self._standing:
+        if thread is None:
+            return
+        self._judged.append(thread)
+        try:
+            if self._standing.get(thread, 0) > 0:
                 act()
+        finally:
+            self._judged.remove(thread)
 
     def wait_by_hand(self) -> None:
         """See ``lazyckpt.wait_captured``. It stands for the hook of steps that are replayed."""

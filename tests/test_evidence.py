@@ -259,14 +259,34 @@ def test_evidence_dies_with_its_parameter() -> None:
     parameter = torch.nn.Parameter(torch.zeros(100))
     parameter.grad = torch.ones(100)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def is_known() -> bool:
+        return evidence.without(other, [parameter], [parameter.data_ptr()]) == []
+
     evidence.look(optimizer)
     assert evidence.without(optimizer, [parameter], [parameter.data_ptr()]) == []
-    optimizer.param_groups.clear()
-    key = id(parameter)
-    assert key in evidence._earned
-    del parameter
+    assert is_known()
+    optimizer.param_groups[0]["params"].clear()
+    evidence.without(optimizer, [], [])
+    assert not is_known()
+    optimizer.param_groups[0]["params"].append(parameter)
+    evidence.look(optimizer)
+    assert is_known()
+    del optimizer
     gc.collect()
-    assert key not in evidence._earned
+    assert not is_known()
+
+
+def test_parameters_may_be_swapped_after_a_step() -> None:
+    """torch.utils.swap_tensors refuses a tensor that has weak references."""
+    parameter, other = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(100)
+    evidence = Evidence()
+    evidence.look(optimizer)
+    torch.utils.swap_tensors(parameter, other)
+    assert evidence.without(optimizer, [parameter], [parameter.data_ptr()]) == [parameter]
 
 
 @pytest.mark.parametrize(

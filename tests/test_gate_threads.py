@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import gate as gate_module
-from lazyckpt.gate import gate
+from lazyckpt.gate import _Call, gate
 
 SOON_S = 0.1  # in which what does not wait would have happened
 WAIT_S = 20.0  # a test that waits as long has failed
@@ -418,3 +419,16 @@ def test_a_save_that_is_interrupted_leaves_nobody_waiting(ckpt: lazyckpt.Checkpo
     with thread(model.optimizer.step):
         pass
     assert model.value == -1
+
+
+def test_a_call_below_a_generator_that_was_suspended_meanwhile_is_under_way() -> None:
+    """Regression: its frame has no caller any more, the save passed for over, and a step wrote into the eager copy."""
+
+    def generator() -> Iterator[None]:
+        yield
+
+    suspended = generator()
+    next(suspended)
+    assert suspended.gi_frame.f_back is None
+    assert _Call(sys._getframe()).under_way(suspended.gi_frame)
+    assert not _Call(sys._getframe()).under_way(sys._getframe().f_back)

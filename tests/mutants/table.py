@@ -645,14 +645,14 @@ _in(
     ),
     (
         "what was earned once is earned for ever",
-        "            earned.pop(id(tensor), None)",
-        "            pass",
+        "mine.pop(key, None)",
+        "pass",
         "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again",
     ),
     (
         "evidence outlives its parameter",
-        "weakref.ref(parameter, functools.partial(self._earned.pop, key))",
-        "weakref.ref(parameter)",
+        "if len(mine) > len(tensors):",
+        "if False:",
         "test_evidence.py::test_evidence_dies_with_its_parameter",
     ),
     (
