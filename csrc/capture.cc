@@ -122,6 +122,7 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
     else
       written = !CopyWatched(job, source, chunk->memory + p.at, &edges, &p) || written;
   }
+  if (written) witness_->CheckRest(&job.window);
   std::memset(chunk->memory + chunk->size, 0, AlignUp(chunk->size, kBlockBytes) - chunk->size);
 
   lock.lock();

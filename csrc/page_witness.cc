@@ -469,6 +469,14 @@ bool PageWitness::CheckAndOpen(PageWindow* window, size_t watched, const void* d
   return !w.written;
 }
 
+void PageWitness::CheckRest(PageWindow* window) {
+  const std::shared_lock lock(mutex_);
+  for (PageWindow::Watched& w : window->watched_) {
+    const std::lock_guard changing(window->mutex_);
+    if (w.is_protected && w.done.empty() && w.saved.empty()) (void)Scan(w.pages, false, [&w](PageRange) { w.written = true; });
+  }
+}
+
 std::vector<size_t> PageWitness::Written(PageWindow* window) {
   const std::shared_lock lock(mutex_);
   const std::lock_guard changing(window->mutex_);
@@ -484,13 +492,13 @@ void PageWitness::Close(PageWindow* window) {
   window->open_ = false;
   std::erase(windows_, window);
   for (PageWindow::Watched& w : window->watched_) {
-    std::sort(w.done.begin(), w.done.end(), [](const PageRange& a, const PageRange& b) { return a.begin < b.begin; });
-    uintptr_t done = w.pages.begin;  // up to here; neighbours overlap by the page that they share
+    // Chunks may share the page where they are cut: it is not to be counted twice.
+    std::sort(w.done.begin(), w.done.end(), [](const PageRange& x, const PageRange& y) { return x.begin < y.begin; });
+    uintptr_t end = w.pages.begin;
     for (const PageRange& d : w.done)
-      if (d.begin <= done) done = std::max(done, d.end);
-    if (!w.is_protected || (done == w.pages.end && !w.left)) continue;
-    // The checkpoint has failed. Whoever wrote to these as well is to be known.
-    if (w.done.empty() && w.saved.empty()) (void)Scan(w.pages, false, [&w](PageRange) { w.written = true; });
+      if (d.begin <= end) end = std::max(end, d.end);
+    const bool unfinished = end < w.pages.end;
+    if (!w.is_protected || (!unfinished && !w.left)) continue;
     if (!IsAwaited(window, w.pages)) (void)WriteProtect(w.pages, false);
   }
   if (!window->aside_.empty()) munmap(window->aside_.data(), window->aside_.size());

@@ -97,6 +97,10 @@ class PageWitness {
   // shares with its neighbours are not looked at: the caller copied those at once.
   bool CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size, std::byte* copy, bool* patched);
 
+  // Looks at all that is not copied yet, while nobody may write to it: what is written as well is to be known when the
+  // checkpoint fails, and from then on training may write.
+  void CheckRest(PageWindow* window);
+
   // Ends the window: the protection of what was not copied is lifted. Once or more often.
   void Close(PageWindow* window);
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -14,7 +15,7 @@ class VersionReading {
   explicit VersionReading(py::list tensors) : tensors_(std::move(tensors)) {}
 
   bool requested = false;
-  std::vector<int64_t> read;  // as many as there are tensors, once they were read
+  std::optional<std::vector<int64_t>> read;  // as many as there are tensors, once they were read
 
   const py::list& tensors() const { return tensors_; }
 
@@ -101,17 +102,14 @@ int AtPointOfProgramOrder(void*) {
 }
 
 void Request(const std::shared_ptr<VersionReading>& reading) {
-  if (!reading->requested && reading->read.empty()) {
+  if (!reading->requested && !reading->read) {
     Requested().push_back(reading);
     reading->requested = true;
   }
   if (!is_pending && !Requested().empty()) is_pending = Py_AddPendingCall(&AtPointOfProgramOrder, nullptr) == 0;
 }
 
-std::optional<std::vector<int64_t>> Versions(const VersionReading& reading) {
-  if (reading.read.empty()) return std::nullopt;
-  return reading.read;
-}
+std::optional<std::vector<int64_t>> Versions(const VersionReading& reading) { return reading.read; }
 
 }  // namespace
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lazyckpt import _engine, commit
+from lazyckpt import _engine, commit, tasks
 from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
@@ -95,6 +95,7 @@ class Background:
         with self._removal:
             self._doomed.discard(flight.handle.path)
         in_flight[flight.handle] = None
+        flight.handle._previous = flight.previous
         # Then this: who waits for a handle waits for the task, and Ctrl-C may come between any two lines.
         self._submit(partial(self._persist, flight))
         self._in_flight.append(flight.handle)
@@ -153,6 +154,7 @@ class Background:
     def _settle(self, handle: SaveHandle, error: SaveError | None) -> None:
         """To be called again if there was no memory."""
         in_flight.pop(handle, None)
+        handle._previous = None
         if error is not None and self._config.on_error == "raise":
             with self._lock:
                 if handle not in self._failed:
@@ -201,7 +203,7 @@ class Background:
 
     def drain(self) -> None:
         """Returns when nothing is in flight and what they replaced is gone."""
-        wait_for(self._tasks)
+        wait_for(self._tasks, saves=self._in_flight)
         self._tasks = [task for task in self._tasks if not task.done()]
         self._in_flight = []
 
@@ -236,10 +238,17 @@ class Background:
             job.raise_error()
             files = [(name, *facts) for name, facts in zip(target.files, job.files(), strict=True)]
             if flight.previous is not None:
-                wait_for([flight.previous])
+                tasks.wait_for([flight.previous])
             settled = time.perf_counter()
             snapshot.verdict.awaited = True
-            snapshot.await_verdict()
+            if not snapshot.await_verdict():
+                what = (
+                    f"is not published: the process ended, and thread {snapshot.verdict.thread.name!r}, which called "
+                    "save(), did not say whether it wrote to the tensors. Call result() there, or close() at the end"
+                )
+                error = SaveError(what, path=handle.path, step=handle.step)
+                warn(str(error))  # nobody calls this Saver any more
+                raise error
             handle.metrics.verdict_s = time.perf_counter() - settled
             _let_go(snapshot)
             _raise_torn(snapshot, handle)

@@ -24,6 +24,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -47,6 +48,10 @@ _GIVE_WAY_S = 1.0
 _PATIENCE_S = 60.0
 
 _TORCH = Path(torch.__file__).parent
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_WAITS = frozenset(
+    function.__code__.co_filename for function in (threading.Event.wait, Future.exception, contextlib.suppress.__init__)
+)
 
 # Methods of an optimizer that write to parameters outside of step(): of schedule-free ones, and of SAM. And swap_….
 _SWITCHES = ("train", "eval", "first_step", "second_step")
@@ -106,6 +111,16 @@ class _Call:
         return names[0] if names else str(self.thread)
 
 
+def _only_waits(stack: FrameType | None, call: _Call) -> bool:
+    """Whether a thread with this stack runs nothing inside ``call`` but what waits: a signal handler of the user's may
+    write."""
+    while stack is not None and (stack.f_code.co_filename in _WAITS or stack.f_code.co_filename.startswith(_PACKAGE)):
+        if id(stack) == call.frame:
+            return call.under_way(stack)
+        stack = stack.f_back
+    return False
+
+
 class _Step(_Call):
     """A step, or another call behind the gate, of ``owner``."""
 
@@ -141,7 +156,7 @@ class Gate:
         self._open: dict[int, list[_Step]] = {}  # by thread, the innermost last
         self._armings: list[_Arming] = []
         self._installed = False
-        self._standing: dict[int, int] = {}  # threads, with the number of their waits
+        self._standing: dict[_Call, None] = {}  # a dict, since one entry of it is added or removed at once
         self._judged: list[int] = []  # threads that must not leave their wait just now
         self.evidence = Evidence()
         # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
@@ -199,15 +214,14 @@ class Gate:
     @contextlib.contextmanager
     def standing(self) -> Iterator[None]:
         """The calling thread only waits in here: it writes nothing, and the verdicts that it owes can be had."""
-        thread = threading.get_ident()
-        self._standing[thread] = self._standing.get(thread, 0) + 1
+        call = _Call(sys._getframe(2))  # behind that of contextlib
+        self._standing[call] = None
         try:
             yield
         finally:
-            self._standing[thread] -= 1
-            while (
-                thread in self._judged
-            ):  # no lock: a signal handler may come here, too, and wait for the one who judges
+            self._standing.pop(call, None)
+            # No lock: a signal handler may come here, too, and wait for the one who judges.
+            while call.thread in self._judged:
                 time.sleep(0.0001)
 
     def if_standing(self, thread: int | None, act: Callable[[], None]) -> None:
@@ -216,7 +230,12 @@ class Gate:
             return
         self._judged.append(thread)
         try:
-            if self._standing.get(thread, 0) > 0:
+            stack = sys._current_frames().get(thread)
+            mine = [call for call in list(self._standing) if call.thread == thread]
+            for call in mine:
+                if not call.under_way(stack):  # Ctrl-C came before it could say that it is over
+                    self._standing.pop(call, None)
+            if any(_only_waits(stack, call) for call in mine):
                 act()
         finally:
             self._judged.remove(thread)

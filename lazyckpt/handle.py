@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from lazyckpt import tasks
 from lazyckpt.errors import ClosedError, SaveError
 from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics
@@ -55,6 +54,7 @@ class SaveHandle(LastingFuture[Path]):
         """Whether some of it belongs to an optimizer that has stepped since the save before: if not, there may be no
         training to overlap with."""
         self._snapshot: Snapshot | None = None
+        self._previous: SaveHandle | None = None  # is published before this one, until that is done
         self._reported = False
 
     def wait_captured(self, timeout: float | None = None) -> bool:
@@ -68,7 +68,7 @@ class SaveHandle(LastingFuture[Path]):
             return True  # failed before anything was to be copied
         released = snapshot.job.wait_released(timeout)
         if released:
-            snapshot.verify()  # now, since the caller is free to change everything
+            snapshot.verify_soon()  # now, since the caller is free to change everything
         return released
 
     @property
@@ -85,40 +85,39 @@ class SaveHandle(LastingFuture[Path]):
 
     def result(self, timeout: float | None = None) -> Path:
         self._refuse("result()", timeout)
-        self._wait(timeout)
+        wait_for([self], timeout)
         try:
-            return super().result(timeout)
+            return super().result(0)
         except SaveError:
             self._reported = True
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._refuse("exception()", timeout)
-        self._wait(timeout)
-        error = super().exception(timeout)
+        wait_for([self], timeout)
+        error = super().exception(0)
         self._reported = self._reported or error is not None
         return error
 
-    def _wait(self, timeout: float | None) -> None:
-        """Waits, but not for ever for another thread: that one may be waiting for this. Raises SaveError then."""
-        end = None if timeout is None else time.monotonic() + timeout
-        patient_until = None
-        with gate.standing():
-            while not self.done() and (end is None or time.monotonic() < end):
-                snapshot = self._snapshot
-                if snapshot is not None and self.awaits_verdict and snapshot.verdict.is_owed_by_another():
-                    patient_until = patient_until or time.monotonic() + _PATIENCE_S
-                    if time.monotonic() > patient_until:
-                        raise SaveError(self._impatience(snapshot), path=self.path, step=self.step)
-                with contextlib.suppress(concurrent.futures.TimeoutError):
-                    Future.exception(self, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
+    def _obstacle(self) -> SaveHandle | None:
+        """The save that lacks nothing but the verdict of another thread, and is to be published first; if there is
+        one."""
+        handle: SaveHandle | None = self
+        while handle is not None and not handle.done():
+            snapshot = handle._snapshot
+            if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_by_another():
+                return handle
+            handle = handle._previous
+        return None
 
-    def _impatience(self, snapshot: Snapshot) -> str:
-        return (
+    def _impatience(self) -> SaveError:
+        assert self._snapshot is not None
+        what = (
             "is durable but not published: nobody knows yet whether its tensors were written to, since thread "
-            f"{snapshot.verdict.thread.name!r}, which called save(), has been in one call for {_PATIENCE_S:.0f} s. It "
-            "is published when that thread goes on: call result() there before it waits for this thread"
+            f"{self._snapshot.verdict.thread.name!r}, which called save(), has been in one call for {_PATIENCE_S:.0f} "
+            "s. It is published when that thread goes on: call result() there before it waits for this thread"
         )
+        return SaveError(what, path=self.path, step=self.step)
 
     def _give_up(self, why: str) -> None:
         """No more of it is written, and it fails, unless all of it was written before."""
@@ -135,10 +134,25 @@ class SaveHandle(LastingFuture[Path]):
         self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
 
 
-def wait_for(handles: Iterable[Future[Any]], timeout: float | None = None) -> None:
-    """Returns when they are done, or after so many seconds; the calling thread writes nothing meanwhile."""
+def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, saves: Iterable[SaveHandle] = ()) -> None:
+    """Returns when they are done, or after so many seconds; the calling thread writes nothing meanwhile.
+
+    ``saves``: those that the futures wait for. Raises SaveError, without a timeout, rather than wait for ever for
+    another thread's verdict: that thread may be waiting for this one."""
+    end = None if timeout is None else time.monotonic() + timeout
+    saves = list(saves)
     with gate.standing():
-        tasks.wait_for(handles, timeout)
+        for future in futures:
+            patient_until = None
+            while not future.done() and (end is None or time.monotonic() < end):
+                candidates = [future] if isinstance(future, SaveHandle) else saves
+                obstacle = next(filter(None, (save._obstacle() for save in candidates)), None)
+                if end is None and obstacle is not None:
+                    patient_until = patient_until or time.monotonic() + _PATIENCE_S
+                    if time.monotonic() > patient_until:
+                        raise obstacle._impatience()
+                with contextlib.suppress(concurrent.futures.TimeoutError):
+                    Future.exception(future, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
 
 
 # Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.

@@ -27,13 +27,15 @@ from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.ownership import Ownership, parameters_of
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.torn import CURE, TornStorages
-from lazyckpt.verdict import Verdict
+from lazyckpt.verdict import Verdict, wait_durable
 
 LAZY_MIN_BYTES = 4096
 WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are copied sooner than watched
 FROZEN_MIN_BYTES = 8192  # more than the state of any random number generator: without others no module is looked into
 ALL_OWNERS = (1 << 64) - 1
 _MAX_NAMES = 5  # of torn tensors in a message
+_ASK_S = 0.2  # another thread for its verdict, before this one writes
+_PATIENCE_AT_EXIT_S = 5.0  # with threads that Python does not wait for
 _FROZEN = 1 << 63  # together with the bits of optimizers that have it in a group, although they do not train it
 
 
@@ -226,10 +228,13 @@ class Snapshot:
                 job.wait_enqueued(owners, devices.current_streams(self._cuda))
             else:
                 job.wait_captured(owners)
-            self.verify(owners)
+            if owners == ALL_OWNERS:
+                self.verify_soon()
+            else:
+                self.verify(owners)
         if self.durable is not None:
             with gate.standing():
-                self.verdict.wait_durable(self.durable)
+                wait_durable(self.durable)
         self.metrics.gate_blocked_s += time.perf_counter() - begin
         self.waited(begin)
 
@@ -239,16 +244,34 @@ class Snapshot:
         if (job := self.job) is not None and self.verdict.is_owed_by_this_thread() and job.wait_captured(ALL_OWNERS, 0):
             self.verify()
 
-    def await_verdict(self) -> None:
-        """Returns when no verdict is owed any more; on a thread of the background, after everything is copied."""
+    def await_verdict(self) -> bool:
+        """Returns True when no verdict is owed any more; on a thread of the background, after everything is copied.
+        False if the process ends and the thread that owes it has not given it for long."""
+        patient_until = None
         while self.torn is None and self.verdict.owed:
-            thread = self.verdict.thread
-            if not thread.is_alive():
-                self.verify()  # all that it began has ended
-            gate.if_standing(thread.ident, self.verify)
-            versions = self.verdict.ask()
-            if versions is not None:
-                self.verify(versions=versions)
+            self._ask_for_verdict()
+            if not threading.main_thread().is_alive():
+                patient_until = patient_until or time.monotonic() + _PATIENCE_AT_EXIT_S
+                if time.monotonic() > patient_until and self.verdict.owed:
+                    return False
+        return True
+
+    def verify_soon(self) -> None:
+        """Like ``verify``, for whoever is about to write. If that is not the thread that owes the verdict, that one is
+        asked for a moment: it may be writing. If it does not say, what is written now fails the checkpoint."""
+        end = time.monotonic() + _ASK_S
+        while self.torn is None and self.verdict.is_owed_by_another() and time.monotonic() < end:
+            self._ask_for_verdict()
+        if not self.verdict.is_owed_by_another():
+            self.verify()
+
+    def _ask_for_verdict(self) -> None:
+        if not self.verdict.is_thread_alive():
+            self.verify()  # all that it began has ended
+        gate.if_standing(self.verdict.thread.ident, self.verify)
+        versions = self.verdict.ask()
+        if versions is not None:
+            self.verify(versions=versions)
 
     def verify(self, owners: int = ALL_OWNERS, versions: list[int] | None = None) -> None:
         """Checks that what these owners protect did not change between ``save()`` and its copy; each storage once,

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import threading
 from concurrent.futures import Future, TimeoutError
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,12 +63,19 @@ class Verdict:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return None if reading is None else reading.versions()
 
-    def wait_durable(self, durable: Future[Any]) -> None:
-        """Returns when ``durable`` is done, or when nothing but the verdict of another thread is missing: that thread
-        may be waiting for this one."""
-        while not durable.done() and not (self.awaited and self.is_owed_by_another()):
-            with contextlib.suppress(TimeoutError):
-                Future.exception(durable, _LONGEST_PAUSE_S)  # nobody is told of a failure by this
+    def is_thread_alive(self) -> bool:
+        """Whether the thread that owes it still runs. Python does not know it of threads that it did not start."""
+        if not isinstance(self.thread, threading._DummyThread):
+            return self.thread.is_alive()
+        return Path(f"/proc/self/task/{self.thread.native_id}").exists()
+
+
+def wait_durable(durable: Any) -> None:
+    """Returns when the handle ``durable`` is done, or lacks nothing but the verdict of another thread: that thread may
+    be waiting for this one."""
+    while not durable.done() and durable._obstacle() is None:
+        with contextlib.suppress(TimeoutError):
+            Future.exception(durable, _LONGEST_PAUSE_S)  # nobody is told of a failure by this
 
 
 def _running_loop() -> Any:

@@ -18,6 +18,7 @@ import torch
 from test_interrupts import TINY, Interrupt, Training, check, gated_step, restore, result, save, save_blocking
 
 import lazyckpt
+from lazyckpt.gate import gate
 from trials import TORTURE, Trials
 
 # A hang ends the run, with the stack of every thread.
@@ -262,7 +263,7 @@ def test_a_handler_that_interrupts_where_this_thread_has_a_lock(roomy: Training,
     """Regression: background threads cannot finish a save without it, and the handler would have waited for them."""
     disk.hold()
     handle = roomy.save()
-    for lock in (lazyckpt.gate.gate._changed, handle._snapshot._lock):
+    for lock in (gate._changed, handle._snapshot._lock):
         with lock, pytest.raises(lazyckpt.ConfigError, match=r"save\(\) was called inside the gate, by a signal"):
             roomy.save(blocking=True)
     disk.release()

@@ -308,7 +308,7 @@ _in(
     ),
     (
         "nor does it verify",
-        "            snapshot.verify()  # now, since the caller is free to change everything\n",
+        "            snapshot.verify_soon()  # now, since the caller is free to change everything\n",
         "            pass\n",
         "test_gate.py::test_after_wait_captured_of_a_handle_everything_may_change",
     ),
@@ -333,8 +333,8 @@ _in(
     ("the engine's errors are not asked for", "job.raise_error()", "pass", EVERY_OPERATION),
     (
         "published before the files are durable",
-        ("            job.wait_settled()\n            if snapshot.torn"),
-        "            if snapshot.torn",
+        "            job.wait_settled()\n            _raise_torn",
+        "            _raise_torn",
         ("test_faults.py::test_several_in_flight_fail_alone test_faults.py::test_every_operation_of_a_save_fails"),
     ),
     (
@@ -375,14 +375,14 @@ _in(
     ),
     (
         "a torn snapshot is published",
-        ("            if snapshot.torn is not None:\n                raise"),
-        ("            if False:\n                raise"),
+        "    if snapshot.torn is not None:\n        raise",
+        "    if False:\n        raise",
         TORN,
     ),
     (
         "who never steps is not verified",
-        ("            snapshot.verify()\n            snapshot.verify_frozen()\n"),
-        "            snapshot.verify_frozen()\n",
+        "            if not snapshot.await_verdict():\n",
+        "            if False:\n",
         "test_snapshot.py test_saver.py::test_a_parameter_written_to_behind_the_gate_is_named",
     ),
     ("frozen parameters are not verified", "snapshot.verify_frozen()", "pass", FROZEN),
@@ -430,7 +430,7 @@ _in(
     ),
     (
         "closed before all is durable",
-        "wait_for(self._tasks)",
+        "wait_for(self._tasks, saves=self._in_flight)",
         "pass",
         "test_checkpointer.py test_saver.py",
     ),
@@ -455,8 +455,8 @@ _in(
     ),
     (
         "a step does not wait for the disk",
-        ("        if self.durable is not None:\n            Future.exception(self.durable)"),
-        "",
+        "                wait_durable(self.durable)",
+        "                pass",
         "test_checkpointer.py::test_before_step_makes_the_step_wait_for_the_disk",
     ),
     (
@@ -477,23 +477,23 @@ _in(
         "self.streams, _, self._cuda =",
         "test_cuda_training.py::test_what_is_elsewhere_is_copied_by_torch",
     ),
-    ("versions are not compared", "elif version != before:", "elif False:", TORN),
+    ("versions are not compared", "if (version != before or tensor", "if (tensor", TORN),
     (
         "pointers are not compared",
-        "if pointers[source] != self.pointers[source] or view.storage.nbytes() != view.nbytes:",
-        "if False:",
+        "if pointers[s] != self.pointers[s] or self._storages[s].nbytes() != self.sizes[s]",
+        "if False",
         "test_snapshot.py::test_a_parameter_whose_storage_is_resized_fails_the_checkpoint",
     ),
     (
         "sizes are not compared",
-        "or view.storage.nbytes() != view.nbytes:",
-        ":",
+        " or self._storages[s].nbytes() != self.sizes[s]",
+        "",
         "test_snapshot.py::test_a_parameter_whose_storage_is_resized_fails_the_checkpoint",
     ),
     (
         "audit does not look at copies",
-        "elif self._crcs and copied[source] != self._crcs[source]:",
-        "elif False:",
+        "if copied[s] != self._crcs[s]",
+        "if False",
         (
             "test_snapshot.py::test_audit_finds_a_write_that_was_undone_before_the_step "
             "test_consistency.py::test_audit_names_what_is_written_behind_the_gate"
@@ -501,8 +501,8 @@ _in(
     ),
     (
         "audit does not look at the gate",
-        "elif self._crcs and now[source] != self._crcs[source]:",
-        "elif False:",
+        "if now[s] != self._crcs[s]",
+        "if False",
         "test_snapshot.py::test_audit_finds_a_write_after_the_copy_and_before_the_step",
     ),
     (
@@ -2505,4 +2505,350 @@ _in(
 _in(
     "lazyckpt/ownership.py",
     ("replayed steps are lazy", " and gate.replayed.get(owner, True)", "", DEVICES),
+)
+
+# The witnesses: pages, and versions at a point of program order
+
+V, PAGES, LEARNT = "test_verdict.py::", "test_page_witness.py::", "test_torn.py::"
+ONE_CALL = V + "test_nothing_is_published_while_the_thread_is_inside_one_long_call"
+INSIDE = V + "test_nothing_is_published_inside_an_operation"
+TOLD = V + "test_a_thread_that_the_other_one_waits_for_is_told"
+ANY_WRITE = PAGES + "test_a_write_to_any_watched_page_fails_the_checkpoint"
+TWO = PAGES + "test_two_snapshots_of_the_same_pages_keep_each_others_evidence"
+
+_in(
+    "lazyckpt/snapshot.py",
+    (
+        "the background gives the verdict at once",
+        "        if not self.verdict.is_thread_alive():\n",
+        "        if True:\n",
+        ONE_CALL,
+    ),
+    (
+        "a thread that ended owes its verdict for ever",
+        "        if not self.verdict.is_thread_alive():\n",
+        "        if False:\n",
+        V + "test_a_thread_that_has_ended_owes_nothing",
+    ),
+    (
+        "a thread that waits is not taken to wait",
+        "        gate.if_standing(self.verdict.thread.ident, self.verify)\n",
+        "",
+        V + "test_the_thread_that_owes_it_may_wait_in_every_way[wait_by_result-another]",
+    ),
+    (
+        "the main thread is not asked",
+        "        if versions is not None:\n            self.verify(versions=versions)\n",
+        "",
+        V + "test_audit_with_a_page_witness_is_published_without_a_call_of_ours",
+    ),
+    (
+        "another thread speaks for the one that saved",
+        "        if not self.verdict.is_owed_by_another():\n            self.verify()",
+        "        self.verify()",
+        V + "test_wait_captured_on_another_thread_does_not_speak_for_this_one",
+    ),
+    (
+        "who waits for captures is not asked for a verdict",
+        "            if owners == ALL_OWNERS:\n                self.verify_soon()\n",
+        "            if owners == ALL_OWNERS:\n                pass\n",
+        V + "test_wait_captured_on_another_thread_asks_this_one",
+    ),
+    (
+        "a process waits for ever for a daemon",
+        "if time.monotonic() > patient_until and self.verdict.owed:",
+        "if False:",
+        V + "test_a_process_does_not_wait_for_ever_for_a_daemon",
+    ),
+    (
+        "written pages are not asked for",
+        "        if written and self.torn is None:\n",
+        "        if False:\n",
+        LEARNT + "test_the_error_names_the_tensors_and_the_cure",
+    ),
+    (
+        "a torn storage teaches nothing",
+        "        self._torn_storages.add((self._identities[source]",
+        "        tuple((self._identities[source]",
+        LEARNT + "test_the_next_save_copies_all_and_later_ones_what_was_torn",
+    ),
+    (
+        "shared memory is lazy",
+        'bits and d.type == "cpu" and s.is_shared()',
+        "False",
+        "test_snapshot.py",
+    ),
+)
+_in(
+    "lazyckpt/verdict.py",
+    (
+        "the main thread gives no verdict between two bytecodes",
+        "self._reading = _engine.VersionReading(tensors) if owed and self.thread is threading.main_thread() else None",
+        "self._reading: _engine.VersionReading | None = None",
+        ONE_CALL,
+    ),
+    (
+        "a sleeping event loop is not woken",
+        "self._loop.call_soon_threadsafe(_nothing)",
+        "pass",
+        V + "test_it_is_published_while_an_event_loop_sleeps",
+    ),
+    (
+        "a thread that Python did not start lives for ever",
+        "        if not isinstance(self.thread, threading._DummyThread):\n",
+        "        if True:\n",
+        V + "test_a_thread_that_python_did_not_start_has_ended",
+    ),
+    (
+        "steps of others wait for the thread that waits for them",
+        "while not durable.done() and durable._obstacle() is None:",
+        "while not durable.done():",
+        V + "test_steps_of_another_thread_do_not_wait_for_it",
+    ),
+)
+_in(
+    "lazyckpt/gate.py",
+    (
+        "a handler of a signal is taken to wait",
+        "if any(_only_waits(stack, call) for call in mine):",
+        "if mine:",
+        V + "test_a_handler_of_a_signal_that_runs_during_a_wait_is_no_wait",
+    ),
+    (
+        "after Ctrl-C a thread is taken to wait for ever",
+        "            if any(_only_waits(stack, call) for call in mine):\n",
+        "            if mine:\n",
+        V + "test_ctrl_c_anywhere_in_a_wait_leaves_no_thread_standing",
+    ),
+    (
+        "save() gives no verdicts",
+        "            pending.give_verdict()\n",
+        "            pass\n",
+        V + "test_another_thread_gives_it_at_its_next_call",
+    ),
+)
+_in(
+    "lazyckpt/handle.py",
+    (
+        "two threads wait for each other for ever",
+        "raise obstacle._impatience()",
+        "pass",
+        TOLD,
+    ),
+    (
+        "the save before is no obstacle",
+        "            handle = handle._previous\n",
+        "            return None\n",
+        V + "test_result_of_a_later_save_is_told_of_the_one_before",
+    ),
+    (
+        "concurrent.futures.wait() does not stand",
+        "        waiter.event = _StandingEvent()\n",
+        "",
+        V + "test_the_thread_that_owes_it_may_wait_in_every_way[wait_by_futures-another]",
+    ),
+    (
+        "result() takes twice its timeout",
+        "return super().result(0)",
+        "return super().result(timeout)",
+        V + "test_timeouts_are_kept",
+    ),
+)
+_in(
+    "lazyckpt/background.py",
+    (
+        "drain() does not say what it waits for",
+        "wait_for(self._tasks, saves=self._in_flight)",
+        "wait_for(self._tasks)",
+        TOLD,
+    ),
+    (
+        "a torn snapshot stops the next save",
+        "if before_save and isinstance(error, TornSnapshotError):",
+        "if False:",
+        LEARNT + "test_it_is_a_warning_at_the_next_save",
+    ),
+    (
+        "any failure is a warning at the next save",
+        "if before_save and isinstance(error, TornSnapshotError):",
+        "if before_save:",
+        LEARNT + "test_a_failure_of_another_kind_still_stops_the_next_save",
+    ),
+)
+_in(
+    "lazyckpt/torn.py",
+    (
+        "the save after a torn one is as lazy as that",
+        "self._copy_all = True",
+        "self._copy_all = False",
+        LEARNT + "test_the_save_after_a_torn_one_commits_whoever_else_writes",
+    ),
+    (
+        "torn storages are forgotten",
+        "        _torn.update(storages)\n",
+        "        list(storages)\n",
+        LEARNT + "test_the_next_save_copies_all_and_later_ones_what_was_torn",
+    ),
+    (
+        "the number of torn snapshots has no limit",
+        "if copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS:",
+        "if copy_all:",
+        LEARNT + "test_after_three_torn_snapshots_nothing_is_lazy",
+    ),
+)
+_in(
+    "csrc/py_versions.cc",
+    (
+        "versions are read inside a dispatch mode",
+        " || ask.dispatch_modes().cast<int64_t>() != 0",
+        "",
+        INSIDE + "[in_a_dispatch_mode]",
+    ),
+    (
+        "versions are read in backward",
+        "ask.graph_task().cast<int64_t>() != -1 || ",
+        "",
+        INSIDE + "[in_backward]",
+    ),
+    (
+        "versions are read inside a custom function",
+        "if (code.is(ask.apply)) return true;",
+        "",
+        INSIDE + "[in_a_custom_forward]",
+    ),
+    (
+        "function modes run between two bytecodes of somebody",
+        'disabled.attr("__enter__")();',
+        "",
+        V + "test_modes_of_functions_do_not_see_it",
+    ),
+    (
+        "a full queue of pending calls is not tried again",
+        "is_pending = Py_AddPendingCall(&AtPointOfProgramOrder, nullptr) == 0;",
+        "is_pending = Py_AddPendingCall(&AtPointOfProgramOrder, nullptr) <= 0;",
+        V + "test_the_queue_of_pending_calls_may_be_full",
+    ),
+    (
+        "to have no versions to read looks like no answer",
+        "  if (!reading->requested && !reading->read) {",
+        "  if (!reading->requested && !reading->read && !reading->tensors().empty()) {",
+        V + "test_audit_with_a_page_witness_is_published_without_a_call_of_ours",
+    ),
+)
+_in(
+    "csrc/page_witness.cc",
+    (
+        "written pages are not looked for",
+        "[&written](PageRange) { written = true; }",
+        "[](PageRange) {}",
+        ANY_WRITE,
+    ),
+    (
+        "memory that is not registered any more counts as clean",
+        "w.written = w.written || written || error != 0;",
+        "w.written = w.written || written;",
+        PAGES + "test_memory_that_is_replaced_while_it_waits_fails_the_checkpoint",
+    ),
+    (
+        "pages that another snapshot needs are opened",
+        "  if (!awaited) (void)WriteProtect(around, false);\n",
+        "  (void)WriteProtect(around, false);\n",
+        TWO,
+    ),
+    (
+        "what the first of two snapshots lost is forgotten",
+        "        theirs.written = std::none_of(",
+        "        (void)std::none_of(",
+        PAGES + "test_what_was_written_before_a_second_snapshot_tears_the_first_alone",
+    ),
+    (
+        "pages that another snapshot watches in part are watched",
+        "if (theirs.pages != ours->pages || !theirs.is_protected) return false;",
+        "",
+        PAGES + "test_a_snapshot_whose_pages_another_watches_in_part_is_copied_at_once",
+    ),
+    (
+        "new memory is not registered",
+        "done = done || (Register(w.pages) && WriteProtect(w.pages, true) == 0);",
+        "",
+        ANY_WRITE,
+    ),
+    (
+        "what was written since pages were protected ahead counts",
+        "bool done = again && Scan(w.pages, true, [](PageRange) {}) == 0;",
+        "bool done = again;",
+        PAGES + "test_pages_protected_ahead_are_watched_from_the_save_on",
+    ),
+    (
+        "memory mapped anew counts as registered",
+        "done = done || (IsRegistered(w.pages) && WriteProtect(w.pages, true) == 0);",
+        "done = done || IsRegistered(w.pages);",
+        PAGES + "test_memory_that_was_unmapped_and_mapped_again_is_watched_anew",
+    ),
+    (
+        "shared memory is watched",
+        "flags[1] != 'w' || flags[3] != 'p' || inode != 0",
+        "flags[1] != 'w'",
+        PAGES + "test_shared_memory_is_copied_at_once",
+    ),
+    (
+        "each storage is registered by itself",
+        "    call.range = {begin, end - begin};\n",
+        "begin = std::max(begin, pages.begin), end = std::min(end, pages.end);\ncall.range = {begin, end - begin};",
+        PAGES + "test_it_registers_whole_mappings",
+    ),
+    (
+        "a failed checkpoint leaves its pages protected",
+        "    if (!IsAwaited(window, w.pages)) (void)WriteProtect(w.pages, false);\n",
+        "",
+        PAGES + "test_a_failed_checkpoint_leaves_no_page_protected",
+    ),
+    (
+        "a forked child asks about the memory of its parent",
+        "if (maker != getpid()) {",
+        "if (maker == 0) {",
+        PAGES + "test_a_forked_child_watches_its_own_memory",
+    ),
+)
+_in(
+    "csrc/page_witness.cc",
+    (
+        "what else was written is not looked for when a checkpoint is torn",
+        "if (w.is_protected && w.done.empty()) (void)Scan",
+        "if (false) (void)Scan",
+        PAGES + "test_all_that_was_written_is_named",
+    ),
+)
+_in(
+    "csrc/watch.cc",
+    (
+        "edges are copied late",
+        "piece->crc = CopyCrc32(crc, to + head.size() + middle, *edges + head.size(), tail.size());",
+        "piece->crc = CopyCrc32(crc, to + head.size() + middle, tail.data(), tail.size());",
+        PAGES + "test_what_lies_in_pages_with_others_is_of_the_moment_of_the_save",
+    ),
+    (
+        "what cannot be watched stays lazy",
+        "      s.watched = -1;\n      s.owners = 0;\n",
+        "      s.watched = -1;\n",
+        PAGES + "test_shared_memory_is_copied_at_once",
+    ),
+    (
+        "what is protected ahead in vain stays protected",
+        "  witness_->GiveUp(unused);\n",
+        "",
+        PAGES + "test_pages_protected_ahead_are_watched_from_the_save_on",
+    ),
+    (
+        "an interrupted save() leaves what is protected ahead",
+        "  witness_->GiveUp(std::span(last_watched_).first(ahead_end_));\n",
+        "",
+        PAGES + "test_pages_protected_ahead_are_watched_from_the_save_on",
+    ),
+    (
+        "the witness's answer is not passed on",
+        "torn.push_back(i);",
+        "(void)i;",
+        ANY_WRITE,
+    ),
 )

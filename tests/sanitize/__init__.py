@@ -16,7 +16,7 @@ from fake_cuda import build
 ROOT = Path(__file__).parent.parent.parent
 THREAD, ADDRESS = "thread", "address,undefined"
 _LIBRARIES = ("-luring", "-ldeflate", "-lz", "-lpthread", "-ldl")
-_PYTHON_ONLY = ("bindings.o", "probe.o", "py_engine.o", "py_job.o", "py_reader.o", "tensors.o")
+_PYTHON_ONLY = ("bindings.o", "probe.o", "py_engine.o", "py_job.o", "py_reader.o", "py_versions.o", "tensors.o")
 # liburing maps and unmaps its queues by bare system calls, so that a new queue at an old one's address looks like it.
 _THREAD_SUPPRESSIONS = "race:/usr/include/liburing.h\nrace:/usr/include/liburing/*\nrace_top:csrc/io_uring.cc\n"
 # An editable installation is found before sys.path, also by the processes that tests start.

@@ -1,10 +1,13 @@
 // Drives the engine from many threads, for the sanitizers: stress FOLDER SEED ROUNDS. See __init__.py.
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -16,12 +19,14 @@
 
 #include "checksum.h"
 #include "engine.h"
+#include "page_witness.h"
 #include "reader.h"
 
 using namespace lazyckpt;
 
 namespace {
 
+std::atomic<size_t> torn_checkpoints = 0;
 constexpr auto kNever = Clock::time_point::max();
 constexpr int kAll = -1;
 thread_local int threads_granted = kAll;  // that this thread may still start
@@ -181,6 +186,18 @@ void Change(Checkpoint& c, uint64_t owners, Random& random) {
   }
 }
 
+// Writes to lazy host memory while it waits to be copied, as no training should. The kernel does it, by a bare system
+// call: the sanitizers see no writer, and the page witness has to.
+void Intrude(const Checkpoint& c, Random random) {
+  static const int zero = open("/dev/zero", O_RDONLY | O_CLOEXEC);
+  for (const Part& part : c.parts) {
+    if (part.owners == 0 || part.device >= 0 || part.bytes.size() < 3 * kPageBytes || random.OneIn(2)) continue;
+    random.Pause(500);
+    const size_t at = random(0, part.bytes.size() - 1);
+    CHECK(syscall(SYS_read, zero, part.bytes.data() + at, random(1, part.bytes.size() - at)) > 0);
+  }
+}
+
 // When nothing reads or writes them any more.
 void Remove(const Checkpoint& c) {
   for (const Part& part : c.parts)
@@ -239,7 +256,7 @@ void CheckFile(Engine& engine, const std::string& path, const std::string& bytes
 }
 
 // One training loop: saves, waits at gates, fails and drops checkpoints.
-void Train(Engine& engine, Random random, const std::string& prefix, size_t rounds, bool faulty) {
+void Train(Engine& engine, Random random, const std::string& prefix, size_t rounds, bool faulty, bool watched) {
   for (const StreamRef& s : kStreams) {  // all loops at once
     Status status;
     for (threads_granted = static_cast<int>(random(0, 2)); !engine.Attach(s.device, &status); threads_granted = kAll)
@@ -250,6 +267,11 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
     const bool held = random.OneIn(2);
     const bool cancelled = random.OneIn(8);
     const bool abandoned = random.OneIn(20);
+    const bool intruded = watched && random.OneIn(3);
+    if (watched && random.OneIn(2)) {
+      engine.ProtectAhead();
+      if (random.OneIn(5)) engine.GiveUpAhead();
+    }
     Checkpoint c = Begin(engine, random, prefix + std::to_string(round), held);
     std::vector<std::thread> others;
     for (size_t file = 0; file < c.paths.size(); ++file)
@@ -286,6 +308,13 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
     else
       (void)engine.Seal(*c.job);
     Await(random, [&](auto end) { return engine.WaitEager(*c.job, end); });
+    const auto lazy = engine.Locked([&] {  // what cannot be watched is eager
+      std::vector<uint64_t> owners;
+      for (const Source& s : c.job->sources) owners.push_back(s.owners);
+      return owners;
+    });
+    for (size_t i = 0; i < lazy.size(); ++i) c.parts[i].owners = lazy[i];
+    if (intruded) others.emplace_back([&, random = random.Fork()]() mutable { Intrude(c, random.Fork()); });
     if (held) engine.Go(*c.job);
     Change(c, 0, random);
     for (uint64_t owners : {1, 2}) {
@@ -297,7 +326,10 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
     }
     for (auto& t : others) t.join();
     const Status error = engine.Locked([&] { return c.job->error; });
-    CHECK(error.ok() ? c.job->durable() && !abandoned : faulty || cancelled || abandoned);
+    const bool torn = engine.Locked([&] { return !c.job->torn.empty(); });
+    CHECK(error.ok() ? c.job->durable() && !abandoned : faulty || cancelled || abandoned || torn);
+    CHECK(!torn || intruded);
+    if (torn) ++torn_checkpoints;
     for (size_t file = 0; error.ok() && file < c.paths.size(); ++file)
       CheckFile(engine, c.paths[file], c.bytes[file], random, faulty);
     Remove(c);
@@ -340,9 +372,10 @@ class Scarce {
   rlimit before_;
 };
 
-void Round(const std::string& folder, Random& random) {
+void Round(const std::string& folder, Random& random, bool can_watch) {
   EngineOptions options;
-  options.chunk_bytes = kBlockBytes * random(1, 4);
+  options.watch_pages = can_watch && random.OneIn(2);
+  options.chunk_bytes = kBlockBytes * random(1, options.watch_pages ? 16 : 4);
   options.max_ring_bytes = random.OneIn(3) ? 2 * kReadBytes : options.chunk_bytes * random(1, 6);
   options.io_depth = static_cast<unsigned>(random(1, 4));
   options.copy_threads = static_cast<unsigned>(random(0, 3));
@@ -374,7 +407,8 @@ void Round(const std::string& folder, Random& random) {
   engine->Reserve(random(1, options.max_ring_bytes));
   std::vector<std::thread> trainers;
   for (int i = 0; i < 3; ++i)
-    trainers.emplace_back(Train, std::ref(*engine), random.Fork(), folder + "/" + std::to_string(i) + "-", 6, faulty);
+    trainers.emplace_back(Train, std::ref(*engine), random.Fork(), folder + "/" + std::to_string(i) + "-", 6, faulty,
+                          options.watch_pages);
   engine->Reserve(options.max_ring_bytes);
   for (auto& t : trainers) t.join();
   CHECK(engine->Locked([&] { return engine->ring().used(); }) == 0);
@@ -387,6 +421,11 @@ void Round(const std::string& folder, Random& random) {
     if (random.OneIn(2)) (void)engine->Seal(*c.job);
   }
   random.Pause(300);
+  for (const Checkpoint& c : last) {
+    if (!options.watch_pages) break;
+    engine->Fail(*c.job, Status(ECANCELED, "dropped", ""));
+    CHECK(engine->WaitReleased(*c.job, kNever));  // as a handle does that is dropped: the window ends with the job
+  }
   engine.reset();
   for (const Checkpoint& c : last) Remove(c);
   const std::string violations = TheFake().violations();
@@ -401,8 +440,15 @@ int main(int count, char** arguments) {
   CHECK(count == 4);
   Random random(std::strtoull(arguments[2], nullptr, 10));
   CHECK(TheFake().allocate(0, 1) != 0);  // it keeps some open
+  Status why;
+  const bool can_watch = PageWitness::OfProcess(&why) != nullptr;
+  Checkpoint none;
+  Intrude(none, random.Fork());  // opens what it reads
   const size_t before = Descriptors();
-  for (int rounds = std::atoi(arguments[3]); rounds > 0; --rounds) Round(arguments[1], random);
+  const int rounds = std::atoi(arguments[3]);
+  for (int round = 0; round < rounds; ++round) Round(arguments[1], random, can_watch);
   CHECK(Descriptors() == before);
+  CHECK(torn_checkpoints > 0 || !can_watch || rounds < 20);
+  std::printf("%zu torn checkpoints\n", torn_checkpoints.load());
   return 0;
 }

@@ -1,0 +1,699 @@
+"""Where the kernel does not tell who wrote, a checkpoint is published at a point of program order, and not sooner.
+
+No wait for that is without end."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_interrupts import Interrupt
+
+import lazyckpt
+from lazyckpt import _engine, handle
+from lazyckpt.gate import gate
+
+pytestmark = pytest.mark.timeout(60, method="thread")  # a hang ends the run, with the stack of every thread
+
+ROOMY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 8 << 20, "witness": "versions"}
+LIBC = ctypes.CDLL(None)
+
+
+@pytest.fixture
+def run(make_run: Any) -> Any:
+    """A state that the ring holds, so that all is copied soon, and only the verdict is missing."""
+    return make_run(lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9), **ROOMY)
+
+
+def soon(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
+    end = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def in_one_call(seconds: float) -> None:
+    """A call of C++ that lasts: no bytecode runs on this thread, the GIL is free."""
+    LIBC.usleep(int(seconds * 1e6))
+
+
+def look_while_in_one_call(save: Callable[[], Any], look: Callable[[Any], Any], disk: Any) -> Any:
+    """What ``look`` finds of a save on another thread, while this one is inside a long call. The disk is held until
+    then: this thread runs bytecodes up to the call."""
+    disk.hold()
+    saved = save()
+
+    def release_and_look() -> Any:
+        time.sleep(0.1)
+        disk.release()
+        time.sleep(0.4)
+        return look(saved)
+
+    with on_a_thread(release_and_look) as found:
+        in_one_call(1.2)
+    return saved, found[0]
+
+
+@contextlib.contextmanager
+def on_a_thread(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """What ``work`` returned or raised, once the body has ended."""
+    answers: list[Any] = []
+
+    def answer() -> None:
+        try:
+            answers.append(work())
+        except BaseException as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        thread.join()
+
+
+class Saving:
+    """A thread that saves when it is told to, and owes the verdict; it runs nothing else until it is told."""
+
+    def __init__(self) -> None:
+        self._orders = concurrent.futures.ThreadPoolExecutor(1)
+
+    def __call__(self, work: Callable[[], Any]) -> Any:
+        return self._orders.submit(work).result(30)
+
+    def begin(self, work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        return self._orders.submit(work)
+
+    def end(self) -> None:
+        self._orders.shutdown()
+
+
+@pytest.fixture
+def other() -> Iterator[Saving]:
+    other = Saving()
+    yield other
+    other.end()
+
+
+def file_of(saved: Path) -> Any:
+    return torch.load(saved / "state.pt")["model"]
+
+
+# when it is given
+
+
+@pytest.mark.parametrize("where", ["this thread", "another"])
+def test_an_operation_that_is_under_way_is_never_published(where: str, run: Any) -> None:
+    """Regression: torch moves the version after the kernel, which takes tens of milliseconds without the GIL."""
+    run.model.append(torch.nn.Linear(2000, 2000))
+    run.model[0], weight = torch.nn.Linear(256, 256), run.model[-1].weight
+    run.model.append(torch.nn.Linear(2000, 1))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for number in range(6):
+        weight.grad.zero_()
+        optimizer.step()
+        before = weight.detach().clone()
+        path = run.ckpt.directory.parent / f"{number}.pt"
+        with lazyckpt.Saver(**{**ROOMY, "host_buffer_bytes": 32 << 20}) as saver:
+            saved = saver.save({"weight": weight}, path)
+            if where == "this thread":
+                torch.nn.init.normal_(weight)
+            else:
+                with on_a_thread(lambda: torch.nn.init.normal_(weight)):
+                    pass
+            try:
+                saved.result(timeout=20)
+            except lazyckpt.TornSnapshotError:
+                continue
+            assert torch.equal(torch.load(path)["weight"], before)
+
+
+def test_nothing_is_published_while_the_thread_is_inside_one_long_call(run: Any, disk: Any) -> None:
+    saved, found = look_while_in_one_call(
+        lambda: run.ckpt.save(1), lambda s: (s.awaits_verdict, s.done(), s.path.exists()), disk
+    )
+    assert found == (True, False, False)
+    assert soon(saved.done)  # between two bytecodes of a loop, without a call of ours
+    assert not saved.awaits_verdict and saved.path.exists()
+    assert saved.metrics.verdict_s > 0.1
+
+
+def test_with_a_page_witness_nothing_waits_for_the_thread(make_run: Any, disk: Any) -> None:
+    if reason := _engine.page_witness():
+        pytest.skip(reason)
+    run = make_run(**{**ROOMY, "witness": "pages"})
+    saved, done = look_while_in_one_call(lambda: run.ckpt.save(1), lambda s: s.done(), disk)
+    assert done
+    assert saved.metrics.verdict_s < 0.1
+
+
+def test_audit_with_a_page_witness_is_published_without_a_call_of_ours(make_run: Any) -> None:
+    """Regression: there are no versions to read, and that looked like no answer."""
+    if reason := _engine.page_witness():
+        pytest.skip(reason)
+    saved = make_run(**{**ROOMY, "witness": "pages"}, audit=True).ckpt.save(1)
+    assert soon(saved.done)
+
+
+class Doubling(torch.autograd.Function):
+    look: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Doubling.look()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def in_a_dispatch_mode(look: Callable[[], None]) -> None:
+    with Mode():
+        look()
+
+
+def in_a_custom_forward(look: Callable[[], None]) -> None:
+    Doubling.look = look
+    Doubling.apply(torch.ones(3, requires_grad=True))
+
+
+def in_backward(look: Callable[[], None]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: look())
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("inside", [in_a_dispatch_mode, in_a_custom_forward, in_backward])
+def test_nothing_is_published_inside_an_operation(inside: Callable[[Callable[[], None]], None], run: Any) -> None:
+    """Python runs there with new bytes and old versions, or while other threads write."""
+    saved = run.ckpt.save(1)
+    seen: list[bool] = []
+
+    def look() -> None:
+        soon(lambda: saved.awaits_verdict)
+        soon(saved.done, 0.4)  # thousands of bytecodes
+        seen.append(saved.done())
+
+    inside(look)
+    assert seen == [False]
+    assert soon(saved.done)
+
+
+class Counting(torch.overrides.TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Counting.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), Counting], ids=["torch.device", "a function mode"])
+def test_modes_of_functions_do_not_see_it(mode: Callable[[], Any], run: Any, disk: Any) -> None:
+    with mode():
+        disk.hold()
+        saved = run.ckpt.save(1)
+        before = Counting.calls
+        disk.release()
+        assert soon(saved.done)
+        assert Counting.calls == before
+    assert file_of(saved.result())
+
+
+def test_it_is_published_while_an_event_loop_sleeps(run: Any) -> None:
+    """As in a notebook: the main thread waits in a system call, in which no pending call runs."""
+
+    async def cell() -> bool:
+        saved = run.ckpt.save(1)
+        await asyncio.sleep(2)
+        return bool(saved.done() and saved.metrics.verdict_s < 1.5)
+
+    assert asyncio.run(cell())
+
+
+def test_an_exception_under_way_survives_the_reading(run: Any) -> None:
+    saved = run.ckpt.save(1)
+    count = 0
+    while not saved.done():
+        try:
+            raise ValueError(count)
+        except ValueError as error:
+            assert error.args == (count,)
+        count += 1
+    assert sys.exc_info() == (None, None, None)
+
+
+def test_the_queue_of_pending_calls_may_be_full(run: Any) -> None:
+    """It has 32 places, for everybody."""
+    call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    add = ctypes.pythonapi.Py_AddPendingCall
+    add.argtypes = [call, ctypes.c_void_p]
+    ends = time.monotonic() + 0.3
+
+    @call
+    def again(_: Any) -> int:
+        if time.monotonic() < ends:
+            add(again, None)
+        return 0
+
+    saved = run.ckpt.save(1)
+    for _ in range(64):
+        add(again, None)
+    assert soon(saved.done)
+
+
+def test_many_savers_at_once(tmp_path: Path, run: Any) -> None:
+    savers = [lazyckpt.Saver(**{**ROOMY, "host_buffer_bytes": 256 << 10, "copy_threads": 1}) for _ in range(40)]
+    state = run.model.state_dict()
+    run.step()
+    saved = [saver.save(state, tmp_path / f"{number}.pt") for number, saver in enumerate(savers)]
+    assert soon(lambda: all(s.done() for s in saved), 30)
+    for saver in savers:
+        saver.close()
+    assert torch.equal(torch.load(saved[-1].path)["0.weight"], run.model[0].weight)
+
+
+# on another thread than the main one
+
+
+def gives_by_result(saved: lazyckpt.SaveHandle, run: Any) -> None:
+    saved.result(timeout=10)
+
+
+def gives_by_step(saved: lazyckpt.SaveHandle, run: Any) -> None:
+    run.step()
+
+
+def gives_by_save(saved: lazyckpt.SaveHandle, run: Any) -> None:
+    run.ckpt.save(2)
+
+
+def gives_by_wait(saved: lazyckpt.SaveHandle, run: Any) -> None:
+    run.ckpt._saver.wait()
+
+
+def gives_by_wait_captured(saved: lazyckpt.SaveHandle, run: Any) -> None:
+    lazyckpt.wait_captured()
+
+
+GIVES = [gives_by_result, gives_by_step, gives_by_save, gives_by_wait, gives_by_wait_captured]
+
+
+@pytest.mark.parametrize("gives", GIVES)
+def test_another_thread_gives_it_at_its_next_call(
+    gives: Callable[[lazyckpt.SaveHandle, Any], None], run: Any, other: Saving
+) -> None:
+    saved = other(lambda: run.ckpt.save(1))
+    assert soon(lambda: saved.awaits_verdict)
+    soon(saved.done, 0.3)
+    assert not saved.done() and not saved.path.exists()
+    other(functools.partial(gives, saved, run))
+    assert soon(saved.done) and not saved.awaits_verdict
+    assert file_of(saved.result())
+
+
+def test_a_thread_that_has_ended_owes_nothing(run: Any) -> None:
+    saved: list[lazyckpt.SaveHandle] = []
+    with on_a_thread(lambda: saved.append(run.ckpt.save(1))):
+        pass
+    assert soon(saved[0].done)
+
+
+def test_a_thread_that_python_did_not_start_has_ended(run: Any) -> None:
+    """Regression: Python takes such a thread to live for ever, and close() never returned."""
+    saved: list[lazyckpt.SaveHandle] = []
+    held = threading.Lock()
+    held.acquire()
+
+    def save() -> None:
+        saved.append(run.ckpt.save(1))
+        held.acquire()
+
+    _thread.start_new_thread(save, ())
+    assert soon(lambda: bool(saved) and saved[0].awaits_verdict)
+    soon(saved[0].done, 0.3)
+    assert not saved[0].done()
+    held.release()
+    assert soon(saved[0].done)
+
+
+# waits
+
+
+def test_timeouts_are_kept(run: Any, other: Saving) -> None:
+    """Regression: result() took twice as long."""
+    saved = other(lambda: run.ckpt.save(1))
+    assert soon(lambda: saved.awaits_verdict)
+    for wait in (saved.result, saved.exception):
+        begin = time.monotonic()
+        with pytest.raises(concurrent.futures.TimeoutError):
+            wait(timeout=0.5)
+        assert 0.45 < time.monotonic() - begin < 0.8
+    assert concurrent.futures.wait([saved], timeout=0.2).not_done == {saved}
+    other(saved.result)
+
+
+def wait_by_result(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return saved.result()
+
+
+def wait_by_exception(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return saved.exception()
+
+
+def wait_by_futures(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return concurrent.futures.wait([saved])
+
+
+def wait_by_as_completed(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return list(concurrent.futures.as_completed([saved]))
+
+
+def wait_by_wait(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return run.ckpt._saver.wait()
+
+
+def wait_by_wait_for_path(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return run.ckpt._saver.wait(saved.path)
+
+
+def wait_by_drain(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return run.ckpt._saver.drain()
+
+
+def wait_by_close(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return run.ckpt.close()
+
+
+def wait_by_restore(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return run.ckpt.restore()
+
+
+def wait_by_save(saved: lazyckpt.SaveHandle, run: Any) -> Any:
+    return run.ckpt.save(2, blocking=True)
+
+
+OURS = [
+    wait_by_result,
+    wait_by_exception,
+    wait_by_wait,
+    wait_by_wait_for_path,
+    wait_by_drain,
+    wait_by_close,
+    wait_by_restore,
+    wait_by_save,
+]
+WAITS = [*OURS, wait_by_futures, wait_by_as_completed]
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_thread_that_owes_it_may_wait_in_every_way(
+    wait: Callable[[lazyckpt.SaveHandle, Any], Any], thread: str, run: Any, other: Saving
+) -> None:
+    do = other if thread == "another" else (lambda work: work())
+    saved = do(lambda: run.ckpt.save(1))
+    do(lambda: wait(saved, run))
+    assert saved.done()
+    assert not gate._standing
+
+
+@pytest.mark.parametrize("wait", OURS)
+def test_a_thread_that_the_other_one_waits_for_is_told(
+    wait: Callable[[lazyckpt.SaveHandle, Any], Any], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: result() in a worker that the thread joins which called save(); all but result() waited for ever."""
+    monkeypatch.setattr(handle, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(handle, "_LOOK_S", 0.1)
+    first = run.ckpt.save(1)
+    with on_a_thread(lambda: wait(first, run)) as answers:
+        pass  # joins
+    if wait is wait_by_save:  # its own snapshot is not owed by this thread, but that before it
+        assert isinstance(answers[0], lazyckpt.SaveError)
+    (error,) = answers
+    assert isinstance(error, lazyckpt.SaveError)
+    assert "step 1" in str(error) and "MainThread" in str(error) and "call result() there" in str(error)
+    assert file_of(first.result(timeout=10))
+
+
+def test_result_of_a_later_save_is_told_of_the_one_before(
+    run: Any, other: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(handle, "_LOOK_S", 0.1)
+    first = other(lambda: run.ckpt.save(1))
+    second = run.ckpt.save(2)
+    with pytest.raises(lazyckpt.SaveError, match=r"step 1.*call result"):
+        second.result()
+    other(first.result)
+    assert file_of(second.result(timeout=10))
+    assert second._previous is None
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_steps_of_another_thread_do_not_wait_for_it(behind: bool, make_run: Any, other: Saving) -> None:
+    """before_step: the thread that owes it waits for the step."""
+    run = make_run(**ROOMY, durability="before_step", max_in_flight=3)
+    saved = run.ckpt.save(1)
+    if behind:
+        with lazyckpt.Saver(**ROOMY):
+            pass
+    stepped = other.begin(run.step)
+    in_one_call(0.3)
+    LIBC.usleep(1)
+    stepped.result(20)
+    assert isinstance(saved.exception(timeout=20), lazyckpt.TornSnapshotError | None)
+
+
+def test_before_step_with_the_optimizer_in_backward(make_run: Any) -> None:
+    run = make_run(**ROOMY, durability="before_step", warm=False)
+    optimizers = {p: torch.optim.SGD([p], lr=1e-6) for p in run.model.parameters()}
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(lambda p: (optimizers[p].step(), optimizers[p].zero_grad())[0])
+    for number in range(4):
+        run.model(run.batch()).square().sum().backward()
+        before = {name: t.clone() for name, t in run.model.state_dict().items()}
+        saved = run.ckpt.save(number)
+        run.model(run.batch()).square().sum().backward()
+        file = file_of(saved.result(timeout=20))
+        assert all(torch.equal(file[name], before[name]) for name in before)
+
+
+def test_a_handler_of_a_signal_that_writes_during_a_wait_is_noticed(run: Any) -> None:
+    """Regression: the thread was taken to only wait while its handler was writing."""
+    weight = torch.nn.Parameter(torch.zeros(3_000_000))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    knobs = {**ROOMY, "host_buffer_bytes": 16 << 20}
+    for number in range(6):
+        path = run.ckpt.directory.parent / f"{number}.pt"
+        optimizer.step()
+        before = weight.detach().clone()
+        with lazyckpt.Saver(**knobs) as saver:
+            former = signal.signal(signal.SIGALRM, lambda *_: torch.nn.init.normal_(weight))
+            saved = saver.save({"weight": weight}, path)
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 * (1 + number))
+            try:
+                saved.result(timeout=20)
+            except lazyckpt.TornSnapshotError:
+                continue
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, former)
+            assert torch.equal(torch.load(path)["weight"], before)
+
+
+def test_a_handler_of_a_signal_that_runs_during_a_wait_is_no_wait(run: Any, other: Saving) -> None:
+    saved = other(lambda: run.ckpt.save(1))
+    assert soon(lambda: saved.awaits_verdict)
+    mine = run.ckpt.save(2)
+    seen: list[bool] = []
+    acted: list[bool] = []
+    me = threading.get_ident()
+
+    def look(*_: Any) -> None:
+        gate.if_standing(me, lambda: acted.append(True))
+        seen.append(True)
+
+    former = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(concurrent.futures.TimeoutError):
+            mine.result(timeout=0.5)
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    assert seen and not acted
+    other(saved.result)
+    mine.result(timeout=10)
+
+
+@pytest.mark.parametrize("wait", [wait_by_result, wait_by_futures, wait_by_wait, wait_by_restore])
+def test_ctrl_c_anywhere_in_a_wait_leaves_no_thread_standing(
+    wait: Callable[[lazyckpt.SaveHandle, Any], Any], run: Any, trials: Any
+) -> None:
+    """The traceback is kept, as a debugger does: nothing may rely on its frames being gone."""
+    me = threading.get_ident()
+    saved = run.ckpt.save(1)
+    with Interrupt(-1) as counted:
+        wait(saved, run)
+    chosen = trials.random.sample(range(1, counted.points + 1), min(counted.points, trials.count(40, counted.points)))
+    kept = []
+    for at in sorted(chosen):
+        saved = run.ckpt.save(2)
+        interrupt = Interrupt(at)
+        try:
+            with interrupt:
+                wait(saved, run)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        acted: list[bool] = []
+        gate.if_standing(me, lambda acted=acted: acted.append(True))
+        assert not acted, interrupt.where
+        saved.result(timeout=10)
+        run.step()
+    assert kept, "the points were not met"
+
+
+# writers on other threads
+
+
+def test_wait_captured_on_another_thread_does_not_speak_for_this_one(run: Any, disk: Any) -> None:
+    """Regression: the versions were read there while this thread was inside an operation."""
+    saved, found = look_while_in_one_call(
+        lambda: run.ckpt.save(1), lambda s: (s.wait_captured(5), s._snapshot.verdict.owed != 0), disk
+    )
+    assert found == (True, True)
+    assert soon(saved.done)
+
+
+def test_wait_captured_on_another_thread_asks_this_one(run: Any) -> None:
+    saved = run.ckpt.save(1)
+    with on_a_thread(lambda: (lazyckpt.wait_captured(), run.model[0].weight.data.zero_())) as answers:
+        soon(lambda: bool(answers))
+    assert file_of(saved.result(timeout=10))["0.weight"].any()
+
+
+# the end of a process
+
+
+SCRIPT = """
+import faulthandler, gc, os, sys, threading, time, torch, lazyckpt
+from concurrent.futures import ThreadPoolExecutor
+faulthandler.dump_traceback_later(40, exit=True)
+torch.set_num_threads(1)
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ckpt = lazyckpt.Checkpointer(sys.argv[1], witness="versions", chunk_bytes=64 << 10, host_buffer_bytes=8 << 20)
+ckpt.track(model=model, optimizer=optimizer)
+
+def step():
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+
+def save():
+    step()
+    handle = ckpt.save(1)
+    handle.wait_captured()
+    if threading.current_thread() is not threading.main_thread():
+        handle._snapshot  # the verdict was given by wait_captured(); this one is owed
+    step()
+    return ckpt.save(2)
+
+"""
+ENDINGS = {
+    "nothing": "save()",
+    "an exception": "save(); raise SystemExit(0)",
+    "garbage": "save(); del ckpt; gc.collect()",
+    "a thread that ended": "t = threading.Thread(target=save); t.start(); t.join()",
+    "a pool": "pool = ThreadPoolExecutor(1); pool.submit(save).result()",
+    "a fork": "save()\nif (child := os.fork()) == 0: os._exit(0)\nos.waitpid(child, 0)",
+    "commit_on": (
+        "import signal; lazyckpt.commit_on(signal.SIGTERM); signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "save(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)"
+    ),
+}
+
+
+def end(tmp_path: Path, body: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + body)
+    ran = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=50)
+    return ran, sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_that_ends_without_close_publishes(ending: str, tmp_path: Path) -> None:
+    ran, saved = end(tmp_path, ENDINGS[ending])
+    assert ran.returncode == (-signal.SIGTERM if ending == "commit_on" else 0), ran.stderr
+    assert saved == ["step-00000001", "step-00000002"], ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_process_does_not_wait_for_ever_for_a_daemon(tmp_path: Path) -> None:
+    """Regression: a daemon that sleeps for ever after its save() kept the process from ending."""
+    body = """
+import lazyckpt.snapshot
+lazyckpt.snapshot._PATIENCE_AT_EXIT_S = 0.5
+saved = []
+def work():
+    saved.append(save())
+    time.sleep(1000)
+threading.Thread(target=work, daemon=True, name="trainer").start()
+while not saved: time.sleep(0.01)
+"""
+    ran, saved = end(tmp_path, body)
+    assert ran.returncode == 0, ran.stderr
+    assert saved == ["step-00000001"]
+    assert "step 2" in ran.stderr and "'trainer'" in ran.stderr and "close()" in ran.stderr
+
+
+def test_a_fork_while_a_verdict_is_owed(run: Any) -> None:
+    """The child is told, and the parent publishes."""
+    saved = run.ckpt.save(1)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            try:
+                saved.result()
+            except lazyckpt.ClosedError:
+                os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert file_of(saved.result(timeout=10))
+
+
+def test_what_is_dropped_while_a_verdict_is_owed_is_published(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = lazyckpt.Checkpointer(tmp_path, **ROOMY)
+    ckpt.track(model=model, optimizer=optimizer)
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    path = ckpt.save(1).path
+    del ckpt
+    gc.collect()
+    assert soon(path.exists)
