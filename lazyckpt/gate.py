@@ -567,12 +567,37 @@ def _guard_switches(kind: type[Any]) -> None:
 
 
 def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
+    # Trainers call train() before every batch: the mode mostly is what it was, and forward overlaps with the copy.
+    mode = {"train": True, "eval": False}.get(method.__name__) if _is_schedulefree(method.__module__) else None
+
     @functools.wraps(method)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with gate.step(self):
+        if mode is not None and _is_in_mode(self, mode):
+            return method(self, *args, **kwargs)
+        with gate.step(_unwrapped(self)):
             return method(self, *args, **kwargs)
 
     return switch
+
+
+def _is_in_mode(optimizer: Any, train: bool) -> bool:
+    """Whether a schedule-free optimizer holds the weights of training, or of evaluation, already."""
+    own = getattr(optimizer, "train_mode", None)  # of schedulefree's wrapper
+    return all((own if own is not None else group.get("train_mode")) is train for group in optimizer.param_groups)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer that ``optimizer`` passes everything on to, as LightningOptimizer does: the two are one owner."""
+    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
+    if groups is None or state is None:
+        return optimizer
+    seen = [optimizer]
+    for outer in seen:  # grows meanwhile
+        for inner in list(getattr(outer, "__dict__", {}).values()):
+            passed_on = isinstance(inner, torch.optim.Optimizer) and not any(inner is other for other in seen)
+            if passed_on and inner.param_groups is groups and inner.state is state:
+                seen.append(inner)
+    return seen[-1]
 
 
 def _guard_callers(frame: FrameType) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +17,25 @@ import torch
 from lazyckpt.gate import gate
 
 HELD_S = 0.05
+AT_MOST_S = 5.0
 SCHEDULE_FREE: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda p: schedulefree.AdamWScheduleFree(p, lr=0.01),
     "SGD": lambda p: schedulefree.SGDScheduleFree(p, lr=0.01),
     "wrapper": lambda p: schedulefree.ScheduleFreeWrapper(torch.optim.SGD(p, lr=0.01), momentum=0.9),
 }
+
+
+@contextlib.contextmanager
+def held(disk: Any) -> Iterator[None]:
+    """The disk is held in here, but not for ever: who waits for it finds nothing pending afterwards."""
+    limit = threading.Timer(AT_MOST_S, disk.release)
+    limit.start()
+    disk.hold()
+    try:
+        yield
+    finally:
+        limit.cancel()
+        disk.release()
 
 
 class Sam(torch.optim.Optimizer):
@@ -72,6 +88,49 @@ def test_a_save_between_eval_and_train_commits(name: str, make_run: Any, disk: A
         saved = torch.load(handle.result(timeout=30) / "state.pt")["model"]
         assert graph(saved) == graph(before)
     assert lazy >= 3
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_a_switch_to_the_mode_that_it_has_waits_for_nothing(name: str, make_run: Any, disk: Any, pending: Any) -> None:
+    """Trainers call train() in front of every batch."""
+    run = make_run(SCHEDULE_FREE[name], warm=False)
+    for step, switch in enumerate(("train", "eval")):
+        run.optimizer.train()
+        run.step()
+        getattr(run.optimizer, switch)()
+        with held(disk):
+            handle = run.ckpt.save(step)
+            assert pending(handle) > 0, "it is lazy"
+            getattr(run.optimizer, switch)()
+            run.backward()
+            assert pending(handle) > 0, "nobody has waited"
+        handle.result(timeout=30)
+
+
+class Wrapping(schedulefree.AdamWScheduleFree):
+    """An optimizer of another that shows itself as one of its class, as those of trainers do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def test_a_switch_through_a_wrapper_is_one_of_the_optimizer_inside(make_run: Any, disk: Any, pending: Any) -> None:
+    run = make_run(lambda p: schedulefree.AdamWScheduleFree(p, lr=0.01), warm=False)
+    wrapping = Wrapping(run.optimizer)
+    wrapping.train()
+    for step in range(4):
+        run.step()
+        if step == 1:
+            wrapping.eval()
+        with held(disk):
+            handle = run.ckpt.save(step)
+            assert pending(handle) > 0, "it is lazy, whether or not the wrapper did anything since the last save"
+        if step == 1:
+            wrapping.train()
+        handle.result(timeout=30)
 
 
 @pytest.mark.parametrize("by_closure", [False, True])

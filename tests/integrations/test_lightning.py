@@ -59,7 +59,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lazyckpt.integrations import lightning as integration
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("small_tensors_are_lazy")]
 GROUP = "lightning.pytorch.callbacks_factory"
 ROOT = Path(__file__).parents[2]
 SMALL_RING = {"host_buffer_bytes": 4 * 4096, "chunk_bytes": 4096, "copy_threads": 1}
@@ -1214,8 +1214,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 io = LazyCheckpointIO()
 fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
-model, optimizer = fabric.setup(net := torch.nn.Linear(64, 64), torch.optim.Adam(net.parameters()))
-fabric.backward(model(torch.ones(1, 64)).sum())
+model, optimizer = fabric.setup(net := torch.nn.Linear(128, 128), torch.optim.Adam(net.parameters()))
+fabric.backward(model(torch.ones(1, 128)).sum())
 optimizer.step()
 fabric.save(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
 (handle,) = io._open_saver().pending()

@@ -41,6 +41,7 @@ from lazyckpt.integrations.transformers import (  # noqa: E402
     LazyCheckpointTrainerMixin,
 )
 
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 # Half of the state of bert(): the rest stays uncopied while the disk is held back.
 SMALL_RING = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 640 << 10}
 Graph = Callable[[Any], Any]

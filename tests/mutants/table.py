@@ -863,6 +863,24 @@ _in(
         "test_switching.py::test_sam test_switching.py::test_a_save_between_eval_and_train_commits",
     ),
     (
+        "schedule-free optimizers wait although they switch to the mode that they have",
+        "        if mode is not None and _is_in_mode(self, mode):\n",
+        "        if False:\n",
+        "test_switching.py::test_a_switch_to_the_mode_that_it_has_waits_for_nothing",
+    ),
+    (
+        "schedule-free optimizers are taken to have the mode that they switch to",
+        'group.get("train_mode")) is train for',
+        "train) is train for",
+        "test_switching.py::test_a_save_between_eval_and_train_commits",
+    ),
+    (
+        "an optimizer and a wrapper around it are two owners",
+        "                seen.append(inner)\n",
+        "                pass\n",
+        "test_switching.py::test_a_switch_through_a_wrapper_is_one_of_the_optimizer_inside",
+    ),
+    (
         "a forked child waits for its parent",
         "os.register_at_fork(after_in_child=gate.forget)\n",
         "",
