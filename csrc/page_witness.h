@@ -101,6 +101,7 @@ class PageWitness {
   // Calls found(written pages) for each run; `protect` protects these in the same step. 0 or an errno value.
   template <class F>
   int Scan(PageRange pages, bool protect, F found) const;
+  bool ProtectWritten(PageRange pages) const;
   bool Share(PageWindow* window, PageWindow::Watched* ours);
   bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;
 

@@ -24,7 +24,7 @@ void Engine::ProtectAhead() {
 
 // Protects the next of them; false if there are none, or enough threads at it.
 bool Engine::ProtectSome(bool helping, std::unique_lock<std::mutex>& lock) {
-  constexpr size_t kBatchBytes = 16 << 20;  // about a millisecond's work less the rest
+  constexpr size_t kBatchBytes = 16 << 20;  // 50 us: the caller of save() waits for a thread that has lost its core
   if (ahead_next_ == ahead_end_ || (!helping && protecting_ >= modest_)) return false;
   const size_t first = ahead_next_;
   for (size_t bytes = 0; ahead_next_ < ahead_end_ && bytes < kBatchBytes; ++ahead_next_)
@@ -35,7 +35,7 @@ bool Engine::ProtectSome(bool helping, std::unique_lock<std::mutex>& lock) {
   for (size_t i = first; i < end; ++i) (void)witness_->ProtectAhead(last_watched_[i]);
   lock.lock();
   --protecting_;
-  if (protecting_ == 0) changed_.notify_all();
+  if (protecting_ == 0 && ahead_next_ == ahead_end_) changed_.notify_all();
   return true;
 }
 
