@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import ablation, disk, frameworks, growth, latency, memory, papers, restore, train, tuning
+from benchmarks import (
+    ablation,
+    disk,
+    frameworks,
+    growth,
+    latency,
+    memory,
+    papers,
+    restore,
+    train,
+    tuning,
+    verdict,
+    witness,
+)
 from benchmarks.paired import Progress
 from benchmarks.report import Table
 from benchmarks.settings import Settings
@@ -42,6 +55,8 @@ PARTS = {
     "latency": Part("how soon save() returns", latency.measure, quick=True),
     "disk": Part("durable writes without training", disk.measure, quick=True),
     "restore": Part("into live parameters, from a cold and a warm page cache", restore.measure, quick=True),
+    "witness": Part("what the page witness adds to save() and to the next step", witness.measure),
+    "verdict": Part("how long a checkpoint waits for a verdict, and how many do", verdict.measure),
     "ablation": Part("each part of the pipeline switched off alone", ablation.measure),
     "models": Part("over model size (DataStates-LLM, fig. 7-9)", papers.over_models),
     "interval": Part("over the checkpoint interval (DataStates-LLM, fig. 13)", papers.over_interval),

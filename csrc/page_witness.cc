@@ -259,6 +259,12 @@ int PageWitness::Scan(PageRange pages, bool protect, F found) const {
   return 0;
 }
 
+// kReport: by the scan, of all that is not protected yet; UFFDIO_WRITEPROTECT does the same and takes ten times as long
+// (14 ms for 512 MiB of small pages). The scan refuses memory of kCopy.
+bool PageWitness::ProtectAll(PageRange pages) const {
+  return (mode_ == WitnessMode::kCopy ? WriteProtect(pages, true) : Scan(pages, true, [](PageRange) {})) == 0;
+}
+
 bool PageWitness::IsRegistered(PageRange pages) {
   const std::lock_guard lock(Registering());
   const auto after = registered_.upper_bound(pages.begin);
@@ -394,12 +400,11 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
   return true;
 }
 
-bool PageWitness::Protect(PageWindow* window, size_t watched, bool again) {
+bool PageWitness::Protect(PageWindow* window, size_t watched) {
   PageWindow::Watched& w = window->watched_[watched];
   if (w.refused || w.is_protected) return !w.refused;
-  bool done = again && Scan(w.pages, true, [](PageRange) {}) == 0;
-  done = done || (IsRegistered(w.pages) && WriteProtect(w.pages, true) == 0);
-  done = done || (Register(w.pages) && WriteProtect(w.pages, true) == 0);  // new memory, or other at the old place
+  bool done = IsRegistered(w.pages) && ProtectAll(w.pages);
+  done = done || (Register(w.pages) && ProtectAll(w.pages));  // new memory, or other at the old place
   const std::shared_lock lock(mutex_);
   const std::lock_guard changing(window->mutex_);
   w.is_protected = done;
@@ -411,7 +416,7 @@ bool PageWitness::ProtectAhead(PageRange pages) {
   // kCopy: the pages may be anybody's by now, of malloc's books, say, and who waits for a copy may hold a lock.
   if (mode_ == WitnessMode::kCopy) return false;
   const std::shared_lock lock(mutex_);
-  return windows_.empty() && IsRegistered(pages) && WriteProtect(pages, true) == 0;
+  return windows_.empty() && IsRegistered(pages) && ProtectAll(pages);
 }
 
 void PageWitness::GiveUp(std::span<const PageRange> pages) {
@@ -473,7 +478,8 @@ void PageWitness::CheckRest(PageWindow* window) {
   const std::shared_lock lock(mutex_);
   for (PageWindow::Watched& w : window->watched_) {
     const std::lock_guard changing(window->mutex_);
-    if (w.is_protected && w.done.empty() && w.saved.empty()) (void)Scan(w.pages, false, [&w](PageRange) { w.written = true; });
+    if (w.is_protected && w.done.empty() && w.saved.empty())
+      (void)Scan(w.pages, false, [&w](PageRange) { w.written = true; });
   }
 }
 

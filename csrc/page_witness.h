@@ -83,9 +83,9 @@ class PageWitness {
   // The window watches from here on what Protect protects. No page may be in a window twice.
   void Open(PageWindow* window);
 
-  // Protects the pages of one number. `again`: ProtectAhead did; what was written since is protected anew. False if
-  // they cannot be watched: shared memory, say, or overlapping pages of another window.
-  bool Protect(PageWindow* window, size_t watched, bool again);
+  // Protects the pages of one number. False if they cannot be watched: shared memory, say, or overlapping pages of
+  // another window.
+  bool Protect(PageWindow* window, size_t watched);
 
   // Protects pages that the next window is likely to watch. False, and nothing is done, while any window is open.
   bool ProtectAhead(PageRange pages);
@@ -122,6 +122,7 @@ class PageWitness {
   // Calls found(written pages) for each run; `protect` protects these in the same step. 0 or an errno value.
   template <class F>
   int Scan(PageRange pages, bool protect, F found) const;
+  bool ProtectAll(PageRange pages) const;
   static void ReserveAside(PageWindow* window);
   bool Share(PageWindow* window, PageWindow::Watched* ours);
   bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;

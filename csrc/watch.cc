@@ -24,7 +24,7 @@ void Engine::ProtectAhead() {
 
 // Protects the next of them; false if there are none, or enough threads at it.
 bool Engine::ProtectSome(bool helping, std::unique_lock<std::mutex>& lock) {
-  constexpr size_t kBatchBytes = 16 << 20;  // about a millisecond's work less the rest
+  constexpr size_t kBatchBytes = 16 << 20;  // 50 us: the caller of save() waits for a thread that has lost its core
   if (ahead_next_ == ahead_end_ || (!helping && protecting_ >= modest_)) return false;
   const size_t first = ahead_next_;
   for (size_t bytes = 0; ahead_next_ < ahead_end_ && bytes < kBatchBytes; ++ahead_next_)
@@ -34,11 +34,11 @@ bool Engine::ProtectSome(bool helping, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   for (size_t i = first; i < end; ++i) {
     PageRange& pages = last_watched_[i];
-    if (!witness_->ProtectAhead(pages)) pages.end = pages.begin;  // Watch() protects them like new ones
+    if (!witness_->ProtectAhead(pages)) pages.end = pages.begin;  // nothing to give up
   }
   lock.lock();
   --protecting_;
-  if (protecting_ == 0) changed_.notify_all();
+  if (protecting_ == 0 && ahead_next_ == ahead_end_) changed_.notify_all();
   return true;
 }
 
@@ -81,9 +81,8 @@ void Engine::Watch(Job& job) {
     const auto number = static_cast<size_t>(s.watched);
     const PageRange pages = job.window.pages(number);
     const auto at = std::lower_bound(ahead.begin(), ahead.end(), pages, by_address);
-    const bool is_ahead = at != ahead.end() && *at == pages;
-    if (is_ahead) used[at - ahead.begin()] = true;
-    if (witness_->Protect(&job.window, number, is_ahead)) {
+    if (at != ahead.end() && *at == pages) used[at - ahead.begin()] = true;
+    if (witness_->Protect(&job.window, number)) {
       watched.push_back(pages);
     } else {
       s.watched = -1;

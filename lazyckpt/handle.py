@@ -76,7 +76,8 @@ class SaveHandle(LastingFuture[Path]):
         """Whether the files are durable and only their final name is missing: the thread that called ``save()`` has
         not come to a point since then at which it is known to write nothing. Only without a page witness; see
         docs/consistency.md."""
-        return self._snapshot is not None and self._snapshot.verdict.awaited and not self.done()
+        snapshot = self._snapshot
+        return snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.owed != 0 and not self.done()
 
     def _refuse(self, call: str, timeout: float | None) -> None:
         """Raises ConfigError if the save that this thread is inside of might be waited for."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+import lazyckpt
 from benchmarks import __main__ as command
-from benchmarks import ablation, growth, latency, papers, restore, tuning, workload
+from benchmarks import ablation, growth, latency, papers, restore, tuning, verdict, witness, workload
 from benchmarks.ablation import NewRing, NotLazy, NotStreamed
 from benchmarks.arms import KINDS
 from benchmarks.arms.base import Arm
@@ -63,6 +66,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (tuning, "CHUNK_MIB", (2, 8)),
         (tuning, "IO_DEPTH", (8,)),
         (tuning, "COPY_THREADS", (1,)),
+        (verdict, "SECONDS", 0.05),
+        (witness, "ROUNDS_PER_PAIR", 1),
+        (witness, "TENSORS", {}),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -97,7 +103,7 @@ def spreads(table: Table) -> list[tuple[float, float, float]]:
     return [tuple(map(float, match.groups())) for match in found if match]  # type: ignore[misc]
 
 
-SLOW = {"memory": pytest.mark.slow}  # a process for every arm
+SLOW = {"memory": pytest.mark.slow, "witness": pytest.mark.slow}  # processes of their own
 
 
 @pytest.mark.parametrize("part", [pytest.param(p, marks=SLOW.get(p, ())) for p in PARTS if p != "frameworks"])
@@ -113,7 +119,7 @@ def test_a_part_measures(part: str, settings: Settings) -> None:
         assert all(least <= middle <= most for middle, least, most in spreads(table))
         if part == "phases":
             assert (settings.output / "phases-timeline.png").stat().st_size > 10_000
-        if "minus" in " ".join(table.columns) or "forks" in table.title or part == "memory":
+        if "minus" in " ".join(table.columns) or "forks" in table.title or part in ("memory", "witness"):
             continue
         assert all(least >= 0 for _, least, _ in spreads(table))
         for points in table.picture.lines.values() if table.picture else ():
@@ -215,6 +221,86 @@ def test_a_floor_does_not_take_addresses_on_a_gpu_for_its_own(training: Training
     training.device = torch.device("cuda")
     with pytest.raises(FloorUnavailable, match="host memory"):
         FloorArm(training, tmp_path, ring=1.0)
+
+
+# The page witness, and the verdicts where there is none
+
+
+def lacks_pages() -> str:
+    return lazyckpt._engine.page_witness()
+
+
+@pytest.mark.skipif(bool(lacks_pages()), reason=lacks_pages() or "there is a page witness")
+def test_both_witnesses_take_turns_with_no_checkpoint(training: Training, tmp_path: Path) -> None:
+    found = witness.compare(training, 3, tmp_path, lambda text: None)
+    assert not found.failures
+    assert {arm: {len(column) for column in vars(times).values()} for arm, times in found.times.items()} == {
+        witness.NONE: {3},
+        witness.VERSIONS: {3},
+        witness.PAGES: {3},
+    }
+    assert found.eager_bytes[witness.PAGES] >= found.eager_bytes[witness.VERSIONS]
+    assert found.state_bytes == 3 * sum(p.nbytes for p in training.model.parameters())
+    for arm in (witness.VERSIONS, witness.PAGES):
+        times = found.times[arm]
+        assert all(0 < save < durable for save, durable in zip(times.save, times.durable, strict=True))
+        assert all(0 <= gate < step for gate, step in zip(times.gate, times.step, strict=True))
+    assert not any(found.times[witness.NONE].durable)
+
+
+@pytest.mark.skipif(bool(lacks_pages()), reason=lacks_pages() or "there is a page witness")
+def test_many_tensors_are_trained(tmp_path: Path) -> None:
+    job = witness.ManyTensors(latency.Case("small", ((10, 10_000),)))
+    before = [parameter.detach().clone() for parameter in job.model.parameters()]
+    assert not witness.compare(job, 1, tmp_path, lambda text: None).failures
+    assert not any(torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
+
+
+def test_a_machine_without_page_witness_has_the_other_rows(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lazyckpt.saver._engine.page_witness", lambda: "userfaultfd: not permitted")
+    found = witness.compare(training, 1, tmp_path, lambda text: None)
+    assert "not permitted" in found.failures[witness.PAGES]
+    rows = {row[0]: row[1:] for row in witness._table("small pages", found).rows}
+    assert set(rows[witness.PAGES]) == {"missing"} and "missing" not in rows[witness.VERSIONS]
+
+
+@pytest.fixture
+def verdict_arms(training: Training, tmp_path: Path) -> Iterator[dict[str, verdict.Arm]]:
+    with ExitStack() as stack:
+        arms = {}
+        for name in ("versions", verdict.UNSOUND):
+            checkpointer = stack.enter_context(lazyckpt.Checkpointer(tmp_path / str(len(arms)), witness="versions"))
+            checkpointer.track(model=training.model, optimizer=training.optimizer)
+            arms[name] = verdict.Arm(name, checkpointer, training)
+        training.compute()
+        training.optimizer.step()
+        yield arms
+
+
+@pytest.mark.parametrize("situation", [verdict.asleep, verdict.prompt, verdict.one_call])
+def test_a_verdict_waits_for_the_call_that_the_main_thread_is_in(
+    verdict_arms: dict[str, verdict.Arm], situation: Callable[[verdict.Arm, float], lazyckpt.SaveHandle]
+) -> None:
+    waited = {}
+    for name, arm in verdict_arms.items():
+        arm.training.optimizer.step()
+        handle = situation(arm, 0.4)
+        handle.result(timeout=60)
+        waited[name] = handle.metrics.verdict_s
+    assert waited[verdict.UNSOUND] < 0.05 < waited["versions"]
+
+
+def test_unpublished_checkpoints_are_counted(verdict_arms: dict[str, verdict.Arm]) -> None:
+    arm = verdict_arms["versions"]
+    handles = []
+    with verdict._Sampler(handles) as sampler:
+        handles.append(arm.save())
+        time.sleep(0.5)
+        handles[0].result(timeout=60)
+        time.sleep(0.1)
+    assert max(sampler.unpublished) == max(sampler.waiting) == 1 and sampler.unpublished[-1] == 0
 
 
 # What is read

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_page_witness import CHUNK, PAGE, WRITERS, Memory, Save, is_protected
+from test_page_witness import CHUNK, LIBC, PAGE, WRITERS, Memory, Save, is_protected
 
 import lazyckpt
 from lazyckpt import _engine
@@ -139,6 +139,23 @@ def test_both_modes_in_one_process_take_turns(order: tuple[bool, bool], tmp_path
     at_once = Save(engines[1], [memory], tmp_path / "at-once")
     assert at_once.job.stats()["eager_bytes"] == memory.size
     assert at_once.finish() == [] and waiting.finish() == []
+
+
+def test_memory_that_the_other_mode_registered_since_is_registered_anew(tmp_path: Path) -> None:
+    """Regression: the kernel protects it for either mode, and tells the one whose it is."""
+    memory = Memory.of(30 * PAGE)
+    copies = make_engine()
+    reports = _engine.Engine(watch_pages=True, ring_bytes=4 * CHUNK, chunk_bytes=CHUNK, io_depth=2, copy_threads=1)
+    assert Save(copies, [memory], tmp_path / "a").finish() == []
+    LIBC.mmap.restype = ctypes.c_void_p
+    LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: unmapped, and mapped again
+    assert LIBC.mmap(memory.address, memory.size, 3, fixed, -1, 0) == memory.address
+    memory.array[:] = 1
+    assert Save(reports, [memory], tmp_path / "b").finish() == []
+    save = Save(copies, [memory], tmp_path / "c")
+    memory.array[9 * PAGE] = 2
+    assert save.finish() == []
 
 
 def test_a_training_whose_weights_are_written_right_after_every_save(tmp_path: Path) -> None:

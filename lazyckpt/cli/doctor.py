@@ -124,7 +124,7 @@ def _describe(facts: _Facts) -> list[tuple[str, str]]:
         ("free space", f"{size(facts.free_bytes)} of {size(facts.total_bytes)}"),
         ("io_uring", probe["io_uring"]),
         ("O_DIRECT", probe["o_direct"] + (alignment if facts.o_direct else "")),
-        ("pages", f"watched for writes: {probe['page_witness']}"),
+        ("pages", f"watched for writes: {probe['page_witness']}; copied on write: {probe['copy_on_write']}"),
         ("memory", f"{size(facts.available_bytes)} available to this process"),
         ("memlock", memlock + (", which does not bind this process" if facts.locks_freely else "")),
         ("CUDA", _cuda(facts)),

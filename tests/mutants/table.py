@@ -636,8 +636,8 @@ _in(
     ),
     (
         "a parameter that was given other memory stays lazy",
-        " or entry[1] != address",
-        "",
+        "mine.get(key) == address or any(table.get(key) == address for table in others)",
+        "key in mine or any(key in table for table in others)",
         (
             "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again "
             "test_snapshot.py::test_weights_that_are_swapped_by_pointer_for_an_average"
@@ -2757,8 +2757,8 @@ _in(
     "csrc/page_witness.cc",
     (
         "written pages are not looked for",
-        "[&written](PageRange) { written = true; }",
-        "[](PageRange) {}",
+        "written = written || w.saved.empty() || !w.saved[number(page)];",
+        "(void)page;",
         ANY_WRITE,
     ),
     (
@@ -2775,8 +2775,8 @@ _in(
     ),
     (
         "what the first of two snapshots lost is forgotten",
-        "        theirs.written = std::none_of(",
-        "        (void)std::none_of(",
+        "theirs.written = !other->IsDone(theirs, page);",
+        "(void)other->IsDone(theirs, page);",
         PAGES + "test_what_was_written_before_a_second_snapshot_tears_the_first_alone",
     ),
     (
@@ -2787,20 +2787,14 @@ _in(
     ),
     (
         "new memory is not registered",
-        "done = done || (Register(w.pages) && WriteProtect(w.pages, true) == 0);",
+        "done = done || (Register(w.pages) && ProtectAll(w.pages));",
         "",
         ANY_WRITE,
     ),
     (
-        "what was written since pages were protected ahead counts",
-        "bool done = again && Scan(w.pages, true, [](PageRange) {}) == 0;",
-        "bool done = again;",
-        PAGES + "test_pages_protected_ahead_are_watched_from_the_save_on",
-    ),
-    (
         "memory mapped anew counts as registered",
-        "done = done || (IsRegistered(w.pages) && WriteProtect(w.pages, true) == 0);",
-        "done = done || IsRegistered(w.pages);",
+        "bool done = IsRegistered(w.pages) && ProtectAll(w.pages);",
+        "bool done = IsRegistered(w.pages);",
         PAGES + "test_memory_that_was_unmapped_and_mapped_again_is_watched_anew",
     ),
     (
@@ -2823,8 +2817,8 @@ _in(
     ),
     (
         "a forked child asks about the memory of its parent",
-        "if (maker != getpid()) {",
-        "if (maker == 0) {",
+        "if (of.maker != getpid()) {",
+        "if (of.maker == 0) {",
         PAGES + "test_a_forked_child_watches_its_own_memory",
     ),
 )
@@ -2832,9 +2826,43 @@ _in(
     "csrc/page_witness.cc",
     (
         "what else was written is not looked for when a checkpoint is torn",
-        "if (w.is_protected && w.done.empty()) (void)Scan",
-        "if (false) (void)Scan",
+        "if (w.is_protected && w.done.empty() && w.saved.empty())",
+        "if (false)",
         PAGES + "test_all_that_was_written_is_named",
+    ),
+)
+COPIES = "test_copy_on_write.py::"
+_in(
+    "csrc/page_witness.cc",
+    (
+        "what was copied aside is not put in place",
+        "      *patched = true;\n",
+        "",
+        COPIES + "test_no_writer_tears_or_fails_the_checkpoint",
+    ),
+    (
+        "a page is copied aside again after it was written",
+        "if (w.saved[number] || window->IsDone(w, p)) continue;",
+        "if (window->IsDone(w, p)) continue;",
+        COPIES + "test_two_snapshots_of_the_same_pages_get_each_its_own",
+    ),
+    (
+        "only the first of two snapshots gets the page aside",
+        "        w.saved[number] = true;\n      }\n",
+        "        w.saved[number] = true;\n      }\n      break;\n",
+        COPIES + "test_two_snapshots_of_the_same_pages_get_each_its_own",
+    ),
+    (
+        "memory that was thrown away is taken for unwritten, where pages are copied on write",
+        "written = written || w.saved.empty() || !w.saved[number(page)];",
+        "written = written || w.saved.empty();",
+        COPIES + "test_memory_that_is_thrown_away_fails_the_checkpoint",
+    ),
+    (
+        "one mode relies on what the other has registered since",
+        "if (other != nullptr) other->ForgetRegistered({begin, end});",
+        "",
+        COPIES + "test_memory_that_the_other_mode_registered_since_is_registered_anew",
     ),
 )
 _in(
