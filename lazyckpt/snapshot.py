@@ -1,9 +1,11 @@
-"""What may be copied lazily, and whether it stayed unchanged until it was.
+"""Decides what may be copied lazily, and finds out whether it stayed unchanged until it was.
 
-Lazy is earned, eager is the default. Lazy are storages of more than 4 KiB that a gated optimizer owns wholly: its
-parameters and its state, if it was seen to step since the last save and is not inside a step. Everything else
-(buffers, which change in forward; scalars; RNG; the user's tensors) is copied before ``save()`` returns.
-Frozen parameters become lazy once two snapshots in a row found them unchanged.
+A storage is copied lazily if a gated optimizer owns all of it (its parameters and its state), stepped since the last
+save, is not inside a step, and has evidence for it (evidence.py). It must be larger than 4 KiB, or 16 KiB where the
+kernel watches its pages. Everything else (buffers, which change in forward; scalars; RNG; the user's tensors) is copied
+before ``save()`` returns. Frozen parameters become lazy once two snapshots in a row found them unchanged.
+
+The engine finds writes to watched pages. For other memory the version counters tell (verdict.py).
 """
 
 from __future__ import annotations

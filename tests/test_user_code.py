@@ -432,7 +432,7 @@ def test_a_state_that_fails_while_a_torn_snapshot_is_named(
     trap.set("Module.state_dict", error_of(kind))
     disk.release(after_s=0.05)
     training.step()
-    with pytest.raises(lazyckpt.TornSnapshotError, match=r"data/\d+ were written to"):
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"data/\d+ was written to"):
         handle.result(timeout=30)
     trap.set("", error_of(kind))
     training.check(2)
