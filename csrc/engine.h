@@ -159,7 +159,7 @@ class Engine {
 
   // watch.cc
   bool ProtectSome(bool helping, std::unique_lock<std::mutex>& lock);
-  void WaitAhead(std::unique_lock<std::mutex>& lock);
+  std::vector<PageRange> TakeAhead();
   void Watch(Job& job);
   void KeepEdges(Chunk* chunk);
   bool CopyWatched(Job& job, const Source& source, std::byte* to, const std::byte** edges, Piece* piece);
@@ -225,9 +225,12 @@ class Engine {
 
   PageWitness* witness_ = nullptr;       // with watch_pages
   std::vector<PageRange> last_watched_;  // by the last checkpoint; in the order of their addresses
-  size_t ahead_next_ = 0;                // those before this one are protected ahead, or are about to be
-  size_t ahead_end_ = 0;                 // and all before this one are to be
-  unsigned protecting_ = 0;              // threads
+  struct Ahead {
+    std::vector<PageRange> pages;
+    size_t next = 0;       // those before it are protected, or are about to be
+    unsigned threads = 0;  // that protect some
+  };
+  std::shared_ptr<Ahead> ahead_;  // while a save begins
 
   std::vector<std::thread> copiers_;
   unsigned copying_ = 0;  // copiers that copy now

@@ -4,7 +4,9 @@
 // Nothing is copied any more: EndWatch.
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "checksum.h"
@@ -16,8 +18,9 @@ void Engine::ProtectAhead() {
   if (witness_ == nullptr) return;
   {
     std::lock_guard lock(mutex_);
-    ahead_next_ = 0;
-    ahead_end_ = last_watched_.size();
+    if (ahead_ != nullptr) return;  // another thread's save begins, too
+    ahead_ = std::make_shared<Ahead>();
+    ahead_->pages = last_watched_;
   }
   changed_.notify_all();
 }
@@ -25,46 +28,42 @@ void Engine::ProtectAhead() {
 // Protects the next of them; false if there are none, or enough threads at it.
 bool Engine::ProtectSome(bool helping, std::unique_lock<std::mutex>& lock) {
   constexpr size_t kBatchBytes = 16 << 20;  // 50 us: the caller of save() waits for a thread that has lost its core
-  if (ahead_next_ == ahead_end_ || (!helping && protecting_ >= modest_)) return false;
-  const size_t first = ahead_next_;
-  for (size_t bytes = 0; ahead_next_ < ahead_end_ && bytes < kBatchBytes; ++ahead_next_)
-    bytes += last_watched_[ahead_next_].bytes();
-  const size_t end = ahead_next_;
-  ++protecting_;
+  const std::shared_ptr<Ahead> ahead = ahead_;
+  if (ahead == nullptr || ahead->next == ahead->pages.size() || (!helping && ahead->threads >= modest_)) return false;
+  const size_t first = ahead->next;
+  for (size_t bytes = 0; ahead->next < ahead->pages.size() && bytes < kBatchBytes; ++ahead->next)
+    bytes += ahead->pages[ahead->next].bytes();
+  const size_t end = ahead->next;
+  ++ahead->threads;
   lock.unlock();
   for (size_t i = first; i < end; ++i) {
-    PageRange& pages = last_watched_[i];
+    PageRange& pages = ahead->pages[i];
     if (!witness_->ProtectAhead(pages)) pages.end = pages.begin;  // nothing to give up
   }
   lock.lock();
-  --protecting_;
-  if (protecting_ == 0 && ahead_next_ == ahead_end_) changed_.notify_all();
+  --ahead->threads;
+  if (ahead->threads == 0 && ahead->next == ahead->pages.size()) changed_.notify_all();
   return true;
 }
 
-void Engine::WaitAhead(std::unique_lock<std::mutex>& lock) {
+// What was protected ahead: all of it, in the order of the addresses; no other caller gets it.
+std::vector<PageRange> Engine::TakeAhead() {
+  std::unique_lock lock(mutex_);
   while (ProtectSome(true, lock)) {
   }
-  changed_.wait(lock, [this] { return protecting_ == 0; });
+  const std::shared_ptr<Ahead> ahead = std::exchange(ahead_, nullptr);
+  if (ahead == nullptr) return {};
+  changed_.wait(lock, [&ahead] { return ahead->threads == 0; });
+  return std::move(ahead->pages);
 }
 
 void Engine::GiveUpAhead() {
-  if (witness_ == nullptr) return;
-  std::unique_lock lock(mutex_);
-  WaitAhead(lock);
-  witness_->GiveUp(std::span(last_watched_).first(ahead_end_));
-  ahead_next_ = ahead_end_ = 0;
+  if (witness_ != nullptr) witness_->GiveUp(TakeAhead());
 }
 
 // From here on, what is written to lazy sources is noticed.
 void Engine::Watch(Job& job) {
-  std::vector<PageRange> ahead;
-  {
-    std::unique_lock lock(mutex_);
-    WaitAhead(lock);
-    ahead.assign(last_watched_.begin(), last_watched_.begin() + static_cast<std::ptrdiff_t>(ahead_end_));
-    ahead_next_ = ahead_end_ = 0;
-  }
+  const std::vector<PageRange> ahead = TakeAhead();
   const auto by_address = [](const PageRange& a, const PageRange& b) { return a.begin < b.begin; };
   for (Source& s : job.sources) {
     if (s.owners == 0 || s.device >= 0) continue;
