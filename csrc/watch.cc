@@ -15,10 +15,14 @@
 namespace lazyckpt {
 
 void Engine::ProtectAhead() {
+  // Each range costs the other cores an interrupt, and the caller is busy there: small ones are left to Watch().
+  constexpr size_t kLeastBytes = 256 << 10;
   if (witness_ == nullptr) return;
   {
     std::lock_guard lock(mutex_);
-    if (ahead_ != nullptr) return;  // another thread's save begins, too
+    size_t bytes = 0;
+    for (const PageRange& pages : last_watched_) bytes += pages.bytes();
+    if (ahead_ != nullptr || bytes < last_watched_.size() * kLeastBytes) return;  // another save begins, too; or small
     ahead_ = std::make_shared<Ahead>();
     ahead_->pages = last_watched_;
   }

@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,6 +63,14 @@ def is_protected(memory: Memory) -> list[bool]:
         pagemap.seek(8 * first)
         entries = pagemap.read(8 * (end - first))
     return [bool(entry & WP_BIT) for (entry,) in struct.iter_unpack("Q", entries)]
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within ten seconds."""
+    end = time.monotonic() + 10
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.001)
+    return holds()
 
 
 class Save:
@@ -315,7 +324,7 @@ def test_a_snapshot_whose_pages_another_watches_in_part_is_copied_at_once(tmp_pa
 def test_pages_protected_ahead_are_watched_from_the_save_on(
     ahead: bool, written: bool, engine: _engine.Engine, tmp_path: Path
 ) -> None:
-    memory, other = Memory.of(30 * PAGE), Memory.of(30 * PAGE)
+    memory, other = Memory.of(80 * PAGE), Memory.of(80 * PAGE)  # smaller ones are not protected ahead
     assert Save(engine, [memory, other], tmp_path / "a").finish() == []
     if ahead:
         engine.protect_ahead()
@@ -326,6 +335,7 @@ def test_pages_protected_ahead_are_watched_from_the_save_on(
         memory.array[2 * PAGE] = 1
     assert save.finish() == ([0] if written else [])
     engine.protect_ahead()
+    assert soon(lambda: any(is_protected(memory)))
     engine.give_up_ahead()
     assert not any(is_protected(memory)) and not any(is_protected(other))
 
@@ -405,8 +415,8 @@ def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObje
 def test_untouched_pages_that_could_not_be_protected_ahead_are_watched_all_the_same(tmp_path: Path) -> None:
     """Regression: a window of another save was open, and what nobody had touched passed for written."""
     engine, other = make_engine(), make_engine()
-    mapping = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 30 * PAGE)
+    mapping = mmap.mmap(-1, 120 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 100 * PAGE)
     assert Save(engine, [memory], tmp_path / "a").finish() == []
     mapping.madvise(mmap.MADV_DONTNEED)
     waiting = Save(other, [Memory.of(10 * PAGE)], tmp_path / "b")
