@@ -99,7 +99,9 @@ def test_a_handler_anywhere(
         with handler:
             outer(training)
         check(training, f"point {at} of {points}: {handler.where}, {said[-1:]}")
-    assert len(said) >= len(chosen) * 0.8, "the points were not met"
+    # A call that only waits looks again and again: how many points it has depends on how long it takes.
+    least = len(chosen) * 0.8 if outer in (save, save_blocking, restore) else 1
+    assert len(said) >= least, "the points were not met"
     if outer in (save, save_blocking, restore) and inner in (save, save_blocking, restore, other_saver):
         assert said.count("refused") > len(said) // 2
     if inner is lone_save:
