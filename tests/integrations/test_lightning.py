@@ -112,6 +112,22 @@ def held_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.fixture
+def held_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """``step=2.ckpt`` gets its name when the event is set; until then it is written and copied, but in flight."""
+    released = threading.Event()
+
+    def held(temporary: Path, target: Path) -> None:
+        if target.name == "step=2.ckpt":
+            assert released.wait(30)
+        publish_file(temporary, target)
+
+    publish_file = commit.publish_file
+    monkeypatch.setattr(commit, "publish_file", held)
+    yield released
+    released.set()
+
+
+@pytest.fixture
 def broken_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A disk that fails for every file whose name holds one of these words."""
     broken: list[str] = []
@@ -540,8 +556,16 @@ def test_a_path_is_saved_to_again_after_its_removal(tmp_path: Path, slow_disk: N
         io.remove_checkpoint(path)
         assert not io.exists(path)
     io.save_checkpoint({"value": 3}, path)
-    assert io.exists(path) and not path.exists()
+    assert io.exists(path)
     assert io.load_checkpoint(path) == {"value": 3}
+
+
+def test_a_file_in_flight_exists_for_those_who_ask(tmp_path: Path, held_disk: threading.Event) -> None:
+    io = lazy_io()
+    io.save_checkpoint({"value": 1}, tmp_path / "a.ckpt")
+    assert io.exists(tmp_path / "a.ckpt") and not (tmp_path / "a.ckpt").exists()
+    held_disk.set()
+    assert io.load_checkpoint(tmp_path / "a.ckpt") == {"value": 1}
 
 
 def test_an_older_link_does_not_replace_a_newer_one(tmp_path: Path, held_disk: threading.Event) -> None:
@@ -997,16 +1021,18 @@ def test_a_failed_last_save_raises_at_the_end_of_fit_and_the_old_one_stays(
 
 @pytest.mark.parametrize("committing", [False, True], ids=["alone", "under commit_on"])
 def test_sigterm_ends_fit_after_the_batch_with_everything_committed(
-    committing: bool, tmp_path: Path, slow_disk: None
+    committing: bool, tmp_path: Path, held_name: threading.Event
 ) -> None:
     """The Trainer's handler has the say; that of commit_on, which was there before it, is called and kills nothing."""
 
     def look(trainer: Trainer) -> None:
         if trainer.global_step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-            steps.append(io._open_saver().pending())
+            in_flight.append(io._open_saver().pending()[-1].path.name)
+            timer.start()
 
-    steps: list[Any] = []
+    timer = threading.Timer(3 * SLOW_S, held_name.set)
+    in_flight: list[str] = []
     io = lazy_io()
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}", save_top_k=-1)
     with contextlib.ExitStack() as stack:
@@ -1016,10 +1042,11 @@ def test_sigterm_ends_fit_after_the_batch_with_everything_committed(
         with pytest.raises(SIGTERMException):
             trainer_in(tmp_path, io, checkpoint, Each(look)).fit(Net())
         assert signal.getsignal(signal.SIGTERM) == handler
-    assert len(steps) == 1 and steps[0], "something was in flight"
+    assert in_flight == ["step=2.ckpt"]
     assert names_in(tmp_path) == {f"step={n}.ckpt": "" for n in (1, 2, 3)}
     for file in tmp_path.iterdir():
         lazyckpt.load(file, weights_only=False)
+    timer.join()
 
 
 def test_the_exception_that_ended_training_matters_more(tmp_path: Path, broken_disk: list[str]) -> None:
@@ -1155,7 +1182,7 @@ def test_another_process_makes_its_own_threads(tmp_path: Path) -> None:
 # Fabric and several processes
 
 
-def test_fabric(tmp_path: Path, slow_disk: None) -> None:
+def test_fabric(tmp_path: Path, held_disk: threading.Event) -> None:
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[lazy_io()])
     model, optimizer = fabric.setup(net := nn.Linear(WIDTH, WIDTH), torch.optim.Adam(net.parameters()))
 
@@ -1169,6 +1196,7 @@ def test_fabric(tmp_path: Path, slow_disk: None) -> None:
     expected = copy.deepcopy((net.state_dict(), optimizer.optimizer.state_dict()))
     fabric.save(tmp_path / "a.ckpt", state)
     assert not (tmp_path / "a.ckpt").exists()  # lazily
+    held_disk.set()
     state["step"] = 2
     step()
     fabric.load(tmp_path / "a.ckpt", state)
@@ -1210,6 +1238,12 @@ from lazyckpt.integrations.lightning import LazyCheckpointIO
 
 def test_what_fabric_saved_last_is_there_when_the_program_ends(tmp_path: Path, entry_point: Path) -> None:
     text = """
+import threading
+free, publish = threading.Event(), commit.publish_file
+def held(*paths):
+    assert free.wait(30)
+    publish(*paths)
+commit.publish_file = held
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 io = LazyCheckpointIO()
@@ -1222,6 +1256,9 @@ fabric.save(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
 assert handle.wait_captured(9) and not handle.path.exists()
 torch.save(net.state_dict(), folder / "expected.pt")
 handle.add_done_callback(lambda _: print("eager", handle.metrics.eager_bytes, "of", handle.metrics.bytes))
+timer = threading.Timer(0.5, free.set)
+timer.daemon = True  # the end of the program does not wait for it
+timer.start()
 """
     done = run_script(tmp_path, entry_point, SLOW_DISK + text)
     ours, expected = torch.load(tmp_path / "a.ckpt")["model"], torch.load(tmp_path / "expected.pt")
