@@ -27,7 +27,11 @@ TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "copy_threads": 
 
 class Interrupt:
     """Raises KeyboardInterrupt in this thread at the n-th instruction of the package at which CPython may run a signal
-    handler: where a function begins, a loop goes on, a function written in C has returned."""
+    handler: where a function begins, a loop goes on, a function written in C has returned.
+
+    CPython raises as if the call had failed; a trace function can only raise at the next instruction. Where that one
+    has another exception handler, behind the last call of a ``with`` for instance, it is no point.
+    """
 
     def __init__(self, at: int) -> None:
         self.at, self.points, self.where = at, 0, ""
@@ -46,13 +50,15 @@ class Interrupt:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         names = instructions(frame.f_code)
-        called = False
+        called, before = False, -1
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal called
+            nonlocal called, before
             if event == "opcode":
                 name = names[frame.f_lasti]
                 returned = called and self._caller is not frame
+                returned = returned and handler_at(frame.f_code, before) == handler_at(frame.f_code, frame.f_lasti)
+                before = frame.f_lasti
                 called = name.startswith("CALL")
                 self._caller = None
                 if returned or name.startswith(("RESUME", "JUMP_BACKWARD")):
@@ -75,6 +81,20 @@ class Interrupt:
 def instructions(code: CodeType) -> dict[int, str]:
     """The names of its instructions, by their place."""
     return {i.offset: i.opname for i in dis.get_instructions(code)}
+
+
+@functools.cache
+def handlers(code: CodeType) -> list[tuple[int, int, int]]:
+    """From where to where each of its exception handlers is for, and where that begins.
+
+    None before CPython 3.11: there an instruction of its own ends what a handler is for.
+    """
+    parse = getattr(dis, "_parse_exception_table", lambda code: [])
+    return [(entry.start, entry.end, entry.target) for entry in parse(code)]
+
+
+def handler_at(code: CodeType, offset: int) -> int | None:
+    return next((target for start, end, target in handlers(code) if start <= offset < end), None)
 
 
 class Training:
