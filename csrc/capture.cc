@@ -55,8 +55,13 @@ Chunk* Engine::TakeChunk(bool helping) {
   // More threads than half of the cores would take what training computes with, for copies that nobody waits for.
   if (!helping && copying_ >= modest_ && !job.ring_was_full) return nullptr;
   const auto lane = static_cast<size_t>(chunk->lane());
-  for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1)
-    if (gpus_[std::countr_zero(bits)]->lanes[lane].in_flight == options_.copies_in_flight) return nullptr;
+  for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
+    const CopyLane& l = gpus_[std::countr_zero(bits)]->lanes[lane];
+    if (l.in_flight == options_.copies_in_flight) return nullptr;
+    // A copy engine serves other streams only when it has run dry: a loss that training reads would come after all of
+    // the checkpoint. So copies that nobody waits for come in bursts.
+    if (!helping && l.burst >= options_.copies_in_flight) return nullptr;
+  }
   const bool bounces = chunk->devices != 0 && bounce_ != nullptr;
   if (bounces && idle_bounces_.empty()) return nullptr;
   chunk->memory = ring_.Allocate(chunk->size, chunk->devices != 0 ? pinned_bytes_ : ring_.capacity());
@@ -79,7 +84,9 @@ Chunk* Engine::TakeChunk(bool helping) {
   chunk->copy_begin = now;
   ++job.copying;
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
-    ++gpus_[std::countr_zero(bits)]->lanes[lane].in_flight;
+    CopyLane& l = gpus_[std::countr_zero(bits)]->lanes[lane];
+    ++l.in_flight;
+    ++l.burst;
     ++chunk->copies_left;
   }
   return chunk;
@@ -136,7 +143,7 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
     if (tickets[device] != nullptr) {
       lane.flights.push_back({chunk, tickets[device]});
     } else {
-      --lane.in_flight;
+      lane.EndFlight();
       --chunk->copies_left;
     }
     lane.changed.notify_one();
@@ -230,12 +237,15 @@ void Engine::LandLoop(Gpu& gpu, CopyLane& lane) {
     lock.unlock();
     Status status = gpu.device->Finish(lane.lane, ticket);
     lock.lock();
-    --lane.in_flight;
+    lane.EndFlight();
     OnLanded(chunk, std::move(status));
-    // The copy threads may all be checksumming; to enqueue the next one takes microseconds.
+    // The copy threads may all be checksumming; to enqueue the next ones takes microseconds.
     try {
-      if (!queue_.empty() && queue_.front()->devices != 0)
-        if (Chunk* next = TakeChunk(false)) CopyChunk(next, lock);
+      while (!queue_.empty() && queue_.front()->devices != 0) {
+        Chunk* const next = TakeChunk(false);
+        if (next == nullptr) break;
+        CopyChunk(next, lock);
+      }
     } catch (const std::bad_alloc&) {
       FailNext();
     }

@@ -19,7 +19,9 @@ using CUstream = struct CUstream_st*;
 using CUevent = struct CUevent_st*;
 
 inline constexpr CUresult CUDA_SUCCESS = 0;
+inline constexpr CUresult CUDA_ERROR_INVALID_VALUE = 1;
 inline constexpr CUresult CUDA_ERROR_DEINITIALIZED = 4;
+inline constexpr CUresult CUDA_ERROR_NOT_SUPPORTED = 801;
 inline constexpr CUresult CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906;
 
 inline constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
@@ -30,6 +32,7 @@ inline constexpr unsigned CU_MEMHOSTREGISTER_PORTABLE = 1;
 inline constexpr unsigned CU_MEMHOSTALLOC_PORTABLE = 1;
 
 enum CUdevice_attribute : int {
+  CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
   CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,
   CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID = 134,
 };
@@ -111,8 +114,8 @@ class Driver {
   const Function<int*, CUdevice_attribute, CUdevice> cuDeviceGetAttribute = Find_{this, "cuDeviceGetAttribute"};
   const Function<CUcontext*, CUdevice> cuDevicePrimaryCtxRetain = Find_{this, "cuDevicePrimaryCtxRetain"};
   const Function<CUdevice> cuDevicePrimaryCtxRelease = Find_{this, "cuDevicePrimaryCtxRelease_v2"};
-  const Function<CUcontext> cuCtxPushCurrent = Find_{this, "cuCtxPushCurrent_v2"};
-  const Function<CUcontext*> cuCtxPopCurrent = Find_{this, "cuCtxPopCurrent_v2"};
+  const Function<CUcontext*> cuCtxGetCurrent = Find_{this, "cuCtxGetCurrent"};
+  const Function<CUcontext> cuCtxSetCurrent = Find_{this, "cuCtxSetCurrent"};
   const Function<CUstreamCaptureMode*> cuThreadExchangeStreamCaptureMode =
       Find_{this, "cuThreadExchangeStreamCaptureMode"};
   const Function<CUstream*, unsigned> cuStreamCreate = Find_{this, "cuStreamCreate"};

@@ -54,6 +54,7 @@ class Device {
 };
 
 // Retains the primary context of a CUDA device, the one that torch uses, until it is destroyed.
+// Many small copies are one call of the driver, where it can do that, unless LAZYCKPT_CUDA_BATCHES=0.
 std::unique_ptr<Device> OpenCudaDevice(std::shared_ptr<const cuda::Driver> driver, int ordinal, Status* status);
 
 }  // namespace lazyckpt

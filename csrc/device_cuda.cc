@@ -1,6 +1,10 @@
+#include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <new>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -11,7 +15,8 @@ namespace {
 
 using namespace cuda;
 
-constexpr size_t kBatchFrom = 8;  // copies; fewer are as fast one by one
+constexpr size_t kBatchFrom = 8;    // copies; fewer are as fast one by one
+constexpr size_t kBatchMost = 256;  // copies in a call: drivers were seen to crash on long ones
 
 class CudaDevice final : public Device {
  public:
@@ -34,6 +39,7 @@ class CudaDevice final : public Device {
     if (!status.ok()) return status;
     if (!Call(driver_->cuDeviceGetAttribute, &numa_node_, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_).ok())
       numa_node_ = -1;  // a driver before CUDA 12.2
+    batches_ = TakesBatches();
     return Inside([this] {
       // A blocking stream would wait for the default stream, and that for it.
       for (CUstream& stream : streams_)
@@ -65,10 +71,11 @@ class CudaDevice final : public Device {
   }
 
   Status IsCapturing(uint64_t stream, bool* capturing) override {
-    if (Status status = Call(driver_->cuCtxPushCurrent, context_); !status.ok()) return status;
+    CUcontext before = nullptr;
+    if (Status status = Enter(&before); !status.ok()) return status;
     CUstreamCaptureStatus found = CU_STREAM_CAPTURE_STATUS_NONE;
     const CUresult result = driver_->Result(driver_->cuStreamIsCapturing, Stream(stream), &found);
-    const Status left = Leave();
+    const Status left = Leave(before);
     // Asked of the default stream while another one is being captured, it is an error to ask.
     *capturing = result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || found != CU_STREAM_CAPTURE_STATUS_NONE;
     return *capturing || result == CUDA_SUCCESS ? left : Named(driver_->Check("cuStreamIsCapturing", result));
@@ -144,7 +151,8 @@ class CudaDevice final : public Device {
   // which a graph that another thread captures is no obstacle, nor spoiled.
   template <class F>
   Status Inside(F work) const {
-    Status status = Call(driver_->cuCtxPushCurrent, context_);
+    CUcontext before = nullptr;
+    Status status = Enter(&before);
     if (!status.ok()) return status;
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     status = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
@@ -157,20 +165,45 @@ class CudaDevice final : public Device {
       const Status restored = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
       if (status.ok()) status = restored;
     }
-    const Status left = Leave();
+    const Status left = Leave(before);
     return status.ok() ? left : status;
   }
 
-  Status Leave() const {
-    CUcontext popped;
-    const Status status = Call(driver_->cuCtxPopCurrent, &popped);
-    if (!status.ok()) (void)Call(driver_->cuCtxPopCurrent, &popped);
+  Status Enter(CUcontext* before) const {
+    const Status status = Call(driver_->cuCtxGetCurrent, before);
+    return status.ok() && *before != context_ ? Call(driver_->cuCtxSetCurrent, context_) : status;
+  }
+
+  // Any call may return the error of earlier work, having done what it was asked to or not. To set is as good twice;
+  // to pop would take away a context of the caller's.
+  Status Leave(CUcontext before) const {
+    if (before == context_) return Status::Ok();
+    const Status status = Call(driver_->cuCtxSetCurrent, before);
+    if (!status.ok()) (void)Call(driver_->cuCtxSetCurrent, before);
     return status;
   }
 
-  Status Enqueue(std::span<const DeviceCopy> copies, Lane lane, bool pinned) const {
+  bool TakesBatches() const {
+    const char* const wanted = std::getenv("LAZYCKPT_CUDA_BATCHES");  // "0" where a driver crashes on them
+    if (!driver_->has_batches() || (wanted != nullptr && std::string_view(wanted) == "0")) return false;
+    // Without this, as under WSL, a batch into registered memory fails later and breaks the context of the process.
+    constexpr auto kByHostAddress = CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM;
+    int by_host_address = 0;
+    return Call(driver_->cuDeviceGetAttribute, &by_host_address, kByHostAddress, device_).ok() && by_host_address != 0;
+  }
+
+  Status Enqueue(std::span<const DeviceCopy> copies, Lane lane, bool pinned) {
     // Not all devices take batches that touch pageable memory.
-    if (pinned && copies.size() >= kBatchFrom && driver_->has_batches()) return EnqueueBatch(copies, lane);
+    while (pinned && batches_ && copies.size() >= kBatchFrom) {
+      const auto batch = copies.first(std::min(copies.size(), kBatchMost));
+      const CUresult result = EnqueueBatch(batch, lane);
+      if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_NOT_SUPPORTED) {
+        batches_ = false;  // this driver takes none; one by one is slower, and as right
+        break;
+      }
+      if (result != CUDA_SUCCESS) return Named(driver_->Check(driver_->cuMemcpyBatchAsync.name, result));
+      copies = copies.subspan(batch.size());
+    }
     CUstream const stream = StreamOf(lane);
     for (const DeviceCopy& c : copies) {
       const Status status = lane == Lane::kRestore ? Call(driver_->cuMemcpyHtoDAsync, CUdeviceptr{c.device},
@@ -182,21 +215,22 @@ class CudaDevice final : public Device {
     return Status::Ok();
   }
 
-  Status EnqueueBatch(std::span<const DeviceCopy> copies, Lane lane) const {
-    std::vector<CUdeviceptr> host, device;
-    std::vector<size_t> sizes;
-    for (const DeviceCopy& c : copies) {
-      host.push_back(reinterpret_cast<CUdeviceptr>(c.host));
-      device.push_back(c.device);
-      sizes.push_back(c.size);
+  CUresult EnqueueBatch(std::span<const DeviceCopy> copies, Lane lane) const {
+    std::array<CUdeviceptr, kBatchMost> host, device;
+    std::array<size_t, kBatchMost> sizes;
+    for (size_t i = 0; i < copies.size(); ++i) {
+      host[i] = reinterpret_cast<CUdeviceptr>(copies[i].host);
+      device[i] = copies[i].device;
+      sizes[i] = copies[i].size;
     }
-    if (lane == Lane::kRestore) std::swap(host, device);
+    CUdeviceptr* const to = lane == Lane::kRestore ? device.data() : host.data();
+    CUdeviceptr* const from = lane == Lane::kRestore ? host.data() : device.data();
     // In the order of the stream: any other lets the driver read before the stream has waited.
     CUmemcpyAttributes attributes{};
     attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
     size_t first = 0, failed = 0;
-    return Call(driver_->cuMemcpyBatchAsync, host.data(), device.data(), sizes.data(), sizes.size(), &attributes,
-                &first, size_t{1}, &failed, StreamOf(lane));
+    return driver_->Result(driver_->cuMemcpyBatchAsync, to, from, sizes.data(), copies.size(), &attributes, &first,
+                           size_t{1}, &failed, StreamOf(lane));
   }
 
   Status TakeEvent(CUevent* event) {
@@ -223,6 +257,7 @@ class CudaDevice final : public Device {
 
   const std::shared_ptr<const Driver> driver_;
   const int ordinal_;
+  std::atomic<bool> batches_ = false;  // until the driver refuses one
   CUdevice device_ = 0;
   int numa_node_ = -1;
   CUcontext context_ = nullptr;

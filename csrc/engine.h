@@ -29,7 +29,7 @@ struct EngineOptions {
   bool direct = true;
   bool register_buffers = true;
   bool pin_ring = true;         // for devices; without, what they do where that is refused
-  size_t copies_in_flight = 4;  // chunks, in each lane of a device: drivers' queues are short
+  size_t copies_in_flight = 4;  // chunks, in each lane of a device: drivers' queues are short; and in a burst
   bool watch_pages = false;     // of lazy host memory: see PageWitness
   bool copy_on_write = false;   // and in its mode kCopy
   std::string fault;            // test build only: see MakeFaultBackend
@@ -123,7 +123,7 @@ class Engine {
   bool bounces() const { return bounce_ != nullptr; }
 
  private:
-  static constexpr size_t kPinBytes = size_t{64} << 20;  // what is pinned at once
+  static constexpr size_t kPrepareBytes = size_t{64} << 20;  // of the ring, between two looks at what is to be written
 
   // The copies of one lane of a device that are under way.
   struct CopyLane {
@@ -133,10 +133,15 @@ class Engine {
     };
     Lane lane;
     size_t in_flight = 0;         // chunks, with those that are about to be
+    size_t burst = 0;             // chunks since none was in flight
     std::vector<Flight> flights;  // has room for copies_in_flight
     bool stop = false;
     std::condition_variable changed;
     std::thread thread;  // waits for them
+
+    void EndFlight() {
+      if (--in_flight == 0) burst = 0;
+    }
   };
   struct Gpu {
     std::unique_ptr<Device> device;
@@ -187,8 +192,8 @@ class Engine {
 
   // writer.cc
   void WriteLoop();
-  void PrepareRing();
-  void PinRing(Device& device);
+  bool PrepareRing();
+  void PinRange(Device& device, size_t at, size_t end, int node);
   int NearestNode() const;
   bool SubmitNext(unsigned* in_flight);
   void QueueSyncs(Job& job);
@@ -210,7 +215,8 @@ class Engine {
   Queue<Chunk> ready_;                      // to be written
   Queue<File> syncs_;                       // files to be synced
   std::vector<std::shared_ptr<Job>> jobs_;  // unsettled
-  size_t prepared_bytes_ = 0;               // of the ring: faulted in and registered
+  size_t faulted_bytes_ = 0;                // of the ring: its pages are there
+  size_t registered_bytes_ = 0;             // and io_uring knows them
   bool stop_ = false;
 
   std::mutex attaching_;

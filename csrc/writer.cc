@@ -32,7 +32,7 @@ void Engine::WriteLoop() {
   unsigned in_flight = 0;
   for (;;) {
     try {
-      PrepareRing();
+      if (PrepareRing()) io_->Wake();  // there is more to prepare, after what is to be written
     } catch (const std::bad_alloc&) {  // anew, soon: copies of devices may wait for it
       io_->Wake();
       usleep(kNoMemoryUs);
@@ -50,67 +50,75 @@ void Engine::WriteLoop() {
   }
 }
 
-// Not while a checkpoint is being laid out: faulting pages in would hold up whoever allocates memory.
-void Engine::PrepareRing() {
-  size_t capacity = 0;
+// Faults the next range of the ring in, and pins it where a device wants it pinned; false if nothing is left to do.
+// A range at a time, since writes wait meanwhile, and copies from devices for the first range that is pinned.
+bool Engine::PrepareRing() {
+  size_t capacity = 0, pinned = 0;
   Device* pinner = nullptr;
+  int node = -1;
+  bool quiet = false;
   Locked([&] {
+    capacity = ring_.capacity();
+    pinned = pinned_bytes_;
     pinner = pinner_;
-    if (std::all_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->sealed && !job->held; }))
-      capacity = ring_.capacity();
+    if (pinner != nullptr) node = NearestNode();
+    quiet = std::all_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->sealed && !job->held; });
   });
-  if (pinner != nullptr) PinRing(*pinner);
-  if (capacity <= prepared_bytes_) return;
-  ring_.Prefault(prepared_bytes_, capacity);
-  if (options_.register_buffers) {
+  const auto range_end = [&](size_t at) { return std::min(AlignUp(at + 1, kPrepareBytes), capacity); };
+  if (pinner != nullptr && pinned < capacity) {
+    PinRange(*pinner, pinned, range_end(pinned), node);
+    return true;
+  }
+  // Not while a checkpoint is being laid out: faulting pages in would hold up whoever allocates memory.
+  if (!quiet) return false;
+  if (faulted_bytes_ < capacity) {
+    const size_t end = range_end(faulted_bytes_);
+    ring_.Prefault(faulted_bytes_, end);
+    faulted_bytes_ = end;
+    return true;
+  }
+  if (registered_bytes_ < capacity && options_.register_buffers) {
     std::vector<std::span<std::byte>> slices;
     for (size_t at = 0; at < capacity; at += ring_.slice_bytes())
       slices.emplace_back(ring_.base() + at, std::min(ring_.slice_bytes(), capacity - at));
     (void)io_->RegisterBuffers(slices);  // without, the kernel pins pages at every request
+    registered_bytes_ = capacity;
   }
-  prepared_bytes_ = capacity;
+  return false;
 }
 
-// Even while a checkpoint is being laid out: its copies wait for the first range that is pinned. Range by range, so
-// that they wait for no more.
-void Engine::PinRing(Device& device) {
-  const size_t touched = prepared_bytes_;
-  size_t at = 0, capacity = 0;
-  int node = -1;
-  const auto look = [&] {
-    at = pinned_bytes_;
-    capacity = ring_.capacity();
-    node = NearestNode();
+// Even while a checkpoint is being laid out: its copies wait for it.
+void Engine::PinRange(Device& device, size_t at, size_t end, int node) {
+  Locked([&] {
     pins_.reserve(pins_.size() + 1);
     idle_bounces_.reserve(options_.copies_in_flight);
-  };
-  for (Locked(look); at < capacity; Locked(look)) {
-    const std::span range(ring_.base() + at, std::min(kPinBytes - at % kPinBytes, capacity - at));
-    const int now = node >= 0 && at < touched ? ring_.NodeOf(at) : -1;
-    const bool move = now >= 0 && now != node;
-    if (move && prepared_bytes_ > 0) {
-      (void)io_->RegisterBuffers({});  // which keep pages where they are
-      prepared_bytes_ = 0;
-    }
-    ring_.Prefer(node, at, at + range.size(), move);
-    ring_.Prefault(at, at + range.size());
-    const Status status = options_.pin_ring ? device.Pin(range) : Status(EPERM, "not asked for", "");
-    std::byte* bounce = nullptr;
-    if (!status.ok()) (void)device.AllocatePinned(options_.copies_in_flight * options_.chunk_bytes, &bounce);
-    Locked([&] {
-      if (status.ok()) {
-        pins_.push_back(range);
-        pinned_bytes_ += range.size();
-      } else {
-        unpinned_ = status;
-        bounce_ = bounce;
-        for (size_t i = 0; i < options_.copies_in_flight && bounce != nullptr; ++i)
-          idle_bounces_.push_back(bounce + i * options_.chunk_bytes);
-        pinned_bytes_ = std::numeric_limits<size_t>::max();  // as far as it goes; the rest is copied all the same
-      }
-    });
-    changed_.notify_all();
+  });
+  const std::span range(ring_.base() + at, end - at);
+  const int now = node >= 0 && at < faulted_bytes_ ? ring_.NodeOf(at) : -1;
+  const bool move = now >= 0 && now != node;
+  if (move && registered_bytes_ > 0) {
+    (void)io_->RegisterBuffers({});  // which keep pages where they are
+    registered_bytes_ = 0;
   }
+  ring_.Prefer(node, at, end, move);
+  ring_.Prefault(at, end);
+  faulted_bytes_ = std::max(faulted_bytes_, end);
+  const Status status = options_.pin_ring ? device.Pin(range) : Status(EPERM, "not asked for", "");
+  std::byte* bounce = nullptr;
+  if (!status.ok()) (void)device.AllocatePinned(options_.copies_in_flight * options_.chunk_bytes, &bounce);
+  Locked([&] {
+    if (status.ok()) {
+      pins_.push_back(range);
+      pinned_bytes_ += range.size();
+    } else {
+      unpinned_ = status;
+      bounce_ = bounce;
+      for (size_t i = 0; i < options_.copies_in_flight && bounce != nullptr; ++i)
+        idle_bounces_.push_back(bounce + i * options_.chunk_bytes);
+      pinned_bytes_ = std::numeric_limits<size_t>::max();  // as far as it goes; the rest is copied all the same
+    }
+  });
+  changed_.notify_all();
 }
 
 // The NUMA node next to the attached devices; negative if they differ.

@@ -3,6 +3,7 @@ whatever they do not permit (tests/fake_cuda)."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import textwrap
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ def make_engine(**knobs: Any) -> _engine.Engine:
     engine = _engine.Engine(**knobs)
     engine.reserve(knobs["ring_bytes"])
     return engine
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class State:
@@ -243,6 +251,28 @@ def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path
     del job, engine
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_copy_engine_runs_dry_now_and_then(driver: FakeCuda, waits: bool, tmp_path: Path) -> None:
+    """Unless somebody waits for the copies. What training reads from the device would come after all of them."""
+    driver.delay("cuEventSynchronize", 3e4)  # copies land one by one
+    state = State(driver, [(0, 16 * CHUNK, 1)])
+    engine = make_engine()
+    job = state.begin(engine)
+    job.open(0, str(tmp_path / "file"), 0)
+    waiter = threading.Thread(target=job.wait_captured, args=(1,))
+    if waits:
+        waiter.start()
+    ahead = []
+    while (begun := driver.statistics()["copies"]) < 16:
+        landed = driver.calls().get("cuEventSynchronize", 0)  # or about to
+        ahead.append(begun - landed // 4 * 4)
+    assert (max(ahead) <= 4) != waits
+    if waits:
+        waiter.join()
+    state.check(job, tmp_path / "file")
+    del job, engine
+
+
 def test_many_small_copies_are_one_call(driver: FakeCuda, tmp_path: Path) -> None:
     state = State(driver, [(0, 50 + n, 1) for n in range(300)])
     engine = make_engine()
@@ -251,7 +281,83 @@ def test_many_small_copies_are_one_call(driver: FakeCuda, tmp_path: Path) -> Non
     state.check(job, tmp_path / "file")
     assert driver.calls()["cuMemcpyBatchAsync"] > 0
     assert driver.calls().get("cuMemcpyDtoHAsync_v2", 0) == 0
+    assert driver.statistics()["largest_batch"] <= 256
     del job, engine
+
+
+@pytest.mark.parametrize("code", [1, 801])
+def test_a_driver_that_refuses_a_batch_is_given_no_other(driver: FakeCuda, code: int, tmp_path: Path) -> None:
+    """What the first batches did not enqueue is enqueued one by one, in the same order of the stream."""
+    driver.fail("cuMemcpyBatchAsync", nth=2, code=code, sticky=True)
+    engine = make_engine()
+    for number in range(3):
+        state = State(driver, [(0, 50 + n, 1) for n in range(300)], number)
+        job = state.begin(engine)
+        job.open(0, str(tmp_path / str(number)), 0)
+        state.check(job, tmp_path / str(number))
+    assert 2 <= driver.calls()["cuMemcpyBatchAsync"] <= 3  # two chunks may have been enqueued at once
+    del job, engine
+
+
+def test_batches_can_be_switched_off(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAZYCKPT_CUDA_BATCHES", "0")
+    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
+    engine = make_engine()
+    job = state.begin(engine)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0
+    del job, engine
+
+
+def test_no_batch_where_registered_memory_has_another_address_there(driver: FakeCuda, tmp_path: Path) -> None:
+    """As under WSL: the driver would take it, and break the context of the process later."""
+    driver.configure(host_pointers=0)
+    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
+    engine = make_engine()
+    job = state.begin(engine)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0
+    del job, engine
+
+
+def test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned(driver: FakeCuda, tmp_path: Path) -> None:
+    """Regression: the writer pinned all of a large ring before it wrote anything."""
+    driver.delay("cuMemHostRegister_v2", 2e5)
+    state = State(driver, [(0, 3 * CHUNK, 1), (0, CHUNK, 0)])
+    engine = make_engine(ring_bytes=1 << 30)
+    job = state.begin(engine)
+    job.open(0, str(tmp_path / "file"), 0)
+    state.check(job, tmp_path / "file")
+    assert driver.live()["registered_bytes"] < 512 << 20, "it waited for most of sixteen ranges"
+    wait_until(lambda: driver.live()["registered_bytes"] == 1 << 30)  # nobody has to ask for the others
+    del job, engine
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_the_contexts_of_the_caller_stay(driver: FakeCuda, which: int) -> None:
+    """Whatever a call returns that puts the caller's context back: it is done again, and takes nothing else away."""
+    lib = driver.lib
+    contexts = [ctypes.c_void_p(), ctypes.c_void_p()]
+    engine = make_engine()
+    assert engine.attach(0)
+    wait_until(lambda: driver.live()["registered_bytes"] == 64 * CHUNK)  # no other thread calls the driver then
+    for device, context in enumerate(contexts):
+        assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        assert lib.cuCtxPushCurrent_v2(context) == 0
+    driver.fail("cuCtxSetCurrent", nth=which, code=719)
+    state = State(driver, [(0, 100, 1)])
+    with pytest.raises(OSError, match="719"):
+        state.begin(engine)
+    for context in reversed(contexts):
+        found = ctypes.c_void_p()
+        assert lib.cuCtxPopCurrent_v2(ctypes.byref(found)) == 0
+        assert found.value == context.value
+    assert driver.context_depth() == 0
+    for device in (0, 1):
+        assert lib.cuDevicePrimaryCtxRelease_v2(device) == 0
+    del engine
 
 
 @pytest.mark.parametrize("version", [12080, 12040])
@@ -387,8 +493,8 @@ def test_the_ring_is_placed_next_to_the_devices(driver: FakeCuda, nodes: int) ->
 
 
 FUNCTIONS = [
-    "cuCtxPopCurrent_v2",
-    "cuCtxPushCurrent_v2",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
@@ -435,7 +541,7 @@ def test_every_call_that_fails_fails_its_checkpoint_alone(
         state = State(driver, [(0, 100 + n, n % 2) for n in range(20)] + [(0, 2 * CHUNK, 1), (0, CHUNK, 0)])
         before = driver.calls().get(name, 0)
         engine = make_engine()
-        driver.fail(name, nth, code=1)
+        driver.fail(name, nth, code=999)
         raised = ""
         try:
             attempt(state, engine, tmp_path / f"{nth}-{too_late}")
@@ -447,7 +553,7 @@ def test_every_call_that_fails_fails_its_checkpoint_alone(
         called = driver.calls().get(name, 0) - before
         if raised:
             failures += 1
-            assert f"{name}: CUDA_ERROR_INVALID_VALUE" in raised
+            assert f"{name}: CUDA_ERROR_UNKNOWN" in raised
         driver.fail(name, 1 << 40)  # if it was not reached
         again = State(driver, [(0, 3 * CHUNK, 1), (HOST, 50, 0)], nth)
         job = again.begin(engine)

@@ -146,8 +146,8 @@ class FakeCuda:
 
     def configure(self, **settings: float) -> None:
         """``mode``, ``bandwidth`` (bytes/s), ``latency_us``, ``delay_us`` (of a ready operation), ``call_us`` (of a
-        call, at most, by chance), ``driver_version``, ``numa_nodes``, ``registration_limit`` (bytes in all),
-        ``registration_error``."""
+        call, at most, by chance), ``driver_version``, ``host_pointers`` (attribute 91), ``numa_nodes``,
+        ``registration_limit`` (bytes in all), ``registration_error``."""
         for key, value in settings.items():
             _check(-self.lib.fake_configure(key.encode(), value))
 

@@ -64,6 +64,8 @@ FAKE_EXPORT int fake_configure(const char* key, double value) {
     config.call_us = value;
   } else if (name == "driver_version") {
     config.driver_version = static_cast<int>(value);
+  } else if (name == "host_pointers") {
+    config.host_pointers = value != 0;
   } else if (name == "numa_nodes") {
     config.numa_nodes = static_cast<int>(value);
   } else if (name == "registration_limit") {
@@ -277,6 +279,7 @@ FAKE_EXPORT const char* fake_statistics() {
                            {"bytes_to_device", s.bytes_to_device},
                            {"largest_copy", s.largest_copy},
                            {"largest_registration", s.largest_registration},
+                           {"largest_batch", s.largest_batch},
                            {"peak_in_flight", s.peak_in_flight},
                            {"contexts_created", s.contexts_created}}));
 }

@@ -258,8 +258,10 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribu
     case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
       *value = 2;
       return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
+      *value = m.config.host_pointers;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
       *value = 1;
       return CUDA_SUCCESS;
@@ -469,6 +471,8 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
   ENTER(cuMemcpyBatchAsync, kContextToo);
   if (!fail_index) return call.Fail(CUDA_ERROR_INVALID_VALUE, "failIdx is null");
   *fail_index = SIZE_MAX;
+  m.statistics.largest_batch = std::max<uint64_t>(m.statistics.largest_batch, count);
+  if (!m.config.host_pointers) m.Violation("cuMemcpyBatchAsync: this device takes no registered memory by its address");
   StreamPtr stream;
   if (CUresult e = call.Find(handle, &stream)) return e;
   if (stream->legacy) return call.Fail(CUDA_ERROR_INVALID_VALUE, "the NULL stream takes no batches");

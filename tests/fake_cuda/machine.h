@@ -149,6 +149,7 @@ struct Config {
   double delay_us = 300;  // how long a ready operation is held back at most, for others to come before it
   double call_us = 0;     // how long a call takes at most, by chance: it mixes the threads of the caller
   int driver_version = 12080;
+  bool host_pointers = true;         // batches take registered memory by its address in the host
   int numa_nodes = 2;                // devices are next to one after the other
   double registration_limit = 1e18;  // bytes in all; beyond it registration is refused
   int registration_error = CUDA_ERROR_OUT_OF_MEMORY;
@@ -157,7 +158,7 @@ struct Config {
 
 struct Statistics {
   uint64_t bytes_to_host = 0, bytes_to_device = 0, copies = 0, pageable_copies = 0;
-  uint64_t largest_copy = 0, largest_registration = 0, peak_in_flight = 0, contexts_created = 0;
+  uint64_t largest_copy = 0, largest_registration = 0, largest_batch = 0, peak_in_flight = 0, contexts_created = 0;
 };
 
 class Machine {

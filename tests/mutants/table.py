@@ -1989,6 +1989,18 @@ _in(
 _in(
     "csrc/writer.cc",
     (
+        "the ring is pinned without looking at what is to be written",
+        "range_end = [&](size_t at) { return std::min(AlignUp(at + 1, kPrepareBytes), capacity); };",
+        "range_end = [&](size_t) { return capacity; };",
+        "test_cuda.py::test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned",
+    ),
+    (
+        "the next range of the ring waits for the next write",
+        "      if (PrepareRing()) io_->Wake();",
+        "      (void)PrepareRing();",
+        "test_cuda.py::test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned",
+    ),
+    (
         "a failed truncation is ignored",
         "    status = io_->Truncate(file->fd",
         "    (void)io_->Truncate(file->fd",
@@ -2097,6 +2109,18 @@ _in(
 )
 _in(
     "csrc/capture.cc",
+    (
+        "the copy engine never runs dry",
+        "    if (!helping && l.burst >= options_.copies_in_flight) return nullptr;\n",
+        "",
+        "test_cuda.py::test_the_copy_engine_runs_dry_now_and_then",
+    ),
+    (
+        "who waits for copies waits for the copy engine to run dry, too",
+        "    if (!helping && l.burst >=",
+        "    if (l.burst >=",
+        "test_cuda.py::test_the_copy_engine_runs_dry_now_and_then",
+    ),
     (
         "lack of memory on a copy thread ends the process",
         "    FailNext();\n    return true;\n",
@@ -2294,9 +2318,33 @@ _in(
     ),
     (
         "a context is left behind",
-        "    if (!status.ok()) (void)Call(driver_->cuCtxPopCurrent, &popped);\n",
+        "    if (!status.ok()) (void)Call(driver_->cuCtxSetCurrent, before);\n",
         "",
-        "test_cuda.py::test_every_call_that_fails_fails_its_checkpoint_alone",
+        "test_cuda.py::test_the_contexts_of_the_caller_stay",
+    ),
+    (
+        "a batch is as long as the chunk has pieces",
+        "std::min(copies.size(), kBatchMost)",
+        "std::min<size_t>(copies.size(), 4 * kBatchMost)",
+        "test_cuda.py::test_many_small_copies_are_one_call",
+    ),
+    (
+        "a batch that is refused fails the checkpoint",
+        "      if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_NOT_SUPPORTED) {",
+        "      if (false) {",
+        "test_cuda.py::test_a_driver_that_refuses_a_batch_is_given_no_other",
+    ),
+    (
+        "a driver that refuses batches is asked again",
+        "        batches_ = false;  // this driver",
+        "        // this driver",
+        "test_cuda.py::test_a_driver_that_refuses_a_batch_is_given_no_other",
+    ),
+    (
+        "nobody asks the device whether it takes registered memory by its address",
+        ".ok() && by_host_address != 0;",
+        ".ok();",
+        "test_cuda.py::test_no_batch_where_registered_memory_has_another_address_there",
     ),
     (
         "the default stream is not captured, it says",
