@@ -8,7 +8,7 @@
 set -eu
 
 # Peers, and what they need besides torch, NumPy, PyYAML, aiofiles, aiohttp, psutil and safetensors.
-wheels="torchsnapshot==0.1.0 torch_checkpointing==0.1.1 importlib_metadata nest_asyncio zipp"
+wheels="torchsnapshot==0.1.0 torch_checkpointing==0.1.1 importlib_metadata==8.7.0 nest_asyncio zipp"
 debs="libdeflate-dev liburing-dev zlib1g-dev pkgconf-bin libpkgconf3"
 
 case "${1:-}" in
