@@ -274,14 +274,15 @@ def test_the_copy_engine_runs_dry_now_and_then(driver: FakeCuda, waits: bool, tm
 
 
 def test_many_small_copies_are_one_call(driver: FakeCuda, tmp_path: Path) -> None:
-    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
+    """Of at most 256: drivers crashed on longer ones."""
+    state = State(driver, [(0, 1 + n % 20, 1) for n in range(1000)])
     engine = make_engine()
     job = state.begin(engine)
     job.open(0, str(tmp_path / "file"), 0)
     state.check(job, tmp_path / "file")
     assert driver.calls()["cuMemcpyBatchAsync"] > 0
     assert driver.calls().get("cuMemcpyDtoHAsync_v2", 0) == 0
-    assert driver.statistics()["largest_batch"] <= 256
+    assert driver.statistics()["largest_batch"] == 256
     del job, engine
 
 
