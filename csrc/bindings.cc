@@ -85,13 +85,6 @@ PYBIND11_MODULE(_engine, m) {
            "direct"_a = true, "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
            "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
-      .def("protect_ahead", [](EngineHandle& e) { e.get().ProtectAhead(); })
-      .def("give_up_ahead",
-           [](EngineHandle& e) {
-             Engine& engine = e.get();
-             NoGil no_gil;
-             engine.GiveUpAhead();
-           })
       .def("attach",
            [](EngineHandle& e, int ordinal) {
              Engine& engine = e.get();

@@ -118,17 +118,13 @@ void Engine::CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock) {
     if (status.ok()) status = StartCopies(*chunk, device, cuts, pinned, &ticket);
     if (status.ok()) tickets[device] = ticket;
   }
-  bool written = false;
-  const std::byte* edges = chunk->edges.data();
   for (Piece& p : chunk->pieces) {
     if (p.kind == RowKind::kLiteral) p.crc = CopyCrc32(0, chunk->memory + p.at, p.literal, p.size);
     if (p.kind != RowKind::kSource || job.sources[p.source].device >= 0) continue;
     const Source& source = job.sources[p.source];
-    if (source.watched < 0)
-      p.crc = CopyCrc32(0, chunk->memory + p.at, source.data + p.source_offset, p.size);
-    else
-      written = !CopyWatched(job, source, chunk->memory + p.at, &edges, &p) || written;
+    if (source.watched < 0) p.crc = CopyCrc32(0, chunk->memory + p.at, source.data + p.source_offset, p.size);
   }
+  const bool written = witness_ != nullptr && !CopyWatched(job, chunk);
   if (written) witness_->CheckRest(&job.window);
   std::memset(chunk->memory + chunk->size, 0, AlignUp(chunk->size, kBlockBytes) - chunk->size);
 
@@ -339,7 +335,11 @@ void Engine::Release(Chunk* chunk) {
   if (chunk->memory != nullptr) ring_.Free(chunk->memory);
   chunk->memory = nullptr;
   chunk->pieces = {};
-  chunk->edges = {};
+  if (chunk->edges.capacity() > 0) {
+    chunk->edges.clear();
+    idle_edges_.push_back(std::exchange(chunk->edges, {}));
+    --used_edges_;
+  }
   chunk->state = Chunk::State::kDone;
 }
 
@@ -354,7 +354,6 @@ void Engine::CopyLoop() {
 
 // Does one thing that there is to do; false if there is none. Copies begin before checksums: devices work meanwhile.
 bool Engine::Work(bool helping, std::unique_lock<std::mutex>& lock) {
-  if (ProtectSome(helping, lock)) return true;
   try {
     if (Chunk* chunk = TakeChunk(helping)) {
       copying_ += helping ? 0 : 1;

@@ -62,11 +62,6 @@ class Engine {
   // Copies to an attached device, by way of its own lane, and waits.
   Status Upload(int device, std::byte* to, std::span<std::byte> from);
 
-  // A save begins: copy threads protect the pages that the last one watched, while the caller finds out what it has to
-  // save. Begin() or GiveUpAhead() follows.
-  void ProtectAhead();
-  void GiveUpAhead();
-
   // With watch_pages, a write to a page of a lazy host source between Begin and its copy fails the checkpoint
   // (ECANCELED; Job::torn). A source whose pages cannot be watched becomes eager.
   //
@@ -163,11 +158,9 @@ class Engine {
   void QueueOpenChunk(Job& job);
 
   // watch.cc
-  bool ProtectSome(bool helping, std::unique_lock<std::mutex>& lock);
-  std::vector<PageRange> TakeAhead();
   void Watch(Job& job);
   void KeepEdges(Chunk* chunk);
-  bool CopyWatched(Job& job, const Source& source, std::byte* to, const std::byte** edges, Piece* piece);
+  bool CopyWatched(Job& job, Chunk* chunk);
   void EndWatch(Job& job);
 
   // capture.cc
@@ -229,14 +222,9 @@ class Engine {
   std::byte* bounce_ = nullptr;  // copies_in_flight pinned chunks, if the ring is not pinned and a device gave them
   std::vector<std::byte*> idle_bounces_;  // those of them that hold nothing
 
-  PageWitness* witness_ = nullptr;       // with watch_pages
-  std::vector<PageRange> last_watched_;  // by the last checkpoint; in the order of their addresses
-  struct Ahead {
-    std::vector<PageRange> pages;
-    size_t next = 0;       // those before it are protected, or are about to be
-    unsigned threads = 0;  // that protect some
-  };
-  std::shared_ptr<Ahead> ahead_;  // while a save begins
+  PageWitness* witness_ = nullptr;                  // with watch_pages
+  std::vector<std::vector<std::byte>> idle_edges_;  // for Chunk::edges: memory that is new is slow
+  size_t used_edges_ = 0;                           // by chunks
 
   std::vector<std::thread> copiers_;
   unsigned copying_ = 0;  // copiers that copy now

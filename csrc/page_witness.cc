@@ -400,29 +400,45 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
   return true;
 }
 
-bool PageWitness::Protect(PageWindow* window, size_t watched) {
-  PageWindow::Watched& w = window->watched_[watched];
-  if (w.refused || w.is_protected) return !w.refused;
-  bool done = IsRegistered(w.pages) && ProtectAll(w.pages);
-  done = done || (Register(w.pages) && ProtectAll(w.pages));  // new memory, or other at the old place
-  const std::shared_lock lock(mutex_);
-  const std::lock_guard changing(window->mutex_);
-  w.is_protected = done;
-  w.refused = !done;
-  return done;
+// Under the lock: whether what lies between two ranges may be protected and opened with them, in one step: a step costs
+// as much as a hundred pages, since the other cores have to notice. Between them pages may stay protected: whoever
+// writes there first pays a microsecond.
+bool PageWitness::IsBridge(PageRange gap) const {
+  constexpr size_t kMostBytes = 4 * kPageBytes;
+  if (gap.bytes() > kMostBytes || mode_ == WitnessMode::kCopy) return false;  // kCopy: the books of malloc, say
+  return std::none_of(windows_.begin(), windows_.end(), [&gap](const PageWindow* window) {
+    const size_t at = window->FindAfter(gap.begin);
+    return at < window->by_address_.size() && window->watched_[window->by_address_[at]].pages.begin < gap.end;
+  });
 }
 
-bool PageWitness::ProtectAhead(PageRange pages) {
-  // kCopy: the pages may be anybody's by now, of malloc's books, say, and who waits for a copy may hold a lock.
-  if (mode_ == WitnessMode::kCopy) return false;
+void PageWitness::Protect(PageWindow* window) {
   const std::shared_lock lock(mutex_);
-  return windows_.empty() && IsRegistered(pages) && ProtectAll(pages);
+  const auto& order = window->by_address_;
+  const auto range = [&](size_t at) -> PageWindow::Watched& { return window->watched_[order[at]]; };
+  for (size_t first = 0, end = 0; first < order.size(); first = end) {
+    end = first + 1;
+    if (range(first).refused || range(first).is_protected) continue;  // with another window
+    PageRange step = range(first).pages;
+    for (; end < order.size() && !range(end).refused && !range(end).is_protected; ++end) {
+      const PageRange next = range(end).pages;
+      if (!IsBridge({step.end, next.begin}) || !IsRegistered({step.begin, next.end})) break;
+      step.end = next.end;
+    }
+    const bool together = end > first + 1 && ProtectAll(step);
+    for (size_t at = first; at < end; ++at) {
+      PageWindow::Watched& w = range(at);
+      const bool done = together || ProtectOne(w.pages);
+      const std::lock_guard changing(window->mutex_);
+      w.is_protected = done;
+      w.refused = !done;
+    }
+  }
 }
 
-void PageWitness::GiveUp(std::span<const PageRange> pages) {
-  const std::shared_lock lock(mutex_);
-  for (const PageRange& range : pages)
-    if (!IsAwaited(nullptr, range)) (void)WriteProtect(range, false);
+bool PageWitness::ProtectOne(PageRange pages) {
+  if (IsRegistered(pages) && ProtectAll(pages)) return true;
+  return Register(pages) && ProtectAll(pages);  // new memory, or other at the old place
 }
 
 // Whether some other window has pages of these to be copied yet. The ranges of a window do not overlap, so that the
@@ -442,36 +458,67 @@ bool PageWitness::IsAwaited(const PageWindow* by_others_than, PageRange pages) c
   return false;
 }
 
-bool PageWitness::CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size, std::byte* copy,
-                               bool* patched) {
-  PageWindow::Watched& w = window->watched_[watched];
-  const PageRange inside = PageRange::Inside(data, size);
-  const PageRange around = Common(PageRange::Around(data, size), w.pages);
+// Neighbours in one step: see IsBridge.
+void PageWitness::CheckAndOpen(PageWindow* window, std::span<Copied> pieces) {
   const std::shared_lock lock(mutex_);
-  const auto number = [&w](uintptr_t page) { return (page - w.pages.begin) / kPageBytes; };
-  bool written = false;
-  const int error = inside.empty() ? 0 : Scan(inside, false, [&](PageRange run) {
-    for (uintptr_t page = run.begin; page < run.end; page += kPageBytes)
-      written = written || w.saved.empty() || !w.saved[number(page)];
-  });
-  if (!w.saved.empty()) {
-    for (uintptr_t page = inside.begin; page < inside.end; page += kPageBytes) {
-      if (!w.saved[number(page)]) continue;
-      std::memcpy(copy + (page - reinterpret_cast<uintptr_t>(data)), w.aside + number(page) * kPageBytes, kPageBytes);
-      *patched = true;
+  for (size_t first = 0, end = 0; first < pieces.size(); first = end) {
+    PageRange inside, around;
+    for (end = first; end < pieces.size(); ++end) {
+      const Copied& piece = pieces[end];
+      const PageRange in = PageRange::Inside(piece.from.data(), piece.from.size());
+      const PageRange touched =
+          Common(PageRange::Around(piece.from.data(), piece.from.size()), window->watched_[piece.watched].pages);
+      if (end == first) {
+        inside = in;
+        around = touched;
+      } else if (!in.empty() && !inside.empty() && around.end <= touched.begin &&
+                 IsBridge({around.end, touched.begin})) {
+        inside.end = in.end;
+        around.end = touched.end;
+      } else {
+        break;
+      }
+    }
+    CheckAndOpenRun(window, pieces.subspan(first, end - first), inside, around);
+  }
+}
+
+void PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around) {
+  const auto check = [&](PageRange run) {
+    for (Copied& piece : pieces) {
+      const PageWindow::Watched& w = window->watched_[piece.watched];
+      const PageRange written = Common(run, PageRange::Inside(piece.from.data(), piece.from.size()));
+      for (uintptr_t page = written.begin; page < written.end && !piece.written; page += kPageBytes)
+        piece.written = w.saved.empty() || !w.saved[(page - w.pages.begin) / kPageBytes];
+    }
+  };
+  const int error = inside.empty() ? 0 : Scan(inside, false, check);
+  for (Copied& piece : pieces) {
+    const PageWindow::Watched& w = window->watched_[piece.watched];
+    if (w.saved.empty()) continue;
+    const PageRange pages = PageRange::Inside(piece.from.data(), piece.from.size());
+    for (uintptr_t page = pages.begin; page < pages.end; page += kPageBytes) {
+      const size_t number = (page - w.pages.begin) / kPageBytes;
+      if (!w.saved[number]) continue;
+      std::memcpy(piece.to + (page - reinterpret_cast<uintptr_t>(piece.from.data())), w.aside + number * kPageBytes,
+                  kPageBytes);
+      piece.patched = true;
     }
   }
   const bool awaited = IsAwaited(window, around);
   if (!awaited) (void)WriteProtect(around, false);
   const std::lock_guard changing(window->mutex_);
-  w.written = w.written || written || error != 0;  // an error: it is not the memory any more that was protected
-  w.left = w.left || awaited;
-  try {
-    w.done.push_back(around);
-  } catch (const std::bad_alloc&) {
-    w.written = true;  // nobody could tell later that it is done
+  for (Copied& piece : pieces) {
+    PageWindow::Watched& w = window->watched_[piece.watched];
+    w.written = w.written || piece.written || error != 0;  // an error: not the memory any more that was protected
+    w.left = w.left || awaited;
+    try {
+      w.done.push_back(Common(PageRange::Around(piece.from.data(), piece.from.size()), w.pages));
+    } catch (const std::bad_alloc&) {
+      w.written = true;  // nobody could tell later that it is done
+    }
+    piece.written = w.written;
   }
-  return !w.written;
 }
 
 void PageWitness::CheckRest(PageWindow* window) {

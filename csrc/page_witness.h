@@ -47,7 +47,7 @@ class PageWindow {
   // Returns the number by which these pages are known. Before PageWitness::Open.
   size_t Add(PageRange pages);
 
-  PageRange pages(size_t watched) const { return watched_[watched].pages; }
+  bool is_protected(size_t watched) const { return watched_[watched].is_protected; }
 
  private:
   friend class PageWitness;
@@ -83,19 +83,21 @@ class PageWitness {
   // The window watches from here on what Protect protects. No page may be in a window twice.
   void Open(PageWindow* window);
 
-  // Protects the pages of one number. False if they cannot be watched: shared memory, say, or overlapping pages of
+  // Protects the pages of the window, but for those that cannot be watched: shared memory, say, or overlapping pages of
   // another window.
-  bool Protect(PageWindow* window, size_t watched);
+  void Protect(PageWindow* window);
 
-  // Protects pages that the next window is likely to watch. False, and nothing is done, while any window is open.
-  bool ProtectAhead(PageRange pages);
-  // Lifts the protection of pages that no window watches after all.
-  void GiveUp(std::span<const PageRange> pages);
-
-  // `data` is copied to `copy`. Lifts the protection of its pages and returns whether they are as they were when the
-  // window was opened; pages that were copied aside are put in place in `copy`, and `patched` is set. Pages that `data`
-  // shares with its neighbours are not looked at: the caller copied those at once.
-  bool CheckAndOpen(PageWindow* window, size_t watched, const void* data, size_t size, std::byte* copy, bool* patched);
+  // Memory of one number that was copied.
+  struct Copied {
+    size_t watched;
+    std::span<const std::byte> from;
+    std::byte* to;
+    bool written = false;  // after the window was opened
+    bool patched = false;  // pages that were copied aside were put in place in `to`
+  };
+  // Lifts the protection of its pages and says whether they are as they were when the window was opened. Pages that it
+  // shares with others are not looked at: the caller copied those at once.
+  void CheckAndOpen(PageWindow* window, std::span<Copied> pieces);
 
   // Looks at all that is not copied yet, while nobody may write to it: what is written as well is to be known when the
   // checkpoint fails, and from then on training may write.
@@ -123,6 +125,9 @@ class PageWitness {
   template <class F>
   int Scan(PageRange pages, bool protect, F found) const;
   bool ProtectAll(PageRange pages) const;
+  bool ProtectOne(PageRange pages);
+  bool IsBridge(PageRange gap) const;
+  void CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around);
   static void ReserveAside(PageWindow* window);
   bool Share(PageWindow* window, PageWindow::Watched* ours);
   bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;

@@ -37,10 +37,6 @@ class Engine:
     def reserve(self, bytes: int) -> bool:
         """Raises the ring's capacity, up to ring_bytes; False while the ring is in use."""
 
-    def protect_ahead(self) -> None:
-        """A save begins: copy threads protect the pages that the last one watched, until begin() or give_up_ahead()."""
-
-    def give_up_ahead(self) -> None: ...
     def attach(self, device: int) -> bool:
         """Makes the memory of a CUDA device readable, from then on; False where there is no CUDA driver."""
 

@@ -299,33 +299,32 @@ class Saver:
         """When this returns, every eager byte is copied and every lazy one guarded."""
         started = time.perf_counter()
         plans = list(target.files.values())
-        with self._protecting_ahead():
-            with _no_garbage_collection():
-                with _serialization_errors(handle):
-                    views = [plan.gather() for plan in plans]
-                snapshot = self._snapshot(views, [plan.any_order for plan in plans], training_step)
-                with _serialization_errors(handle):
-                    programs = [plan.lay_out(file) for plan, file in zip(plans, snapshot.files, strict=True)]
-            gate.collected(handle.path, handle.step)
-            snapshot.name_of = partial(_name_of, name_of)
-            sizes = [nbytes for _, nbytes in programs]
-            self._check_space(sum(sizes), handle)
-            snapshot.metrics = handle.metrics
-            handle.in_training = snapshot.in_training
-            handle.metrics.storages = len(snapshot.sizes)
-            handle.metrics.bytes = sum(sizes)
-            if self.config.durability == "before_step":
-                snapshot.durable = handle
-            self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
-            job = self.engine.begin(  # not by keyword: with no memory for one, pybind11 3.1 ends the process
-                snapshot.pointers,
-                snapshot.sizes,
-                snapshot.owners,
-                len(plans),
-                True,  # the eager bytes are waited for below
-                snapshot.devices,
-                snapshot.streams,
-            )
+        with _no_garbage_collection():
+            with _serialization_errors(handle):
+                views = [plan.gather() for plan in plans]
+            snapshot = self._snapshot(views, [plan.any_order for plan in plans], training_step)
+            with _serialization_errors(handle):
+                programs = [plan.lay_out(file) for plan, file in zip(plans, snapshot.files, strict=True)]
+        gate.collected(handle.path, handle.step)
+        snapshot.name_of = partial(_name_of, name_of)
+        sizes = [nbytes for _, nbytes in programs]
+        self._check_space(sum(sizes), handle)
+        snapshot.metrics = handle.metrics
+        handle.in_training = snapshot.in_training
+        handle.metrics.storages = len(snapshot.sizes)
+        handle.metrics.bytes = sum(sizes)
+        if self.config.durability == "before_step":
+            snapshot.durable = handle
+        self.reserve(sum(sizes) + 2 * self.config.chunk_bytes)
+        job = self.engine.begin(  # not by keyword: with no memory for one, pybind11 3.1 ends the process
+            snapshot.pointers,
+            snapshot.sizes,
+            snapshot.owners,
+            len(plans),
+            True,  # the eager bytes are waited for below
+            snapshot.devices,
+            snapshot.streams,
+        )
         trace, traced = self._trace, None
         try:
             first_source = 0
@@ -389,16 +388,6 @@ class Saver:
             watched=self._watched,
             torn=self._torn,
         )
-
-    @contextlib.contextmanager
-    def _protecting_ahead(self) -> Iterator[None]:
-        """The pages that the last save watched are protected while this one finds out what to save."""
-        self.engine.protect_ahead()
-        try:
-            yield
-        except BaseException:
-            self.engine.give_up_ahead()
-            raise
 
     def reserve(self, nbytes: int) -> None:
         """Let the staging ring grow to ``nbytes``, if it may."""

@@ -319,25 +319,50 @@ def test_a_snapshot_whose_pages_another_watches_in_part_is_copied_at_once(tmp_pa
     assert second.finish() == [] and first.finish() == []
 
 
-@pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_pages_protected_ahead_are_watched_from_the_save_on(
-    ahead: bool, written: bool, engine: _engine.Engine, tmp_path: Path
-) -> None:
-    memory, other = Memory.of(80 * PAGE), Memory.of(80 * PAGE)  # smaller ones are not protected ahead
-    assert Save(engine, [memory, other], tmp_path / "a").finish() == []
-    if ahead:
-        engine.protect_ahead()
-    memory.array[PAGE] = 1  # while the state is gathered: the snapshot is of what is there when it begins
-    save = Save(engine, [memory], tmp_path / "b")
-    assert not any(is_protected(other))
-    if written:
-        memory.array[2 * PAGE] = 1
-    assert save.finish() == ([0] if written else [])
-    engine.protect_ahead()
-    assert soon(lambda: any(is_protected(memory)))
-    engine.give_up_ahead()
-    assert not any(is_protected(memory)) and not any(is_protected(other))
+def neighbours(count: int, gap: int) -> tuple[Memory, list[Memory]]:
+    """A mapping, and storages of ten pages in it that are so far from each other."""
+    whole = Memory.of(count * (10 * PAGE + gap))
+    starts = range(whole.address, whole.address + whole.size, 10 * PAGE + gap)
+    return whole, [Memory(whole.mapping, start, 10 * PAGE) for start in starts]
+
+
+def inside(memory: Memory) -> Memory:
+    """Its whole pages."""
+    begin = -(-memory.address // PAGE) * PAGE
+    return Memory(memory.mapping, begin, (memory.address + memory.size) // PAGE * PAGE - begin)
+
+
+@pytest.mark.parametrize("gap", [16, PAGE, 4 * PAGE, 8 * PAGE])
+def test_each_of_many_neighbours_is_watched_by_itself(gap: int, engine: _engine.Engine, tmp_path: Path) -> None:
+    """They are protected and opened together, with what lies between them."""
+    whole, storages = neighbours(100, gap)
+    for written in ([], list(range(3, 100, 7))):
+        save = Save(engine, storages, tmp_path / str(len(written)))
+        assert all(all(is_protected(inside(memory))) for memory in storages)
+        for number in range(100):
+            whole.array[number * (10 * PAGE + gap) + 10 * PAGE + 8] = 1  # behind it
+        for number in written:
+            storages[number].array[5 * PAGE] += 1
+        assert save.finish() == written
+        assert not any(any(is_protected(inside(memory))) for memory in storages)
+
+
+def test_what_another_snapshot_watches_between_two_neighbours_is_left_to_it(tmp_path: Path) -> None:
+    engines = make_engine(), make_engine()
+    _, (left, between, right) = neighbours(3, 16)
+    between = Memory(between.mapping, between.address + 4 * PAGE, 3 * PAGE)
+    left = Memory(left.mapping, left.address, 14 * PAGE - 64)
+    right = Memory(right.mapping, between.address + between.size + 64, 8 * PAGE)
+    first = Save(engines[0], [between], tmp_path / "a")
+    between.array[PAGE] = 1
+    second = Save(engines[1], [left, right], tmp_path / "b")  # what was written before it tears the first alone
+    assert second.finish() == []
+    assert first.finish() == [0]
+    first = Save(engines[0], [between], tmp_path / "c")
+    assert Save(engines[1], [left, right], tmp_path / "d").finish() == []
+    assert all(is_protected(inside(between))), "the second has ended, and opened its own pages alone"
+    between.array[2 * PAGE] = 2
+    assert first.finish() == [0]
 
 
 def test_a_failed_checkpoint_leaves_no_page_protected(engine: _engine.Engine, tmp_path: Path) -> None:
@@ -409,22 +434,4 @@ def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObje
             is_cut = is_whole and in_file // chunk != (in_file + PAGE - 1) // chunk
             expected += [i] if is_whole and not is_cut else []
         assert torn == expected
-    assert not any(is_protected(whole))
-
-
-def test_untouched_pages_that_could_not_be_protected_ahead_are_watched_all_the_same(tmp_path: Path) -> None:
-    """Regression: a window of another save was open, and what nobody had touched passed for written."""
-    engine, other = make_engine(), make_engine()
-    mapping = mmap.mmap(-1, 120 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 100 * PAGE)
-    assert Save(engine, [memory], tmp_path / "a").finish() == []
-    mapping.madvise(mmap.MADV_DONTNEED)
-    waiting = Save(other, [Memory.of(10 * PAGE)], tmp_path / "b")
-    engine.protect_ahead()
-    job = engine.begin(array("Q", [memory.address]), array("Q", [memory.size]), array("Q", [1]), 1, True)
-    job.append(0, 0, array("q", [SOURCE, memory.size, 0]), b"")
-    job.seal()
-    job.go()
-    job.open(0, tmp_path / "c", memory.size)
-    assert job.wait_released(30) and job.torn() == []
-    assert job.wait_settled(30) and waiting.finish() == []
+    assert not any(any(is_protected(inside(source))) for source in sources)

@@ -2805,14 +2805,14 @@ _in(
     "csrc/page_witness.cc",
     (
         "written pages are not looked for",
-        "written = written || w.saved.empty() || !w.saved[number(page)];",
-        "(void)page;",
+        "piece.written = w.saved.empty() || !w.saved[(page - w.pages.begin) / kPageBytes];",
+        "(void)w;",
         ANY_WRITE,
     ),
     (
         "memory that is not registered any more counts as clean",
-        "w.written = w.written || written || error != 0;",
-        "w.written = w.written || written;",
+        "w.written = w.written || piece.written || error != 0;",
+        "w.written = w.written || piece.written;",
         PAGES + "test_memory_that_is_replaced_while_it_waits_fails_the_checkpoint",
     ),
     (
@@ -2835,14 +2835,14 @@ _in(
     ),
     (
         "new memory is not registered",
-        "done = done || (Register(w.pages) && ProtectAll(w.pages));",
-        "",
+        "return Register(pages) && ProtectAll(pages);",
+        "return false;",
         ANY_WRITE,
     ),
     (
         "memory mapped anew counts as registered",
-        "bool done = IsRegistered(w.pages) && ProtectAll(w.pages);",
-        "bool done = IsRegistered(w.pages);",
+        "if (IsRegistered(pages) && ProtectAll(pages)) return true;",
+        "if (IsRegistered(pages)) return true;",
         PAGES + "test_memory_that_was_unmapped_and_mapped_again_is_watched_anew",
     ),
     (
@@ -2862,6 +2862,18 @@ _in(
         "    if (!IsAwaited(window, w.pages)) (void)WriteProtect(w.pages, false);\n",
         "",
         PAGES + "test_a_failed_checkpoint_leaves_no_page_protected",
+    ),
+    (
+        "what another snapshot watches is a bridge",
+        "window->watched_[window->by_address_[at]].pages.begin < gap.end;",
+        "window->watched_[window->by_address_[at]].pages.begin < gap.begin;",
+        PAGES + "test_what_another_snapshot_watches_between_two_neighbours_is_left_to_it",
+    ),
+    (
+        "who writes to a neighbour tears all of them",
+        "Common(run, PageRange::Inside(piece.from.data(), piece.from.size()));",
+        "PageRange::Inside(piece.from.data(), piece.from.size());",
+        PAGES + "test_each_of_many_neighbours_is_watched_by_itself",
     ),
     (
         "a forked child asks about the memory of its parent",
@@ -2884,7 +2896,7 @@ _in(
     "csrc/page_witness.cc",
     (
         "what was copied aside is not put in place",
-        "      *patched = true;\n",
+        "      piece.patched = true;\n",
         "",
         COPIES + "test_no_writer_tears_or_fails_the_checkpoint",
     ),
@@ -2902,8 +2914,8 @@ _in(
     ),
     (
         "memory that was thrown away is taken for unwritten, where pages are copied on write",
-        "written = written || w.saved.empty() || !w.saved[number(page)];",
-        "written = written || w.saved.empty();",
+        "piece.written = w.saved.empty() || !w.saved[(page - w.pages.begin) / kPageBytes];",
+        "piece.written = w.saved.empty();",
         COPIES + "test_memory_that_is_thrown_away_fails_the_checkpoint",
     ),
     (
@@ -2917,27 +2929,15 @@ _in(
     "csrc/watch.cc",
     (
         "edges are copied late",
-        "piece->crc = CopyCrc32(crc, to + head.size() + middle, *edges + head.size(), tail.size());",
-        "piece->crc = CopyCrc32(crc, to + head.size() + middle, tail.data(), tail.size());",
+        "p.crc = CopyCrc32(crc, to + head.size() + middle, edges + head.size(), tail.size());",
+        "p.crc = CopyCrc32(crc, to + head.size() + middle, tail.data(), tail.size());",
         PAGES + "test_what_lies_in_pages_with_others_is_of_the_moment_of_the_save",
     ),
     (
         "what cannot be watched stays lazy",
-        "      s.watched = -1;\n      s.owners = 0;\n",
-        "      s.watched = -1;\n",
+        "    s.watched = -1;\n    s.owners = 0;\n",
+        "    s.watched = -1;\n",
         PAGES + "test_shared_memory_is_copied_at_once",
-    ),
-    (
-        "what is protected ahead in vain stays protected",
-        "  witness_->GiveUp(unused);\n",
-        "",
-        PAGES + "test_pages_protected_ahead_are_watched_from_the_save_on",
-    ),
-    (
-        "an interrupted save() leaves what is protected ahead",
-        "if (witness_ != nullptr) witness_->GiveUp(TakeAhead());",
-        "if (witness_ != nullptr) (void)TakeAhead();",
-        PAGES + "test_pages_protected_ahead_are_watched_from_the_save_on",
     ),
     (
         "the witness's answer is not passed on",

@@ -268,10 +268,6 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
     const bool cancelled = random.OneIn(8);
     const bool abandoned = random.OneIn(20);
     const bool intruded = watched && random.OneIn(3);
-    if (watched && random.OneIn(2)) {
-      engine.ProtectAhead();
-      if (random.OneIn(5)) engine.GiveUpAhead();
-    }
     Checkpoint c = Begin(engine, random, prefix + std::to_string(round), held);
     std::vector<std::thread> others;
     for (size_t file = 0; file < c.paths.size(); ++file)
