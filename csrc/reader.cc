@@ -78,7 +78,7 @@ class Reader::Work {
     if (fstat(buffered_.get(), &info) != 0) return Status(errno, "fstat", path_);
     file_size_ = static_cast<uint64_t>(info.st_size);
     for (const ReadRange& r : ranges_)
-      if (r.offset > file_size_ || r.size > file_size_ - r.offset) return Status(EIO, "short read", path_);
+      if (r.offset > file_size_ || r.size > file_size_ - r.offset) return Status(ENODATA, "short read", path_);
     if (options_.direct) direct_.Open(path_, O_RDONLY | O_DIRECT);
     MapFile();
     LayOut();
@@ -312,7 +312,7 @@ class Reader::Work {
       flight->done -= flight->done % kBlockBytes;
       // The file ends earlier than it did when the read began, or the disk moves nothing.
       if (result == 0 || (flight->done == before && ++flight->retries > kMaxRetries))
-        Fail(Status(EIO, "short read", path_));
+        Fail(Status(ENODATA, "short read", path_));
       else if (Submit(io, flight))
         return false;
     }

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import lazyckpt
 from lazyckpt import commit
 from lazyckpt.containers.base import FileReader, unique_keys
-from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError, load_error
 
 FORMAT = 1
 STATE = "state.pt"
@@ -94,9 +94,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises CorruptFileError or UnsupportedFormatError that names what is wrong.
     """
     file = path / commit.MANIFEST
-    if not os.path.lexists(file):
+    status = _lstat(file)
+    if status is None:
         raise LoadError(f"no checkpoint: there is no {commit.MANIFEST}", path=path)
-    if file.is_symlink():
+    if stat.S_ISLNK(status.st_mode):
         raise CorruptFileError("a symbolic link, not a manifest", path=file)
     with FileReader(file) as reader:
         if reader.size > _MAX_MANIFEST_BYTES:
@@ -125,20 +126,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
         raise CorruptFileError(f"the folder was renamed: its manifest says step {checkpoint.step}", path=path)
     for entry in checkpoint.files:
-        nbytes = _regular_size(path / entry.name)
+        status = _lstat(path / entry.name)
+        nbytes = status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
         if nbytes != entry.nbytes:
             found = "is missing" if nbytes is None else f"has {nbytes} bytes"
             raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
     return checkpoint
 
 
-def _regular_size(path: Path) -> int | None:
-    """Length of a file, None for anything else. Follows no link."""
+def _lstat(path: Path) -> os.stat_result | None:
+    """None if there is nothing. Raises ReadError if nobody can tell."""
     try:
-        status = os.lstat(path)
-    except OSError:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    except OSError as error:
+        raise load_error("cannot be read", error, path=path) from error
 
 
 def _name(value: Any) -> str:
@@ -195,7 +198,7 @@ class Catalog:
         """All committed checkpoints, newest first. Raises LoadError if the folder itself cannot be read."""
         for _ in range(SCANS):
             found = self._read_all()
-            if all(os.path.lexists(error.path) for error in self.broken):
+            if all(isinstance(error, ReadError) or os.path.lexists(error.path) for error in self.broken):
                 break  # otherwise another process removes while we read, and what it has committed may not be listed
         return sorted(found, key=lambda c: c.sequence, reverse=True)
 
@@ -205,16 +208,18 @@ class Catalog:
         try:
             entries = list(os.scandir(self.root))
         except OSError as error:
-            raise LoadError(f"cannot be read: {error.strerror}", path=self.root) from error
+            raise load_error("cannot be read", error, path=self.root) from error
         for entry in entries:
-            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir():
-                continue
             try:
+                if not _FOLDER.fullmatch(entry.name) or not entry.is_dir():
+                    continue
                 if entry.is_symlink():
                     raise LoadError("a symbolic link, which is not followed; restore(path=…) does", path=entry.path)
                 found.append(read_checkpoint(Path(entry.path)))
             except LoadError as error:
                 self.broken.append(error)
+            except OSError as error:
+                self.broken.append(load_error("cannot be read", error, path=entry.path))
         return found
 
     def last_sequence(self) -> int:
@@ -261,8 +266,8 @@ def retention(
     """What becomes of each checkpoint.
 
     Keeps the newest ``keep_last`` of the chain; if the chain is shorter, also the newest others, until ``keep_last``
-    are kept. ``damaged``, by step and sequence, never count. Keeps besides those of the chain whose step is a multiple
-    of ``keep_every``, and what is pinned. Keeps everything without ``keep_last``.
+    are kept. ``damaged``, by step and sequence, stay, and do not count. Keeps besides those of the chain whose step is
+    a multiple of ``keep_every``, and what is pinned. Keeps everything without ``keep_last``.
     """
     lineage = chain(checkpoints)
     on_chain = set(lineage)
@@ -273,8 +278,8 @@ def retention(
     for c in (*lineage, *others):
         if keep_last is None:
             verdicts[c] = Verdict(True, "no keep_last")
-        elif whole < keep_last and (c.step, c.sequence) in damaged:
-            verdicts[c] = Verdict(True, "damaged, does not count")
+        elif (c.step, c.sequence) in damaged:
+            verdicts[c] = Verdict(True, "damaged: restore() passed it over")
         elif whole < keep_last:
             whole += 1
             short = f"fills up keep_last={keep_last}, since {line} is shorter"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
 from functools import partial
@@ -47,8 +46,8 @@ class Checkpointer:
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as checkpoints cost at most the
     part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
     One thread at a time may call: a second one, and a signal handler inside a call, get a ConfigError.
-    Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to. If it is read-only
-    and holds checkpoints, these can be restored: that is a warning, and what is saved fails.
+    Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to. If it
+    holds checkpoints, these can be restored all the same: that is a warning, and what is saved fails.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Checkpointer:
             commit.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES) or not self._holds_checkpoints():
+            if not self._holds_checkpoints():
                 self._saver.close()
                 raise save_error(error, path=self.directory) from error
             warnings.warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not", stacklevel=2)

@@ -9,6 +9,7 @@ LazyCkptError (RuntimeError)
 │   └── TornSnapshotError            state changed while it was being copied
 ├── LoadError                        a file or folder cannot be read
 │   ├── CorruptFileError             truncated, bit-flipped, or not what it claims to be
+│   ├── ReadError                    the operating system did not let it be read; it may be whole
 │   └── UnsupportedFormatError       well-formed, but of a kind lazyckpt does not handle
 └── RestoreError                     a checkpoint does not fit the tracked state, or none is left
 """
@@ -82,12 +83,31 @@ class CorruptFileError(LoadError):
     """The file is truncated, has a flipped bit, or is not what it claims to be."""
 
 
+class ReadError(LoadError):
+    """The operating system did not let a file or folder be read. It may be whole. ``errno`` says why."""
+
+    def __init__(self, what: str, *, path: str | os.PathLike[str], errno: int) -> None:
+        self.errno = errno
+        super().__init__(what, path=path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.what, path=self.path, errno=self.errno), ()
+
+
 class UnsupportedFormatError(LoadError):
     """The file is of a kind that lazyckpt does not read or write."""
 
 
 class RestoreError(LazyCkptError):
     """A checkpoint does not fit the tracked state, or no valid one is left."""
+
+
+def load_error(what: str, error: OSError, *, path: str | os.PathLike[str]) -> LoadError:
+    """The typed error for what the operating system said of a file that is to be read."""
+    what = f"{what}: {error.strerror} ({error.errno})"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):  # it is not there, or something else
+        return LoadError(what, path=path)
+    return ReadError(what, path=path, errno=error.errno or 0)
 
 
 def save_error(error: OSError, *, path: str | os.PathLike[str], step: int | None = None) -> SaveError:

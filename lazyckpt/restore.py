@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from lazyckpt import _engine, devices
 from lazyckpt.archive import Archive
 from lazyckpt.catalog import SCANS, STATE, Catalog, Checkpoint, read_checkpoint
-from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
+from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
 
+_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before a read that the operating system refused is tried again
+Restored = TypeVar("Restored")
 
-def restore_newest(
-    catalog: Catalog, provider: Provider, engine: _engine.Engine, *, scans: int = SCANS
-) -> Checkpoint | None:
+
+def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:
     """Restores the newest checkpoint that is whole; damaged ones are passed over with a warning.
 
-    If one is gone by then, another process has removed it, and has newer ones: the catalog is read anew, up to
-    ``scans`` times in all. Returns None for an empty catalog. Raises RestoreError if none is whole, or if one does not
-    fit, and UnsupportedFormatError for one that holds types which the user has not allowed.
+    One that cannot be read just now is not damaged: it is tried again for three seconds. If one is gone by then,
+    another process has removed it, and has newer ones: the catalog is read anew, up to ``SCANS`` times in all. Returns
+    None for an empty catalog. Raises ReadError; RestoreError if none is whole, or if one does not fit; and
+    UnsupportedFormatError for one that holds types which the user has not allowed.
     """
+    return _patiently(lambda: _restore_newest(catalog, provider, engine, SCANS))
+
+
+def _patiently(attempt: Callable[[], Restored]) -> Restored:
+    for pause_s in _PAUSES_S:
+        try:
+            return attempt()
+        except ReadError as error:
+            warnings.warn(f"tried again: {error}", stacklevel=5)
+            time.sleep(pause_s)
+    return attempt()
+
+
+def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine, scans: int) -> Checkpoint | None:
     candidates = catalog.scan()
     reasons: list[LoadError] = list(catalog.broken)
     for error in reasons:
-        warnings.warn(f"checkpoint passed over: {error}", stacklevel=4)
+        if isinstance(error, ReadError):
+            raise error  # it may be the newest
+        warnings.warn(f"checkpoint passed over: {error}", stacklevel=6)
     if not candidates and not reasons:
         return None
     touched = False
@@ -37,32 +58,45 @@ def restore_newest(
             with _open(checkpoint.path, engine) as archive:
                 restore_archive(archive, provider, checkpoint.path)
             return checkpoint
+        except ReadError as error:
+            raise _refused(error, archive) from error
         except UnsupportedFormatError:
             raise  # not damaged: to go back to an older one would lose training for want of a word with the user
         except LoadError as error:
             if scans > 1 and not checkpoint.path.exists():
-                return restore_newest(catalog, provider, engine, scans=scans - 1)
+                return _restore_newest(catalog, provider, engine, scans - 1)
             touched = touched or archive is not None
             catalog.damaged.add((checkpoint.step, checkpoint.sequence))
             reasons.append(error)
-            warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=4)
+            warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=6)
     state = "; the tracked state is undefined now" if touched else "; the tracked state was not touched"
     lines = "\n".join(f"  {reason}" for reason in reasons)
     raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")
 
 
 def restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
-    """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError."""
+    """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError, ReadError after some more attempts."""
+    return _patiently(lambda: _restore_one(path, provider, engine))
+
+
+def _restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
     checkpoint = read_checkpoint(path)
     archive = None
     try:
         with _open(path, engine) as archive:
             restore_archive(archive, provider, path)
+    except ReadError as error:
+        raise _refused(error, archive) from error
     except LoadError as error:
         if archive is None:
             raise  # nothing was touched
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
     return checkpoint
+
+
+def _refused(error: ReadError, archive: Archive | None) -> ReadError:
+    touched = "; the tracked state is undefined now" if archive is not None else ""
+    return ReadError(error.what + touched, path=error.path, errno=error.errno)
 
 
 def _open(path: Path, engine: _engine.Engine) -> Archive:

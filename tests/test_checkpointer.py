@@ -621,9 +621,9 @@ def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:
     assert file.read_text() == "in the way"
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_read_only_folder_is_restored_from(
+def test_a_folder_that_cannot_be_written_to_is_restored_from(
     code: int, on_error: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: an evaluation could not open what it had no need to write to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import gc
@@ -517,6 +518,24 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
         unmount = _mount(folder, "-o", "loop", str(image))
     yield folder
     unmount()
+
+
+def test_a_full_disk_is_restored_from(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a Checkpointer could not be opened there, even if one only wanted to read."""
+    run = Run(small_disk / "run", monkeypatch)
+    run.step(1).result(30)
+    run.checkpointer.close()
+    with contextlib.suppress(OSError):
+        for number in range(10_000):  # mkdir takes a block, too, on ext4
+            (small_disk / f"{number}").write_bytes(bytes(4096))
+    model = torch.nn.Linear(128, 128)
+    reader = Checkpointer(small_disk / "run")
+    reader.track(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    assert reader.restore() == 1
+    assert torch.equal(model.weight, run.states[1])
+    with pytest.raises(NoSpaceError, match="step 2"):
+        reader.save(2).result(30)
+    reader.close()
 
 
 @pytest.mark.parametrize("found_by", ["save", "fallocate"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -261,11 +262,73 @@ def test_an_io_error_while_bytes_land_says_so_too(saved: Any, fresh: Any, monkey
     """Regression: it told that the file cannot be read, and not that tensors might have been overwritten."""
 
     def fill(self: Archive, elsewhere: Any) -> None:
-        raise LoadError("cannot be read: Input/output error", path=self.path)
+        raise lazyckpt.ReadError("cannot be read: Input/output error", path=self.path, errno=errno.EIO)
 
     monkeypatch.setattr(Archive, "fill", fill)
-    with pytest.raises(RestoreError, match=r"Input/output error.*undefined now"):
+    monkeypatch.setattr(restore, "_PAUSES_S", (0,))
+    with (
+        pytest.warns(UserWarning, match="tried again"),
+        pytest.raises(lazyckpt.ReadError, match=r"error; .*undefined now"),
+    ):
         fresh[2].restore(step=2)
+
+
+REFUSALS = [errno.ETIMEDOUT, errno.EMFILE, errno.ENOMEM, errno.EIO, errno.EACCES, errno.EAGAIN, errno.ESTALE]
+
+
+class Refusing:
+    """The operating system, which refuses a call for one path so many times."""
+
+    def __init__(self, call: Callable[..., Any], path: str, code: int, times: int) -> None:
+        self.call, self.path, self.code, self.times = call, path, code, times
+
+    def __call__(self, path: Any, *rest: Any, **named: Any) -> Any:
+        if str(path).endswith(self.path) and self.times > 0:
+            self.times -= 1
+            raise OSError(self.code, os.strerror(self.code), str(path))
+        return self.call(path, *rest, **named)
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize("call", ["open", "lstat"])
+@pytest.mark.parametrize("file", ["manifest.json", "state.pt"])
+@pytest.mark.parametrize("code", REFUSALS, ids=errno.errorcode.get)
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
+    code: int, file: str, call: str, times: int, saved: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: one failing open() of the newest, and the one before was restored; the next save replaced the newer,
+    whole one."""
+    model, optimizer, ckpt = fresh
+    before = bits(model, optimizer)
+    monkeypatch.setattr(restore, "_PAUSES_S", (0.001,) * 3)
+    refusing = Refusing(getattr(os, call), f"step-00000003/{file}", code, times)
+    monkeypatch.setattr(os, call, refusing)
+    if times == 1:
+        with pytest.warns(UserWarning, match="tried again"):
+            assert ckpt.restore() == 3
+        assert same(bits(model, optimizer), saved[3])
+    else:
+        with pytest.warns(UserWarning, match="tried again"), pytest.raises(lazyckpt.ReadError) as caught:
+            ckpt.restore()
+        assert caught.value.errno == code and f"step-00000003/{file}" in str(caught.value)
+        assert refusing.times == 1000 - 4
+        assert same(bits(model, optimizer), before)
+
+
+def test_what_is_not_readable_or_damaged_is_left_alone_by_retention(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    flip(tmp_path / "step-00000003/state.pt", 10_000)
+    with lazyckpt.Checkpointer(tmp_path, keep_last=1) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        with pytest.warns(UserWarning, match="passed over"):
+            assert ckpt.restore() == 2
+        monkeypatch.setattr(os, "lstat", Refusing(os.lstat, "step-00000001/manifest.json", errno.EIO, 1000))
+        for step in (4, 5):
+            train(model, optimizer)
+            ckpt.save(step, blocking=True)
+    assert sorted(entry.name for entry in tmp_path.glob("step-*")) == [f"step-0000000{n}" for n in (1, 3, 5)]
 
 
 def test_a_given_one_that_cannot_be_opened_touches_nothing(saved: Any, fresh: Any, tmp_path: Path) -> None:

@@ -475,17 +475,24 @@ def test_result_of_a_later_save_is_told_of_the_one_before(
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_steps_of_another_thread_do_not_wait_for_it(behind: bool, make_run: Any, other: Saving) -> None:
+def test_steps_of_another_thread_do_not_wait_for_it(behind: bool, make_run: Any, other: Saving, disk: Any) -> None:
     """before_step: the thread that owes it waits for the step."""
     run = make_run(**ROOMY, durability="before_step", max_in_flight=3)
-    saved = run.ckpt.save(1)
-    if behind:
-        with lazyckpt.Saver(**ROOMY):
-            pass
-    stepped = other.begin(run.step)
-    in_one_call(0.3)
-    LIBC.usleep(1)
-    stepped.result(20)
+
+    def save() -> Any:
+        saved = run.ckpt.save(1)
+        if behind:
+            with lazyckpt.Saver(**ROOMY):
+                pass
+        return saved
+
+    def seconds_of_a_step(saved: Any) -> float:
+        begin = time.monotonic()
+        other(run.step)
+        return time.monotonic() - begin
+
+    saved, seconds = look_while_in_one_call(save, seconds_of_a_step, disk)
+    assert seconds < 0.5, "the call lasts longer"
     assert isinstance(saved.exception(timeout=20), lazyckpt.TornSnapshotError | None)
 
 

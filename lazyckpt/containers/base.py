@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from lazyckpt.errors import CorruptFileError, LoadError
+from lazyckpt.errors import CorruptFileError, LoadError, load_error
 
 LITERAL, SOURCE, CRC32_LE, CRC32_HEX = 0, 1, 2, 3
 PAGE_BYTES = 4096
@@ -137,7 +137,7 @@ class FileReader:
         except IsADirectoryError as error:
             raise LoadError("not a regular file", path=path) from error
         except OSError as error:
-            raise LoadError(f"cannot be opened: {error.strerror}", path=path) from error
+            raise load_error("cannot be opened", error, path=path) from error
         self.fd = self._file.fileno()
         status = os.fstat(self.fd)
         self.size = status.st_size
@@ -169,8 +169,7 @@ class FileReader:
                     f"{nbytes} bytes at offset {offset} take more memory than there is", path=self.path
                 ) from error
             except OSError as error:
-                what = f"cannot read at offset {offset}: {error.strerror}"
-                raise LoadError(what, path=self.path) from error
+                raise load_error(f"cannot be read at offset {offset}", error, path=self.path) from error
             if not part:
                 raise self.corrupt(f"truncated while being read, at offset {offset}")
             parts.append(part)

@@ -1549,6 +1549,18 @@ _in(
 _in(
     "lazyckpt/restore.py",
     (
+        "a passing error of the machine counts as damage",
+        "        except ReadError as error:\n            raise _refused(error, archive) from error\n        except UnsupportedFormatError:\n",
+        "        except UnsupportedFormatError:\n",
+        "test_restore.py::test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged",
+    ),
+    (
+        "what cannot be read just now is not tried again",
+        "for pause_s in _PAUSES_S:",
+        "for pause_s in ():",
+        "test_restore.py::test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged",
+    ),
+    (
         "retention is not told of what is damaged",
         "catalog.damaged.add(",
         "set().add(",
@@ -1614,6 +1626,18 @@ _in(
 _in(
     "lazyckpt/catalog.py",
     (
+        "a file that nobody can ask for is missing",
+        "except (FileNotFoundError, NotADirectoryError):",
+        "except OSError:",
+        "test_restore.py::test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged",
+    ),
+    (
+        "retention removes what restore() passed over",
+        "elif (c.step, c.sequence) in damaged:",
+        "elif whole < keep_last and (c.step, c.sequence) in damaged:",
+        "test_restore.py::test_what_is_not_readable_or_damaged_is_left_alone_by_retention",
+    ),
+    (
         "retention makes up for a line that is too short with the oldest",
         "for c in (*lineage, *others):",
         "for c in (*lineage, *reversed(others)):",
@@ -1633,7 +1657,7 @@ _in(
     ),
     (
         "nor is what it removed while the names were read",
-        "if all(os.path.lexists(error.path) for error in self.broken):",
+        "if all(isinstance(error, ReadError) or os.path.lexists(error.path) for error in self.broken):",
         "if True:",
         "test_catalog.py::test_what_is_removed_while_it_is_read_is_not_there",
     ),
