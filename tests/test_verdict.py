@@ -476,8 +476,17 @@ def test_result_of_a_later_save_is_told_of_the_one_before(
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_steps_of_another_thread_do_not_wait_for_it(behind: bool, make_run: Any, other: Saving, disk: Any) -> None:
-    """before_step: the thread that owes it waits for the step."""
+    """before_step: the thread that owes it for the second optimizer waits for the step of the first."""
     run = make_run(**ROOMY, durability="before_step", max_in_flight=3)
+    second = torch.nn.Parameter(torch.ones(100_000))
+    optimizer = torch.optim.SGD([second], lr=1e-6)
+    for _ in range(2):
+        second.grad = torch.ones_like(second)
+        optimizer.step()
+    run.ckpt.track(second=[second], second_optimizer=optimizer)
+    run.ckpt.save(0).result()
+    run.step()
+    optimizer.step()
 
     def save() -> Any:
         saved = run.ckpt.save(1)
