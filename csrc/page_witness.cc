@@ -466,8 +466,7 @@ void PageWitness::CheckAndOpen(PageWindow* window, std::span<Copied> pieces) {
     for (end = first; end < pieces.size(); ++end) {
       const Copied& piece = pieces[end];
       const PageRange in = PageRange::Inside(piece.from.data(), piece.from.size());
-      const PageRange touched =
-          Common(PageRange::Around(piece.from.data(), piece.from.size()), window->watched_[piece.watched].pages);
+      const PageRange touched = Touched(*window, piece);
       if (end == first) {
         inside = in;
         around = touched;
@@ -479,11 +478,21 @@ void PageWitness::CheckAndOpen(PageWindow* window, std::span<Copied> pieces) {
         break;
       }
     }
-    CheckAndOpenRun(window, pieces.subspan(first, end - first), inside, around);
+    if (CheckAndOpenRun(window, pieces.subspan(first, end - first), inside, around)) continue;
+    end = first + 1;  // without what lies between them, which somebody has unmapped
+    const Copied& piece = pieces[first];
+    (void)CheckAndOpenRun(window, pieces.subspan(first, 1), PageRange::Inside(piece.from.data(), piece.from.size()),
+                          Touched(*window, piece));
   }
 }
 
-void PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around) {
+// The pages that a piece lies in, of those that are watched.
+PageRange PageWitness::Touched(const PageWindow& window, const Copied& piece) {
+  return Common(PageRange::Around(piece.from.data(), piece.from.size()), window.watched_[piece.watched].pages);
+}
+
+// False, and nothing is done, if several pieces cannot be looked at together.
+bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around) {
   const auto check = [&](PageRange run) {
     for (Copied& piece : pieces) {
       const PageWindow::Watched& w = window->watched_[piece.watched];
@@ -493,6 +502,7 @@ void PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, 
     }
   };
   const int error = inside.empty() ? 0 : Scan(inside, false, check);
+  if (error != 0 && pieces.size() > 1) return false;
   for (Copied& piece : pieces) {
     const PageWindow::Watched& w = window->watched_[piece.watched];
     if (w.saved.empty()) continue;
@@ -506,19 +516,21 @@ void PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, 
     }
   }
   const bool awaited = IsAwaited(window, around);
-  if (!awaited) (void)WriteProtect(around, false);
+  if (!awaited && WriteProtect(around, false) != 0 && pieces.size() > 1)
+    for (const Copied& piece : pieces) (void)WriteProtect(Touched(*window, piece), false);
   const std::lock_guard changing(window->mutex_);
   for (Copied& piece : pieces) {
     PageWindow::Watched& w = window->watched_[piece.watched];
     w.written = w.written || piece.written || error != 0;  // an error: not the memory any more that was protected
     w.left = w.left || awaited;
     try {
-      w.done.push_back(Common(PageRange::Around(piece.from.data(), piece.from.size()), w.pages));
+      w.done.push_back(Touched(*window, piece));
     } catch (const std::bad_alloc&) {
       w.written = true;  // nobody could tell later that it is done
     }
     piece.written = w.written;
   }
+  return true;
 }
 
 void PageWitness::CheckRest(PageWindow* window) {

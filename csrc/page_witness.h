@@ -127,7 +127,8 @@ class PageWitness {
   bool ProtectAll(PageRange pages) const;
   bool ProtectOne(PageRange pages);
   bool IsBridge(PageRange gap) const;
-  void CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around);
+  static PageRange Touched(const PageWindow& window, const Copied& piece);
+  bool CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around);
   static void ReserveAside(PageWindow* window);
   bool Share(PageWindow* window, PageWindow::Watched* ours);
   bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;

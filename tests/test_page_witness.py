@@ -348,6 +348,22 @@ def test_each_of_many_neighbours_is_watched_by_itself(gap: int, engine: _engine.
         assert not any(any(is_protected(inside(memory))) for memory in storages)
 
 
+def test_what_lies_between_neighbours_may_be_unmapped(engine: _engine.Engine, tmp_path: Path) -> None:
+    """Or mapped anew; it is nobody's that is watched."""
+    _, storages = neighbours(6, 2 * PAGE)
+    for anew in (False, True):
+        save = Save(engine, storages, tmp_path / str(anew))
+        for memory in storages[:3]:
+            gap = ctypes.c_void_p(memory.address + memory.size)
+            assert LIBC.munmap(gap, ctypes.c_size_t(2 * PAGE)) == 0
+            if anew:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+                LIBC.mmap(gap, ctypes.c_size_t(2 * PAGE), 3, flags, -1, ctypes.c_long(0))
+        storages[4].array[PAGE] += 1
+        assert save.finish() == [4]
+        assert not any(any(is_protected(memory)) for memory in storages)
+
+
 def test_what_another_snapshot_watches_between_two_neighbours_is_left_to_it(tmp_path: Path) -> None:
     engines = make_engine(), make_engine()
     whole = Memory.of(30 * PAGE)
