@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from lazyckpt import catalog, commit
+from lazyckpt import catalog, commit, paths
 from lazyckpt.background import Target, warn
 from lazyckpt.catalog import STATE, Catalog, Checkpoint
 from lazyckpt.config import MIB
@@ -58,11 +58,11 @@ class Checkpointer:
         max_overhead: float = 0.02,
         **knobs: Any,
     ) -> None:
+        self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
         self._callers = self._saver._callers
         self.config = self._saver.config
-        self.directory = Path(directory).absolute()  # os.chdir() does not move it
         self._catalog = Catalog(self.directory)
         try:
             commit.make_folder(self.directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,11 @@ class Config:
             raise ConfigError(f"on_done={self.on_done!r}: expected something to call")
         if self.io_depth > 1024 or self.copy_threads > 1024:
             raise ConfigError("io_depth and copy_threads: at most 1024")
+        if self.max_in_flight > 64:
+            raise ConfigError(
+                f"max_in_flight={self.max_in_flight}: at most 64; they share one staging buffer and one disk, which is "
+                "no faster for it, and a crash loses all of them"
+            )
         if self.chunk_bytes % PAGE_BYTES or self.chunk_bytes > 1024 * MIB:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes}: expected a multiple of 4096, at most 1 GiB")
         if self.host_buffer_bytes != "auto":
@@ -127,9 +133,14 @@ def _memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory this process may still take: what the machine has free, within the limits of its cgroups."""
+    """Memory this process may still take: what the machine has free, within the limits of its cgroups and of its
+    address space (``ulimit -v``)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        available = min(available, limit - pages * os.sysconf("SC_PAGE_SIZE"))
     return max(min([available, *_cgroup_headroom_bytes()]), 0)
 
 

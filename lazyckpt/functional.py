@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt import commit, devices
+from lazyckpt import commit, devices, paths
 from lazyckpt.archive import Archive, MapLocation
 from lazyckpt.catalog import STATE, read_checkpoint
 from lazyckpt.containers import safetensors, sniff
@@ -30,12 +30,13 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     in ``.safetensors`` gives that format; ``obj`` is then a dict of tensors. Peak memory is 32 MiB above ``obj``.
     The first save into a folder removes what killed processes left of theirs in there (``.tmp-…``).
 
-    Raises SaveError, or one of its kinds: NoSpaceError, SerializationError. Raises ConfigError for a tensor that is
-    sharded over several ranks.
+    Raises SaveError, or one of its kinds: NoSpaceError, SerializationError. Raises ConfigError for a URL, and for a
+    tensor that is sharded over several ranks.
     """
-    target = Path(path)
-    if not target.name:
+    if not Path(path).name:
         raise SaveError("is not the name of a file", path=path)
+    target = paths.local(path)
+    paths.refuse_special_file(target)
     plan = plan_for(target.name, obj)
     try:
         views = plan.gather()
@@ -47,7 +48,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     engine = process_engine()
     staging: commit.Staging | None = None
     try:
-        _sweep(target.absolute().parent)
+        _sweep(target.parent)
         staging = commit.FileStaging(target)
         sources = devices.sources(views.storages, devices.locate(views.storages, views.devices, engine))
         job = engine.begin(
@@ -98,6 +99,7 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
     UnsupportedFormatError.
     """
     weights_only = _weights_only(weights_only)
+    paths.local(path)
     path = Path(path)
     if path.is_dir():
         read_checkpoint(path)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from lazyckpt import _engine, commit, devices
+from lazyckpt import _engine, commit, devices, paths
 from lazyckpt.background import Background, Flight, Target
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
@@ -125,9 +125,10 @@ class Saver:
         Raises the SaveError of an earlier save that failed in the background (``on_error="raise"``), or its own, if it
         fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
-        target = Path(path).absolute()  # os.chdir() does not move it
         if not Path(path).name:
             raise ConfigError(f"save: {str(path)!r} is not the name of a file")
+        target = paths.local(path)
+        paths.refuse_special_file(target)
         plan: FilePlan
         if target.name.endswith(".safetensors"):
             plan = plan_for(target.name, obj)
@@ -157,8 +158,8 @@ class Saver:
         """
         refuse("stage()")
         self.check_usable()
-        target = Path(path).absolute()
-        beside = None if inside is None else Path(inside).absolute()
+        target = paths.local(path)
+        beside = None if inside is None else paths.local(inside)
         self._prepare(target.parent, target, step)
         if beside is not None:
             self._prepare(beside, target, step)
@@ -207,7 +208,7 @@ class Saver:
         under that name after this call.
         """
         self.check_usable()
-        self._background.remove(Path(path).absolute())
+        self._background.remove(paths.local(path))
 
     def close(self) -> None:
         """Wait until everything is durable; stop the threads. Raises the SaveError of a save that failed."""

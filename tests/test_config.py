@@ -112,3 +112,9 @@ def test_available_memory_heeds_the_cgroups_above_this_process(
     assert available_memory_bytes() > 1 << 20
     monkeypatch.setattr(Path, "read_text", read_text)
     assert available_memory_bytes() == 600000
+
+
+def test_max_in_flight_has_a_bound() -> None:
+    assert Config(max_in_flight=64).max_in_flight == 64
+    with pytest.raises(lazyckpt.ConfigError, match="at most 64; they share"):
+        Config(max_in_flight=65)

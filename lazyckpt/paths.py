@@ -1,0 +1,36 @@
+"""Where people want things to be."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from lazyckpt.errors import ConfigError, SaveError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib takes one of the two slashes
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """As an absolute path, which ``os.chdir()`` does not move. Raises ConfigError for nothing, and for a URL."""
+    text = os.fspath(path)
+    if not text:
+        raise ConfigError('"" is no path; "." is the working folder')
+    if _URL.match(text):
+        raise ConfigError(
+            f"{text}: URLs are not supported; save to a local or mounted file system, and copy from there "
+            f"(a folder of this name is {os.path.join('.', text)})"
+        )
+    return Path(text).absolute()
+
+
+def refuse_special_file(target: Path) -> None:
+    """Raises SaveError for a device, a pipe or a socket: a save would replace it by a file. A link is replaced. What else
+    stands against the save it finds out."""
+    try:
+        mode = os.lstat(target).st_mode
+    except OSError:
+        return
+    if stat.S_ISBLK(mode) or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        raise SaveError("there is a device, a pipe or a socket, which a save would replace", path=target)
