@@ -26,8 +26,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def refuse_special_file(target: Path) -> None:
-    """Raises SaveError for a device, a pipe or a socket: a save would replace it by a file. A link is replaced. What else
-    stands against the save it finds out."""
+    """Raises SaveError for a device, a pipe or a socket: a save would replace it by a file."""
     try:
         mode = os.lstat(target).st_mode
     except OSError:
