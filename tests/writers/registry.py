@@ -254,7 +254,8 @@ def _preserved(tensor: torch.Tensor) -> None:
 def _fused(tensor: torch.Tensor) -> None:
     """The kernel of a fused optimizer, called by hand."""
     common = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
-    torch._fused_sgd_([tensor], [torch.ones_like(tensor)], [], lr=0.5, is_first_step=False, **common)
+    # Upwards: a negative second moment gives NaN in the next step, and to write to that changes no bit.
+    torch._fused_sgd_([tensor], [torch.ones_like(tensor)], [], lr=-0.5, is_first_step=False, **common)
 
 
 def _apply(tensor: torch.Tensor) -> None:
