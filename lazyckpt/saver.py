@@ -201,7 +201,8 @@ class Saver:
 
     @alone("remove()")
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file or folder in the background, once everything saved before this call is durable.
+        """Remove a file or folder in the background, once everything saved before this call is durable and the
+        done-callbacks of those saves have returned.
 
         If the last of that fails, ``path`` stays, with a warning: it may be the last good one. So does what is saved
         under that name after this call.
