@@ -145,6 +145,11 @@ class Background:
             for trash in filter(None, hidden):
                 commit.unlink(trash)
 
+    def fail(self, handle: SaveHandle, error: SaveError) -> None:
+        """Finishes a save that failed before it was launched. Later removals see that it failed."""
+        self._last = handle
+        self.finish(handle, error)
+
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""
         try:

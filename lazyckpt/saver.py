@@ -275,10 +275,10 @@ class Saver:
             with gate.arming(handle.path, handle.step):
                 self._launch(handle, target, begin, name_of, training_step)
         except SaveError as error:
-            self._background.finish(handle, error)
+            self._background.fail(handle, error)
             blocking = True  # it has failed already: this call says so, not the next
         except OSError as error:  # the engine refused
-            self._background.finish(handle, save_error(error, path=handle.path, step=handle.step))
+            self._background.fail(handle, save_error(error, path=handle.path, step=handle.step))
             blocking = True
         if blocking:
             wait_for([handle])
