@@ -580,6 +580,111 @@ def test_an_older_link_does_not_replace_a_newer_one(tmp_path: Path, held_disk: t
     assert names_in(tmp_path) == {"a.ckpt": "", "b.ckpt": "", "last.ckpt": "b.ckpt"}
 
 
+class Removals:
+    """Notes each removal of a checkpoint that a power cut right after it would make a resumed run miss."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.names: list[str] = []
+        self.missed: list[str] = []
+        self.last: dict[str, str] = {}  # that a power cut leaves: what each link points at, "" for a file
+        for name in ("rename", "remove", "unlink"):
+            monkeypatch.setattr(os, name, self.removing(getattr(os, name)))
+        monkeypatch.setattr(os, "fsync", self.syncing(os.fsync))
+        # The training thread and the removals run on while a link is being made.
+        symlink = os.symlink
+        monkeypatch.setattr(os, "symlink", lambda *args: (time.sleep(SLOW_S), symlink(*args)))
+
+    def syncing(self, fsync: Callable[[int], None]) -> Callable[[int], None]:
+        def call(fd: int) -> None:
+            fsync(fd)
+            if os.path.samestat(os.fstat(fd), self.folder.stat()):
+                self.last = {n: to for n, to in names_in(self.folder).items() if n.startswith("last")}
+
+        return call
+
+    def removing(self, remove: Callable[..., None]) -> Callable[..., None]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> None:
+            name = Path(path).name
+            if name.endswith(".ckpt") and not name.startswith((".", "last")) and Path(path).parent == self.folder:
+                self.names.append(name)
+                if not self.last or name in self.needed():
+                    self.missed.append(name)
+            remove(path, *args, **kwargs)
+
+        return call
+
+    def needed(self) -> set[str]:
+        """What the newest ``last`` points at, and what the ModelCheckpoint in it holds for its best files."""
+        last = max((self.folder / name for name in self.last), key=os.path.getmtime)
+        needed = {self.last[last.name]}
+        for state in torch.load(last, weights_only=False)["callbacks"].values():
+            needed |= {Path(path).name for path in (state.get("best_model_path", ""), *state.get("best_k_models", ()))}
+        return needed
+
+
+LASTS: dict[str, dict[str, Any]] = {
+    "link": {},
+    "link, top 2": {"monitor": "score", "save_top_k": 2},
+    "copy": {"save_last": True},
+    "copy, top 2": {"save_last": True, "monitor": "score", "save_top_k": 2},
+}
+
+
+@pytest.mark.parametrize("attended", [True, False], ids=["lazy", "blocking"])
+@pytest.mark.parametrize("kind", LASTS)
+def test_no_checkpoint_goes_before_last_can_do_without_it(
+    kind: str, attended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the old file went before the link to it had moved, and the link was not synced."""
+    removals = Removals(tmp_path, monkeypatch)
+
+    def run(steps: int, **fit: Any) -> ModelCheckpoint:
+        knobs = {"save_last": "link", "filename": "{step}", "every_n_train_steps": 1, **LASTS[kind]}
+        checkpoint = ModelCheckpoint(tmp_path, **knobs)
+        trainer = trainer_in(
+            tmp_path, LazyCheckpointIO(), checkpoint, max_epochs=9, max_steps=steps, val_check_interval=1
+        )
+        if not attended:
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, LazyCheckpointCallback)]
+        trainer.fit(Net(), **fit)
+        return checkpoint
+
+    run(4)
+    run(8, ckpt_path="last")
+    assert len(removals.names) >= 2 and removals.missed == []
+
+
+def test_a_link_is_synced_into_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removals = Removals(tmp_path, monkeypatch)
+    io = LazyCheckpointIO()
+    io.save_checkpoint({}, tmp_path / "a.ckpt")
+    io.link(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    io.wait()
+    assert removals.last == {"last.ckpt": "a.ckpt"}
+
+
+@pytest.mark.parametrize("attended", [True, False], ids=["lazy", "blocking"])
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_a_save_that_fails_at_once_costs_neither_the_old_checkpoint_nor_the_link(
+    save_last: Any, attended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: with on_error="warn" and a full disk, the last checkpoint was removed and the link dangled."""
+
+    class Unsavable(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.trainer.global_step > 1:
+                checkpoint["unsavable"] = threading.Lock()
+
+    checkpoint = ModelCheckpoint(tmp_path, save_last=save_last, filename="{step}", every_n_train_steps=1)
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(on_error="warn"), checkpoint, max_steps=3)
+    if not attended:
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, LazyCheckpointCallback)]
+    trainer.fit(Unsavable())
+    assert names_in(tmp_path) == {"step=1.ckpt": "", "last.ckpt": "step=1.ckpt" if save_last == "link" else ""}
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 1
+
+
 # who looks for files
 
 
