@@ -24,6 +24,7 @@ import os
 import threading
 import warnings
 import weakref
+import zipfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -52,6 +53,7 @@ try:
         WeightAveraging,
     )
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
 
@@ -477,8 +479,8 @@ def _file_exists(io: LazyCheckpointIO, filepath: str, trainer: Trainer) -> bool:
     return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
 
 
-# The order of ModelCheckpoint's files. These wrap methods of the class: Lightning saves on an exception after our
-# callback has let go, and without the callback.
+# The order of ModelCheckpoint's files. These wrap methods of the class: Lightning looks for the last checkpoint before
+# it calls any hook, and saves on an exception after our callback has let go.
 
 _superseded: weakref.WeakKeyDictionary[ModelCheckpoint, list[str]] = weakref.WeakKeyDictionary()
 
@@ -525,6 +527,35 @@ def _save_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, monit
         superseded = _superseded.pop(callback, [])
     for path in superseded:
         trainer.strategy.remove_checkpoint(path)
+
+
+@_wrap("_find_last_checkpoints")
+def _find_last(original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
+    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing."""
+    found: set[str] = original(callback, trainer)
+    if not (callback.save_last or found) or any(map(os.path.exists, found)):
+        return found
+    folder = _local(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
+    if folder is None or not folder.is_dir():
+        return found
+    files = [p for p in folder.glob(f"*{callback.FILE_EXTENSION}") if p.is_file() and not p.is_symlink()]
+    newest = next(filter(_is_whole, sorted(files, key=os.path.getmtime, reverse=True)), None)
+    if newest is None:
+        return found
+    rank_zero_warn(f"{folder} has no checkpoint {callback.CHECKPOINT_NAME_LAST!r}: its newest, {newest.name}, is taken")
+    return {str(newest)}
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether training can go on from a file: every checksum matches, and it holds the optimizers."""
+    try:
+        checkpoint = lazyckpt.load(path, "cpu", weights_only=True)
+        return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
+    except lazyckpt.UnsupportedFormatError:  # the checksums match, but a type is not allowed: fit() may allow it
+        return zipfile.is_zipfile(path)
+    except lazyckpt.LoadError as error:
+        rank_zero_warn(f"{path} is passed over: {error}")
+        return False
 
 
 _link_at_once = ModelCheckpoint._link_checkpoint
