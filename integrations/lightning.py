@@ -21,10 +21,10 @@ import contextlib
 import functools
 import itertools
 import os
-import shutil
 import threading
 import warnings
 import weakref
+import zipfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,6 +53,7 @@ try:
         WeightAveraging,
     )
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
 
@@ -91,6 +92,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         self._attended: bool | None = None  # by the callback, now; None: there was no Trainer yet
         self._failure: lazyckpt.SaveError | None = None  # for the callback
         self._unreported: list[lazyckpt.SaveHandle] = []  # for the callback
+        self._failed_at_once: Path | None = None  # the newest save, if it blocked and failed
         self._removed: set[Path] = set()  # may still be there
         self._links: set[Path] = set()  # may not be there yet
         self._linked: dict[Path, int] = {}  # the number of the newest link() that was made
@@ -125,6 +127,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         if self._must_block(checkpoint):
             self._save_at_once(checkpoint, target)
             return
+        self._failed_at_once = None
         step = checkpoint.get("global_step")
         handle = self._open_saver().save(checkpoint, target, step=step if isinstance(step, int) else None)
         if self._attended:
@@ -144,12 +147,14 @@ class LazyCheckpointIO(TorchCheckpointIO):
     def _save_at_once(self, checkpoint: dict[str, Any], target: Path) -> None:
         """Without a Saver: nobody may call ``teardown`` after this."""
         self.wait()
+        self._failed_at_once = None
         try:
             commit.make_folder(target.parent)
             lazyckpt.save(checkpoint, target)
         except lazyckpt.SaveError as error:
             if self._config.on_error == "raise":
                 raise
+            self._failed_at_once = target
             warnings.warn(str(error), stacklevel=2)
 
     def load_checkpoint(
@@ -177,6 +182,10 @@ class LazyCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Once everything saved so far is durable; if that fails, ``path`` stays, with a warning."""
+        if self._failed_at_once is not None:
+            what = f"{path} is kept, since the checkpoint after it was not saved ({self._failed_at_once})"
+            warnings.warn(what, stacklevel=2)
+            return
         target = _local(path)
         saver = self._own_saver()
         if target is None or saver is None:
@@ -227,21 +236,24 @@ class LazyCheckpointIO(TorchCheckpointIO):
         return target not in self._removed and (target in pending or target in self._links or target.exists())
 
     def link(self, path: str | Path, link: str | Path) -> None:
-        """Makes ``link`` a symbolic link to ``path`` as soon as that is durable. Until then it stays what it was."""
+        """Makes ``link`` a durable symbolic link to ``path`` as soon as that is durable.
+
+        Until then, and if ``path`` was not saved, ``link`` stays what it was. A removal asked for after this call comes
+        behind the link.
+        """
         target, name = Path(path).absolute(), Path(link).absolute()
         if name in self._removed:
             self.wait()
         number = next(self._link_numbers)
         self._links.add(name)
 
-        def make(handle: Future[Path] | None) -> None:
+        def make(_: object = None) -> None:
             with self._lock:
-                # Not handle.exception(): that would count as telling somebody.
-                if number < self._linked.get(name, 0) or (handle is not None and Future.exception(handle) is not None):
+                if number < self._linked.get(name, 0) or not target.exists():
                     return
                 self._linked[name] = number
                 try:
-                    _replace_by_link(name, target)
+                    commit.publish_link(name, target)
                 except OSError as error:
                     warnings.warn(f"{name} could not be made a link to {target}: {error}", stacklevel=2)
 
@@ -250,7 +262,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         if pending:
             pending[-1].add_done_callback(make)
         else:
-            make(None)
+            make()
 
     def _own_saver(self) -> lazyckpt.Saver | None:
         return self._saver if self._pid == os.getpid() else None  # not what a forked process inherited
@@ -282,15 +294,6 @@ def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
     commit.make_folder(target.parent)
     lazyckpt.save(checkpoint, unfinished)
     commit.publish_file(unfinished, target)
-
-
-def _replace_by_link(name: Path, target: Path) -> None:
-    unfinished = name.with_name(f".tmp-{name.name}-{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    unfinished.symlink_to(os.path.relpath(target, name.parent))
-    if name.is_dir() and not name.is_symlink():
-        shutil.rmtree(name)
-    os.replace(unfinished, name)
 
 
 class LazyCheckpointCallback(Callback):
@@ -328,7 +331,6 @@ class LazyCheckpointCallback(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self._replace(callback, "file_exists", functools.partial(_file_exists, io))
-                self._replace(callback, "_link_checkpoint", functools.partial(_link_checkpoint, io))
         for logger in trainer.loggers:
             if _overrides(logger, "after_save_checkpoint", Logger):
                 tell = functools.partial(self._tell, io, logger.after_save_checkpoint)
@@ -477,8 +479,96 @@ def _file_exists(io: LazyCheckpointIO, filepath: str, trainer: Trainer) -> bool:
     return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
 
 
-def _link_checkpoint(io: LazyCheckpointIO, trainer: Trainer, filepath: str, linkpath: str) -> None:
-    """ModelCheckpoint._link_checkpoint, but for the link itself."""
+# The order of ModelCheckpoint's files. These wrap methods of the class: Lightning looks for the last checkpoint before
+# it calls any hook, and saves on an exception after our callback has let go.
+
+_superseded: weakref.WeakKeyDictionary[ModelCheckpoint, list[str]] = weakref.WeakKeyDictionary()
+
+
+def _lazy_io(trainer: Trainer) -> LazyCheckpointIO | None:
+    io = trainer.strategy.checkpoint_io
+    return io if isinstance(io, LazyCheckpointIO) else None
+
+
+def _wrap(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Puts the decorated ``function(original, callback, trainer, …)`` in front of the method ``name`` of
+    ModelCheckpoint, for Trainers with a LazyCheckpointIO."""
+
+    def install(function: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(ModelCheckpoint, name)
+
+        @functools.wraps(original)
+        def method(self: ModelCheckpoint, trainer: Trainer, *args: Any) -> Any:
+            if _lazy_io(trainer) is None:
+                return original(self, trainer, *args)
+            return function(original, self, trainer, *args)
+
+        setattr(ModelCheckpoint, name, method)
+        return function
+
+    return install
+
+
+@_wrap("_remove_checkpoint")
+def _remove_behind_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, filepath: str) -> None:
+    """ModelCheckpoint removes a file before it saves or links ``last``, which may still need that file."""
+    if callback.save_last:
+        _superseded.setdefault(callback, []).append(filepath)
+    else:
+        original(callback, trainer, filepath)
+
+
+@_wrap("_save_last_checkpoint")
+def _save_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, monitor_candidates: Any) -> None:
+    """Releases what ``_remove_behind_last`` has held back, unless ``last`` was not saved."""
+    try:
+        original(callback, trainer, monitor_candidates)
+    finally:
+        superseded = _superseded.pop(callback, [])
+    for path in superseded:
+        trainer.strategy.remove_checkpoint(path)
+
+
+@_wrap("_find_last_checkpoints")
+def _find_last(original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
+    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing."""
+    found: set[str] = original(callback, trainer)
+    if not (callback.save_last or found) or any(map(os.path.exists, found)):
+        return found
+    folder = _local(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
+    if folder is None or not folder.is_dir():
+        return found
+    files = [p for p in folder.glob(f"*{callback.FILE_EXTENSION}") if p.is_file() and not p.is_symlink()]
+    newest = next(filter(_is_whole, sorted(files, key=os.path.getmtime, reverse=True)), None)
+    if newest is None:
+        return found
+    rank_zero_warn(f"{folder} has no checkpoint {callback.CHECKPOINT_NAME_LAST!r}: its newest, {newest.name}, is taken")
+    return {str(newest)}
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether training can go on from a file: every checksum matches, and it holds the optimizers."""
+    try:
+        checkpoint = lazyckpt.load(path, "cpu", weights_only=True)
+        return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
+    except lazyckpt.UnsupportedFormatError:  # the checksums match, but a type is not allowed: fit() may allow it
+        return zipfile.is_zipfile(path)
+    except lazyckpt.LoadError as error:
+        rank_zero_warn(f"{path} is passed over: {error}")
+        return False
+
+
+_link_at_once = ModelCheckpoint._link_checkpoint
+
+
+def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+    io = _lazy_io(trainer)
+    if io is None:
+        _link_at_once(trainer, filepath, linkpath)
+        return
     if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
         io.link(filepath, linkpath)
     trainer.strategy.barrier()
+
+
+ModelCheckpoint._link_checkpoint = staticmethod(_link_checkpoint)

@@ -26,8 +26,10 @@ import contextlib
 import copy
 import functools
 import os
+import shutil
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 
 import lazyckpt
+from lazyckpt import commit
 
 _NEEDED = "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
 _INSTALL = "pip install 'transformers[torch]>=5.23,<6'"
@@ -45,6 +48,7 @@ _INSTALL = "pip install 'transformers[torch]>=5.23,<6'"
 try:
     import safetensors.torch
     import transformers.modeling_utils
+    import transformers.trainer
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_callback import CallbackHandler
@@ -482,7 +486,16 @@ def _finalize(callback: LazyCheckpointCallback, trainer: Trainer, original: Any,
     if best is not None and not os.path.isdir(best):  # it failed, and on_error="warn" let training go on
         warnings.warn(f"the best checkpoint, {best}, was not saved", stacklevel=2)
         trainer.state.best_model_checkpoint = None
-    return original(*args, **kwargs)
+    # With save_total_limit=1 the Trainer now removes the last checkpoint if it is not the best one. It would do so in
+    # place, and a kill would leave half of it under its name.
+    atomic = types.SimpleNamespace(**{**vars(shutil), "rmtree": _remove_at_once})
+    with _attribute(transformers.trainer, "shutil", atomic):
+        return original(*args, **kwargs)
+
+
+def _remove_at_once(checkpoint: str, ignore_errors: bool = True) -> None:
+    with contextlib.suppress(OSError):
+        commit.remove(Path(checkpoint))
 
 
 @_wrap(Trainer, "train")

@@ -102,12 +102,12 @@ class Background:
         self._last = flight.handle
 
     def remove(self, path: Path) -> None:
-        """Removes a file or folder once every save launched so far is durable; keeps it if the last one fails, or if it
-        is saved again."""
+        """Removes a file or folder once every save launched so far is durable and its done-callbacks have returned.
+        Keeps it if the last save fails, or if it is saved again."""
         with self._removal:
             self._doomed.add(path)
         handles = [*self.pending, *([self._last] if self._last else [])]
-        self._submit(partial(self._remove_behind, path, handles))
+        self._submit(partial(self._remove_behind, path, handles, self._tasks))
 
     def _submit(self, run: Callable[[], None]) -> None:
         if not threading.main_thread().is_alive():  # soon nobody waits for what is begun now
@@ -117,7 +117,10 @@ class Background:
         self._workers.put(task)
         self._tasks = tasks
 
-    def _remove_behind(self, path: Path, handles: list[SaveHandle]) -> None:
+    def _remove_behind(self, path: Path, handles: list[SaveHandle], earlier: list[Task]) -> None:
+        # A handle is done before its callbacks run, and one of them may move a link away from the path. A worker has
+        # already taken each earlier task, so this wait ends.
+        tasks.wait_for(earlier)
         # Waits. Not handle.exception(): nobody has been told of a failure by this.
         failed = [h for h in handles if Future.exception(h) is not None and h.path != path]
         if failed:
@@ -141,6 +144,11 @@ class Background:
         finally:
             for trash in filter(None, hidden):
                 commit.unlink(trash)
+
+    def fail(self, handle: SaveHandle, error: SaveError) -> None:
+        """Finishes a save that failed before it was launched. Later removals see that it failed."""
+        self._last = handle
+        self.finish(handle, error)
 
     def finish(self, handle: SaveHandle, error: SaveError | None) -> None:
         """Tells whoever holds the handle, and, of a failure, whoever does not."""

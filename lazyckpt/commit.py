@@ -250,9 +250,22 @@ class FileStaging(Staging):
 
 
 def publish_file(temporary: Path, target: Path) -> None:
-    """Step 6 for a lone file."""
+    """Step 6 for a lone file or a link."""
     os.replace(temporary, target)
     sync_path(target.parent)
+
+
+def publish_link(name: Path, target: Path) -> None:
+    """Makes ``name`` a relative symbolic link to ``target``, atomically; it survives a power cut when this returns.
+
+    A folder that has the name is removed. Raises OSError."""
+    unfinished = name.with_name(f"{TEMPORARY}{name.name}-link")  # not unique: the next link replaces a leftover
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(os.path.relpath(target, name.parent))
+    trash = hide(name) if name.is_dir() and not name.is_symlink() else None
+    publish_file(unfinished, name)
+    if trash is not None:
+        unlink(trash)
 
 
 def remove(path: Path) -> None:

@@ -202,7 +202,8 @@ class Saver:
 
     @alone("remove()")
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file or folder in the background, once everything saved before this call is durable.
+        """Remove a file or folder in the background, once everything saved before this call is durable and the
+        done-callbacks of those saves have returned.
 
         If the last of that fails, ``path`` stays, with a warning: it may be the last good one. So does what is saved
         under that name after this call.
@@ -275,10 +276,10 @@ class Saver:
             with gate.arming(handle.path, handle.step):
                 self._launch(handle, target, begin, name_of, training_step)
         except SaveError as error:
-            self._background.finish(handle, error)
+            self._background.fail(handle, error)
             blocking = True  # it has failed already: this call says so, not the next
         except OSError as error:  # the engine refused
-            self._background.finish(handle, save_error(error, path=handle.path, step=handle.step))
+            self._background.fail(handle, save_error(error, path=handle.path, step=handle.step))
             blocking = True
         if blocking:
             wait_for([handle])

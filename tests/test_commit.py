@@ -85,6 +85,22 @@ def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == ["step-00000001"]
 
 
+@pytest.mark.parametrize("before", ["nothing", "file", "link", "folder"])
+def test_a_link_takes_the_place_of_anything(before: str, tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    name = tmp_path / "last"
+    if before == "file":
+        name.touch()
+    elif before == "link":
+        name.symlink_to("gone")
+    elif before == "folder":
+        staged(name, "x").publish()
+    (tmp_path / ".tmp-last-link").symlink_to("gone")  # left by a process that died
+    commit.publish_link(name, tmp_path / "a")
+    assert os.readlink(name) == "a"
+    assert names(tmp_path) == ["a", "last"]
+
+
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is synced and renamed, in order."""
@@ -102,6 +118,15 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
     return log
+
+
+def test_a_link_is_synced_after_it_has_its_name(
+    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (log.append("replace"), replace(a, b))[1])
+    commit.publish_link(tmp_path / "last", tmp_path / "a")
+    assert log == ["replace", f"sync {tmp_path.name[:13]}"]
 
 
 def test_the_order_of_syncs_and_renames(tmp_path: Path, log: list[str]) -> None:

@@ -372,6 +372,28 @@ def test_kept_when_what_came_after_failed(training: Training, tmp_path: Path) ->
         assert torch.load(old) == 1
 
 
+def test_kept_when_what_came_after_failed_at_once(tmp_path: Path) -> None:
+    """Regression: only saves that were launched counted."""
+    old = tmp_path / "old.pt"
+    torch.save(1, old)
+    with pytest.warns(UserWarning, match=r"old\.pt is kept"), lazyckpt.Saver(on_error="warn", **TINY) as saver:
+        saver.save(threading.Lock(), tmp_path / "new.pt")
+        saver.remove(old)
+    assert torch.load(old) == 1
+
+
+def test_removed_only_behind_the_done_callbacks(saver: lazyckpt.Saver, tmp_path: Path, held: threading.Event) -> None:
+    """One of them may still need the file, or move a link away from it."""
+    found: list[bool] = []
+    torch.save(1, tmp_path / "old.pt")
+    handle = saver.save(2, tmp_path / "new.pt")
+    handle.add_done_callback(lambda _: (time.sleep(0.1), found.append((tmp_path / "old.pt").exists())))
+    saver.remove(tmp_path / "old.pt")
+    held.set()
+    saver.wait()
+    assert found == [True] and not (tmp_path / "old.pt").exists()
+
+
 def test_a_pending_file_is_removed_after_it_was_written(
     saver: lazyckpt.Saver, training: Training, tmp_path: Path, held: threading.Event
 ) -> None:

@@ -58,6 +58,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lazyckpt.integrations import lightning as integration
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
+from trials import Trials
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("small_tensors_are_lazy")]
 GROUP = "lightning.pytorch.callbacks_factory"
@@ -580,6 +581,148 @@ def test_an_older_link_does_not_replace_a_newer_one(tmp_path: Path, held_disk: t
     assert names_in(tmp_path) == {"a.ckpt": "", "b.ckpt": "", "last.ckpt": "b.ckpt"}
 
 
+class Removals:
+    """Notes each removal of a checkpoint that a power cut right after it would make a resumed run miss."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.names: list[str] = []
+        self.missed: list[str] = []
+        self.last: dict[str, str] = {}  # that a power cut leaves: what each link points at, "" for a file
+        for name in ("rename", "remove", "unlink"):
+            monkeypatch.setattr(os, name, self.removing(getattr(os, name)))
+        monkeypatch.setattr(os, "fsync", self.syncing(os.fsync))
+        # The training thread and the removals run on while a link is being made.
+        symlink = os.symlink
+        monkeypatch.setattr(os, "symlink", lambda *args: (time.sleep(SLOW_S), symlink(*args)))
+
+    def syncing(self, fsync: Callable[[int], None]) -> Callable[[int], None]:
+        def call(fd: int) -> None:
+            fsync(fd)
+            if os.path.samestat(os.fstat(fd), self.folder.stat()):
+                self.last = {n: to for n, to in names_in(self.folder).items() if n.startswith("last")}
+
+        return call
+
+    def removing(self, remove: Callable[..., None]) -> Callable[..., None]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> None:
+            name = Path(path).name
+            if name.endswith(".ckpt") and not name.startswith((".", "last")) and Path(path).parent == self.folder:
+                self.names.append(name)
+                if not self.last or name in self.needed():
+                    self.missed.append(name)
+            remove(path, *args, **kwargs)
+
+        return call
+
+    def needed(self) -> set[str]:
+        """What the newest ``last`` points at, and what the ModelCheckpoint in it holds for its best files."""
+        last = max((self.folder / name for name in self.last), key=os.path.getmtime)
+        needed = {self.last[last.name]}
+        for state in torch.load(last, weights_only=False)["callbacks"].values():
+            needed |= {Path(path).name for path in (state.get("best_model_path", ""), *state.get("best_k_models", ()))}
+        return needed
+
+
+LASTS: dict[str, dict[str, Any]] = {
+    "link": {},
+    "link, top 2": {"monitor": "score", "save_top_k": 2},
+    "copy": {"save_last": True},
+    "copy, top 2": {"save_last": True, "monitor": "score", "save_top_k": 2},
+}
+
+
+@pytest.mark.parametrize("attended", [True, False], ids=["lazy", "blocking"])
+@pytest.mark.parametrize("kind", LASTS)
+def test_no_checkpoint_goes_before_last_can_do_without_it(
+    kind: str, attended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the old file went before the link to it had moved, and the link was not synced."""
+    removals = Removals(tmp_path, monkeypatch)
+
+    def run(steps: int, **fit: Any) -> ModelCheckpoint:
+        knobs = {"save_last": "link", "filename": "{step}", "every_n_train_steps": 1, **LASTS[kind]}
+        checkpoint = ModelCheckpoint(tmp_path, **knobs)
+        trainer = trainer_in(
+            tmp_path, LazyCheckpointIO(), checkpoint, max_epochs=9, max_steps=steps, val_check_interval=1
+        )
+        if not attended:
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, LazyCheckpointCallback)]
+        trainer.fit(Net(), **fit)
+        return checkpoint
+
+    run(4)
+    run(8, ckpt_path="last")
+    assert len(removals.names) >= 2 and removals.missed == []
+
+
+def test_a_link_is_synced_into_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removals = Removals(tmp_path, monkeypatch)
+    io = LazyCheckpointIO()
+    io.save_checkpoint({}, tmp_path / "a.ckpt")
+    io.link(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    io.wait()
+    assert removals.last == {"last.ckpt": "a.ckpt"}
+
+
+@pytest.mark.parametrize("attended", [True, False], ids=["lazy", "blocking"])
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_a_save_that_fails_at_once_costs_neither_the_old_checkpoint_nor_the_link(
+    save_last: Any, attended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: with on_error="warn" and a full disk, the last checkpoint was removed and the link dangled."""
+
+    class Unsavable(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.trainer.global_step > 1:
+                checkpoint["unsavable"] = threading.Lock()
+
+    checkpoint = ModelCheckpoint(tmp_path, save_last=save_last, filename="{step}", every_n_train_steps=1)
+    trainer = trainer_in(tmp_path, LazyCheckpointIO(on_error="warn"), checkpoint, max_steps=3)
+    if not attended:
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, LazyCheckpointCallback)]
+    trainer.fit(Unsavable())
+    assert names_in(tmp_path) == {"step=1.ckpt": "", "last.ckpt": "step=1.ckpt" if save_last == "link" else ""}
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 1
+
+
+@pytest.mark.parametrize("save_last", ["link", pytest.param("copy", marks=pytest.mark.slow)])
+def test_after_kill_9_last_is_there_and_training_goes_on_from_it(
+    save_last: str, tmp_path: Path, trials: Trials, entry_point: Path
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    log.touch()
+    wanted = trials.count(6, 200)
+    script = Path(__file__).with_name("killed_lightning.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(lazyckpt.__file__).parents[1]), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, script, run, log, save_last],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        newest = 0
+        for trial in range(wanted):
+            print(file=server.stdin, flush=True)
+            pid = int(server.stdout.readline())
+            end = time.monotonic() + 60
+            while len(log.read_text().split()) <= trial or not list(run.glob("step=*.ckpt")):
+                assert time.monotonic() < end, "it does not train"
+                time.sleep(0.005)
+            time.sleep(trials.random.uniform(0, 0.3))
+            os.kill(pid, signal.SIGKILL)
+            assert int(server.stdout.readline()) == -signal.SIGKILL
+            assert int(log.read_text().split()[trial]) == newest
+            lasts = [path for path in run.glob("last*.ckpt") if path.exists()]
+            assert lasts or not list(run.glob("last*.ckpt")), f"last dangles: {names_in(run)}"
+            newest = max(torch.load(path)["global_step"] for path in lasts or run.glob("step=*.ckpt"))
+        server.stdin.close()
+    trials.report(f"SIGKILL of Lightning, last is a {save_last}", wanted, tmp_path)
+
+
 # who looks for files
 
 
@@ -744,6 +887,67 @@ def test_every_ckpt_path_finds_what_was_just_saved(which: str, tmp_path: Path, s
     assert trainer.global_step == 12
     assert trainer.test(Net(), ckpt_path=path, verbose=False)
     assert trainer.validate(Net(), ckpt_path=path, verbose=False)
+
+
+def steps_without_last(folder: Path) -> Path:
+    """A run of three steps that has lost its ``last``; the checkpoint of its last step."""
+    checkpoint = ModelCheckpoint(folder, save_last="link", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    trainer_in(folder, LazyCheckpointIO(), checkpoint, max_steps=3).fit(Net())
+    (folder / "last.ckpt").unlink()
+    return folder / "step=3.ckpt"
+
+
+def resumed_at(folder: Path, **kwargs: Any) -> int:
+    """The step at which training begins."""
+    begun: list[int] = []
+
+    class Begins(Net):
+        def on_train_start(self) -> None:
+            begun.append(self.global_step)
+
+    checkpoint = ModelCheckpoint(folder, **{"save_last": "link", **kwargs})
+    trainer_in(folder, LazyCheckpointIO(), checkpoint, max_steps=4).fit(Begins(), ckpt_path="last")
+    return begun[0]
+
+
+@pytest.mark.parametrize("last", ["missing", "dangling"])
+def test_without_last_training_goes_on_from_the_newest_checkpoint(last: str, tmp_path: Path) -> None:
+    """Regression: it began at step 0."""
+    steps_without_last(tmp_path)
+    if last == "dangling":
+        (tmp_path / "last.ckpt").symlink_to("step=0.ckpt")
+    with pytest.warns(UserWarning, match=r"'last'.*step=3\.ckpt"):
+        assert resumed_at(tmp_path) == 3
+    assert (tmp_path / "last.ckpt").exists()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1  # in the middle of a tensor
+    path.write_bytes(data)
+
+
+def strip(path: Path) -> None:
+    """``save_weights_only=True``"""
+    checkpoint = torch.load(path)
+    del checkpoint["optimizer_states"]
+    torch.save(checkpoint, path)
+
+
+@pytest.mark.parametrize("spoil", [truncate, flip, strip])
+def test_what_is_not_whole_does_not_stand_in_for_last(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    spoil(steps_without_last(tmp_path))
+    with pytest.warns(UserWarning, match=r"step=2\.ckpt"):
+        assert resumed_at(tmp_path) == 2
+
+
+def test_who_keeps_no_last_begins_anew(tmp_path: Path) -> None:
+    steps_without_last(tmp_path)
+    assert resumed_at(tmp_path, save_last=None) == 0
 
 
 def test_a_callback_finds_what_was_just_saved(tmp_path: Path, slow_disk: None) -> None:

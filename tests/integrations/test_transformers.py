@@ -559,6 +559,47 @@ def test_the_best_model_is_kept_and_loaded(
         assert states[1] == states[0]
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_whenever_the_process_ends_the_last_checkpoint_and_the_best_that_it_names_are_there(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    disk.publish_s = 0.05
+    looked: list[str] = []
+    in_place: list[str] = []
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def looking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            last = get_last_checkpoint(str(tmp_path))
+            if last is not None:
+                best = json.loads(Path(last, "trainer_state.json").read_text())["best_model_checkpoint"]
+                assert Path(last, "optimizer.pt").exists() and Path(best, "model.safetensors").exists()
+                looked.append(last)
+            return result
+
+        return call
+
+    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name.startswith("checkpoint-"):
+            in_place.append(path)
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rename", looking(rename))
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    options = arguments(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=False,
+        save_total_limit=limit,
+    )
+    Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=[lazy(on_error="raise")]).train()
+    assert len(set(looked)) >= 4 and in_place == []
+
+
 @pytest.mark.parametrize("best", [True, False], ids=["_load_best_model", "_load_from_checkpoint"])
 def test_who_goes_back_to_a_checkpoint_during_training_finds_it(
     best: bool, tmp_path: Path, disk: Disk, graph: Graph

@@ -62,6 +62,12 @@ _in(
     "lazyckpt/commit.py",
     ("what is to be synced is opened and closed", "os.fsync(fd)", "pass", ORDER),
     (
+        "a link is not synced",
+        "    publish_file(unfinished, name)\n",
+        "    os.replace(unfinished, name)\n",
+        "test_commit.py::test_a_link_is_synced_after_it_has_its_name",
+    ),
+    (
         "the folder of a new run is not synced",
         "sync_path(folder.absolute().parent)",
         "pass",
@@ -329,6 +335,19 @@ _in(
         "wait_for([flight.previous])",
         "pass",
         "test_checkpointer.py::test_several_in_flight_commit_in_order",
+    ),
+    (
+        "a removal overtakes a link that is being made",
+        "        tasks.wait_for(earlier)\n",
+        "",
+        "test_saver.py::test_removed_only_behind_the_done_callbacks "
+        "integrations/test_lightning.py::test_no_checkpoint_goes_before_last_can_do_without_it",
+    ),
+    (
+        "a save that failed at once counts for no removal",
+        "        self._last = handle\n        self.finish",
+        "        self.finish",
+        "test_saver.py::test_kept_when_what_came_after_failed_at_once",
     ),
     ("the engine's errors are not asked for", "job.raise_error()", "pass", EVERY_OPERATION),
     (
@@ -1210,6 +1229,36 @@ _in(
         "integrations/test_lightning.py::test_an_older_link_does_not_replace_a_newer_one",
     ),
     (
+        "a link points at what was not saved",
+        " or not target.exists():",
+        ":",
+        "integrations/test_lightning.py::test_a_save_that_fails_at_once_costs_neither_the_old_checkpoint_nor_the_link",
+    ),
+    (
+        "a checkpoint goes although the one after it failed at once",
+        "            self._failed_at_once = target\n",
+        "",
+        "integrations/test_lightning.py::test_a_save_that_fails_at_once_costs_neither_the_old_checkpoint_nor_the_link",
+    ),
+    (
+        "a checkpoint goes before last can do without it",
+        "    if callback.save_last:\n",
+        "    if False:\n",
+        "integrations/test_lightning.py::test_no_checkpoint_goes_before_last_can_do_without_it",
+    ),
+    (
+        "training begins anew where last dangles",
+        " or any(map(os.path.exists, found)):",
+        " or True:",
+        "integrations/test_lightning.py::test_without_last_training_goes_on_from_the_newest_checkpoint",
+    ),
+    (
+        "a damaged checkpoint stands in for last",
+        'passed over: {error}")\n        return False',
+        'passed over: {error}")\n        return True',
+        "integrations/test_lightning.py::test_what_is_not_whole_does_not_stand_in_for_last",
+    ),
+    (
         "who looks for the best model does not find it",
         "        self._wait_durable(trainer)  # what",
         "        pass  # what",
@@ -1353,6 +1402,13 @@ _in(
         "    callback.wait()\n    _barrier(trainer)\n    return",
         "    _barrier(trainer)\n    return",
         "integrations/test_transformers.py::test_who_goes_back_to_a_checkpoint_during_training_finds_it",
+    ),
+    (
+        "the last checkpoint is removed in place",
+        '"rmtree": _remove_at_once',
+        '"rmtree": shutil.rmtree',
+        "integrations/test_transformers.py::"
+        "test_whenever_the_process_ends_the_last_checkpoint_and_the_best_that_it_names_are_there",
     ),
     (
         "the folder is saved before every rank has written its part",
