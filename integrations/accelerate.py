@@ -223,6 +223,8 @@ class StateSaver:
     def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming and target.exists():
+            saver.wait()  # total_limit may be about to remove it; accelerate removes at once
+        if project.automatic_checkpoint_naming and target.exists():
             raise ValueError(
                 f"{target} exists already; set accelerator.project_configuration.iteration to what comes after it"
             )

@@ -465,6 +465,28 @@ def test_a_number_that_exists_is_refused_as_accelerate_does(tmp_path: Path) -> N
         run.accelerator.save_state()
 
 
+def test_a_resumed_run_does_not_run_into_what_total_limit_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: "checkpoint_1 exists already", since accelerate counts from 0 again, and the removal is late."""
+    run = Run(**automatic(tmp_path, total_limit=2))
+    enable(run.accelerator)
+    for _ in range(3):
+        run.step()
+        run.accelerator.save_state()
+    run.accelerator.end_training()
+    hide = commit.hide
+    monkeypatch.setattr(commit, "hide", lambda path: (time.sleep(0.3), hide(path))[1])
+    resumed = Run(**automatic(tmp_path, total_limit=2))
+    enable(resumed.accelerator)
+    resumed.accelerator.load_state()
+    for _ in range(2):
+        resumed.step()
+        resumed.accelerator.save_state()
+    resumed.accelerator.end_training()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
+
+
 def test_a_folder_of_ones_own_is_replaced_whole_and_keeps_what_others_put_there(tmp_path: Path, graph: Any) -> None:
     """Accelerate writes into a folder that exists; scripts put their own files there, before and after."""
     run = Run()

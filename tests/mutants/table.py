@@ -1292,6 +1292,12 @@ _in(
         "integrations/test_accelerate.py::test_what_another_node_wrote_is_synced_there",
     ),
     (
+        "a number that total_limit has condemned is refused",
+        "            saver.wait()  # total_limit",
+        "            pass  # total_limit",
+        "integrations/test_accelerate.py::test_a_resumed_run_does_not_run_into_what_total_limit_removes",
+    ),
+    (
         "the folder of the checkpoints is not synced",
         "            commit.make_folder(beside)\n",
         "            beside.mkdir(parents=True)\n",
