@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import lazyckpt
-from lazyckpt import commit, settings
+from lazyckpt import commit, in_place, settings
 
 try:
     import accelerate
@@ -158,17 +158,20 @@ class StateSaver:
                         self.wait()
         return target
 
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """``accelerate.Accelerator.load_state``, after everything saved before is durable, by other Accelerators
-        of this process, too.
+        of this process, too. A crash may have cut off the publication of ``input_dir``; it is finished first.
 
-        Raises the SaveError of what is not, and was not told before; called again it loads what there is.
+        Raises the SaveError of what is not durable, and was not told before; called again it loads what there is.
+        Raises LoadError if it cannot be finished.
         """
         with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
             for saver in list(_alive):
                 saver.wait()
+            if self._saver is not None and input_dir is not None:
+                _finish(Path(input_dir).expanduser())
         lazyckpt.wait_captured()  # other savers may still be copying what is about to be overwritten
-        self._accelerates_own["load_state"](*args, **kwargs)
+        self._accelerates_own["load_state"](input_dir, *args, **kwargs)
 
     def end_training(self) -> None:
         """``accelerate.Accelerator.end_training``, after everything is durable. The main process raises the
@@ -223,6 +226,8 @@ class StateSaver:
     def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming and target.exists():
+            saver.wait()  # total_limit may be about to remove it; accelerate removes at once
+        if project.automatic_checkpoint_naming and target.exists():
             raise ValueError(
                 f"{target} exists already; set accelerator.project_configuration.iteration to what comes after it"
             )
@@ -240,11 +245,7 @@ class StateSaver:
         if project_dir is None:
             return None
         inside, beside = Path(project_dir).resolve(), target.parent.resolve()
-        if inside not in beside.parents:
-            return None
-        if not beside.exists():
-            commit.make_folder(beside)
-        return inside if inside.stat().st_dev == beside.stat().st_dev else None
+        return inside if inside in beside.parents else None
 
     def _write(
         self, folder: Path, staged: lazyckpt.StagedFolder | None, safe_serialization: bool, kwargs: dict[str, Any]
@@ -310,6 +311,15 @@ class StateSaver:
         if self._group is not None:
             torch.distributed.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
+
+
+def _finish(folder: Path) -> None:
+    try:
+        if folder.is_dir():
+            in_place.finish(folder)
+    except OSError as error:
+        what = f"the publication of a checkpoint was cut off, and cannot be finished: {error}"
+        raise lazyckpt.LoadError(what, path=folder) from error
 
 
 def _sync(folder: Path) -> None:

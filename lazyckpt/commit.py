@@ -31,12 +31,13 @@ from lazyckpt import _engine
 
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
+PUBLISH = ".publish-"  # see in_place.py
 MANIFEST = "manifest.json"
 # What flock says where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
 # valid, so EINVAL means no more. Nobody else can lock there either, and what nobody can lock is not swept.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _NAME_BYTES = 100  # of a name, that come back in the temporary one
-_UNFINISHED = re.compile(r"\.(tmp|trash)-.*-[0-9a-f]{32}", re.DOTALL)
+_UNFINISHED = re.compile(r"\.(tmp|trash|publish)-.*-[0-9a-f]{32}", re.DOTALL)
 
 # Descriptors that hold the locks of staged folders. A forked child must let go of its copies, or a lock would
 # outlive the process that it stands for.
@@ -79,11 +80,11 @@ def free_bytes(folder: Path) -> float:
 
 
 def temporary_name(target: Path) -> Path:
-    return _fresh_name(TEMPORARY, target)
+    return fresh_name(TEMPORARY, target)
 
 
-def _fresh_name(prefix: str, target: Path) -> Path:
-    """Beside ``target``; as long as file systems allow, whatever they allowed that to be."""
+def fresh_name(prefix: str, target: Path) -> Path:
+    """A name beside ``target``; as long as file systems allow, whatever they allowed that to be."""
     name = os.fsencode(target.name.removeprefix(TEMPORARY))[:_NAME_BYTES].decode(errors="ignore")
     return target.with_name(f"{prefix}{name}-{uuid.uuid4().hex}")
 
@@ -185,7 +186,7 @@ class Staging:
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
         # A file system without RENAME_EXCHANGE. For an instant neither has the name; older checkpoints stand in.
-        old = _fresh_name(TRASH, self.target)
+        old = fresh_name(TRASH, self.target)
         os.rename(self.target, old)
         try:
             os.rename(self.path, self.target)
@@ -277,7 +278,7 @@ def remove(path: Path) -> None:
 def hide(path: Path) -> Path | None:
     """The first half of ``remove``: the name is free now. Returns what ``unlink`` is to be given, or None if
     there was nothing."""
-    trash = _fresh_name(TRASH, path)
+    trash = fresh_name(TRASH, path)
     try:
         os.rename(path, trash)
     except FileNotFoundError:

@@ -17,12 +17,13 @@ from typing import Any, Literal
 
 import torch
 
-from lazyckpt import _engine, commit, devices, paths
+from lazyckpt import _engine, commit, devices, mounts, paths
 from lazyckpt.background import Background, Flight, Target
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate, watch_module
 from lazyckpt.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.in_place import InPlaceStaging
 from lazyckpt.ownership import Ownership
 from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
 from lazyckpt.providers.base import TensorView, TensorViews
@@ -152,18 +153,26 @@ class Saver:
     ) -> StagedFolder:
         """Begin a folder that will appear as ``path`` when all that is put into it is durable.
 
-        Until then it has a temporary name beside ``path``, or in the folder ``inside``, which must be on the same file
-        system. A folder that has the name is replaced by it; files in there that the new one lacks stay, as they would
-        if it had been written to. Raises SaveError if it cannot be made.
+        Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount. A
+        folder that has the name is replaced by it; files in there that the new one lacks stay, as they would if it had
+        been written to. A folder that cannot be renamed, such as a mount point, is filled instead (in_place.py), and a
+        symbolic link is followed. Raises SaveError if it cannot be made.
         """
         refuse("stage()")
         self.check_usable()
         target = paths.local(path)
-        beside = None if inside is None else paths.local(inside)
-        self._prepare(target.parent, target, step)
-        if beside is not None:
-            self._prepare(beside, target, step)
         try:
+            if target.is_symlink() or target.name == "..":
+                target = Path(os.path.realpath(target, strict=True))
+            if mounts.is_fixed(target):
+                self._prepare(target, target, step)
+                return StagedFolder(self, InPlaceStaging(target), step)
+            self._prepare(target.parent, target, step)
+            beside = None if inside is None else paths.local(inside)
+            if beside is not None:
+                self._prepare(beside, target, step)
+                if not mounts.on_one_mount(beside, target.parent):
+                    beside = None
             staging = commit.Staging(target, beside, keep_others=True)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
@@ -404,7 +413,7 @@ class Saver:
         """Found now, before anything is copied; fallocate finds what others take in the meantime."""
         where = {"path": handle.path, "step": handle.step}
         try:
-            free = commit.free_bytes(handle.path.parent)
+            free = commit.free_bytes(handle.path if handle.path.is_dir() else handle.path.parent)
         except OSError as error:
             raise save_error(error, **where) from error  # type: ignore[arg-type]
         if free < nbytes:

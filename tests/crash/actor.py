@@ -38,7 +38,7 @@ import torch
 import torch._dynamo  # optimizers would import it, a second for each child
 
 import lazyckpt
-from lazyckpt import _engine, commit
+from lazyckpt import _engine, commit, mounts
 
 WORDS = 2500  # of a tensor; with three, a checkpoint takes 60 kB
 FEW_WORDS = 40  # and a few kB: few enough blocks that each subset of them can be looked at
@@ -300,6 +300,34 @@ def staged(actor: Actor) -> None:
         save()
 
 
+def filled(actor: Actor) -> None:
+    """A folder that cannot be renamed, with files of others, which stay; and two of ours."""
+    folder = actor.root / "filled"
+    folder.mkdir()
+    (folder / "theirs").touch()
+    for path in (folder, actor.root):
+        commit.sync_path(path)
+    mounts.is_fixed = lambda folder: True
+    with lazyckpt.Saver(**{**KNOBS, **actor.task.knobs}) as saver:
+
+        def save() -> None:
+            value = actor.value
+            with actor.saving("filled") as durable:
+                staged = saver.stage(folder)
+                staged.add("state.pt", actor.tree)
+                with open(staged.path / "value", "x", opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
+                    file.write(str(value))
+                staged.save().result()
+                saver.wait()
+                durable()
+
+        save()
+        actor.note("theirs", "filled")
+        actor.arm()
+        save()
+        save()
+
+
 def endless(actor: Actor) -> None:
     """A run that goes on from where it was cut off."""
     chance = random.Random(actor.task.seed)
@@ -329,7 +357,20 @@ def one_and_wait(actor: Actor) -> None:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (first, second, again, retention, reopened, lone, lone_over, saver_file, staged, endless, one_and_wait)
+    for f in (
+        first,
+        second,
+        again,
+        retention,
+        reopened,
+        lone,
+        lone_over,
+        saver_file,
+        staged,
+        filled,
+        endless,
+        one_and_wait,
+    )
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lazyckpt
 from crash.actor import value_of
-from lazyckpt import commit
+from lazyckpt import commit, in_place
 from lazyckpt.catalog import Catalog
 
 STEP = re.compile(r"step-\d{8}")
@@ -86,6 +86,20 @@ def contents(root: Path) -> dict[str, int]:
         found["lone.pt"] = _load(root / "lone.pt")
     if (root / "staged").exists():
         found["staged"] = _load(root / "staged" / "state.pt")
+    if (root / "filled").exists():
+        found.update(_filled(root / "filled"))
+    return found
+
+
+def _filled(folder: Path) -> dict[str, int]:
+    """Whole if there is a marker, and after it was finished."""
+    found: dict[str, int] = {}
+    for _ in range(2):
+        if (folder / "state.pt").exists():
+            found["filled"] = _load(folder / "state.pt")
+            if (folder / "value").read_text() != str(found["filled"]):
+                raise Violation("the files of two checkpoints are mixed")
+        in_place.finish(folder)
     return found
 
 

@@ -21,7 +21,7 @@ from crash.images import Image, Record, is_name, subsets
 from lazyckpt import commit
 from trials import Trials
 
-SCENARIOS = ("first", "second", "again", "retention", "reopened", "lone", "lone_over", "saver_file", "staged")
+SCENARIOS = ("first", "second", "again", "retention", "reopened", "lone", "lone_over", "saver_file", "staged", "filled")
 
 
 @pytest.fixture

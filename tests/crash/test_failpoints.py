@@ -20,7 +20,7 @@ from crash.history import History, Violation, staged_in
 from lazyckpt import commit
 from trials import Trials
 
-SCENARIOS = ("first", "second", "again", "retention", "lone", "lone_over", "saver_file", "staged")
+SCENARIOS = ("first", "second", "again", "retention", "lone", "lone_over", "saver_file", "staged", "filled")
 PHASES = {"stage", "write", "sync", "describe", "publish", "clean"}
 KINDS = ({"io_backend": "io_uring"}, {"io_backend": "posix"}, {"direct_io": False})
 

@@ -34,7 +34,7 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 
 import lazyckpt  # noqa: E402
 import lazyckpt.run  # noqa: E402
-from lazyckpt import commit  # noqa: E402
+from lazyckpt import commit, in_place  # noqa: E402
 from lazyckpt.integrations.accelerate import StateSaver, enable  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("plain_accelerate.py")
@@ -441,7 +441,7 @@ def test_the_folder_of_the_checkpoints_survives_a_power_cut(tmp_path: Path, monk
     sync_path = commit.sync_path
     monkeypatch.setattr(commit, "sync_path", lambda path: (synced.append(str(path)), sync_path(path)))
     with closing(enable(accelerate.Accelerator(cpu=True, project_config=project))) as saver:
-        saver._staging_folder(tmp_path / "project" / "some" / "checkpoints" / "checkpoint_0")
+        saver._stage(tmp_path / "project" / "some" / "checkpoints" / "checkpoint_0", saver._saver).discard()
     assert {str(tmp_path), str(tmp_path / "project"), str(tmp_path / "project" / "some")} <= set(synced)
 
 
@@ -496,6 +496,93 @@ def contents_of_state(folder: Path, graph: Any) -> dict[str, Any]:
     finally:
         for path in folder.parent.glob("*.json"):
             path.rename(folder / path.name)
+
+
+# folders that must stay where they are
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Path]:
+    """A mount point, as a container has."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting takes root")
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("where", ["volume", "link", "."])
+def test_a_volume_a_link_and_the_working_folder_are_saved_into(
+    tmp_path: Path, where: str, graph: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: EBUSY; a link that was replaced; a process whose working folder was removed."""
+    folder = request.getfixturevalue("volume") if where == "volume" else tmp_path / "folder"
+    folder.mkdir(exist_ok=True)
+    (tmp_path / "link").symlink_to(folder.name)
+    monkeypatch.chdir(folder if where == "." else tmp_path)
+    run = Run()
+    saver = enable(run.accelerator)
+    for at in range(2):
+        (folder / "arguments.json").write_text("{}")
+        run.step()
+        run.plain_save_state(tmp_path / f"plain-{at}")
+        assert run.accelerator.save_state(where) == Path(where)
+        run.step()
+        saver.wait()
+        (folder / "arguments.json").unlink()  # raises if it did not stay
+        assert contents(folder, graph) == contents(tmp_path / f"plain-{at}", graph)
+        run.accelerator.load_state(where)
+    assert (tmp_path / "link").is_symlink() and folder.samefile(tmp_path / "link")
+    assert not [name for name in [*names(tmp_path), *names(folder)] if name.startswith(".")]
+    assert os.getcwd() == str(folder if where == "." else tmp_path)
+
+
+def test_load_state_finishes_what_was_cut_off_in_a_volume(tmp_path: Path, volume: Path, graph: Any) -> None:
+    """Without lazyckpt it is refused: no two checkpoints are mixed."""
+    run = Run()
+    enable(run.accelerator)
+    run.accelerator.save_state(volume)
+    run.step()
+    run.plain_save_state(tmp_path / "plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_place, "_link", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        run.accelerator.save_state(volume)
+        with pytest.raises(lazyckpt.SaveError, match="the next save into the folder finishes"):
+            run.accelerator.end_training()
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin"):
+        accelerate.Accelerator.load_state(run.accelerator, str(volume))
+    enable(run.accelerator)
+    run.accelerator.load_state(volume)
+    assert contents(volume, graph) == contents(tmp_path / "plain", graph)
+    assert not list(volume.glob(".*"))
+
+
+def test_a_resumed_run_does_not_run_into_what_total_limit_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: "checkpoint_1 exists already", since accelerate counts from 0 again, and the removal is late."""
+    run = Run(**automatic(tmp_path, total_limit=2))
+    enable(run.accelerator)
+    for _ in range(3):
+        run.step()
+        run.accelerator.save_state()
+    run.accelerator.end_training()
+    hide = commit.hide
+    monkeypatch.setattr(commit, "hide", lambda path: (time.sleep(0.3), hide(path))[1])
+    resumed = Run(**automatic(tmp_path, total_limit=2))
+    enable(resumed.accelerator)
+    resumed.accelerator.load_state()
+    for _ in range(2):
+        resumed.step()
+        resumed.accelerator.save_state()
+    resumed.accelerator.end_training()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
 
 
 # failures, and the end

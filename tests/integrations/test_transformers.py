@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -473,6 +474,29 @@ def test_an_exception_in_training_leaves_the_checkpoint_whole(tmp_path: Path, di
 
 
 # Retention and the best model
+
+
+def test_output_dir_and_a_checkpoint_may_be_mount_points_and_links(tmp_path: Path, graph: Graph) -> None:
+    """Regression: EBUSY for a checkpoint that is a mount point, and a link was replaced."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting takes root")
+    trainer_of(tmp_path / "plain", max_steps=6).train()
+    output, disk = tmp_path / "lazy", tmp_path / "disk"
+    for folder in (output, disk):
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        for folder in (output, output / "checkpoint-2"):
+            folder.mkdir(exist_ok=True)
+            mounted = subprocess.run(["mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, text=True)
+            if mounted.returncode != 0:
+                pytest.skip(f"cannot mount: {mounted.stderr.strip()}")
+            stack.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
+        (output / "checkpoint-4").symlink_to(disk)
+        trainer_of(output, lazy(), max_steps=6).train()
+        assert checkpoints(output) == checkpoints(tmp_path / "plain")
+        for name in checkpoints(output):
+            assert contents(output / name, graph) == contents(tmp_path / "plain" / name, graph)
+        assert (output / "checkpoint-2").is_mount() and (output / "checkpoint-4").is_symlink()
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path, disk: Disk) -> None:
