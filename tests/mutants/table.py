@@ -2997,8 +2997,8 @@ _in(
     ),
     (
         "pages that another snapshot needs are opened",
-        "  if (!awaited) (void)WriteProtect(around, false);\n",
-        "  (void)WriteProtect(around, false);\n",
+        "  if (!awaited && WriteProtect(around, false) != 0 && pieces.size() > 1)",
+        "  if (WriteProtect(around, false) != 0 && pieces.size() > 1)",
         TWO,
     ),
     (
@@ -3042,6 +3042,12 @@ _in(
         "    if (!IsAwaited(window, w.pages)) (void)WriteProtect(w.pages, false);\n",
         "",
         PAGES + "test_a_failed_checkpoint_leaves_no_page_protected",
+    ),
+    (
+        "a gap that is gone tears its neighbours",
+        "  if (error != 0 && pieces.size() > 1) return false;\n",
+        "",
+        PAGES + "test_what_lies_between_neighbours_may_be_unmapped",
     ),
     (
         "what another snapshot watches is a bridge",
