@@ -12,7 +12,7 @@ from functools import cache
 from lazyckpt import _engine
 from lazyckpt.config import MIB
 from lazyckpt.containers.base import Record
-from lazyckpt.errors import CorruptFileError, load_error
+from lazyckpt.errors import CorruptFileError, LoadError, load_error
 
 CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
 _RING_BYTES = 16 * CHUNK_BYTES
@@ -69,4 +69,6 @@ class Reading:
         except OSError as error:
             if error.errno == errno.ENODATA:
                 raise CorruptFileError("truncated while being read", path=self._path) from error
+            if str(error.filename).startswith("cuda:"):  # the device's fault, not the file's
+                raise LoadError(f"cannot be read: {error.strerror}", path=self._path) from error
             raise load_error("cannot be read", error, path=self._path) from error
