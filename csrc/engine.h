@@ -29,7 +29,7 @@ struct EngineOptions {
   bool direct = true;
   bool register_buffers = true;
   bool pin_ring = true;         // for devices; without, what they do where that is refused
-  size_t copies_in_flight = 4;  // chunks, in each lane of a device: drivers' queues are short; and in a burst
+  size_t copies_in_flight = 4;  // chunks, in each lane of a device, since drivers' queues are short; a burst is as long
   bool watch_pages = false;     // of lazy host memory: see PageWitness
   bool copy_on_write = false;   // and in its mode kCopy
   std::string fault;            // test build only: see MakeFaultBackend

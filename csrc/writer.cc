@@ -50,8 +50,8 @@ void Engine::WriteLoop() {
   }
 }
 
-// Faults the next range of the ring in, and pins it where a device wants it pinned; false if nothing is left to do.
-// A range at a time, since writes wait meanwhile, and copies from devices for the first range that is pinned.
+// Faults the next range of the ring in, and pins it for devices. Returns whether there may be more to do right now.
+// One range at a time: writes wait meanwhile, and copies from devices wait for the first range that is pinned.
 bool Engine::PrepareRing() {
   size_t capacity = 0, pinned = 0;
   Device* pinner = nullptr;

@@ -205,9 +205,10 @@ class Staging:
             self._unlock()
 
     def _unlock(self) -> None:
-        if self._lock in _locks:
-            _locks.discard(self._lock)
-            os.close(self._lock)
+        fd, self._lock = self._lock, -1  # once: another file may have the number by the next call
+        if fd in _locks:
+            _locks.discard(fd)
+            os.close(fd)
 
 
 def _carry_over(old: Path, new: Path) -> None:

@@ -17,12 +17,17 @@ def local(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not text:
         raise ConfigError('"" is no path; "." is the working folder')
+    refuse_url(text)
+    return Path(text).absolute()
+
+
+def refuse_url(text: str) -> None:
+    """Raises ConfigError."""
     if _URL.match(text):
         raise ConfigError(
             f"{text}: URLs are not supported; save to a local or mounted file system, and copy from there "
             f"(a folder of this name is {os.path.join('.', text)})"
         )
-    return Path(text).absolute()
 
 
 def refuse_special_file(target: Path) -> None:

@@ -401,6 +401,16 @@ def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypat
     assert locked == [True] and names(tmp_path) == []
 
 
+def test_discarding_twice_leaves_the_lock_of_another(tmp_path: Path) -> None:
+    """Descriptors have numbers that are given again."""
+    first = staged(tmp_path / "a", "one")
+    first.discard()
+    second = staged(tmp_path / "b", "two")
+    first.discard()
+    assert commit.sweep(tmp_path) == [] and names(tmp_path) == [second.path.name]
+    second.discard()
+
+
 def test_what_was_replaced_is_swept_when_its_name_is_gone_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

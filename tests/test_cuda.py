@@ -300,29 +300,6 @@ def test_a_driver_that_refuses_a_batch_is_given_no_other(driver: FakeCuda, code:
     del job, engine
 
 
-def test_batches_can_be_switched_off(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LAZYCKPT_CUDA_BATCHES", "0")
-    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
-    engine = make_engine()
-    job = state.begin(engine)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
-    assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0
-    del job, engine
-
-
-def test_no_batch_where_registered_memory_has_another_address_there(driver: FakeCuda, tmp_path: Path) -> None:
-    """As under WSL: the driver would take it, and break the context of the process later."""
-    driver.configure(host_pointers=0)
-    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
-    engine = make_engine()
-    job = state.begin(engine)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
-    assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0
-    del job, engine
-
-
 def test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned(driver: FakeCuda, tmp_path: Path) -> None:
     """Regression: the writer pinned all of a large ring before it wrote anything."""
     driver.delay("cuMemHostRegister_v2", 2e5)
@@ -361,16 +338,22 @@ def test_the_contexts_of_the_caller_stay(driver: FakeCuda, which: int) -> None:
     del engine
 
 
-@pytest.mark.parametrize("version", [12080, 12040])
+@pytest.mark.parametrize("reason", ["no such function", "an older driver", "other addresses", "switched off"])
 def test_without_batches_they_are_copied_one_by_one(
-    driver: FakeCuda, version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    driver: FakeCuda, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where the driver has no such function, or is older than the one whose arguments are known."""
-    if version == 12080:
+    """An older driver has other arguments. Where registered memory has other addresses on the device, as under WSL, the
+    driver would take a batch and break the context of the process later."""
+    if reason == "no such function":
         driver = FakeCuda(build("cuMemcpyBatchAsync"))
         driver.reset()
         monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(driver.path))
-    driver.configure(driver_version=version)
+    elif reason == "an older driver":
+        driver.configure(driver_version=12040)
+    elif reason == "other addresses":
+        driver.configure(host_pointers=0)
+    else:
+        monkeypatch.setenv("LAZYCKPT_CUDA_BATCHES", "0")
     state = State(driver, [(0, 50 + n, 1) for n in range(300)])
     engine = make_engine()
     job = state.begin(engine)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lazyckpt
+from commands import fails
 
 STATE = {"x": torch.arange(10.0)}
 URLS = ["s3://bucket/run", "gs://bucket/run", "hdfs://host:9000/run", "file:///tmp/run", Path("s3://bucket/run")]
@@ -33,6 +34,14 @@ def test_urls_are_refused(url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             with refused:
                 of_saver()
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("verify",), ("convert", "here.pt")], ids=" ".join)
+def test_commands_refuse_them(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lazyckpt.save(STATE, "here.pt")
+    assert "s3://bucket/run: URLs are not supported" in fails(2, *arguments, "s3://bucket/run")
+    assert os.listdir() == ["here.pt"]
 
 
 def test_a_folder_that_looks_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import torch._dynamo  # optimizers would import it, in every child
 import torch.profiler
 
 import lazyckpt
-from lazyckpt import _engine
+from lazyckpt import _engine, preemption
 from lazyckpt.background import Background
 from lazyckpt.catalog import Catalog
 from trials import Trials
@@ -297,15 +297,19 @@ def test_the_log_says_what_was_committed_and_what_was_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came: list[int] = []
-    hold = threading.Event()
-    persist = Background._persist
+    signalled, late = threading.Event(), threading.Event()
+    persist, wait = Background._persist, preemption.wait_for
 
     def held(self: Background, flight: Any) -> None:
-        if flight.handle.step == 2:
-            assert hold.wait(30)
+        assert (signalled if flight.handle.step == 1 else late).wait(30)
         persist(self, flight)
 
+    def waits(handles: list[Any], timeout: float) -> None:
+        signalled.set()
+        wait(handles, timeout)
+
     monkeypatch.setattr(Background, "_persist", held)
+    monkeypatch.setattr(preemption, "wait_for", waits)
     with (
         handler(signal.SIGUSR1, lambda number, _: came.append(number)),
         lazyckpt.Saver(**TINY) as saver,
@@ -315,7 +319,7 @@ def test_the_log_says_what_was_committed_and_what_was_not(
         saver.save(torch.ones(9), tmp_path / "b.pt", step=2)
         signal.raise_signal(signal.SIGUSR1)
         wait_for(lambda: came)
-        hold.set()
+        late.set()
         saver.wait()
         signal.raise_signal(signal.SIGUSR1)
         wait_for(lambda: len(came) == 2)

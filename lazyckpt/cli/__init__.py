@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import lazyckpt
+from lazyckpt import paths
 from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, pin, prune, trace, verify
 from lazyckpt.cli.flags import Command, Flags
 from lazyckpt.cli.output import print_error, print_json, prose
@@ -35,6 +36,11 @@ _USAGE_ERROR = cast(
 class _OneLineErrors(Flags, TyperGroup):
     """Failures are one line on stderr, and with --json an object on stdout, too; a reader that went away ends the
     program quietly."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for arg in args:
+            paths.refuse_url(arg)
+        return super().resolve_command(ctx, args)
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         """``--debug`` may stand before the command or behind it."""

@@ -2524,7 +2524,7 @@ _in(
         "nobody asks the device whether it takes registered memory by its address",
         ".ok() && by_host_address != 0;",
         ".ok();",
-        "test_cuda.py::test_no_batch_where_registered_memory_has_another_address_there",
+        "test_cuda.py::test_without_batches_they_are_copied_one_by_one",
     ),
     (
         "the default stream is not captured, it says",
