@@ -276,7 +276,9 @@ bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {
 
 bool Engine::WaitSettled(Job& job, Clock::time_point deadline) {
   const auto settled = [&job] { return job.settled(); };
-  return copiers_.empty() ? HelpUntil(settled, deadline) : WaitUntil(settled, deadline);
+  const bool done = copiers_.empty() ? HelpUntil(settled, deadline) : WaitUntil(settled, deadline);
+  if (done) EndWatch(job);  // of a job that failed, nobody may have waited for WaitReleased
+  return done;
 }
 
 bool Engine::WaitUntil(const std::function<bool()>& done, Clock::time_point deadline) {

@@ -10,12 +10,14 @@ import errno
 import logging
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from lazyckpt import _engine, commit, tasks
@@ -97,7 +99,7 @@ class Background:
         in_flight[flight.handle] = None
         flight.handle._previous = flight.previous
         # Then this: who waits for a handle waits for the task, and Ctrl-C may come between any two lines.
-        self._submit(partial(self._persist, flight))
+        self._submit(partial(self._run, flight))
         self._in_flight.append(flight.handle)
         self._last = flight.handle
 
@@ -219,11 +221,19 @@ class Background:
         self.drain()
         self._workers.stop()
 
-    def _persist(self, flight: Flight) -> None:
+    def _run(self, flight: Flight) -> None:
+        """Whoever keeps the error of a checkpoint keeps its traceback: that must not hold the tensors and the ring."""
+        where = self._persist(flight)
+        del flight
+        traceback.clear_frames(where)
+
+    def _persist(self, flight: Flight) -> TracebackType | None:
+        """Returns where it failed."""
         handle, target, job, snapshot = flight.handle, flight.target, flight.job, flight.snapshot
         if snapshot.job is None:  # called again, for lack of memory: the next sweep takes care of what is left
-            return
+            return None
         cause: BaseException | None = None
+        where: TracebackType | None = None  # without the frames of those whom the handle tells
         error: SaveError | None = None
         staging = replaced = None
         created = (0.0, 0.0)
@@ -265,7 +275,7 @@ class Background:
                 replaced = staging.publish()
             target.published()
         except BaseException as caught:  # nothing may be lost on this thread
-            cause = caught
+            cause, where = caught, caught.__traceback__
         doubts = 0  # counted by hand, since an iterator takes memory
         while True:
             try:
@@ -318,6 +328,7 @@ class Background:
                 engine_begin=engine_begin,
                 error=error,
             )
+        return where
 
 
 def _as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:

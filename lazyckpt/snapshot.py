@@ -36,6 +36,7 @@ WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are c
 FROZEN_MIN_BYTES = 8192  # more than the state of any random number generator: without others no module is looked into
 ALL_OWNERS = (1 << 64) - 1
 _MAX_NAMES = 5  # of torn tensors in a message
+_MOVED = "given other memory between save() and the copy"
 _ASK_S = 0.2  # another thread for its verdict, before this one writes
 _PATIENCE_AT_EXIT_S = 5.0  # with threads that Python does not wait for
 _FROZEN = 1 << 63  # together with the bits of optimizers that have it in a group, although they do not train it
@@ -128,7 +129,7 @@ class Snapshot:
         self.in_training = any(may_be_lazy)
         owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
         frozen_at = self._classify_frozen(files, identities, sizes, owners, modules, ownership)
-        owners = torn.without(owners, identities, storages)
+        owners = torn.without(owners, identities)
         if located is not None:  # a copy by torch is made now
             owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
         if not watched:  # or another process may write; the witness refuses such memory by itself
@@ -297,7 +298,7 @@ class Snapshot:
         verb = "were" if len(sources) > 1 else "was"
         self.torn = f"{', '.join(names)}{more} {verb} {what}. {CURE}"
         self.job.fail(errno.ECANCELED, self.torn)
-        self._torn_storages.add((self._identities[source], self.pointers[source]) for source in sources)
+        self._torn_storages.add(self._storages[source] for source in sources)
 
     def _name_of(self, source: int) -> str:
         view = _view_at(self.files, source)
@@ -310,11 +311,9 @@ class Snapshot:
     def _changed(self, owners: int, versions: list[int] | None) -> tuple[list[int], str] | None:
         """What changed of the storages of ``owners`` that no verified owner has."""
         assert self.job is not None
-        pointers = list(map(devices.data_ptr, self._storages))
         todo = [s for s in self._lazy if self.owners[s] & owners and not self.owners[s] & self._verified]
-        moved = [s for s in todo if pointers[s] != self.pointers[s] or self._storages[s].nbytes() != self.sizes[s]]
-        if moved:
-            return moved, "given other memory between save() and the copy"
+        if moved := self._moved(todo):
+            return moved, _MOVED
         if versions is None:
             versions = list(map(_version, self._tensors))
         asked = set(todo) if len(todo) < len(self._lazy) else None
@@ -339,13 +338,21 @@ class Snapshot:
             return after, "written to between its copy and the next optimizer step (found by audit)"
         return None
 
+    def _moved(self, sources: list[int]) -> list[int]:
+        storages = [self._storages[source] for source in sources]
+        now = zip(sources, map(devices.data_ptr, storages), storages, strict=True)
+        return [
+            source for source, p, storage in now if p != self.pointers[source] or storage.nbytes() != self.sizes[source]
+        ]
+
     def verify_pages(self) -> None:
         """Asks the engine whether a page of host memory was written before it was copied; after all is copied."""
         assert self.job is not None
         written = self.job.torn()
         with self._lock:
             if written and self.torn is None:
-                self._tear(written, "written to between save() and the copy")
+                moved = self._moved(written)  # whoever has that memory now has written to it
+                self._tear(*((moved, _MOVED) if moved else (written, "written to between save() and the copy")))
 
     def verify_frozen(self) -> None:
         """Compares frozen parameters with the snapshot before; after all is copied."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 CURE = (
     "It is copied inside save() from now on, which takes longer. To keep it lazy, let the code that writes to it wait: "
@@ -24,23 +25,24 @@ class TornStorages:
         self._snapshots = 0
         self._copy_all = False
 
-    def add(self, storages: Iterable[tuple[int, int]]) -> None:
-        """A snapshot was torn, since somebody wrote to ``storages``: the ``_cdata`` and the address of each. Not held
-        weakly: torch.utils.swap_tensors refuses a tensor that is. Another storage in the same place is eager without
-        need."""
+    def add(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """A snapshot was torn, since somebody wrote to ``storages``."""
         self._snapshots += 1
         self._copy_all = True
-        _torn.update(storages)
+        for dead in [identity for identity, torn in list(_torn.items()) if torn.expired()]:
+            _torn.pop(dead, None)
+        _torn.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
 
-    def without(self, owners: list[int], identities: list[int], storages: list[torch.UntypedStorage]) -> list[int]:
-        """``owners`` of these storages, 0 for those that have to be eager."""
+    def without(self, owners: list[int], identities: list[int]) -> list[int]:
+        """``owners`` of the storages with these identities (``_cdata``), 0 for those that have to be eager."""
         copy_all, self._copy_all = self._copy_all, False
         if copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS:
             return [0] * len(owners)
         if not _torn:
             return owners
-        places = zip(identities, map(torch.UntypedStorage.data_ptr, storages), strict=True)
-        return [0 if place in _torn else bits for place, bits in zip(places, owners, strict=True)]
+        return [0 if identity in _torn else bits for identity, bits in zip(identities, owners, strict=True)]
 
 
-_torn: set[tuple[int, int]] = set()
+# By ``_cdata``: no other storage is given it as long as there is a weak reference to the one that had it. To a tensor
+# there must be none: torch.utils.swap_tensors refuses it.
+_torn: dict[int, StorageWeakRef] = {}

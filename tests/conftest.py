@@ -20,7 +20,7 @@ import torch
 import lazyckpt
 from fake_cuda import FakeCuda, compiler
 from fake_cuda.memory import Gpu
-from lazyckpt import _engine, commit, devices, torn
+from lazyckpt import _engine, commit, devices
 from lazyckpt.gate import gate
 from trials import Trials
 
@@ -48,13 +48,6 @@ def no_step_stays_open() -> Iterator[None]:
     if gate.inside_step():
         gc.collect()
     assert not gate.inside_step()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_torn_from_before() -> Iterator[None]:
-    """The process remembers torn storages by their address, which the next test's may get."""
-    yield
-    torn._torn.clear()
 
 
 @pytest.fixture(scope="module")

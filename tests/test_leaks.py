@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt import commit
 from lazyckpt.gate import gate
 from lazyckpt.handle import in_flight
 from trials import Trials
@@ -180,6 +182,35 @@ def test_a_checkpoint_that_is_done_keeps_nothing_until_the_next(tmp_path: Path, 
         while flight() is not None and time.monotonic() < end:  # who has said that it is done may still hold it
             time.sleep(0.001)
         assert flight() is None
+
+
+def test_the_error_of_a_checkpoint_keeps_nothing(tmp_path: Path, disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: its traceback kept the engine with its ring, and pages that no later checkpoint could watch."""
+    model, optimizer, step = training(tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EIO, "tried")
+
+    with lazyckpt.Checkpointer(tmp_path, **TINY) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        step()
+        disk.hold()
+        monkeypatch.setattr(commit.Staging, "describe", refuse)
+        handle = ckpt.save(1)
+        (task,) = ckpt._saver._background._tasks
+        flight = weakref.ref(task.run.args[0])  # type: ignore[attr-defined]
+        del task
+        gc.disable()
+        disk.release()
+        try:
+            error = handle.exception()
+            assert error is not None and "tried" in str(error)
+            end = time.monotonic() + 10
+            while flight() is not None and time.monotonic() < end:
+                time.sleep(0.001)
+            assert flight() is None and handle._snapshot is not None and handle._snapshot.job is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

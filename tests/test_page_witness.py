@@ -394,6 +394,19 @@ def test_a_failed_checkpoint_leaves_no_page_protected(engine: _engine.Engine, tm
     assert not any(is_protected(memory))
 
 
+def test_a_failed_checkpoint_that_somebody_keeps_watches_no_more(engine: _engine.Engine, tmp_path: Path) -> None:
+    """Regression: whoever got its memory, or a part, was copied at once for as long as the error was kept."""
+    memory = Memory.of(100 * PAGE)
+    failed = Save(engine, [memory], tmp_path / "a")
+    failed.job.fail(errno.EIO, "tried")
+    assert failed.job.wait_settled(30)
+    assert not any(is_protected(memory))
+    part = Memory(memory.mapping, memory.address + 4 * PAGE, 10 * PAGE)
+    save = Save(engine, [part], tmp_path / "b")
+    assert save.job.stats()["eager_bytes"] == 0
+    assert save.finish() == []
+
+
 def test_what_is_written_after_a_failure_is_not_blamed(engine: _engine.Engine, tmp_path: Path) -> None:
     """Regression: the gate is open then, and the step of the training looked like a stranger's write."""
     memory = Memory.of(100 * PAGE)

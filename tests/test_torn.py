@@ -19,12 +19,6 @@ WITNESSES = ["versions"] if _engine.page_witness() else ["pages", "versions"]
 FULL = 50_000  # bytes of eager state at most, while parameters are lazy
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of storages that other tests tore."""
-    monkeypatch.setattr(torn, "_torn", set())
-
-
 @pytest.fixture(params=WITNESSES)
 def run(request: pytest.FixtureRequest, make_run: Any) -> Any:
     return make_run(lambda p: torch.optim.SGD(p, lr=1e-6), witness=request.param)
@@ -137,7 +131,7 @@ def test_the_error_names_five_tensors_and_counts_the_rest(make_run: Any, disk: A
         assert names.count(".weight") == 5 and 1 <= int(names.split(" and ")[1].split(" more")[0]) <= 3
         if witness == "versions":
             assert names.endswith("and 3 more")
-        torn._torn.clear()
+        torn._torn.clear()  # the model is the same
 
 
 def test_it_is_a_warning_at_the_next_save(run: Any, disk: Any) -> None:
@@ -203,3 +197,22 @@ def test_with_before_step_a_torn_snapshot_lets_the_step_go(witness: str, make_ru
     run.optimizer.step()
     assert isinstance(saved.exception(timeout=10), lazyckpt.TornSnapshotError)
     assert save(run, 2)
+
+
+def test_another_storage_in_the_place_of_a_torn_one_is_lazy() -> None:
+    storages = torn.TornStorages()
+    places = set()
+    for _ in range(3):
+        torn_here = [torch.ones(5000) for _ in range(100)]
+        storages.add(t.untyped_storage() for t in torn_here)
+        identities = [t.untyped_storage()._cdata for t in torn_here]
+        assert torn.TornStorages().without([1] * 100, identities) == [0] * 100
+        places.update(t.data_ptr() for t in torn_here)
+        del torn_here
+        others = [torch.ones(5000) for _ in range(100)]
+        assert places & {t.data_ptr() for t in others}, "none has the address of a torn one"
+        identities = [t.untyped_storage()._cdata for t in others]
+        assert torn.TornStorages().without([1] * 100, identities) == [1] * 100
+        del others
+    storages.add([])
+    assert not torn._torn
