@@ -892,7 +892,8 @@ def test_every_ckpt_path_finds_what_was_just_saved(which: str, tmp_path: Path, s
 def steps_without_last(folder: Path) -> Path:
     """A run of three steps that has lost its ``last``; the checkpoint of its last step."""
     checkpoint = ModelCheckpoint(folder, save_last="link", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    trainer_in(folder, LazyCheckpointIO(), checkpoint, max_steps=3).fit(Net())
+    # Longer than what file systems take for an instant.
+    trainer_in(folder, LazyCheckpointIO(), checkpoint, Each(lambda _: time.sleep(0.02)), max_steps=3).fit(Net())
     (folder / "last.ckpt").unlink()
     return folder / "step=3.ckpt"
 
