@@ -69,7 +69,8 @@ class Ownership:
         mixed: dict[int, _Claim] = {}
         sizes: dict[int, int] = {}
         inside_step = gate.inside_step()
-        for number, (owner, steps) in enumerate(list(gate.steps.items())):
+        newest_first = reversed(list(gate.steps.items()))  # earlier runs' may live on, as garbage
+        for number, (owner, steps) in enumerate(newest_first):
             bit = 1 << min(number, _SHARED_BIT)
             parameters = _parameters(owner)
             described = _described(owner, parameters)

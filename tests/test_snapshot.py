@@ -243,9 +243,10 @@ def test_a_write_after_the_step_of_another_owner_is_found(
 
 
 def test_owners_beyond_the_62nd_wait_for_each_other(tmp_path: Any, disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no more bits: one of them, whose own is copied, waits for the others' all the same."""
+    """There are no more bits: one of them, whose own is copied, waits for the others' all the same. The first to step
+    are the last to get one."""
     monkeypatch.setattr(gate, "steps", weakref.WeakKeyDictionary())
-    sizes = {number: [1] for number in range(70)} | {3: [10_000], 65: [10_000], 68: [7_500] * 20}  # the big ones first
+    sizes = {number: [1] for number in range(70)} | {66: [10_000], 4: [10_000], 1: [7_500] * 20}  # the big ones first
     tensors = [[torch.nn.Parameter(torch.rand(n)) for n in sizes[number]] for number in range(70)]
     optimizers = [torch.optim.SGD(parameters, 0.1) for parameters in tensors]
     with lazyckpt.Saver(chunk_bytes=64 << 10, host_buffer_bytes=256 << 10) as saver:
@@ -258,7 +259,7 @@ def test_owners_beyond_the_62nd_wait_for_each_other(tmp_path: Any, disk: Any, mo
         handle = saver.save(tensors, tmp_path / "a.pt")
         job = handle._snapshot.job  # type: ignore[union-attr]
         assert job is not None and job.wait_captured(1 << 3, 10)
-        waiting = [threading.Thread(target=optimizers[number].step) for number in (3, 65, 68)]
+        waiting = [threading.Thread(target=optimizers[number].step) for number in (66, 4, 1)]
         for thread in waiting:
             thread.start()
         waiting[0].join(30)
@@ -270,6 +271,28 @@ def test_owners_beyond_the_62nd_wait_for_each_other(tmp_path: Any, disk: Any, mo
         assert still == [False, True, True]
         saved = torch.load(handle.result(timeout=30))
     assert all(map(torch.equal, [tensor for parameters in saved for tensor in parameters], before))
+
+
+def test_garbage_of_earlier_runs_takes_no_bit_of_those_at_work(make_run: Any, disk: Any) -> None:
+    """Regression: their optimizers shared one, and waited for each other."""
+    earlier = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]) for _ in range(70)]
+    for optimizer in earlier:
+        optimizer.step()
+    other = torch.nn.Linear(25_600, 1, bias=False)
+    run = make_run(
+        FUSED, torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(11))), host_buffer_bytes=256 << 10
+    )
+    run.ckpt.track(other=other)
+    copied_first = torch.optim.SGD(other.parameters())
+    other.weight.grad = torch.ones_like(other.weight)
+    copied_first.step()
+    run.step()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    copied_first.step()  # returns although the disk is held
+    assert not handle.done()
+    disk.release()
+    saved(handle)
 
 
 def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

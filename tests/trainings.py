@@ -163,7 +163,7 @@ class InTurns(Training):
     """Two models, each with its optimizer, as in adversarial training."""
 
     def prepare(self) -> None:
-        self.critic = torch.nn.ParameterList(self.parameter(64 * self.chance.randint(20, 200)) for _ in range(4))
+        self.critic = torch.nn.ParameterList(self.parameter(64 * self.chance.randint(32, 200)) for _ in range(4))
         self.other = self.watched(SGD(self.critic.parameters(), lr=0.1, momentum=0.9, fused=self.chance.random() < 0.5))
         self.place.wrote(self.critic.parameters())
         self.tracked |= {"critic": self.critic, "other": self.other}

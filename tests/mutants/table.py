@@ -590,13 +590,13 @@ _in(
     ("versions are not compared", "if (version != before or tensor", "if (tensor", TORN),
     (
         "pointers are not compared",
-        "if pointers[s] != self.pointers[s] or self._storages[s].nbytes() != self.sizes[s]",
+        "if p != self.pointers[source] or storage.nbytes() != self.sizes[source]",
         "if False",
         "test_snapshot.py::test_a_parameter_whose_storage_is_resized_fails_the_checkpoint",
     ),
     (
         "sizes are not compared",
-        " or self._storages[s].nbytes() != self.sizes[s]",
+        " or storage.nbytes() != self.sizes[source]",
         "",
         "test_snapshot.py::test_a_parameter_whose_storage_is_resized_fails_the_checkpoint",
     ),
