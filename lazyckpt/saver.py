@@ -174,6 +174,15 @@ class Saver:
                 if not mounts.on_one_mount(beside, target.parent):
                     beside = None
             staging = commit.Staging(target, beside, keep_others=True)
+            try:
+                replaceable = not target.is_dir() or staging.may_replace()
+            except OSError:
+                staging.discard()
+                raise
+            if not replaceable:
+                staging.discard()
+                self._prepare(target, target, step)
+                staging = InPlaceStaging(target)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         return StagedFolder(self, staging, step)
