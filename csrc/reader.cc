@@ -79,7 +79,9 @@ class Reader::Work {
     file_size_ = static_cast<uint64_t>(info.st_size);
     for (const ReadRange& r : ranges_)
       if (r.offset > file_size_ || r.size > file_size_ - r.offset) return Status(ENODATA, "short read", path_);
-    if (options_.direct) direct_.Open(path_, O_RDONLY | O_DIRECT);
+    const bool fuse = IsOnFuse(path_);
+    if (fuse && options_.backend == "auto") options_.backend = "posix";
+    if (options_.direct.value_or(!fuse)) direct_.Open(path_, O_RDONLY | O_DIRECT);
     MapFile();
     LayOut();
 
@@ -334,7 +336,7 @@ class Reader::Work {
   static constexpr uint64_t kMaxGapBytes = 64 << 10;   // reading over a gap is cheaper than another request
 
   const std::string path_;
-  const ReadOptions options_;
+  ReadOptions options_;
   std::vector<ReadRange> ranges_;
   Descriptor buffered_, direct_;
   uint64_t file_size_ = 0;

@@ -93,7 +93,7 @@ class Saver:
                 io_depth=config.io_depth,
                 copy_threads=config.copy_threads,
                 backend=config.io_backend,
-                direct=config.direct_io,
+                direct=None if config.direct_io == "auto" else config.direct_io,
             )
         except OSError as error:
             self._background.close()

@@ -413,6 +413,30 @@ _in(
     ),
 )
 
+# FUSE
+
+FUSE = "test_fuse.py::test_what_is_saved_arrives test_fuse.py::test_what_the_user_sets_is_what_is_done"
+_in(
+    "csrc/engine.cc",
+    (
+        "FUSE is taken for a disk",
+        'const bool fuse = IsOnFuse((std::filesystem::path(path).parent_path() / ".").string());',
+        "const bool fuse = false;",
+        FUSE,
+    ),
+    ("io_uring writes to FUSE", 'fuse && options_.backend == "auto"', "false", FUSE),
+    ("direct writes go to FUSE", "options_.direct.value_or(!fuse)", "options_.direct.value_or(true)", FUSE),
+)
+_in(
+    "csrc/io_posix.cc",
+    (
+        "nobody is woken by what the pool has written",
+        "      if (waker_ != nullptr) waker_->Wake();\n",
+        "",
+        "test_fuse.py::test_a_lone_file_arrives",
+    ),
+)
+
 # tasks.py: nothing is lost for lack of memory
 
 _in(
