@@ -29,6 +29,7 @@ struct ReadOptions {
   unsigned io_depth = 128;  // reads in flight, all threads together: how far the disk may be ahead of the caller
   std::string backend = "auto";
   std::optional<bool> direct;    // without: except on FUSE
+  bool past_cache = false;       // from the disk, also what the page cache holds; the file is synced
   std::string fault;             // test build only
   std::span<std::byte> staging;  // page-aligned memory to read into; without, 16 MiB are mapped
   // Copies to a device; the bytes may be overwritten when it returns. Called by several threads at once.

@@ -128,6 +128,10 @@ class Job:
     def files(self) -> list[tuple[int, int]]:
         """(bytes, CRC-32) of each file; RuntimeError before it is durable."""
 
+    def read_back(self, file: int) -> list[tuple[int, int]]:
+        """Reads a durable file from the disk, past the page cache. (offset, bytes) of each chunk whose CRC-32 is not
+        the one that was computed while it was copied."""
+
     def stats(self) -> dict[str, float]:
         """Bytes and seconds: "begin" on the clock of time.perf_counter(), moments since then, durations."""
 

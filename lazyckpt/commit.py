@@ -2,7 +2,8 @@
 
     1. stage      a temporary folder beside the target, locked; files are created in it with O_EXCL
     2. write      the engine writes them and checks every completion
-    3. sync       the engine calls fdatasync on each file, after all its writes
+    3. sync       the engine calls fdatasync on each file, after all its writes; with verify_after_write it then reads
+                  the file back
     4. agree      all checkpoints before this one are published or have failed: they appear in order
     5. describe   the manifest (lengths, checksums, parent), written last; fsync it, then the temporary folder
     6. publish    rename to the final name; fsync the parent. Only now is the checkpoint committed

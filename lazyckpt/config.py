@@ -51,6 +51,10 @@ class Config:
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step: finds
     whoever writes to parameters behind the optimizer's back. Reads the whole state twice more; for debugging."""
 
+    verify_after_write: bool = False
+    """Read every checkpoint back from the disk before it is committed, and compare checksums with those computed while
+    it was copied. A difference fails the checkpoint. Takes the disk once more, and no time of ``save()``."""
+
     chunk_bytes: int = 8 * MIB
     """What is copied, checksummed and written at once; a multiple of 4096."""
 

@@ -1,7 +1,8 @@
-"""A file system in user space that shows another folder, for tests: ``fuse_server.py MOUNT_POINT SHOWN [short]``.
+"""A file system in user space that shows another folder, for tests: ``fuse_server.py MOUNT_POINT SHOWN [OPTION]``.
 
 It speaks the protocol of /dev/fuse (linux/fuse.h, 7.31) itself, one request at a time. With ``short`` it writes half of
-what it is given, and says so, as write(2) may.
+what it is given, and says so, as write(2) may. With ``rot`` it changes a byte of large writes, and the page cache
+keeps what was right.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -20,16 +22,19 @@ from pathlib import Path
 import pytest
 
 BIG_WRITES = 1 << 5  # not FUSE_ASYNC_DIO, with which the kernel makes an error of a short answer
+PR_SET_PDEATHSIG = 1
+KEEP_CACHE = 1 << 1  # of what was opened
 MAX_WRITE = 128 << 10
 HEADER = struct.Struct("<IIQQIIIHH")
 SIZE, MODE = 1 << 3, 1 << 0  # of FUSE_SETATTR
 
 
 class Server:
-    def __init__(self, shown: str, short: bool) -> None:
+    def __init__(self, shown: str, options: tuple[str, ...]) -> None:
         self._paths = {1: shown}
         self._ids = {shown: 1}
-        self._short = short
+        self._short = "short" in options
+        self._rot = "rot" in options
 
     def serve(self, device: int) -> None:
         while True:
@@ -133,13 +138,13 @@ class Server:
 
     def open(self, node: int, data: bytes) -> bytes:
         flags = struct.unpack_from("<I", data)[0] & ~os.O_DIRECT  # which asks the kernel, not this server
-        return struct.pack("<Q2I", os.open(self._paths[node], flags), 0, 0)
+        return struct.pack("<Q2I", os.open(self._paths[node], flags), KEEP_CACHE * self._rot, 0)
 
     def create(self, node: int, data: bytes) -> bytes:
         flags, mode = struct.unpack_from("<2I", data)
         path = self._below(node, data[16:])
         fd = os.open(path, flags & ~os.O_DIRECT, mode & 0o7777)
-        return self._entry(path) + struct.pack("<Q2I", fd, 0, 0)
+        return self._entry(path) + struct.pack("<Q2I", fd, KEEP_CACHE * self._rot, 0)
 
     def read(self, node: int, data: bytes) -> bytes:
         fd, offset, size = struct.unpack_from("<QQI", data)
@@ -147,9 +152,12 @@ class Server:
 
     def write(self, node: int, data: bytes) -> bytes:
         fd, offset, size = struct.unpack_from("<QQI", data)
+        written = bytearray(data[40 : 40 + size])
         if self._short and size > 4096:
-            size //= 2
-        return struct.pack("<2I", os.pwrite(fd, data[40 : 40 + size], offset), 0)
+            del written[size // 2 :]
+        if self._rot and size > 4096:
+            written[100] ^= 1
+        return struct.pack("<2I", os.pwrite(fd, written, offset), 0)
 
     def fsync(self, node: int, data: bytes) -> bytes:
         os.fsync(struct.unpack_from("<Q", data)[0])
@@ -209,11 +217,12 @@ METHODS: dict[int, Callable[[Server, int, bytes], bytes]] = {
 def main(mount_point: str, shown: str, *options: str) -> None:
     device = os.open("/dev/fuse", os.O_RDWR)
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     how = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other,max_read={MAX_WRITE}"
     arguments = (part.encode() for part in ("lazyckpt-test", mount_point, "fuse.lazyckpt-test"))
     if libc.mount(*arguments, 0, how.encode()) != 0:
         sys.exit(f"cannot mount: {os.strerror(ctypes.get_errno())}")
-    Server(shown, "short" in options).serve(device)
+    Server(shown, options).serve(device)
 
 
 def serve(mount_point: Path, shown: Path, *options: str) -> Callable[[], None]:

@@ -437,6 +437,34 @@ _in(
     ),
 )
 
+# readback.py: what the disk gives back
+
+_in(
+    "lazyckpt/background.py",
+    (
+        "nothing is read back",
+        "if self._config.verify_after_write:",
+        "if False:",
+        "test_readback.py::test_a_write_that_was_lost_fails_the_save "
+        "test_readback.py::test_a_checkpoint_that_was_lost_is_not_committed",
+    ),
+)
+_in(
+    "csrc/py_job.cc",
+    (
+        "what is read back is not compared",
+        "if (r.crc != copied[i])",
+        "if (false)",
+        "test_readback.py::test_a_write_that_was_lost_fails_the_save",
+    ),
+    (
+        "the page cache is read back",
+        "options.past_cache = true;",
+        "",
+        "test_readback.py::test_the_page_cache_is_not_asked",
+    ),
+)
+
 # tasks.py: nothing is lost for lack of memory
 
 _in(
