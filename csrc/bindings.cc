@@ -64,7 +64,7 @@ PYBIND11_MODULE(_engine, m) {
   EngineClass engine_class(m, "Engine");
   engine_class
       .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
-                       const std::string& backend, bool direct, bool register_buffers, bool pin_ring,
+                       const std::string& backend, std::optional<bool> direct, bool register_buffers, bool pin_ring,
                        size_t copies_in_flight, bool watch_pages, bool copy_on_write, const std::string& fault) {
              EngineOptions o;
              o.max_ring_bytes = ring_bytes;
@@ -82,7 +82,7 @@ PYBIND11_MODULE(_engine, m) {
              return new EngineHandle(o);
            }),
            py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
-           "direct"_a = true, "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
+           "direct"_a = py::none(), "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
            "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
       .def("attach",

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <filesystem>
 #include <system_error>
 #include <utility>
 
@@ -217,10 +218,14 @@ Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t siz
   }
   int fd = -1;
   bool direct = false;
-  Status status = io_->Create(path, options_.direct, &fd, &direct);
+  const bool fuse = IsOnFuse((std::filesystem::path(path).parent_path() / ".").string());
+  const bool pooled = fuse && options_.backend == "auto";
+  Status status = pooled ? io_->PreparePool() : Status::Ok();
+  if (status.ok()) status = io_->Create(path, options_.direct.value_or(!fuse), &fd, &direct);
   if (status.ok()) status = io_->Allocate(fd, size, path);
   std::lock_guard lock(mutex_);
   f.direct = direct;
+  f.pooled = pooled;
   f.fd = fd;
   if (!status.ok()) FailLocked(job, status);
   QueueSyncs(job);

@@ -26,7 +26,7 @@ struct EngineOptions {
   unsigned io_depth;
   unsigned copy_threads;
   std::string backend = "auto";
-  bool direct = true;
+  std::optional<bool> direct;  // without: except on FUSE
   bool register_buffers = true;
   bool pin_ring = true;         // for devices; without, what they do where that is refused
   size_t copies_in_flight = 4;  // chunks, in each lane of a device, since drivers' queues are short; a burst is as long

@@ -19,7 +19,8 @@ struct IoRequest {
   std::byte* data;  // must stay valid until the result is reaped
   size_t size;
   uint64_t offset;
-  void* tag;  // handed back with the result
+  void* tag;            // handed back with the result
+  bool pooled = false;  // a backend that has a thread pool besides uses that
 };
 
 struct IoResult {
@@ -43,6 +44,9 @@ class IoBackend {
 
   virtual void Wake() = 0;
 
+  // Makes room for pooled requests, before the first of them. Any thread may call.
+  virtual Status PreparePool() { return Status::Ok(); }
+
   // Pins buffers once instead of at every request. Optional: failure costs speed, nothing else.
   virtual Status RegisterBuffers(std::span<const std::span<std::byte>>) { return Status::Ok(); }
 
@@ -61,8 +65,12 @@ std::unique_ptr<IoBackend> MakeUringBackend(unsigned depth, Status* status);
 // `depth` threads with pread, pwrite and fdatasync, or as many as the machine grants: works everywhere.
 std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth, Status* status);
 
-// "io_uring", "posix", or "auto": io_uring where it is allowed, otherwise posix, and *status tells why.
-// nullptr, and *status, if there is no such backend.
+// Whether a folder is on FUSE, virtiofs included. Its direct writes cannot be trusted with io_uring: where the server
+// answers a write short, Linux 6.18 continues with bytes from the wrong place in memory, and reports success.
+bool IsOnFuse(const std::string& folder);
+
+// "io_uring", "posix", or "auto": io_uring where it is allowed, with a thread pool for pooled requests, otherwise
+// posix, and *status tells why. nullptr, and *status, if there is no such backend.
 std::unique_ptr<IoBackend> MakeBackend(const std::string& kind, unsigned depth, Status* status);
 
 #ifdef LAZYCKPT_FAULTS

@@ -100,6 +100,8 @@ class FaultBackend final : public IoBackend {
 
   void Wake() override { inner_->Wake(); }
 
+  Status PreparePool() override { return inner_->PreparePool(); }
+
   Status Create(const std::string& path, bool want_direct, int* fd, bool* direct) override {
     if (const int effect = Next("create"); effect > 0) return Status(effect, "open", path);
     return Traceable("create", path, 0, [&] {

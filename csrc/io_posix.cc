@@ -1,6 +1,9 @@
 #include <fcntl.h>
+#include <pthread.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <mutex>
@@ -14,11 +17,17 @@ namespace {
 
 class PosixBackend final : public IoBackend {
  public:
+  // `waker`, if not null, is woken by every result: somebody waits there, and then calls Drain.
+  explicit PosixBackend(IoBackend* waker = nullptr) : waker_(waker) {}
+
   Status Init(unsigned depth) {
     requests_.resize(depth);
     results_.reserve(depth);
     try {
-      for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { Serve(); });
+      for (unsigned i = 0; i < depth; ++i) {
+        threads_.emplace_back([this] { Serve(); });
+        pthread_setname_np(threads_.back().native_handle(), "lazyckpt-io");
+      }
     } catch (const std::system_error& error) {
       // The machine refuses threads (a limit on processes): fewer are enough.
       if (threads_.empty()) return Status(error.code().value(), "start of an I/O thread", "");
@@ -50,8 +59,13 @@ class PosixBackend final : public IoBackend {
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return woken_ || !results_.empty(); });
     woken_ = false;
-    results->insert(results->end(), results_.begin(), results_.end());
-    results_.clear();
+    TakeResults(results);
+  }
+
+  // Wait that does not block.
+  void Drain(std::vector<IoResult>* results) {
+    std::lock_guard lock(mutex_);
+    TakeResults(results);
   }
 
   void Wake() override {
@@ -63,6 +77,11 @@ class PosixBackend final : public IoBackend {
   }
 
  private:
+  void TakeResults(std::vector<IoResult>* results) {
+    results->insert(results->end(), results_.begin(), results_.end());
+    results_.clear();
+  }
+
   static int64_t Perform(const IoRequest& r) {
     int64_t n = 0;
     do {
@@ -94,9 +113,11 @@ class PosixBackend final : public IoBackend {
       lock.lock();
       results_.push_back({request.tag, n});
       done_.notify_one();
+      if (waker_ != nullptr) waker_->Wake();
     }
   }
 
+  IoBackend* const waker_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;
@@ -108,7 +129,60 @@ class PosixBackend final : public IoBackend {
   std::vector<std::thread> threads_;
 };
 
+// io_uring, and a thread pool for pooled requests, which is made when it is first needed.
+class PooledBackend final : public IoBackend {
+ public:
+  PooledBackend(std::unique_ptr<IoBackend> uring, unsigned depth) : uring_(std::move(uring)), depth_(depth) {}
+
+  const char* name() const override { return uring_->name(); }
+
+  Status Submit(const IoRequest& request) override {
+    return request.pooled ? pool_.load()->Submit(request) : uring_->Submit(request);
+  }
+
+  void Wait(std::vector<IoResult>* results) override {
+    Drain(results);
+    if (!results->empty()) return;
+    uring_->Wait(results);
+    Drain(results);
+  }
+
+  void Wake() override { uring_->Wake(); }
+
+  Status PreparePool() override {
+    std::lock_guard lock(mutex_);
+    if (owned_ != nullptr) return Status::Ok();
+    auto pool = std::make_unique<PosixBackend>(uring_.get());
+    Status status = pool->Init(depth_);
+    if (!status.ok()) return status;
+    owned_ = std::move(pool);
+    pool_ = owned_.get();
+    return status;
+  }
+
+  Status RegisterBuffers(std::span<const std::span<std::byte>> buffers) override {
+    return uring_->RegisterBuffers(buffers);
+  }
+
+ private:
+  void Drain(std::vector<IoResult>* results) {
+    if (PosixBackend* const pool = pool_; pool != nullptr) pool->Drain(results);
+  }
+
+  const std::unique_ptr<IoBackend> uring_;
+  const unsigned depth_;
+  std::mutex mutex_;
+  std::unique_ptr<PosixBackend> owned_;  // wakes uring_ to its end: destroyed before it
+  std::atomic<PosixBackend*> pool_ = nullptr;
+};
+
 }  // namespace
+
+bool IsOnFuse(const std::string& folder) {
+  constexpr auto kFuseSuperMagic = 0x65735546;
+  struct statfs info{};
+  return statfs(folder.c_str(), &info) == 0 && info.f_type == kFuseSuperMagic;
+}
 
 Status IoBackend::Create(const std::string& path, bool want_direct, int* fd, bool* direct) {
   constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;  // which follows no link
@@ -154,7 +228,8 @@ std::unique_ptr<IoBackend> MakeBackend(const std::string& kind, unsigned depth, 
     return nullptr;
   }
   auto uring = MakeUringBackend(depth, status);
-  if (uring != nullptr || kind == "io_uring") return uring;
+  if (kind == "io_uring") return uring;
+  if (uring != nullptr) return std::make_unique<PooledBackend>(std::move(uring), depth);
   Status posix;
   auto backend = MakePosixBackend(depth, &posix);
   if (backend == nullptr) *status = posix;

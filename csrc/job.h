@@ -197,6 +197,7 @@ struct File : IoTag {
   std::string path;
   int fd = -1;
   bool direct = false;
+  bool pooled = false;  // IoRequest::pooled
   uint64_t size = 0;
   size_t chunks_left = 0;  // not yet written
   bool sync_begun = false;

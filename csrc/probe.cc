@@ -73,6 +73,7 @@ std::map<std::string, std::string> Probe(const std::string& dir) {
   facts["crc32"] = "zlib";
 #endif
   facts["o_direct"] = ProbeDirect(dir);
+  facts["fuse"] = IsOnFuse(dir) ? "yes" : "no";
   for (const auto& [fact, mode] :
        {std::pair("page_witness", WitnessMode::kReport), {"copy_on_write", WitnessMode::kCopy}})
     facts[fact] = PageWitness::OfProcess(mode, &status) != nullptr ? "yes" : "no: " + status.message();

@@ -11,9 +11,12 @@
 
 #include "checksum.h"
 #include "py_engine.h"
+#include "reader.h"
 
 namespace lazyckpt {
 namespace {
+
+constexpr unsigned kReadBackDepth = 4;  // reads in flight, 2 MiB each: next to the writes of the next checkpoint
 
 class JobHandle {
  public:
@@ -152,7 +155,7 @@ class JobHandle {
   // (bytes, CRC-32) of each file, from its chunks in file order. Valid when durable.
   std::vector<std::pair<uint64_t, uint32_t>> Files() const {
     return engine_->get().Locked([this] {
-      if (!job_->durable()) throw std::runtime_error("the files are not durable yet");
+      RequireDurable();
       std::vector<std::vector<const Chunk*>> chunks(job_->files.size());
       for (const auto& c : job_->chunks) chunks[c->file].push_back(c.get());
       std::vector<std::pair<uint64_t, uint32_t>> files;
@@ -165,6 +168,44 @@ class JobHandle {
       }
       return files;
     });
+  }
+
+  // (offset, bytes) of each chunk of a durable file that the disk gives back otherwise than it was copied.
+  std::vector<std::pair<uint64_t, size_t>> ReadBack(size_t file) const {
+    Engine& e = engine_->get();
+    std::vector<ReadRange> ranges;
+    std::vector<uint32_t> copied;
+    std::string path;
+    e.Locked([&] {
+      RequireDurable();
+      path = job_->files.at(file).path;
+      for (const auto& c : job_->chunks) {
+        if (c->file != file) continue;
+        ranges.push_back({c->offset, c->size});
+        copied.push_back(c->crc);
+      }
+    });
+    ReadOptions options;
+    options.threads = 1;  // training needs the other cores
+    options.io_depth = kReadBackDepth;
+    options.backend = e.options().backend;
+    options.direct = e.options().direct;
+    options.fault = e.options().fault;
+    options.past_cache = true;
+    const size_t n = ranges.size();
+    std::vector<std::pair<uint64_t, size_t>> differ;
+    Status status;
+    {
+      NoGil no_gil;
+      const auto reader = Reader::Start(path, options, std::move(ranges), &status);
+      if (status.ok()) status = reader->ReadInto(std::vector<std::byte*>(n), std::vector<int>(n, -1));
+      for (size_t i = 0; i < n && status.ok(); ++i) {
+        const ReadRange& r = reader->ranges()[i];
+        if (r.crc != copied[i]) differ.emplace_back(r.offset, r.size);
+      }
+    }
+    Raise(status);
+    return differ;
   }
 
   py::dict Stats() const {
@@ -216,6 +257,10 @@ class JobHandle {
   }
 
  private:
+  void RequireDurable() const {  // under the lock
+    if (!job_->durable()) throw std::runtime_error("the files are not durable yet");
+  }
+
   std::shared_ptr<EngineHandle> engine_;
   std::shared_ptr<Job> job_;
   std::vector<py::bytes> blobs_;  // the engine reads them until its sources are released
@@ -262,6 +307,7 @@ void DefineJob(py::module_& m, EngineClass& engine) {
       .def("pending_chunks", &JobHandle::PendingChunks)
       .def("source_crcs", &JobHandle::SourceCrcs)
       .def("files", &JobHandle::Files)
+      .def("read_back", &JobHandle::ReadBack, "file"_a)
       .def("stats", &JobHandle::Stats)
       .def("timeline", &JobHandle::Timeline);
 }

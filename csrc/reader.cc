@@ -76,11 +76,17 @@ class Reader::Work {
     if (buffered_.get() < 0) return Status(errno, "open", path_);
     struct stat info{};
     if (fstat(buffered_.get(), &info) != 0) return Status(errno, "fstat", path_);
+    if (S_ISDIR(info.st_mode)) return Status(EISDIR, "read", path_);
     file_size_ = static_cast<uint64_t>(info.st_size);
     for (const ReadRange& r : ranges_)
       if (r.offset > file_size_ || r.size > file_size_ - r.offset) return Status(ENODATA, "short read", path_);
-    if (options_.direct) direct_.Open(path_, O_RDONLY | O_DIRECT);
-    MapFile();
+    const bool fuse = IsOnFuse(path_);
+    if (fuse && options_.backend == "auto") options_.backend = "posix";
+    if (options_.direct.value_or(!fuse)) direct_.Open(path_, O_RDONLY | O_DIRECT);
+    if (options_.past_cache)
+      (void)posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_DONTNEED);  // for where there is no O_DIRECT
+    else
+      MapFile();
     LayOut();
 
     unsigned threads = options_.threads;
@@ -148,6 +154,7 @@ class Reader::Work {
 
   bool Resident(const Unit& unit) const {
     if (direct_.get() < 0) return true;
+    if (options_.past_cache) return false;
     if (map_ == nullptr) return false;
     const uint64_t end = std::min(unit.end, file_size_);
     std::array<unsigned char, kReadBytes / kBlockBytes> pages;
@@ -334,7 +341,7 @@ class Reader::Work {
   static constexpr uint64_t kMaxGapBytes = 64 << 10;   // reading over a gap is cheaper than another request
 
   const std::string path_;
-  const ReadOptions options_;
+  ReadOptions options_;
   std::vector<ReadRange> ranges_;
   Descriptor buffered_, direct_;
   uint64_t file_size_ = 0;

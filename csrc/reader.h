@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,7 +28,8 @@ struct ReadOptions {
   unsigned threads = 0;     // 0: as many as there are cores, at most 4
   unsigned io_depth = 128;  // reads in flight, all threads together: how far the disk may be ahead of the caller
   std::string backend = "auto";
-  bool direct = true;
+  std::optional<bool> direct;    // without: except on FUSE
+  bool past_cache = false;       // from the disk, also what the page cache holds; the file is synced
   std::string fault;             // test build only
   std::span<std::byte> staging;  // page-aligned memory to read into; without, 16 MiB are mapped
   // Copies to a device; the bytes may be overwritten when it returns. Called by several threads at once.

@@ -138,16 +138,20 @@ bool Engine::SubmitNext(unsigned* in_flight) {
     std::lock_guard lock(mutex_);
     if (!syncs_.empty()) {
       file = syncs_.pop_front();
-      request = {IoRequest::Op::kSync, file->fd, nullptr, 0, 0, static_cast<IoTag*>(file)};
+      request = {IoRequest::Op::kSync, file->fd, nullptr, 0, 0, static_cast<IoTag*>(file), file->pooled};
       ++file->job->writes_in_flight;
     } else {
       chunk = ready_.take([](const Chunk* c) { return c->job->files[c->file].fd >= 0; });
       if (chunk == nullptr) return false;
       file = &chunk->job->files[chunk->file];
       const size_t size = file->direct ? AlignUp(chunk->size, kBlockBytes) : chunk->size;
-      request = {IoRequest::Op::kWrite,          file->fd,
-                 chunk->memory + chunk->written, size - chunk->written,
-                 chunk->offset + chunk->written, static_cast<IoTag*>(chunk)};
+      request = {IoRequest::Op::kWrite,
+                 file->fd,
+                 chunk->memory + chunk->written,
+                 size - chunk->written,
+                 chunk->offset + chunk->written,
+                 static_cast<IoTag*>(chunk),
+                 file->pooled};
       chunk->state = Chunk::State::kWriting;
       if (chunk->written == 0) chunk->write_begin = Clock::now();
       ++chunk->job->writes_in_flight;

@@ -16,7 +16,8 @@ FAULTS: bool  # whether this is the test build, with fault injection
 
 class Engine:
     """A staging ring and the threads that copy and write. Belongs to the process that made it: in a forked child
-    every call raises RuntimeError. copies_in_flight: chunks on their way from a device, eager and lazy ones each."""
+    every call raises RuntimeError. copies_in_flight: chunks on their way from a device, eager and lazy ones each.
+    direct: O_DIRECT; None: except on FUSE. With the backend "auto" a thread pool writes to FUSE."""
 
     def __init__(
         self,
@@ -26,7 +27,7 @@ class Engine:
         io_depth: int,
         copy_threads: int,
         backend: str = "auto",
-        direct: bool = True,
+        direct: bool | None = None,
         register_buffers: bool = True,
         pin_ring: bool = True,
         copies_in_flight: int = 4,
@@ -126,6 +127,10 @@ class Job:
     def source_crcs(self) -> list[int]: ...
     def files(self) -> list[tuple[int, int]]:
         """(bytes, CRC-32) of each file; RuntimeError before it is durable."""
+
+    def read_back(self, file: int) -> list[tuple[int, int]]:
+        """Reads a durable file from the disk, past the page cache. (offset, bytes) of each chunk whose CRC-32 is not
+        the one that was computed while it was copied."""
 
     def stats(self) -> dict[str, float]:
         """Bytes and seconds: "begin" on the clock of time.perf_counter(), moments since then, durations."""

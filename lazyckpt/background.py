@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lazyckpt import _engine, commit, tasks
+from lazyckpt import _engine, commit, readback, tasks
 from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
@@ -254,6 +254,10 @@ class Background:
             job.wait_settled()
             _raise_torn(snapshot, handle)
             job.raise_error()
+            if self._config.verify_after_write:
+                settled = time.perf_counter()
+                readback.compare(job, staging.path, list(target.files))
+                handle.metrics.readback_s = time.perf_counter() - settled
             files = [(name, *facts) for name, facts in zip(target.files, job.files(), strict=True)]
             if flight.previous is not None:
                 tasks.wait_for([flight.previous])

@@ -2,7 +2,8 @@
 
     1. stage      a temporary folder beside the target, locked; files are created in it with O_EXCL
     2. write      the engine writes them and checks every completion
-    3. sync       the engine calls fdatasync on each file, after all its writes
+    3. sync       the engine calls fdatasync on each file, after all its writes; with verify_after_write it then reads
+                  the file back
     4. agree      all checkpoints before this one are published or have failed: they appear in order
     5. describe   the manifest (lengths, checksums, parent), written last; fsync it, then the temporary folder
     6. publish    rename to the final name; fsync the parent. Only now is the checkpoint committed
@@ -22,12 +23,13 @@ import math
 import os
 import re
 import shutil
+import stat
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lazyckpt import _engine
+from lazyckpt import _engine, mounts
 
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
@@ -36,6 +38,8 @@ MANIFEST = "manifest.json"
 # What flock says where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
 # valid, so EINVAL means no more. Nobody else can lock there either, and what nobody can lock is not swept.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+# Endings of the files without which a framework takes a folder for no checkpoint.
+WEIGHTS = (".safetensors", ".bin", ".index.json")
 _NAME_BYTES = 100  # of a name, that come back in the temporary one
 _UNFINISHED = re.compile(r"\.(tmp|trash|publish)-.*-[0-9a-f]{32}", re.DOTALL)
 
@@ -133,6 +137,20 @@ class Staging:
             if error.errno not in NO_LOCKS:
                 raise
 
+    def may_replace(self) -> bool:
+        """Whether the folder ``target`` can be renamed. The kernel says EXDEV of a folder from a lower layer of an
+        overlay, and of one with another project ID (quotas of xfs). Raises OSError."""
+        occupied = self.path / "occupied"
+        occupied.mkdir()
+        try:
+            # Never succeeds: this folder is not empty, and its lock keeps others from emptying it.
+            os.rename(self.target, self.path)
+        except OSError as error:
+            occupied.rmdir()
+            return error.errno != errno.EXDEV
+        os.rename(self.path, self.target)
+        raise OSError(errno.EBUSY, "another process emptied it", str(self.path))
+
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
         """Step 5. ``written`` are the files that the engine has synced; what others put into the folder is synced
         here, too."""
@@ -163,7 +181,7 @@ class Staging:
             if self._keep_others:
                 _carry_over(self.target, self.path)
             replaced = self._exchange()
-            if self._keep_others:
+            if self._keep_others and replaced is not None:
                 _carry_over(replaced, self.target)  # what was put there in between
         else:
             os.rename(self.path, self.target)
@@ -178,11 +196,15 @@ class Staging:
         self._unlock()
         return replaced
 
-    def _exchange(self) -> Path:
+    def _exchange(self) -> Path | None:
         try:
             _engine.rename_exchange(self.path, self.target)
             return self.path
         except OSError as error:
+            if error.errno == errno.EXDEV and not self._keep_others:
+                take_apart(self.target)
+                os.rename(self.path, self.target)
+                return None
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
         # A file system without RENAME_EXCHANGE. For an instant neither has the name; older checkpoints stand in.
@@ -270,21 +292,96 @@ def publish_link(name: Path, target: Path) -> None:
         unlink(trash)
 
 
-def remove(path: Path) -> None:
-    """Step 7: out of sight at once, removed after; a crash in between leaves a leftover that sweep() finds."""
-    if (trash := hide(path)) is not None:
-        unlink(trash)
+def remove(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> bool:
+    """Step 7: out of sight at once, removed after; a crash in between leaves a leftover that sweep() finds.
+
+    Asks ``may_go`` when no other process can replace the path any more. Returns whether the path is gone: False if
+    there was nothing, or if it stays. Raises OSError."""
+    try:
+        trash = _rename_away(path)
+        if trash is None:
+            return take_apart(path, may_go)
+    except FileNotFoundError:
+        return False
+    if not may_go(trash):
+        os.rename(trash, path)
+        return False
+    unlink(trash)
+    return True
 
 
 def hide(path: Path) -> Path | None:
     """The first half of ``remove``: the name is free now. Returns what ``unlink`` is to be given, or None if
-    there was nothing."""
-    trash = fresh_name(TRASH, path)
+    there is nothing to unlink."""
     try:
-        os.rename(path, trash)
+        trash = _rename_away(path)
+        if trash is None:
+            take_apart(path)
     except FileNotFoundError:
         return None
     return trash
+
+
+def _rename_away(path: Path) -> Path | None:
+    """Returns the new name, or None if the path must be removed where it is."""
+    if not path.is_dir() and mounts.is_overlay(path.parent):
+        path.lstat()
+        return None  # a rename would first copy a file of a lower layer to the upper one
+    trash = fresh_name(TRASH, path)
+    try:
+        os.rename(path, trash)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            return None
+        raise
+    return trash
+
+
+def take_apart(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> bool:
+    """Removes, where it is, what cannot be renamed: a folder from a lower layer of an overlay (``may_replace``).
+
+    The manifest goes first, then the weights, each for good before anything else goes. A loader fails on what a crash
+    leaves. Returns False if ``may_go`` refuses, or if another process replaced the folder meanwhile. Raises OSError.
+    """
+    if path.is_symlink() or not path.is_dir():  # one call removes it, so that nothing is ever half there
+        if not may_go(path):
+            return False
+        path.unlink()
+        sync_path(path.parent)
+        return True
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # From here on everything goes by the descriptor: the name may become that of a new checkpoint.
+        if not may_go(path) or not os.path.samestat(os.fstat(fd), path.lstat()):
+            return False
+        for endings in ((MANIFEST,), WEIGHTS, ("",)):
+            _unlink_files(fd, endings)
+    finally:
+        os.close(fd)
+    path.rmdir()
+    sync_path(path.parent)
+    return True
+
+
+def _unlink_files(fd: int, endings: tuple[str, ...]) -> None:
+    """Removes the files below an open folder whose names have one of these endings, and folders that are empty then.
+    Durable when this returns."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for _, subfolders, names, folder in os.fwalk(".", topdown=False, onerror=fail, dir_fd=fd):
+        links = {name for name in subfolders if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode)}
+        for name in (*names, *links):
+            if name.endswith(endings):
+                os.unlink(name, dir_fd=folder)
+        for name in set(subfolders) - links:
+            try:
+                os.rmdir(name, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        os.fsync(folder)
 
 
 def unlink(trash: Path) -> None:

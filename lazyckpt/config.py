@@ -51,6 +51,10 @@ class Config:
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step: finds
     whoever writes to parameters behind the optimizer's back. Reads the whole state twice more; for debugging."""
 
+    verify_after_write: bool = False
+    """Read every checkpoint back from the disk before it is committed, and compare checksums with those computed while
+    it was copied. A difference fails the checkpoint. Takes the disk once more, and no time of ``save()``."""
+
     chunk_bytes: int = 8 * MIB
     """What is copied, checksummed and written at once; a multiple of 4096."""
 
@@ -62,10 +66,11 @@ class Config:
     the cores of this process: the others are training's (docs/benchmarks.md)."""
 
     io_backend: Literal["auto", "io_uring", "posix"] = "auto"
-    """"posix" is a thread pool; "auto" is io_uring where the machine has it. "io_uring" fails where it does not."""
+    """"posix" is a thread pool. "auto" is io_uring where the machine has it, but the thread pool for files on FUSE.
+    "io_uring" fails where the machine does not have it."""
 
-    direct_io: bool = True
-    """O_DIRECT where the file system has it."""
+    direct_io: bool | Literal["auto"] = "auto"
+    """O_DIRECT where the file system has it. "auto": except on FUSE, where servers that answer short get wrong data."""
 
     trace: str | os.PathLike[str] | None = None
     """A file for the timeline of every checkpoint, beside the training steps (docs/metrics.md). One that is there is
@@ -97,6 +102,8 @@ class Config:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, allowed))}")
+        if self.direct_io != "auto" and not isinstance(self.direct_io, bool):
+            raise ConfigError(f"direct_io={self.direct_io!r}: expected true, false or 'auto'")
         if self.trace is not None and not isinstance(self.trace, str | os.PathLike):
             raise ConfigError(f"trace={self.trace!r}: expected the name of a file")
         if self.on_done is not None and not callable(self.on_done):

@@ -1,4 +1,4 @@
-"""Publishes into a folder that cannot be renamed (``mounts.is_fixed``), such as a container's volume.
+"""Publishes into a folder that cannot be renamed (``mounts.is_fixed``, ``Staging.may_replace``), such as a volume.
 
 Nothing can take the place of such a folder in one step, so the files of the checkpoint get their names one by one. The
 steps of commit.py hold, except that the temporary folder is inside the target, and for

@@ -41,6 +41,8 @@ class CheckpointMetrics:
     - ``synced_s``: fdatasync of all files returned
     - ``durable_s``: the folder had its final name and that was durable
 
+    ``readback_s`` of that the files were read back (0 without ``verify_after_write``).
+
     ``verdict_s`` of that it had waited, with everything else done, until it was known that nobody had written to lazily
     copied state (0 with a page witness; see docs/consistency.md).
 
@@ -65,6 +67,7 @@ class CheckpointMetrics:
     written_s: float = 0.0
     synced_s: float = 0.0
     durable_s: float = 0.0
+    readback_s: float = 0.0
     verdict_s: float = 0.0
 
     copy_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Tells which folders can be renamed.
+"""Tells which folders can be renamed, and on what file system a folder is.
 
 The kernel renames no mount point, and nothing from one mount to another, even of the same disk: bind mounts, such as
 the volumes of containers, have one device number. So this module reads the table of mounts.
@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path
 
+OVERLAYS = ("overlay", "fuse.fuse-overlayfs")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes spaces and backslashes there
 
 
@@ -36,16 +37,35 @@ def on_one_mount(first: Path, second: Path) -> bool:
     return _mount_of(first, points) == _mount_of(second, points)
 
 
+def is_overlay(folder: Path) -> bool:
+    """Whether the folder is on an overlay of several layers, as those of a container's image. It exists."""
+    return file_system(folder)[0] in OVERLAYS
+
+
+def file_system(folder: Path) -> tuple[str, Path]:
+    """The type and the mount point of the file system of a folder; "unknown" where there is no /proc."""
+    table = _mounts()
+    point = _mount_of(folder, set(table))
+    return table.get(point, "unknown"), point
+
+
 def _mount_of(folder: Path, points: set[Path]) -> Path:
     folder = folder.resolve()
     return next((path for path in (folder, *folder.parents) if path in points), Path("/"))
 
 
 def _mount_points() -> set[Path]:
-    """Empty where there is no /proc."""
+    return set(_mounts())
+
+
+def _mounts() -> dict[Path, str]:
+    """The type of what is mounted, by mount point; of several on one, the last. Empty where there is no /proc."""
     try:
         table = Path("/proc/self/mountinfo").read_bytes()
     except OSError:
-        return set()
-    fields = (os.fsdecode(line).split(" ") for line in table.splitlines())
-    return {Path(_OCTAL.sub(lambda code: chr(int(code[1], 8)), entry[4])) for entry in fields}
+        return {}
+    lines = (os.fsdecode(line).split(" ") for line in table.splitlines())
+    return {
+        Path(_OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[4])): fields[fields.index("-") + 1]
+        for fields in lines
+    }

@@ -93,7 +93,7 @@ class Saver:
                 io_depth=config.io_depth,
                 copy_threads=config.copy_threads,
                 backend=config.io_backend,
-                direct=config.direct_io,
+                direct=None if config.direct_io == "auto" else config.direct_io,
             )
         except OSError as error:
             self._background.close()
@@ -174,6 +174,15 @@ class Saver:
                 if not mounts.on_one_mount(beside, target.parent):
                     beside = None
             staging = commit.Staging(target, beside, keep_others=True)
+            try:
+                replaceable = not target.is_dir() or staging.may_replace()
+            except OSError:
+                staging.discard()
+                raise
+            if not replaceable:
+                staging.discard()
+                self._prepare(target, target, step)
+                staging = InPlaceStaging(target)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         return StagedFolder(self, staging, step)

@@ -61,7 +61,7 @@ def check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
 def parse(name: str, text: str) -> Any:
     """What a person or a shell wrote, as the type of that setting, if it can be; ``check`` complains otherwise."""
     text = text.strip()
-    if isinstance(DEFAULTS[name], bool):
+    if isinstance(DEFAULTS[name], bool) or name == "direct_io":
         return _WORDS.get(text.lower(), text)
     try:
         return int(text)

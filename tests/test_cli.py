@@ -502,7 +502,8 @@ def test_doctor_tells_what_there_is(tmp_path: Path) -> None:
 
 
 def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poor = {"io_uring": "no: Operation not permitted", "o_direct": "no: Invalid argument", "crc32": "zlib"}
+    poor = {"io_uring": "no: Operation not permitted", "o_direct": "no: Invalid argument", "fuse": "no"}
+    poor["crc32"] = "zlib"
     poor["page_witness"] = poor["copy_on_write"] = "no: userfaultfd: Function not implemented"
     monkeypatch.setattr(_engine, "probe", lambda directory: {**poor, "cuda_driver": "yes", "memlock_bytes": "65536"})
     monkeypatch.setattr(os, "access", lambda path, mode: False)

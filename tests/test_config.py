@@ -69,6 +69,7 @@ def test_every_knob_has_a_unit_or_is_a_count_or_a_choice() -> None:
             "keep_last",
             "keep_every",
             "audit",
+            "verify_after_write",
             "io_backend",
             "direct_io",
         }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from mounting import mount
 
 import lazyckpt
 from lazyckpt import commit, in_place, mounts
@@ -23,16 +23,6 @@ from lazyckpt.in_place import InPlaceStaging
 
 TINY = {"chunk_bytes": 4096, "host_buffer_bytes": 16384, "io_depth": 2, "copy_threads": 1}
 CALLS = ("mkdir", "rmdir", "rename", "link", "unlink", "fsync")
-
-
-def mount(folder: Path, *arguments: object) -> Callable[[], object]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting takes root")
-    folder.mkdir(exist_ok=True, parents=True)
-    mounted = subprocess.run(["mount", *map(str, arguments), str(folder)], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount: {mounted.stderr.strip()}")
-    return lambda: subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(params=["tmpfs", "bind mount", "mount below", "working folder", "above the working folder", "closed"])

@@ -25,6 +25,7 @@ KINDS = {
         ArmKind("lazyckpt-before-step", partial(LazyCkpt, ring=1.0, durability="before_step"), "lazyckpt"),
         ArmKind("lazyckpt-posix", partial(LazyCkpt, ring=1.0, io_backend="posix"), "lazyckpt"),
         ArmKind("lazyckpt-buffered", partial(LazyCkpt, ring=1.0, direct_io=False), "lazyckpt"),
+        ArmKind("lazyckpt-verified", partial(LazyCkpt, ring=1.0, verify_after_write=True), "lazyckpt"),
         ArmKind("torch.save", TorchSave, "torch"),
         ArmKind("safetensors", Safetensors, "safetensors"),
         ArmKind("lightning", partial(Lightning, asynchronous=False), "lightning"),

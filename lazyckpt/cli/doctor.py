@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 import lazyckpt
-from lazyckpt import _engine
+from lazyckpt import _engine, mounts
 from lazyckpt.cli.output import columns, plain, print_json, show, size, stdout
 from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
 from lazyckpt.errors import ConfigError
@@ -79,7 +78,7 @@ class _Facts:
             asked=asked,
             directory=directory,
             writable=os.access(directory, os.W_OK | os.X_OK),
-            file_system=_file_system(directory),
+            file_system="{} on {}".format(*mounts.file_system(directory)),
             free_bytes=disk.f_bavail * disk.f_frsize,
             total_bytes=disk.f_blocks * disk.f_frsize,
             available_bytes=available_memory_bytes(),
@@ -98,6 +97,10 @@ class _Facts:
     @property
     def o_direct(self) -> bool:
         return self.probe["o_direct"] == "yes"
+
+    @property
+    def fuse(self) -> bool:
+        return self.probe["fuse"] == "yes"
 
     @property
     def memlock_bytes(self) -> int | None:
@@ -149,7 +152,15 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
     in_memory = facts.file_system.split()[0] in _IN_MEMORY
     if in_memory:
         found.append((True, "Write to memory: what is saved here is gone after a restart of the machine."))
-    if facts.io_uring:
+    if facts.fuse:
+        found.append(
+            (
+                False,
+                "Write with a pool of threads, through the page cache: this is FUSE (or virtiofs), and direct writes "
+                "with io_uring go wrong there if the server answers short. io_backend and direct_io override that.",
+            )
+        )
+    elif facts.io_uring:
         found.append((False, "Write and read with io_uring, several requests in flight."))
     else:
         reason = facts.probe["io_uring"].removeprefix("no: ")
@@ -167,7 +178,9 @@ def _conclude(facts: _Facts) -> list[tuple[bool, str]]:
                 "docs/consistency.md lists the writers that move none.",
             )
         )
-    if facts.o_direct and not in_memory:
+    if facts.fuse:
+        pass  # said above
+    elif facts.o_direct and not in_memory:
         found.append((False, "Go past the page cache (O_DIRECT), so that checkpoints do not push other data out."))
     elif not facts.o_direct and not in_memory:
         found.append((False, "Go through the page cache, since this file system has no O_DIRECT; as safe, but slower."))
@@ -240,19 +253,6 @@ def _conclude_numa(probe: dict[str, str]) -> tuple[bool, str]:
         False,
         f"Put the staging buffer on the GPU's NUMA node (one of {', '.join(nodes)}), if a process uses one node.",
     )
-
-
-def _file_system(directory: Path) -> str:
-    """Type and mount point: the mount with the longest path above the folder, the last one if mounted over."""
-    real = os.path.realpath(directory)
-    best = ("unknown", "")
-    for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
-        _, mount, kind, *_ = line.split(" ")
-        mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
-        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best[1]):
-            best = (kind, mount)
-    return f"{best[0]} on {best[1]}" if best[1] else best[0]
 
 
 def _may_lock_memory() -> bool:

@@ -97,15 +97,12 @@ def _row(checkpoint: Checkpoint, verdict: Verdict) -> dict[str, Any]:
 def _remove(checkpoint: Checkpoint) -> bool:
     """False if it is not to be removed after all: a run that goes on saved that step again, or removed it; or somebody
     has just pinned it."""
-    trash = commit.hide(checkpoint.path)
-    if trash is None:
-        return False
-    try:
-        found = read_checkpoint(trash).sequence
-    except LoadError:
-        found = None
-    if found != checkpoint.sequence or os.path.lexists(pin_of(checkpoint.path)):
-        os.rename(trash, checkpoint.path)
-        return False
-    commit.unlink(trash)
-    return True
+
+    def is_the_same(folder: Path) -> bool:
+        try:
+            found = read_checkpoint(folder).sequence
+        except LoadError:
+            return False
+        return found == checkpoint.sequence and not os.path.lexists(pin_of(checkpoint.path))
+
+    return commit.remove(checkpoint.path, is_the_same)

@@ -204,7 +204,7 @@ def _verify_file(file: Path, entry: FileEntry | None = None, *, prefix: str = ""
     report = _Report()
     records: list[Record] = []
     try:
-        records = _records_of(file)
+        records = records_of(file)
     except (CorruptFileError, UnsupportedFormatError) as error:
         if entry is None:
             raise
@@ -217,7 +217,7 @@ def _verify_file(file: Path, entry: FileEntry | None = None, *, prefix: str = ""
     report.records = len(records)
     report.without_checksum = sum(record.crc32 is None for record in records)
     damaged = [(r, crc) for r, crc in zip(records, found, strict=True) if r.crc32 is not None and r.crc32 != crc]
-    names = _meanings(file) if damaged else {}
+    names = tensor_names(file) if damaged else {}
     for record, crc in damaged:
         meaning = f" ({names[record.name]})" if record.name in names else ""
         told = f"checksum {crc:08x}, written was {record.crc32:08x}"
@@ -231,7 +231,7 @@ def _verify_file(file: Path, entry: FileEntry | None = None, *, prefix: str = ""
     return report
 
 
-def _records_of(file: Path) -> list[Record]:
+def records_of(file: Path) -> list[Record]:
     """In file order; they do not overlap."""
     kind = sniff(file)
     if kind == "torch_legacy":
@@ -281,7 +281,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _meanings(file: Path) -> dict[str, str]:
+def tensor_names(file: Path) -> dict[str, str]:
     """Record to the name of a tensor in it, as far as the pickle tells."""
     if sniff(file) != "torch_zip":
         return {}
