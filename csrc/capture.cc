@@ -162,7 +162,12 @@ Status Engine::StartCopies(const Chunk& chunk, int device, const std::vector<std
   return Status::NoMemory();
 }
 
-Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) try {
+Status Engine::Upload(int device, std::span<const DeviceCopy> copies) try {
+  std::byte* end = copies.front().host;
+  for (const DeviceCopy& c : copies) end = std::max(end, c.host + c.size);
+  const std::span<std::byte> from(copies.front().host, end);
+  std::vector<DeviceCopy> batch;
+  batch.reserve(copies.size());  // enough for the small buffer: it needs no memory once it has that
   std::vector<std::byte*> cuts;
   std::byte* bounce = nullptr;
   bool pinned = false;
@@ -170,8 +175,8 @@ Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) try 
     std::unique_lock lock(mutex_);
     const std::byte* const base = ring_.base();
     const bool in_ring = from.data() >= base && from.data() < base + ring_.capacity();
-    const size_t end = in_ring ? static_cast<size_t>(from.data() - base) + from.size() : 0;
-    changed_.wait(lock, [&] { return pinned_bytes_ >= end; });
+    const size_t needed = in_ring ? static_cast<size_t>(end - base) : 0;
+    changed_.wait(lock, [&] { return pinned_bytes_ >= needed; });
     cuts = CutsIn(from);
     pinned = IsPinned(from);
     if (!pinned && bounce_ != nullptr) {
@@ -180,30 +185,40 @@ Status Engine::Upload(int device, std::byte* to, std::span<std::byte> from) try 
       idle_bounces_.pop_back();
     }
   }
-  if (bounce == nullptr) return Send(device, to, from, cuts, pinned);
-  Status status;
-  for (size_t done = 0; status.ok() && done < from.size(); done += options_.chunk_bytes) {
-    const std::span piece(bounce, std::min(options_.chunk_bytes, from.size() - done));
-    std::memcpy(bounce, from.data() + done, piece.size());
-    status = Send(device, to + done, piece, {}, true);
+  if (bounce == nullptr) {
+    for (const DeviceCopy& c : copies) AddCopies({c.host, c.size}, c.device, cuts, &batch);
+    return Send(device, batch, pinned);
   }
+  Status status;
+  size_t used = 0;
+  const auto send = [&] {
+    if (status.ok() && !batch.empty()) status = Send(device, batch, true);
+    batch.clear();
+    used = 0;
+  };
+  for (const DeviceCopy& c : copies) {
+    for (size_t done = 0; done < c.size;) {
+      const size_t n = std::min(c.size - done, options_.chunk_bytes - used);
+      std::memcpy(bounce + used, c.host + done, n);
+      batch.push_back({bounce + used, c.device + done, n});
+      done += n;
+      used += n;
+      if (used == options_.chunk_bytes) send();
+    }
+  }
+  send();
   Locked([&] { idle_bounces_.push_back(bounce); });
   changed_.notify_all();
   return status;
-} catch (const std::bad_alloc&) {  // for the cuts, before anything was taken
+} catch (const std::bad_alloc&) {  // before the small buffer was taken
   return Status::NoMemory();
 }
 
-Status Engine::Send(int device, std::byte* to, std::span<std::byte> from, const std::vector<std::byte*>& cuts,
-                    bool pinned) try {
-  std::vector<DeviceCopy> copies;
-  AddCopies(from, reinterpret_cast<uint64_t>(to), cuts, &copies);
+Status Engine::Send(int device, std::span<const DeviceCopy> copies, bool pinned) {
   Device& target = *gpus_[device]->device;
   Device::Ticket ticket = nullptr;
   const Status status = target.Start(Lane::kRestore, copies, pinned, &ticket);
   return status.ok() ? target.Finish(Lane::kRestore, ticket) : status;
-} catch (const std::bad_alloc&) {
-  return Status::NoMemory();
 }
 
 // The ends of pinned ranges inside of some memory: no copy may cross them.

@@ -59,8 +59,9 @@ class Engine {
 
   // Copies that begin from now on come after what these streams hold by now.
   Status CopyAfter(std::span<const StreamRef> streams);
-  // Copies to an attached device, by way of its own lane, and waits.
-  Status Upload(int device, std::byte* to, std::span<std::byte> from);
+  // Copies to an attached device in its own lane, and waits once for all of it. The host memory is that of one buffer,
+  // in the ring or elsewhere, in ascending order.
+  Status Upload(int device, std::span<const DeviceCopy> copies);
 
   // With watch_pages, a write to a page of a lazy host source between Begin and its copy fails the checkpoint
   // (ECANCELED; Job::torn). A source whose pages cannot be watched becomes eager.
@@ -170,7 +171,7 @@ class Engine {
   Chunk* TakeChunk(bool helping);
   void FailNext();
   void CopyChunk(Chunk* chunk, std::unique_lock<std::mutex>& lock);
-  Status Send(int device, std::byte* to, std::span<std::byte> from, const std::vector<std::byte*>& cuts, bool pinned);
+  Status Send(int device, std::span<const DeviceCopy> copies, bool pinned);
   Status StartCopies(const Chunk& chunk, int device, const std::vector<std::byte*>& cuts, bool pinned,
                      Device::Ticket* ticket);
   std::vector<std::byte*> CutsIn(std::span<std::byte> memory) const;

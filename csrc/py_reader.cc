@@ -30,7 +30,7 @@ class ReaderHandle {
     options.backend = e.options().backend;
     options.direct = e.options().direct;
     options.fault = e.options().fault;
-    options.upload = [&e](int device, std::byte* to, std::span<std::byte> from) { return e.Upload(device, to, from); };
+    options.upload = [&e](int device, std::span<const DeviceCopy> copies) { return e.Upload(device, copies); };
     options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
     Status status;
     {

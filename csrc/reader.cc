@@ -202,39 +202,62 @@ class Reader::Work {
     return !failed_;
   }
 
-  // Through a buffer that stays in the cache: to read straight into `to` would bring its lines into it first.
+  // Reads from the page cache. What belongs on the host passes the beginning of the buffer, which stays in the CPU's
+  // cache: a read straight into `to` would first bring the lines of `to` into it. Parts for devices come before that,
+  // each at its place in the unit.
   void ReadBuffered(const Unit& unit, std::byte* buffer) {
     if (!AwaitPlaces()) return;
-    for (size_t i = unit.first_part; i < unit.last_part; ++i) {
-      Part& p = parts_[i];
-      for (size_t done = 0; done < p.size;) {
-        const size_t want = std::min(p.size - done, kBufferedBytes);
-        std::byte* into = buffer + (ranges_[p.range].device >= 0 ? done : 0);
-        const ssize_t n = pread(buffered_.get(), into, want, static_cast<off_t>(p.at + done));
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) return Fail(Status(n < 0 ? errno : EIO, n < 0 ? "read" : "short read", path_));
-        p.crc = Land(p, done, into, static_cast<size_t>(n), p.crc);
-        done += static_cast<size_t>(n);
-      }
-      if (ranges_[p.range].device >= 0) Upload(p, buffer);
+    for (const bool on_device : {true, false}) {
+      for (size_t i = unit.first_part; i < unit.last_part && !failed_; ++i)
+        if ((ranges_[parts_[i].range].device >= 0) == on_device) ReadPart(unit, parts_[i], buffer);
+      if (on_device && !failed_) Upload(unit, buffer);
     }
   }
 
-  // The other threads read meanwhile, and so does the disk for this one.
-  void Upload(const Part& p, std::byte* from) {
-    const ReadRange& range = ranges_[p.range];
-    Status status = options_.upload(range.device, range.to + p.in_range, {from, p.size});
-    if (!status.ok()) Fail(std::move(status));
+  void ReadPart(const Unit& unit, Part& p, std::byte* buffer) {
+    const bool on_device = ranges_[p.range].device >= 0;
+    for (size_t done = 0; done < p.size;) {
+      const size_t want = std::min(p.size - done, kBufferedBytes);
+      std::byte* into = buffer + (on_device ? p.at - unit.begin + done : 0);
+      const ssize_t n = pread(buffered_.get(), into, want, static_cast<off_t>(p.at + done));
+      if (n < 0 && errno == EINTR) continue;
+      if (n <= 0) return Fail(Status(n < 0 ? errno : EIO, n < 0 ? "read" : "short read", path_));
+      p.crc = Land(p, done, into, static_cast<size_t>(n), p.crc);
+      done += static_cast<size_t>(n);
+    }
+  }
+
+  // Copies the parts of a unit that belong on devices: in one call for neighbours on the same device, since each call
+  // waits for its copies. Meanwhile the other threads read, and the disk reads for this one.
+  void Upload(const Unit& unit, std::byte* buffer) try {
+    std::vector<DeviceCopy> copies;
+    int device = -1;
+    const auto send = [&] {
+      if (copies.empty()) return;
+      if (Status status = options_.upload(device, copies); !status.ok()) Fail(std::move(status));
+      copies.clear();
+    };
+    for (size_t i = unit.first_part; i < unit.last_part; ++i) {
+      const Part& p = parts_[i];
+      const ReadRange& range = ranges_[p.range];
+      if (range.device < 0) continue;
+      if (range.device != device) send();
+      device = range.device;
+      const auto to = reinterpret_cast<uint64_t>(range.to + p.in_range);
+      copies.push_back({buffer + (p.at - unit.begin), to, p.size});
+    }
+    send();
+  } catch (const std::bad_alloc&) {
+    Fail(Status::NoMemory());
   }
 
   void Deliver(const Flight& flight) {
     if (!AwaitPlaces()) return;
     for (size_t i = flight.unit->first_part; i < flight.unit->last_part; ++i) {
       Part& p = parts_[i];
-      std::byte* from = flight.buffer + (p.at - flight.unit->begin);
-      p.crc = Land(p, 0, from, p.size, 0);
-      if (ranges_[p.range].device >= 0) Upload(p, from);
+      p.crc = Land(p, 0, flight.buffer + (p.at - flight.unit->begin), p.size, 0);
     }
+    Upload(*flight.unit, flight.buffer);
   }
 
   // Bytes of a part from `done` on: to where they belong, if that is on the host, and into its checksum.

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "status.h"
 
 namespace lazyckpt {
@@ -32,8 +33,8 @@ struct ReadOptions {
   bool past_cache = false;       // from the disk, also what the page cache holds; the file is synced
   std::string fault;             // test build only
   std::span<std::byte> staging;  // page-aligned memory to read into; without, 16 MiB are mapped
-  // Copies to a device; the bytes may be overwritten when it returns. Called by several threads at once.
-  std::function<Status(int device, std::byte* to, std::span<std::byte> from)> upload;
+  // Copies to a device, and waits: the bytes may be overwritten when it returns. Several threads call it at once.
+  std::function<Status(int device, std::span<const DeviceCopy> copies)> upload;
 };
 
 // Ranges of one file. Reading begins at once, into a few staging buffers; where the bytes go may be said later, so

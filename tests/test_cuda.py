@@ -724,6 +724,42 @@ def test_a_reader_writes_only_after_streams_that_it_knows(driver: FakeCuda, tmp_
     del reader, engine
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("pinnable", [True, False])
+@pytest.mark.parametrize("mode", Mode)
+def test_a_read_waits_once_for_all_that_it_copies_to_a_device(
+    driver: FakeCuda, mode: Mode, pinnable: bool, direct: bool, tmp_path: Path
+) -> None:
+    """Regression: it waited for every tensor. A buffer is filled again only after its copies: two buffers for 8 MiB."""
+    driver.configure(mode=mode, registration_limit=1e18 if pinnable else 0)
+    random = np.random.default_rng(0)
+    sizes = [int(n) for n in random.integers(1, 2000, 2000)] + [5 << 20, 1 << 20]
+    data = random.integers(0, 256, sum(sizes), np.uint8)
+    data.tofile(tmp_path / "file")
+    offsets = np.cumsum([0, *sizes[:-1]])
+    # The host takes every tenth, and neighbours on the other device share the large ones' units.
+    devices = [HOST if n % 10 == 0 else n // 1500 for n in range(len(sizes))]
+    places, host = [], np.zeros(len(data), np.uint8)
+    for offset, nbytes, device in zip(offsets, sizes, devices, strict=True):
+        on_host = host.ctypes.data + int(offset)
+        places.append(on_host if device == HOST else driver.device_malloc(device, nbytes))
+    engine = make_engine(ring_bytes=4 << 20, direct=direct)
+    assert engine.attach(0) and engine.attach(1)
+    reader = _engine.Reader(engine, tmp_path / "file", array("Q", offsets.tolist()), array("Q", sizes), threads=1)
+    crcs = reader.read_into(array("Q", places), array("q", devices), array("Q", [0, 0, 1, 0]))
+    for offset, nbytes, device, place, crc in zip(offsets, sizes, devices, places, crcs, strict=True):
+        expected = data[offset : offset + nbytes].tobytes()
+        found = host[offset : offset + nbytes].tobytes() if device == HOST else driver.read(place, nbytes)
+        assert (found, crc) == (expected, _engine.crc32(expected))
+        if device != HOST:
+            driver.device_free(place)
+    assert driver.statistics()["pageable_copies"] == 0
+    reads = 4  # of 2 MiB
+    through_small_buffer = 8 * (1 << 20) // CHUNK
+    assert driver.calls()["cuEventSynchronize"] <= reads + 1 + (0 if pinnable else through_small_buffer)
+    del reader, engine
+
+
 def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
     assert not make_engine().attach(0)

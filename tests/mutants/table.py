@@ -34,6 +34,7 @@ VERIFY = (
     "test_cli.py::test_verify_of_damaged_safetensors"
 )
 DEVICES = "test_cuda.py test_cuda_training.py"
+UPLOADS = "test_cuda.py::test_a_read_waits_once_for_all_that_it_copies_to_a_device"
 TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
 FROZEN = "test_snapshot.py::test_a_silent_change_of_a_lazy_frozen_parameter_fails_and_makes_it_eager_for_good"
 ARCHIVES = (
@@ -2832,9 +2833,21 @@ _in(
     ),
     (
         "restore fills the small buffer again before it is copied",
-        "std::memcpy(bounce, from.data() + done, piece.size());",
-        ("std::memcpy(bounce, from.data() + done, piece.size());\nLocked([&] { idle_bounces_.push_back(bounce); });"),
+        "std::memcpy(bounce + used, c.host + done, n);",
+        (
+            "std::memcpy(bounce + used, c.host + done, n);\n"
+            "if (used == 0) Locked([&] { idle_bounces_.push_back(bounce); });"
+        ),
         DEVICES,
+    ),
+)
+_in(
+    "csrc/reader.cc",
+    (
+        "what belongs on the host passes over what belongs on devices",
+        "if (on_device && !failed_) Upload(unit, buffer);",
+        "if (!on_device && !failed_) Upload(unit, buffer);",
+        UPLOADS,
     ),
 )
 _in(

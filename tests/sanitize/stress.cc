@@ -226,9 +226,7 @@ void CheckFile(Engine& engine, const std::string& path, const std::string& bytes
   options.io_depth = static_cast<unsigned>(random(1, 8));
   options.backend = random.OneIn(2) ? "auto" : "posix";
   options.staging = engine.Borrow(random(0, 4) * kReadBytes);
-  options.upload = [&](int device, std::byte* to, std::span<std::byte> from) {
-    return engine.Upload(device, to, from);
-  };
+  options.upload = [&](int device, std::span<const DeviceCopy> copies) { return engine.Upload(device, copies); };
   if (faulty && random.OneIn(2)) options.fault = random.OneIn(2) ? "read:1:short" : "read:1:EINTR,read:3:EIO";
   threads_granted = random.OneIn(4) ? static_cast<int>(random(0, 2)) : kAll;
   Status status;
