@@ -65,7 +65,8 @@ PYBIND11_MODULE(_engine, m) {
   engine_class
       .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
                        const std::string& backend, std::optional<bool> direct, bool register_buffers, bool pin_ring,
-                       size_t copies_in_flight, bool watch_pages, bool copy_on_write, const std::string& fault) {
+                       size_t copies_in_flight, size_t copies_ahead, bool watch_pages, bool copy_on_write,
+                       const std::string& fault) {
              EngineOptions o;
              o.max_ring_bytes = ring_bytes;
              o.chunk_bytes = chunk_bytes;
@@ -76,6 +77,7 @@ PYBIND11_MODULE(_engine, m) {
              o.register_buffers = register_buffers;
              o.pin_ring = pin_ring;
              o.copies_in_flight = copies_in_flight;
+             o.copies_ahead = copies_ahead;
              o.watch_pages = watch_pages;
              o.copy_on_write = copy_on_write;
              o.fault = fault;
@@ -83,7 +85,7 @@ PYBIND11_MODULE(_engine, m) {
            }),
            py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
            "direct"_a = py::none(), "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
-           "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
+           "copies_ahead"_a = 64, "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
       .def("attach",
            [](EngineHandle& e, int ordinal) {

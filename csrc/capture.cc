@@ -57,7 +57,7 @@ Chunk* Engine::TakeChunk(bool helping) {
   const auto lane = static_cast<size_t>(chunk->lane());
   for (uint64_t bits = chunk->devices; bits != 0; bits &= bits - 1) {
     const CopyLane& l = gpus_[std::countr_zero(bits)]->lanes[lane];
-    if (l.in_flight == options_.copies_in_flight) return nullptr;
+    if (l.in_flight >= (helping ? options_.copies_ahead : options_.copies_in_flight)) return nullptr;
     // A copy engine serves other streams only when it has run dry: a loss that training reads would come after all of
     // the checkpoint. So copies that nobody waits for come in bursts.
     if (!helping && l.burst >= options_.copies_in_flight) return nullptr;

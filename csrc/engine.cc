@@ -25,6 +25,7 @@ unsigned Cores() {
 std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* status) {
   std::unique_ptr<Engine> engine(new Engine);
   engine->options_ = options;
+  engine->options_.copies_ahead = std::max(options.copies_ahead, options.copies_in_flight);
   const size_t chunk = options.chunk_bytes;
   if (chunk == 0 || chunk % kBlockBytes != 0 || chunk > Ring::kSliceBytes || options.max_ring_bytes < chunk ||
       options.io_depth == 0 || options.copies_in_flight == 0) {
@@ -135,7 +136,7 @@ bool Engine::Attach(int ordinal, Status* status) {
     for (const Lane lane : {Lane::kEager, Lane::kLazy}) {
       CopyLane& l = gpu->lanes[static_cast<size_t>(lane)];
       l.lane = lane;
-      l.flights.reserve(options_.copies_in_flight);
+      l.flights.reserve(options_.copies_ahead);
       l.thread = std::thread([this, &g = *gpu, &l] { LandLoop(g, l); });
       pthread_setname_np(l.thread.native_handle(), "lazyckpt-land");
     }

@@ -29,7 +29,8 @@ struct EngineOptions {
   std::optional<bool> direct;  // without: except on FUSE
   bool register_buffers = true;
   bool pin_ring = true;         // for devices; without, what they do where that is refused
-  size_t copies_in_flight = 4;  // chunks, in each lane of a device, since drivers' queues are short; a burst is as long
+  size_t copies_in_flight = 4;  // chunks, in each lane of a device; a burst is as long
+  size_t copies_ahead = 64;     // the same while a thread waits for copies; not more, since drivers' queues are short
   bool watch_pages = false;     // of lazy host memory: see PageWitness
   bool copy_on_write = false;   // and in its mode kCopy
   std::string fault;            // test build only: see MakeFaultBackend
@@ -130,7 +131,7 @@ class Engine {
     Lane lane;
     size_t in_flight = 0;         // chunks, with those that are about to be
     size_t burst = 0;             // chunks since none was in flight
-    std::vector<Flight> flights;  // has room for copies_in_flight
+    std::vector<Flight> flights;  // has room for copies_ahead
     bool stop = false;
     std::condition_variable changed;
     std::thread thread;  // waits for them

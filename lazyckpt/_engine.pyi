@@ -16,7 +16,8 @@ FAULTS: bool  # whether this is the test build, with fault injection
 
 class Engine:
     """A staging ring and the threads that copy and write. Belongs to the process that made it: in a forked child
-    every call raises RuntimeError. copies_in_flight: chunks on their way from a device, eager and lazy ones each.
+    every call raises RuntimeError. copies_in_flight: chunks on their way from a device, eager and lazy ones each;
+    copies_ahead: at most so many while a thread waits for copies.
     direct: O_DIRECT; None: except on FUSE. With the backend "auto" a thread pool writes to FUSE."""
 
     def __init__(
@@ -31,6 +32,7 @@ class Engine:
         register_buffers: bool = True,
         pin_ring: bool = True,
         copies_in_flight: int = 4,
+        copies_ahead: int = 64,
         watch_pages: bool = False,
         copy_on_write: bool = False,
         fault: str = "",

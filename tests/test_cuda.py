@@ -222,21 +222,51 @@ def test_more_than_the_ring_waits_for_the_disk_on_the_host(driver: FakeCuda, tmp
 def test_four_chunks_are_in_flight_on_a_stream(
     driver: FakeCuda, knobs: dict[str, Any], depth: int, tmp_path: Path
 ) -> None:
-    """Or another number."""
+    """Or another number, as long as no thread waits for them."""
     state = State(driver, [(0, 30 * CHUNK, 1)])
     engine = make_engine(**knobs)
     with driver.hold(copies=True):
         job = state.begin(engine)
-        assert not job.wait_enqueued(1, state.refs(), 0.3)
+        wait_until(lambda: driver.statistics()["peak_in_flight"] == depth)
+        time.sleep(0.1)
     job.open(0, str(tmp_path / "file"), 0)
     state.check(job, tmp_path / "file")
     assert driver.statistics()["peak_in_flight"] == depth
     del job, engine
 
 
+@pytest.mark.parametrize("knobs", [{}, {"copies_ahead": 9}])
+def test_a_thread_that_waits_enqueues_more(driver: FakeCuda, knobs: dict[str, int], tmp_path: Path) -> None:
+    """Regression: save() waited for a busy device if it had more than four chunks of eager bytes there, and a step
+    until all but the last four had landed. Up to 64 chunks wait on the device instead."""
+    most = knobs.get("copies_ahead", 64)
+    engine = make_engine(ring_bytes=4 * most * CHUNK, **knobs)
+    eager = State(driver, [(0, (most - 1) * CHUNK, 0)])
+    lazy = State(driver, [(0, (most - 1) * CHUNK, 1)])
+    more = State(driver, [(0, (most + 1) * CHUNK, 1)])
+    eager.attach(engine)
+    wait_until(lambda: driver.live()["registered_bytes"] == 4 * most * CHUNK)
+    with driver.hold(copies=True):
+        jobs = [eager.begin(engine), lazy.begin(engine)]
+        assert jobs[0].wait_eager(10)
+        assert jobs[1].wait_enqueued(1, lazy.refs(), 10)
+        for state in (eager, lazy):
+            state.overwrite(9)
+    for number, (state, job) in enumerate(zip((eager, lazy), jobs, strict=True)):
+        job.open(0, str(tmp_path / str(number)), 0)
+        state.check(job, tmp_path / str(number))
+    with driver.hold(copies=True):
+        job = more.begin(engine)
+        assert not job.wait_enqueued(1, more.refs(), 0.2)
+    job.open(0, str(tmp_path / "more"), 0)
+    more.check(job, tmp_path / "more")
+    assert driver.statistics()["peak_in_flight"] == most
+    del job, jobs, engine
+
+
 def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path: Path) -> None:
     state = State(driver, [(0, 6 * CHUNK, 0), (HOST, 4 * CHUNK - 4, 0)])
-    engine = make_engine()
+    engine = make_engine(copies_ahead=4)
     with driver.hold(copies=True):
         job = state.begin(engine)
         job.open(0, str(tmp_path / "file"), 0)
@@ -256,7 +286,7 @@ def test_the_copy_engine_runs_dry_now_and_then(driver: FakeCuda, waits: bool, tm
     """Unless somebody waits for the copies. What training reads from the device would come after all of them."""
     driver.delay("cuEventSynchronize", 3e4)  # copies land one by one
     state = State(driver, [(0, 16 * CHUNK, 1)])
-    engine = make_engine()
+    engine = make_engine(copies_ahead=8)
     job = state.begin(engine)
     job.open(0, str(tmp_path / "file"), 0)
     waiter = threading.Thread(target=job.wait_captured, args=(1,))
@@ -596,7 +626,7 @@ def test_a_lost_device_fails_checkpoints_not_the_process(driver: FakeCuda, tmp_p
 
 def test_an_abandoned_checkpoint_lets_go_of_its_sources_after_its_copies(driver: FakeCuda) -> None:
     state = State(driver, [(0, 30 * CHUNK, 1)])
-    engine = make_engine()
+    engine = make_engine(copies_ahead=4)
     with driver.hold(copies=True):
         job = state.begin(engine)
         assert not job.wait_enqueued(1, state.refs(), 0.1)
@@ -610,7 +640,7 @@ def test_an_abandoned_checkpoint_lets_go_of_its_sources_after_its_copies(driver:
 def test_a_checkpoint_that_nobody_holds_lets_go_after_its_copies(driver: FakeCuda) -> None:
     """Its sources may be freed as soon as it is gone, while the engine goes on."""
     state = State(driver, [(0, 30 * CHUNK, 1)])
-    engine = make_engine()
+    engine = make_engine(copies_ahead=4)
     with driver.hold(copies=True):
         job = state.begin(engine)
         assert not job.wait_enqueued(1, state.refs(), 0.1)

@@ -237,7 +237,7 @@ def measure_sweep(part: Part) -> None:
     for chunk, threads, in_flight, pinned in cases:
         if part.left_s < 0.3 * part.seconds or state_bytes < 4 * chunk * MIB:
             continue
-        knobs = {"copies_in_flight": in_flight, "pin_ring": pinned}
+        knobs = {"copies_in_flight": in_flight, "copies_ahead": in_flight, "pin_ring": pinned}
         copier = Copier(part.device, state_bytes, chunk * MIB, threads, **knobs)
         copier.copy()
         times = [copier.copy() for _ in range(ROUNDS // 2)]

@@ -2393,6 +2393,18 @@ _in(
 _in(
     "csrc/capture.cc",
     (
+        "a step waits on the host until all but four chunks have landed",
+        "helping ? options_.copies_ahead : options_.copies_in_flight",
+        "options_.copies_in_flight",
+        "test_cuda.py::test_a_thread_that_waits_enqueues_more",
+    ),
+    (
+        "a thread that waits enqueues without bound",
+        "helping ? options_.copies_ahead : options_.copies_in_flight",
+        "helping ? ~size_t{0} : options_.copies_in_flight",
+        "test_cuda.py::test_a_thread_that_waits_enqueues_more",
+    ),
+    (
         "the copy engine never runs dry",
         "    if (!helping && l.burst >= options_.copies_in_flight) return nullptr;\n",
         "",

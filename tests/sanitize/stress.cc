@@ -378,6 +378,7 @@ void Round(const std::string& folder, Random& random, bool can_watch) {
   options.register_buffers = random.OneIn(2);
   options.pin_ring = random.OneIn(2);
   options.copies_in_flight = random(1, 4);
+  options.copies_ahead = random(1, 8);
   bool faulty = random.OneIn(2);
   if (faulty) options.fault = Faults(random, folder);
   constexpr const char* kCopy = "cuMemcpyDtoHAsync_v2";
