@@ -107,10 +107,15 @@ class StateSaver:
         self._group = torch.distributed.new_group(backend="gloo") if accelerator.num_processes > 1 else None
         self._saver = self._make_saver()
         _alive.add(self)
-        methods = ("save_state", "load_state", "end_training", "free_memory")
+        methods = ("prepare", "save_state", "load_state", "end_training", "free_memory")
         self._accelerates_own = {name: getattr(accelerator, name) for name in methods}
         for name in methods:
             setattr(accelerator, name, getattr(self, name))
+        self._expect()
+
+    def _expect(self) -> None:
+        if self._saver is not None:
+            self._saver.expect(*self._accelerator._models, *self._accelerator._optimizers)
 
     def _make_saver(self) -> lazyckpt.Saver | None:
         if not self._accelerator.is_main_process:
@@ -126,6 +131,12 @@ class StateSaver:
             self._saver.close()
 
     # of the Accelerator
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """``accelerate.Accelerator.prepare``. Saves hold what it prepares."""
+        prepared = self._accelerates_own["prepare"](*args, **kwargs)
+        self._expect()
+        return prepared
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any

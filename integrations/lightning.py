@@ -353,6 +353,8 @@ class LazyCheckpointCallback(Callback):
             return
         saver = self._io._open_saver()
         saver.watch(pl_module)
+        if any(isinstance(c, ModelCheckpoint) and not c.save_weights_only for c in trainer.checkpoint_callbacks):
+            saver.expect(pl_module, *trainer.optimizers)
         for callback in trainer.callbacks:
             if isinstance(callback, WeightAveraging) and callback._average_model is not None:
                 saver.watch(callback._average_model)

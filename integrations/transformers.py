@@ -52,7 +52,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_callback import CallbackHandler
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
     from transformers.training_args import ParallelMode
     from transformers.utils import WEIGHTS_NAME
     from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
@@ -113,10 +113,18 @@ class LazyCheckpointCallback(TrainerCallback):
     # What the Trainer calls
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         if args.should_save:
-            self._open(model)  # now: it has to see the optimizer's steps
+            saver = self._open(model)  # now: it has to see the optimizer's steps
+            if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+                saver.expect(model, optimizer)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._announce()

@@ -23,7 +23,7 @@ from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.sharded import refuse_parts
-from lazyckpt.providers.training import ModuleProvider, RngProvider, provider_for
+from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
 from lazyckpt.reentry import alone
 from lazyckpt.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
@@ -124,6 +124,9 @@ class Checkpointer:
         self._provider.parts = parts
         if isinstance(provider, ModuleProvider):
             self._saver.watch(provider.module)
+            self._saver.expect(provider.module)
+        elif isinstance(provider, OptimizerProvider):
+            self._saver.expect(provider.optimizer)
 
     # restore
 

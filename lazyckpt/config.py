@@ -22,7 +22,8 @@ class Config:
 
     host_buffer_bytes: int | Literal["auto"] = "auto"
     """The staging ring. "auto": as much as one checkpoint needs plus two chunks, at most a quarter of the memory
-    available to this process. A smaller one saves memory; the copies then wait for the disk (DataStates-LLM, V-B)."""
+    available to this process; taken after the first step of a tracked optimizer. A number is taken at once. A smaller
+    one saves memory; the copies then wait for the disk (DataStates-LLM, V-B)."""
 
     max_in_flight: int = 2
     """Checkpoints not yet durable at once; the next save waits until there is room (PCcheck)."""

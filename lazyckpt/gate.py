@@ -574,7 +574,7 @@ def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if mode is not None and _is_in_mode(self, mode):
             return method(self, *args, **kwargs)
-        with gate.step(_unwrapped(self)):
+        with gate.step(unwrapped(self)):
             return method(self, *args, **kwargs)
 
     return switch
@@ -586,7 +586,7 @@ def _is_in_mode(optimizer: Any, train: bool) -> bool:
     return all((own if own is not None else group.get("train_mode")) is train for group in optimizer.param_groups)
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
     """The optimizer that ``optimizer`` passes everything on to, as LightningOptimizer does: the two are one owner."""
     groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
     if groups is None or state is None:

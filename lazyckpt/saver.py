@@ -35,6 +35,7 @@ from lazyckpt.staged import StagedFolder
 from lazyckpt.tasks import NO_MEMORY, lacks_memory
 from lazyckpt.torn import TornStorages
 from lazyckpt.trace import Trace
+from lazyckpt.warmup import Warmup
 
 _EAGER_FIRST_S = 0.002
 
@@ -108,6 +109,7 @@ class Saver:
             _warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
         if not auto:
             self.engine.reserve(self._max_ring_bytes)
+        self._warmup = Warmup(self)
         gate.install()
 
     # what users call
@@ -193,6 +195,16 @@ class Saver:
             self._modules.append(module)
             self._unwatch.append(watch_module(module))
 
+    def expect(self, *objects: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Say what the first save will hold, so that its staging buffer is ready in time.
+
+        After the first step of one of these optimizers a background thread takes the memory, and pins it where there is
+        a GPU. Without this the first save begins that, and its copies wait. A process that takes no step, since it only
+        loads, takes no memory.
+        """
+        for obj in objects:
+            self._warmup.expect(obj)
+
     def pending(self) -> list[SaveHandle]:
         """The saves that are not durable yet, oldest first."""
         return self._background.pending
@@ -244,6 +256,7 @@ class Saver:
         for undo in self._unwatch:
             undo()
         self._modules.clear()
+        self._warmup.forget()
         self._ended = True
         self.__dict__.pop("engine", None)  # a signal handler may have closed it meanwhile
         self._background.raise_failed()
@@ -413,6 +426,15 @@ class Saver:
         """Let the staging ring grow to ``nbytes``, if it may."""
         if self.config.host_buffer_bytes == "auto":
             self.engine.reserve(min(nbytes, self._max_ring_bytes))
+
+    def prepare(self, tensors: list[torch.Tensor], nbytes: int) -> None:
+        """See ``warmup.py``. It never fails: the first save raises what is wrong."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        with contextlib.suppress(OSError):  # first the devices: the ring goes next to them
+            devices.locate(storages, [storage.device for storage in storages], self.engine)
+        self.reserve(nbytes + 2 * self.config.chunk_bytes)
 
     def forget_frozen(self) -> None:
         """What was seen of frozen parameters holds no longer: somebody wrote to them."""

@@ -656,6 +656,27 @@ def test_an_accelerator_that_is_let_go_is_not_kept(tmp_path: Path) -> None:
 # switching it on
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_the_first_step_prepares_the_staging_buffer(early: bool, tmp_path: Path) -> None:
+    """Whether enable() comes before prepare() or after it; in the main process, which saves."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if early:
+        saver = enable(accelerator, chunk_bytes=4096)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if not early:
+        saver = enable(accelerator, chunk_bytes=4096)
+    assert saver is not None and saver._saver is not None
+    before = saver._saver.engine.ring_bytes
+    model(torch.randint(300, (8,))).backward()
+    optimizer.step()
+    assert before <= 2 * 4096
+    assert saver._saver.engine.ring_bytes > 3 * sum(p.nbytes for p in model.parameters())
+    saver.close()
+    assert "prepare" not in vars(accelerator) or accelerator.prepare.__func__ is accelerate.Accelerator.prepare
+
+
 def test_enabling_again_replaces_and_closing_gives_back(tmp_path: Path) -> None:
     run = Run()
     first = enable(run.accelerator, max_in_flight=3)

@@ -321,6 +321,18 @@ class Each(Callback):
         self.call(trainer)
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_first_step_prepares_the_staging_buffer(weights_only: bool, tmp_path: Path) -> None:
+    """For both moments, too; not where only weights are saved."""
+    io = LazyCheckpointIO(chunk_bytes=4096)
+    sizes: list[int] = []
+    each = Each(lambda _: sizes.append(io._own_saver().engine.ring_bytes))  # type: ignore[union-attr]
+    checkpoint = ModelCheckpoint(tmp_path, save_weights_only=weights_only)  # at the end of the epoch
+    model = Net()
+    trainer_in(tmp_path, io, checkpoint, each).fit(model)
+    assert (sizes[0] > 3 * sum(p.nbytes for p in model.parameters())) != weights_only
+
+
 # what is saved
 
 

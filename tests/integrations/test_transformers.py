@@ -276,6 +276,29 @@ def test_a_lazy_run_leaves_what_the_trainer_leaves(
             assert found[file] == expected[file], file
 
 
+class Sizes(TrainerCallback):
+    """How large the staging buffer is after each step, before anything is saved."""
+
+    def __init__(self, callback: LazyCheckpointCallback) -> None:
+        self.callback = callback
+        self.found: list[int] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        assert self.callback._saver is not None
+        self.found.append(self.callback._saver.engine.ring_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"save_only_model": True}, {"save_strategy": "no"}])
+def test_the_first_step_prepares_the_staging_buffer(options: dict[str, Any], tmp_path: Path) -> None:
+    """For both moments, too; not where nothing is saved, or only the model."""
+    callback = lazy(host_buffer_bytes="auto")
+    sizes = Sizes(callback)
+    trainer = trainer_of(tmp_path, callback, sizes, max_steps=2, **options)
+    parameters = sum(p.nbytes for p in trainer.model.parameters())
+    trainer.train()
+    assert (sizes.found[0] > 3 * parameters) == (not options)
+
+
 def copied(obj: Any) -> Any:
     buffer = io.BytesIO()
     torch.save(obj, buffer)

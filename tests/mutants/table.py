@@ -2880,6 +2880,49 @@ _in(
     ("replayed steps are lazy", " and gate.replayed.get(owner, True)", "", DEVICES),
 )
 
+_in(
+    "lazyckpt/warmup.py",
+    (
+        "a process that only restores takes memory",
+        "                self._waiting.add(id(known))\n",
+        "                self._waiting.add(id(known))\n                self.after_step(known)\n",
+        "test_warmup.py::test_who_only_restores_takes_no_memory",
+    ),
+    (
+        "a device is attached inside a capture",
+        " or devices.capturing():",
+        ":",
+        "test_warmup.py::test_not_while_a_graph_is_captured",
+    ),
+    (
+        "a hook is removed while torch goes through them",
+        "if not gate.inside_step():",
+        "if True:",
+        "test_warmup.py::test_a_saver_may_be_closed_inside_a_step",
+    ),
+    (
+        "an optimizer keeps a Saver alive",
+        "self._owner = weakref.ref(owner)",
+        "self._owner = lambda: owner",
+        "test_warmup.py::test_an_optimizer_may_be_copied_pickled_and_outlive_its_saver",
+    ),
+)
+_in(
+    "lazyckpt/saver.py",
+    (
+        "a child's step prepares the buffer of its parent",
+        "        if self._closed or os.getpid() != self._pid:\n            return\n",
+        "",
+        "test_warmup.py::test_a_forked_child_may_step",
+    ),
+    (
+        "a device that cannot be used fails a step",
+        "with contextlib.suppress(OSError):  # first the devices: the ring goes next to them",
+        "with contextlib.nullcontext():",
+        "test_warmup.py::test_a_device_that_cannot_be_attached_fails_the_save_and_no_step",
+    ),
+)
+
 # The witnesses: pages, and versions at a point of program order
 
 V, PAGES, LEARNT = "test_verdict.py::", "test_page_witness.py::", "test_torn.py::"
