@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -35,7 +34,7 @@ PEERS = ("torch", "lightning", "torchsnapshot", "torch_checkpointing")
 @dataclass(frozen=True)
 class Step:
     name: str
-    module: str  # with its parts; or a folder of tests
+    module: str  # with its parts
     share: float  # of the time; what one leaves goes to those after it
     state_gb: float  # the default, at most
     in_memory: bool = False  # its checkpoints go to a tmpfs
@@ -44,7 +43,6 @@ class Step:
 STEPS = (
     Step("peak", "benchmarks.gpu.copies", 1.0, 8, in_memory=True),
     Step("sweep", "benchmarks.gpu.copies", 1.0, 8, in_memory=True),
-    Step("tests", "tests/gpu", 2.0, 0, in_memory=True),
     Step("memory", "benchmarks.gpu.training", 3.0, 12, in_memory=True),
     Step("disk", "benchmarks.gpu.training", 1.5, 12),
     Step("large", "benchmarks.gpu.training", 1.0, 36, in_memory=True),
@@ -97,7 +95,7 @@ class Run:
                 continue
             self._console.print(f"{step.name}: at most {seconds:.0f} s", highlight=False)
             try:
-                tables = self._tests(seconds) if step.module.startswith("tests/") else self._part(step, seconds)
+                tables = self._part(step, seconds)
             except Exception as error:  # the others are not to go with it
                 tables = [_word(step.name, repr(error))]
             self._add(tables)
@@ -129,27 +127,8 @@ class Run:
             tables.append(_word(step.name, problem))
         return tables
 
-    def _tests(self, seconds: float) -> list[Table]:
-        log = self._output / "tests.log"
-        scratch = Path(tempfile.mkdtemp(prefix="lazyckpt-bench-", dir=self._arguments.tmpfs))
-        command = [sys.executable, "-m", "pytest", "-v", "-rs", "--no-header", f"--basetemp={scratch}", "tests/gpu"]
-        environment = {} if self._arguments.device == "cuda" else {"LAZYCKPT_TEST_DEVICE": self._arguments.device}
-        try:
-            problem = run(command, seconds, log, environment)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        outcomes = re.findall(
-            r"^\S*::(.+) (PASSED|FAILED|ERROR|SKIPPED)", log.read_text(errors="replace"), re.MULTILINE
-        )
-        found = [outcome for _, outcome in outcomes]
-        table = Table("Tests on the device (tests/gpu)", ["passed", "failed", "skipped"])
-        failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-        table.add(str(found.count("PASSED")), str(len(failed)), str(found.count("SKIPPED")))
-        table.notes += [f"{name} failed" for name in failed] + ([problem] if problem else [])
-        return [table]
 
-
-def run(command: Sequence[str], limit_s: float, log: Path, environment: dict[str, str] | None = None) -> str:
+def run(command: Sequence[str], limit_s: float, log: Path) -> str:
     """Runs it with its output in `log`; it and all its children are killed when the time is over. Returns what went
     wrong, or nothing."""
     with open(log, "wb") as file:
@@ -158,7 +137,7 @@ def run(command: Sequence[str], limit_s: float, log: Path, environment: dict[str
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},  # if it is killed, its log says more
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # if it is killed, its log says more
             start_new_session=True,
         )
         try:
