@@ -437,6 +437,10 @@ def test_lone_files(gpu: Gpu, tmp_path: Path) -> None:
     try:
         lazyckpt.save(tensors, tmp_path / "a.pt")
         lazyckpt.save(tensors, tmp_path / "a.safetensors")
+        lazyckpt.load(tmp_path / "a.pt", map_location="cuda:1")
+        # To unpin would wait for the device.
+        assert gpu.driver.calls().get("cuMemHostUnregister", 0) == 0
+        assert gpu.driver.calls()["cuMemHostRegister_v2"] == 1
     finally:
         reading._engine_of.cache_clear()
     assert saved(tmp_path / "a.pt") == gpu.picture(tensors)
