@@ -145,7 +145,7 @@ class StateSaver:
                     staged = unless_saved.enter_context(self._stage(target, self._saver))
             folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
             with self._on_all_ranks(target):
-                if not folder.is_dir():
+                if not os.path.isdir(folder):
                     raise lazyckpt.SaveError(f"{folder} of the main process is not seen here", path=target)
                 self._write(folder, staged, safe_serialization, kwargs)
                 if staged is None and _on_several_nodes(self._accelerator):
@@ -225,9 +225,9 @@ class StateSaver:
 
     def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
         project = self._accelerator.project_configuration
-        if project.automatic_checkpoint_naming and target.exists():
+        if project.automatic_checkpoint_naming and os.path.exists(target):
             saver.wait()  # total_limit may be about to remove it; accelerate removes at once
-        if project.automatic_checkpoint_naming and target.exists():
+        if project.automatic_checkpoint_naming and os.path.exists(target):
             raise ValueError(
                 f"{target} exists already; set accelerator.project_configuration.iteration to what comes after it"
             )
@@ -315,8 +315,14 @@ class StateSaver:
 
 def _finish(folder: Path) -> None:
     try:
-        if folder.is_dir():
-            in_place.finish(folder)
+        os.scandir(os.path.join(folder, ".")).close()  # the dot also takes the permission to open what is in there
+    except (FileNotFoundError, NotADirectoryError):
+        return  # accelerate says so
+    except OSError as error:
+        what = f"cannot be read: {error.strerror} ({error.errno})"
+        raise lazyckpt.ReadError(what, path=folder, errno=error.errno or 0) from error
+    try:
+        in_place.finish(folder)
     except OSError as error:
         what = f"the publication of a checkpoint was cut off, and cannot be finished: {error}"
         raise lazyckpt.LoadError(what, path=folder) from error

@@ -368,7 +368,7 @@ def _is_just_in_time(target: Path) -> bool:
     The folder with its sentinel would be taken for a checkpoint if the process were killed now.
     """
     sentinel = target / _JIT_SENTINEL
-    if not sentinel.exists():
+    if not os.path.exists(sentinel):
         return False
     sentinel.unlink()
     with contextlib.suppress(OSError):  # not empty: the same step was saved before, and still counts
