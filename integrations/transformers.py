@@ -117,6 +117,7 @@ class LazyCheckpointCallback(TrainerCallback):
     ) -> None:
         if args.should_save:
             self._open(model)  # now: it has to see the optimizer's steps
+            _tidy(_staging_folder(args))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._announce()
@@ -181,8 +182,7 @@ class LazyCheckpointCallback(TrainerCallback):
             self._saver = None
             self._saves.clear()
             if self._inside is not None:
-                with contextlib.suppress(OSError):  # another process stages in it, too
-                    self._inside.rmdir()
+                _tidy(self._inside)
 
     # The parts
 
@@ -193,7 +193,7 @@ class LazyCheckpointCallback(TrainerCallback):
         return self._saver
 
     def _stage(self, trainer: Trainer, target: str) -> lazyckpt.StagedFolder:
-        self._inside = Path(str(trainer.args.output_dir), STAGING).absolute()
+        self._inside = _staging_folder(trainer.args)
         step = trainer.state.global_step
         return self._open(trainer.model).stage(Path(target).absolute(), inside=self._inside, step=step)
 
@@ -288,6 +288,22 @@ class LazyCheckpointTrainerMixin:
         write = functools.partial(super()._save_checkpoint, model, trial)  # type: ignore[misc]
         callback = _callback_in(self.callback_handler)  # type: ignore[attr-defined]
         write() if callback is None else callback.save(self, trial, write)
+
+
+def _staging_folder(args: TrainingArguments) -> Path:
+    return Path(str(args.output_dir), STAGING).absolute()
+
+
+def _tidy(inside: Path) -> None:
+    """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
+    try:
+        commit.sweep(inside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        warnings.warn(f"what dead runs left in {inside} is not removed: {error}", stacklevel=2)
+    with contextlib.suppress(OSError):  # not empty
+        inside.rmdir()
 
 
 def _oldest_first(run_dir: str) -> list[str]:

@@ -113,7 +113,13 @@ class Staging:
         self._lock = -1
         while True:
             self.path = temporary_name(target if inside is None else inside / target.name)
-            os.mkdir(self.path)
+            try:
+                os.mkdir(self.path)
+            except FileNotFoundError:
+                if inside is None or inside.exists():
+                    raise
+                make_folder(inside)  # another process found it empty, and removed it
+                continue
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -176,7 +182,8 @@ class Staging:
         try:
             sync_path(self.target.parent)
             if self.path.parent != self.target.parent:
-                sync_path(self.path.parent)
+                with contextlib.suppress(FileNotFoundError):  # another process found it empty, and removed it
+                    sync_path(self.path.parent)
         except OSError as error:
             what = f"{error.strerror} at the fsync of its folder; it may or may not survive a power cut"
             raise OSError(error.errno, what, str(self.target.parent)) from error

@@ -61,6 +61,12 @@ SAFETENSORS = (
 _in(
     "lazyckpt/commit.py",
     (
+        "a staging folder that another run removed is not made again",
+        "if inside is None or inside.exists():",
+        "if True:",
+        "integrations/test_transformers.py::test_another_run_that_ends_takes_the_empty_staging_folder_away",
+    ),
+    (
         "a folder that cannot be listed is replaced",
         "os.walk(old, onerror=_raise)",
         "os.walk(old)",
@@ -1452,6 +1458,12 @@ _in(
 )
 _in(
     "lazyckpt/integrations/transformers.py",
+    (
+        "what a killed Trainer staged stays until a save",
+        "            _tidy(_staging_folder(args))\n",
+        "            pass\n",
+        "integrations/test_transformers.py::test_a_run_that_never_saves_removes_what_a_killed_one_left",
+    ),
     (
         "training ends before all is durable",
         "    callback.close()\n    _barrier(trainer)\n    best",
