@@ -314,18 +314,25 @@ class StateSaver:
 
 
 def _finish(folder: Path) -> None:
-    try:
-        os.scandir(os.path.join(folder, ".")).close()  # the dot also takes the permission to open what is in there
-    except (FileNotFoundError, NotADirectoryError):
+    if not _is_readable(folder):
         return  # accelerate says so
-    except OSError as error:
-        what = f"cannot be read: {error.strerror} ({error.errno})"
-        raise lazyckpt.ReadError(what, path=folder, errno=error.errno or 0) from error
     try:
         in_place.finish(folder)
     except OSError as error:
         what = f"the publication of a checkpoint was cut off, and cannot be finished: {error}"
         raise lazyckpt.LoadError(what, path=folder) from error
+
+
+def _is_readable(folder: Path) -> bool:
+    """False if there is no such folder. Raises ReadError if this process may not list it or open what is in there."""
+    try:
+        os.scandir(os.path.join(folder, ".")).close()  # resolving the dot takes the second permission
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        what = f"cannot be read: {error.strerror} ({error.errno})"
+        raise lazyckpt.ReadError(what, path=folder, errno=error.errno or 0) from error
+    return True
 
 
 def _sync(folder: Path) -> None:
