@@ -156,7 +156,7 @@ class StateSaver:
                     staged = unless_saved.enter_context(self._stage(target, self._saver))
             folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
             with self._on_all_ranks(target):
-                if not folder.is_dir():
+                if not os.path.isdir(folder):
                     raise lazyckpt.SaveError(f"{folder} of the main process is not seen here", path=target)
                 self._write(folder, staged, safe_serialization, kwargs)
                 if staged is None and _on_several_nodes(self._accelerator):
@@ -236,9 +236,9 @@ class StateSaver:
 
     def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
         project = self._accelerator.project_configuration
-        if project.automatic_checkpoint_naming and target.exists():
+        if project.automatic_checkpoint_naming and os.path.exists(target):
             saver.wait()  # total_limit may be about to remove it; accelerate removes at once
-        if project.automatic_checkpoint_naming and target.exists():
+        if project.automatic_checkpoint_naming and os.path.exists(target):
             raise ValueError(
                 f"{target} exists already; set accelerator.project_configuration.iteration to what comes after it"
             )
@@ -325,12 +325,25 @@ class StateSaver:
 
 
 def _finish(folder: Path) -> None:
+    if not _is_readable(folder):
+        return  # accelerate says so
     try:
-        if folder.is_dir():
-            in_place.finish(folder)
+        in_place.finish(folder)
     except OSError as error:
         what = f"the publication of a checkpoint was cut off, and cannot be finished: {error}"
         raise lazyckpt.LoadError(what, path=folder) from error
+
+
+def _is_readable(folder: Path) -> bool:
+    """False if there is no such folder. Raises ReadError if this process may not list it or open what is in there."""
+    try:
+        os.scandir(os.path.join(folder, ".")).close()  # resolving the dot takes the second permission
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        what = f"cannot be read: {error.strerror} ({error.errno})"
+        raise lazyckpt.ReadError(what, path=folder, errno=error.errno or 0) from error
+    return True
 
 
 def _sync(folder: Path) -> None:

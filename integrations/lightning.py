@@ -173,12 +173,16 @@ class LazyCheckpointIO(TorchCheckpointIO):
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.barrier()  # only rank 0 knows what is pending
         target = _local(path)
-        if target is None or not target.is_file():
+        if target is None or os.path.isdir(target):
             return super().load_checkpoint(path, map_location, weights_only)
         try:
             return lazyckpt.load(target, map_location, weights_only=weights_only)
         except lazyckpt.UnsupportedFormatError:  # torch may know better, or says what it always said
             return super().load_checkpoint(path, map_location, weights_only)
+        except lazyckpt.LoadError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return super().load_checkpoint(path, map_location, weights_only)  # which says so
+            raise
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Once everything saved so far is durable; if that fails, ``path`` stays, with a warning."""
@@ -233,7 +237,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
             return bool(fs.exists(name))
         saver = self._own_saver()
         pending = [handle.path for handle in saver.pending()] if saver is not None else []
-        return target not in self._removed and (target in pending or target in self._links or target.exists())
+        return target not in self._removed and (target in pending or target in self._links or os.path.exists(target))
 
     def link(self, path: str | Path, link: str | Path) -> None:
         """Makes ``link`` a durable symbolic link to ``path`` as soon as that is durable.
@@ -249,7 +253,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
 
         def make(_: object = None) -> None:
             with self._lock:
-                if number < self._linked.get(name, 0) or not target.exists():
+                if number < self._linked.get(name, 0) or not os.path.exists(target):
                     return
                 self._linked[name] = number
                 try:
@@ -538,9 +542,9 @@ def _find_last(original: Any, callback: ModelCheckpoint, trainer: Trainer) -> se
     if not (callback.save_last or found) or any(map(os.path.exists, found)):
         return found
     folder = _local(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
-    if folder is None or not folder.is_dir():
+    if folder is None or not os.path.isdir(folder):
         return found
-    files = [p for p in folder.glob(f"*{callback.FILE_EXTENSION}") if p.is_file() and not p.is_symlink()]
+    files = [p for p in folder.glob(f"*{callback.FILE_EXTENSION}") if os.path.isfile(p) and not os.path.islink(p)]
     newest = next(filter(_is_whole, sorted(files, key=os.path.getmtime, reverse=True)), None)
     if newest is None:
         return found

@@ -125,6 +125,7 @@ class LazyCheckpointCallback(TrainerCallback):
             saver = self._open(model)  # now: it has to see the optimizer's steps
             if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
                 saver.expect(model, optimizer)
+            _tidy(_staging_folder(args))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._announce()
@@ -189,8 +190,7 @@ class LazyCheckpointCallback(TrainerCallback):
             self._saver = None
             self._saves.clear()
             if self._inside is not None:
-                with contextlib.suppress(OSError):  # another process stages in it, too
-                    self._inside.rmdir()
+                _tidy(self._inside)
 
     # The parts
 
@@ -201,7 +201,7 @@ class LazyCheckpointCallback(TrainerCallback):
         return self._saver
 
     def _stage(self, trainer: Trainer, target: str) -> lazyckpt.StagedFolder:
-        self._inside = Path(str(trainer.args.output_dir), STAGING).absolute()
+        self._inside = _staging_folder(trainer.args)
         step = trainer.state.global_step
         return self._open(trainer.model).stage(Path(target).absolute(), inside=self._inside, step=step)
 
@@ -298,6 +298,22 @@ class LazyCheckpointTrainerMixin:
         write() if callback is None else callback.save(self, trial, write)
 
 
+def _staging_folder(args: TrainingArguments) -> Path:
+    return Path(str(args.output_dir), STAGING).absolute()
+
+
+def _tidy(inside: Path) -> None:
+    """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
+    try:
+        commit.sweep(inside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        warnings.warn(f"what dead runs left in {inside} is not removed: {error}", stacklevel=2)
+    with contextlib.suppress(OSError):  # not empty
+        inside.rmdir()
+
+
 def _oldest_first(run_dir: str) -> list[str]:
     while True:
         try:
@@ -376,7 +392,7 @@ def _is_just_in_time(target: Path) -> bool:
     The folder with its sentinel would be taken for a checkpoint if the process were killed now.
     """
     sentinel = target / _JIT_SENTINEL
-    if not sentinel.exists():
+    if not os.path.exists(sentinel):
         return False
     sentinel.unlink()
     with contextlib.suppress(OSError):  # not empty: the same step was saved before, and still counts

@@ -22,7 +22,7 @@ from typing import Any
 
 from lazyckpt import _engine, commit, readback, tasks
 from lazyckpt.config import Config
-from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, LazyCkptError, LoadError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
@@ -341,7 +341,8 @@ def _as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:
     if isinstance(cause, OSError):
         error = save_error(cause, path=handle.path, step=handle.step)
     else:
-        error = SaveError(f"{type(cause).__name__}: {cause}", path=handle.path, step=handle.step)
+        what = str(cause) if isinstance(cause, LazyCkptError) else f"{type(cause).__name__}: {cause}"
+        error = SaveError(what, path=handle.path, step=handle.step)
     error.__cause__ = cause
     return error
 

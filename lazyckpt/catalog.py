@@ -144,6 +144,11 @@ def _lstat(path: Path) -> os.stat_result | None:
         raise load_error("cannot be read", error, path=path) from error
 
 
+def is_missing(path: Path) -> bool:
+    """Raises ReadError if nobody can tell."""
+    return _lstat(path) is None
+
+
 def _name(value: Any) -> str:
     """A name in the checkpoint's folder."""
     if not isinstance(value, str) or value in ("", ".", "..", commit.MANIFEST) or "/" in value or "\0" in value:
@@ -216,6 +221,7 @@ class Catalog:
                 if entry.is_symlink():
                     raise LoadError("a symbolic link, which is not followed; restore(path=…) does", path=entry.path)
                 found.append(read_checkpoint(Path(entry.path)))
+                self._sequences[entry.name, entry.inode()] = found[-1].sequence
             except LoadError as error:
                 self.broken.append(error)
             except OSError as error:
@@ -223,18 +229,31 @@ class Catalog:
         return found
 
     def last_sequence(self) -> int:
-        """The highest of a committed checkpoint, 0 without one. Reads only manifests that were not there at the last
-        call: it is asked for at every save. Raises OSError."""
-        before, self._sequences = self._sequences, {}
-        for entry in os.scandir(self.root):
-            if not _FOLDER.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
-                continue
-            key = entry.name, entry.inode()
-            try:
-                self._sequences[key] = before[key] if key in before else read_checkpoint(Path(entry.path)).sequence
-            except LoadError:
-                self._sequences[key] = 0
-        return max(self._sequences.values(), default=0)
+        """The highest of a committed checkpoint, 0 without one. Reads only manifests that neither the last call nor
+        ``scan`` has read: it is asked for at every save. A damaged one counts as 0, since nothing restores it. Raises
+        LoadError if the folder cannot be read, ReadError if a manifest cannot: its sequence may be the highest."""
+        found = {}
+        try:
+            entries = [e for e in os.scandir(self.root) if _FOLDER.fullmatch(e.name)]
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    continue
+                key = entry.name, entry.inode()
+                found[key] = self._sequences[key] if key in self._sequences else _sequence_of(Path(entry.path))
+        except OSError as error:
+            raise load_error("cannot be read", error, path=self.root) from error
+        self._sequences = found
+        return max(found.values(), default=0)
+
+
+def _sequence_of(checkpoint: Path) -> int:
+    try:
+        return read_checkpoint(checkpoint).sequence
+    except ReadError as error:
+        what = f"{error.what}; it may be the newest checkpoint, so none can follow it. If it is lost, move it away"
+        raise ReadError(what, path=error.path, errno=error.errno) from error
+    except LoadError:
+        return 0
 
 
 def chain(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

@@ -13,7 +13,7 @@ from lazyckpt import catalog, commit, paths
 from lazyckpt.background import Target, warn
 from lazyckpt.catalog import STATE, Catalog, Checkpoint
 from lazyckpt.config import MIB
-from lazyckpt.errors import ClosedError, ConfigError, LoadError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, LazyCkptError, LoadError, ReadError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.handle import SaveHandle
 from lazyckpt.interval import interval
@@ -26,6 +26,7 @@ from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
 from lazyckpt.reentry import alone
 from lazyckpt.restore import restore_newest, restore_one
+from lazyckpt.retry import patiently
 from lazyckpt.saver import Saver
 
 RNG = "rng"
@@ -46,8 +47,8 @@ class Checkpointer:
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as checkpoints cost at most the
     part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
     One thread at a time may call: a second one, and a signal handler inside a call, get a ConfigError.
-    Raises ConfigError for a knob that makes no sense, SaveError if the folder cannot be written to. If it
-    holds checkpoints, these can be restored all the same: that is a warning, and what is saved fails.
+    Raises ConfigError for a knob that makes no sense, ReadError if the folder cannot be read, SaveError if it cannot be
+    written to. If it holds checkpoints, these can be restored all the same: that is a warning, and what is saved fails.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class Checkpointer:
             commit.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:
-            if not self._holds_checkpoints():
+            try:
+                self._refuse_if_empty(error)
+            except LazyCkptError:
                 self._saver.close()
-                raise save_error(error, path=self.directory) from error
+                raise
             warnings.warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not", stacklevel=2)
         known = self._catalog.scan()
         self._sequence = known[0].sequence if known else 0  # of the last one; a save that fails may leave a gap
@@ -85,11 +88,16 @@ class Checkpointer:
             self._saver.reserve(min(known[0].nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
 
-    def _holds_checkpoints(self) -> bool:
+    def _refuse_if_empty(self, error: OSError) -> None:
+        """Raises if a folder that cannot be written to cannot be read either, or has nothing to restore."""
         try:
-            return bool(self._catalog.scan())
+            if self._catalog.scan() or self._catalog.broken:
+                return
+        except ReadError:
+            raise
         except LoadError:
-            return False
+            pass  # there is no such folder
+        raise save_error(error, path=self.directory, opening=True) from error
 
     # what is saved
 
@@ -216,7 +224,7 @@ class Checkpointer:
 
     def _manifest(self, step: int, files: list[tuple[str, int, int]]) -> dict[str, Any]:
         """Numbered now, after all that is committed, whoever saved it: the newest is what was committed last."""
-        newest = self._catalog.last_sequence()
+        newest = patiently(self._catalog.last_sequence, warn)
         if newest > self._sequence and not self._warned:
             self._warned = True
             warn(

@@ -70,7 +70,12 @@ def make_folder(path: Path) -> None:
     """Makes a folder, if it is missing, and sees to it that its name survives a power cut: without, what is synced
     inside it would be of no use."""
     new = [path, *(folder for folder in path.parents if not folder.exists())]
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        name = error.filename
+        what = f"a symbolic link to {os.readlink(name)}, which leads to no folder" if os.path.islink(name) else "a file"
+        raise NotADirectoryError(errno.ENOTDIR, f"not a folder: {what}", name) from error
     for folder in new:
         if not folder.is_mount():
             with contextlib.suppress(PermissionError):  # not ours to read: whoever could make a name in it must sync it
@@ -112,7 +117,13 @@ class Staging:
         self._lock = -1
         while True:
             self.path = temporary_name(target if inside is None else inside / target.name)
-            os.mkdir(self.path)
+            try:
+                os.mkdir(self.path)
+            except FileNotFoundError:
+                if inside is None or inside.exists():
+                    raise
+                make_folder(inside)  # another process found it empty, and removed it
+                continue
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -189,7 +200,8 @@ class Staging:
         try:
             sync_path(self.target.parent)
             if self.path.parent != self.target.parent:
-                sync_path(self.path.parent)
+                with contextlib.suppress(FileNotFoundError):  # another process found it empty, and removed it
+                    sync_path(self.path.parent)
         except OSError as error:
             what = f"{error.strerror} at the fsync of its folder; it may or may not survive a power cut"
             raise OSError(error.errno, what, str(self.target.parent)) from error
@@ -238,7 +250,7 @@ def _carry_over(old: Path, new: Path) -> None:
     if old.is_symlink() or not old.is_dir():
         return
     changed = []
-    for folder, subfolders, names in os.walk(old):
+    for folder, subfolders, names in os.walk(old, onerror=_raise):
         into = new / Path(folder).relative_to(old)
         if os.path.lexists(into) and not into.is_dir():
             subfolders.clear()
@@ -256,6 +268,11 @@ def _carry_over(old: Path, new: Path) -> None:
         changed.append(into)
     for into in reversed(changed):  # a folder's name is in the one above it
         sync_path(into)
+
+
+def _raise(error: OSError) -> None:
+    """For ``os.walk``, which passes over a folder that it cannot list."""
+    raise error
 
 
 class FileStaging(Staging):

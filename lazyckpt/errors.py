@@ -41,18 +41,23 @@ class SaveError(LazyCkptError):
     """A checkpoint failed. What was committed before is untouched.
 
     Attributes: ``step`` (None for ``lazyckpt.save``) and ``path``, the place the checkpoint was meant for;
-    the underlying error, if any, is ``__cause__``.
+    the underlying error, if any, is ``__cause__``. With ``opening``, ``path`` is a folder that is refused before
+    anything is saved into it.
     """
 
-    def __init__(self, what: str, *, path: str | os.PathLike[str], step: int | None = None) -> None:
+    def __init__(
+        self, what: str, *, path: str | os.PathLike[str], step: int | None = None, opening: bool = False
+    ) -> None:
         self.what = what
         self.path = Path(path)
         self.step = step
+        self._opening = opening
         where = f"step {step}: {self.path}" if step is not None else str(self.path)
-        super().__init__(f"checkpoint not saved ({where}): {what}")
+        failed = f"cannot save into {where}" if opening else f"checkpoint not saved ({where})"
+        super().__init__(f"{failed}: {what}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), self.what, path=self.path, step=self.step), ()
+        return partial(type(self), self.what, path=self.path, step=self.step, opening=self._opening), ()
 
 
 class NoSpaceError(SaveError):
@@ -105,15 +110,17 @@ class RestoreError(LazyCkptError):
 def load_error(what: str, error: OSError, *, path: str | os.PathLike[str]) -> LoadError:
     """The typed error for what the operating system said of a file that is to be read."""
     what = f"{what}: {error.strerror} ({error.errno})"
-    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):  # it is not there, or something else
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG):  # nothing is there
         return LoadError(what, path=path)
     return ReadError(what, path=path, errno=error.errno or 0)
 
 
-def save_error(error: OSError, *, path: str | os.PathLike[str], step: int | None = None) -> SaveError:
+def save_error(
+    error: OSError, *, path: str | os.PathLike[str], step: int | None = None, opening: bool = False
+) -> SaveError:
     """The typed error for what the operating system said."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"{error.strerror}; free some space, or keep fewer checkpoints (keep_last)"
-        return NoSpaceError(what, path=path, step=step)
+        return NoSpaceError(what, path=path, step=step, opening=opening)
     where = f" ({error.filename})" if error.filename and str(error.filename) != os.fspath(path) else ""
-    return SaveError(f"{error.strerror}{where}", path=path, step=step)
+    return SaveError(f"{error.strerror}{where}", path=path, step=step, opening=opening)

@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
     weights_only = _weights_only(weights_only)
     paths.local(path)
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir() raises what load_error() is for
         read_checkpoint(path)
         path = path / STATE
     kind = sniff(path)

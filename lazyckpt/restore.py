@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -16,9 +14,7 @@ from lazyckpt.archive import Archive
 from lazyckpt.catalog import SCANS, STATE, Catalog, Checkpoint, read_checkpoint
 from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
-
-_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before a read that the operating system refused is tried again
-Restored = TypeVar("Restored")
+from lazyckpt.retry import patiently
 
 
 def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:
@@ -29,17 +25,7 @@ def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine)
     None for an empty catalog. Raises ReadError; RestoreError if none is whole, or if one does not fit; and
     UnsupportedFormatError for one that holds types which the user has not allowed.
     """
-    return _patiently(lambda: _restore_newest(catalog, provider, engine, SCANS))
-
-
-def _patiently(attempt: Callable[[], Restored]) -> Restored:
-    for pause_s in _PAUSES_S:
-        try:
-            return attempt()
-        except ReadError as error:
-            warnings.warn(f"tried again: {error}", stacklevel=5)
-            time.sleep(pause_s)
-    return attempt()
+    return patiently(lambda: _restore_newest(catalog, provider, engine, SCANS))
 
 
 def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine, scans: int) -> Checkpoint | None:
@@ -63,7 +49,7 @@ def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine
         except UnsupportedFormatError:
             raise  # not damaged: to go back to an older one would lose training for want of a word with the user
         except LoadError as error:
-            if scans > 1 and not checkpoint.path.exists():
+            if scans > 1 and not os.path.exists(checkpoint.path):
                 return _restore_newest(catalog, provider, engine, scans - 1)
             touched = touched or archive is not None
             catalog.damaged.add((checkpoint.step, checkpoint.sequence))
@@ -76,7 +62,7 @@ def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine
 
 def restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError, ReadError after some more attempts."""
-    return _patiently(lambda: _restore_one(path, provider, engine))
+    return patiently(lambda: _restore_one(path, provider, engine))
 
 
 def _restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:

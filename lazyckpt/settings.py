@@ -33,7 +33,7 @@ def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
     """
     if elsewhere := os.environ.get(FILE_VARIABLE):
         file = Path(elsewhere)
-        if not file.is_file():
+        if _read_text(file) is None:
             raise ConfigError(f"{FILE_VARIABLE}={elsewhere}: there is no such file")
     settings: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -70,12 +70,13 @@ def parse(name: str, text: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a settings file says, unchecked; nothing if there is none."""
-    if not path.exists():
+    """What a settings file says, unchecked; nothing if there is none. Raises ConfigError if it cannot be read."""
+    text = _read_text(path)
+    if text is None:
         return {}
     yaml = _yaml()
     try:
-        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+        contents = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if contents is None:
@@ -83,6 +84,16 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict) or not all(isinstance(name, str) for name in contents):
         raise ConfigError(f"{path}: expected one 'setting: value' per line")
     return contents
+
+
+def _read_text(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        what = f"cannot be read: {error.strerror} ({error.errno}); {FILE_VARIABLE} names another file"
+        raise ConfigError(f"{path}: {what}") from error
 
 
 def write_file(path: Path, settings: Mapping[str, Any]) -> None:

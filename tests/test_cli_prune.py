@@ -112,7 +112,9 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path) -> None:
     run("prune", folder, "--keep-last", "1", "--yes")
     assert os.listdir(folder) == ["step-00000061"]
     for command in ("pin", "unpin"):
-        assert fails(2, command, folder / "none", "10") == f"error: {folder / 'none'}: No such file or directory"
+        assert fails(2, command, folder / "none", "10") == (
+            f"error: {folder / 'none'}: cannot be read: No such file or directory (2)"
+        )
         assert fails(2, command, folder, "10") == f"error: {folder / 'step-00000010'}: no such checkpoint"
 
 

@@ -1,9 +1,13 @@
-"""Who may read what is being written, and links that lead elsewhere."""
+"""Who may read what is being written, links that lead elsewhere, and what a process without permission is told."""
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import os
+import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +17,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import commit
+from commands import run
+from lazyckpt import commit, retry
 
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 STATE = {"x": torch.arange(1000.0)}
@@ -189,3 +194,163 @@ def test_a_run_behind_a_link_is_a_run(tmp_path: Path) -> None:
         assert ckpt.restore() == 1
     lazyckpt.save(STATE, tmp_path / "run" / "a.pt")
     assert sorted(p.name for p in (tmp_path / "disk").iterdir()) == ["a.pt", "step-00000001"]
+
+
+# a process without permission
+
+NOBODY = 65534
+NEWEST = "run/step-00000002"
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run, a file, and a folder of accelerate's. A root process becomes another user, to whom closed folders are
+    closed; so this is not in tmp_path, which only root may enter."""
+    monkeypatch.setattr(retry, "_PAUSES_S", (0.001,))
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.commands.config import config_args
+
+        monkeypatch.setattr(config_args, "cache_dir", "/")  # settings at home are root's
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    users = os.getresuid()
+    try:
+        with lazyckpt.Checkpointer(folder / "run", **TINY_RING) as ckpt:
+            ckpt.track(x=STATE)
+            ckpt.save(1)
+            ckpt.save(2)
+        (folder / "files").mkdir()
+        lazyckpt.save(STATE, folder / "files" / "a.pt")
+        save_by_accelerate(folder)
+        for read in READERS:  # imports what another user may not
+            read(folder)
+        if users[1] == 0:
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, 0)
+        yield folder
+    finally:
+        os.setresuid(*users)
+        shutil.rmtree(folder)
+
+
+def restore(folder: Path, **which: Any) -> None:
+    with lazyckpt.Checkpointer(folder / "run", **TINY_RING) as ckpt:
+        ckpt.track(x={"x": torch.zeros(1000)})
+        assert ckpt.restore(**which) == 2
+
+
+def load_by_lightning(folder: Path) -> None:
+    pytest.importorskip("lightning")
+    from lazyckpt.integrations.lightning import LazyCheckpointIO
+
+    LazyCheckpointIO().load_checkpoint(folder / "files/a.pt")
+
+
+def load_by_accelerate(folder: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from lazyckpt.integrations.accelerate import enable
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    enabled = enable(accelerator, **TINY_RING)
+    accelerator.prepare(torch.nn.Linear(3, 3))
+    try:
+        accelerator.load_state(str(folder / "state"))
+    finally:
+        enabled.close()
+
+
+def command(*words: str) -> Callable[[Path], None]:
+    def read(folder: Path) -> None:
+        result = run(words[0], folder / words[1], *words[2:])
+        if result.exit_code == 2:
+            raise lazyckpt.ReadError(result.stderr, path=folder, errno=errno.EACCES)
+        assert result.exit_code in (0, 1), result.output
+
+    return read
+
+
+# What each reads of the folder.
+READERS: dict[Callable[[Path], object], tuple[str, ...]] = {
+    lambda folder: lazyckpt.load(folder / NEWEST): (f"{NEWEST}/manifest.json", f"{NEWEST}/state.pt"),
+    lambda folder: lazyckpt.load(folder / NEWEST / "state.pt"): (f"{NEWEST}/state.pt",),
+    lambda folder: lazyckpt.load(folder / "files/a.pt"): ("files/a.pt",),
+    restore: (f"{NEWEST}/manifest.json", f"{NEWEST}/state.pt"),
+    lambda folder: restore(folder, step=2): (f"{NEWEST}/manifest.json", f"{NEWEST}/state.pt"),
+    lambda folder: restore(folder, path=folder / NEWEST): (f"{NEWEST}/manifest.json", f"{NEWEST}/state.pt"),
+    load_by_lightning: ("files/a.pt",),
+    load_by_accelerate: ("state/model.safetensors",),
+    command("ls", "run"): ("run/",),
+    command("inspect", "run"): (f"{NEWEST}/manifest.json",),
+    command("inspect", "files"): ("files/a.pt",),
+    command("verify", "run"): (f"{NEWEST}/manifest.json", f"{NEWEST}/state.pt"),
+    command("verify", NEWEST): (f"{NEWEST}/manifest.json", f"{NEWEST}/state.pt"),
+    command("verify", "files"): ("files/a.pt",),
+    command("advise", "run", "--iteration", "1s", "--bandwidth", "1GB"): (f"{NEWEST}/manifest.json",),
+    command("prune", "run"): ("run/",),
+    command("pin", "run", "2"): (f"{NEWEST}/manifest.json",),
+}
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444], ids=oct)
+@pytest.mark.parametrize("closed", [".", "run", "files", "state", NEWEST, f"{NEWEST}/manifest.json", "files/a.pt"])
+def test_a_reader_without_permission_is_told_so(closed: str, mode: int, theirs: Path) -> None:
+    """Regression: it was a bare PermissionError, or "checkpoint not saved"; and of a run whose newest checkpoint could
+    not be read, commands took the one before."""
+    if mode == 0o444 and not (theirs / closed).is_dir():
+        pytest.skip("such a file can be read")
+    (theirs / closed).chmod(mode)
+    for read, files in READERS.items():
+        lists_only = mode == 0o444 and closed == "run" and files == ("run/",)
+        if any(f"./{file}".startswith((closed, f"./{closed}")) for file in files) and not lists_only:
+            with pytest.raises(lazyckpt.ReadError, match=r"Permission denied \(13\)") as caught:
+                read(theirs)
+            assert caught.value.errno == errno.EACCES
+            for lie in ("not saved", "there is no", "cut off", "Usage"):
+                assert lie not in str(caught.value)
+        else:
+            read(theirs)
+
+
+def test_an_empty_folder_that_cannot_be_written_to_says_so(theirs: Path) -> None:
+    """Regression: "checkpoint not saved", of one who had come to restore."""
+    (theirs / "empty").mkdir()
+    (theirs / "empty").chmod(0o555)
+    with pytest.raises(lazyckpt.SaveError, match=r"^cannot save into .*empty: Permission denied"):
+        lazyckpt.Checkpointer(theirs / "empty", **TINY_RING)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_replaced(theirs: Path) -> None:
+    """Regression: the files of others in it stay, except that these could not be seen, and were gone."""
+    (theirs / "files").chmod(0o300)
+    with lazyckpt.Saver(**TINY_RING) as saver, pytest.raises(lazyckpt.SaveError, match="Permission denied"):
+        saver.stage(theirs / "files").save().result()
+    (theirs / "files").chmod(0o700)
+    assert (theirs / "files/a.pt").exists()
+
+
+@pytest.mark.parametrize("save", [save_file, save_checkpoint, save_staged, save_by_accelerate, save_by_lightning])
+@pytest.mark.parametrize("there", ["link", "file"])
+def test_what_is_there_in_place_of_the_folder_is_told(there: str, save: Callable[[Path], None], tmp_path: Path) -> None:
+    """Regression: "File exists", of a link to nothing."""
+    folder = tmp_path / "folder"
+    if there == "link":
+        folder.symlink_to("nowhere")
+    else:
+        folder.write_text("in the way")
+    wanted = "a symbolic link to nowhere" if there == "link" else "not a folder: a file|Not a directory"
+    if there == "link" and save is save_file:  # it makes no folder, as torch.save does not
+        wanted = "No such file or directory"
+    with pytest.raises(lazyckpt.SaveError, match=wanted):
+        save(folder)
+
+
+def test_an_unreadable_settings_file_is_not_a_missing_one(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a bare PermissionError."""
+    from lazyckpt import settings
+
+    (theirs / "files").chmod(0o000)
+    with pytest.raises(lazyckpt.ConfigError, match=r"lazyckpt.yaml: cannot be read: Permission denied \(13\)"):
+        settings.read_file(theirs / "files/lazyckpt.yaml")
+    monkeypatch.setenv("LAZYCKPT_CONFIG_FILE", str(theirs / "files/other.yaml"))
+    with pytest.raises(lazyckpt.ConfigError, match=r"other.yaml: cannot be read: Permission denied \(13\)"):
+        settings.gather(theirs / "none.yaml", {})

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lazyckpt
-from lazyckpt import restore
+from lazyckpt import catalog, restore, retry
 from lazyckpt.archive import Archive
 from lazyckpt.catalog import checksum
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
@@ -265,7 +265,7 @@ def test_an_io_error_while_bytes_land_says_so_too(saved: Any, fresh: Any, monkey
         raise lazyckpt.ReadError("cannot be read: Input/output error", path=self.path, errno=errno.EIO)
 
     monkeypatch.setattr(Archive, "fill", fill)
-    monkeypatch.setattr(restore, "_PAUSES_S", (0,))
+    monkeypatch.setattr(retry, "_PAUSES_S", (0,))
     with (
         pytest.warns(UserWarning, match="tried again"),
         pytest.raises(lazyckpt.ReadError, match=r"error; .*undefined now"),
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
     whole one."""
     model, optimizer, ckpt = fresh
     before = bits(model, optimizer)
-    monkeypatch.setattr(restore, "_PAUSES_S", (0.001,) * 3)
+    monkeypatch.setattr(retry, "_PAUSES_S", (0.001,) * 3)
     refusing = Refusing(getattr(os, call), f"step-00000003/{file}", code, times)
     monkeypatch.setattr(os, call, refusing)
     if times == 1:
@@ -313,6 +313,37 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
         assert caught.value.errno == code and f"step-00000003/{file}" in str(caught.value)
         assert refusing.times == 1000 - 4
         assert same(bits(model, optimizer), before)
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize(
+    "call, path", [("open", "step-00000007/manifest.json"), ("lstat", "step-00000007/manifest.json"), ("scandir", "")]
+)
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE], ids=errno.errorcode.get)
+def test_a_save_is_numbered_behind_what_cannot_be_read_just_now(
+    code: int, call: str, path: str, times: int, saved: Any, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a manifest that could not be read counted as sequence 0. The next checkpoint got a number that was
+    taken, and restore() could go back to the older one."""
+    ckpt = fresh[2]
+    with lazyckpt.Checkpointer(tmp_path) as another:
+        another.track(x={"x": 1})
+        another.save(7)
+    monkeypatch.setattr(retry, "_PAUSES_S", (0.001,) * 3)
+    refusing = Refusing(getattr(os, call), path or tmp_path.name, code, times)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refusing)
+        if times == 1:
+            with pytest.warns(UserWarning, match="tried again"):
+                ckpt.save(8).result()
+        else:
+            handle = ckpt.save(8)
+            with pytest.warns(UserWarning, match="tried again"), pytest.raises(lazyckpt.SaveError) as caught:
+                handle.result()
+            assert os.strerror(code) in str(caught.value) and (path or tmp_path.name) in str(caught.value)
+            assert refusing.times == 1000 - 4
+    newest = catalog.Catalog(tmp_path).scan()[0]
+    assert (newest.step, newest.sequence) == ((8, 5) if times == 1 else (7, 4))
 
 
 def test_what_is_not_readable_or_damaged_is_left_alone_by_retention(

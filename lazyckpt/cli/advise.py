@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,8 @@ from rich.text import Text
 
 from lazyckpt.advice import Advice
 from lazyckpt.advice import advise as compute
-from lazyckpt.catalog import Catalog
+from lazyckpt.cli.contents import checkpoint_in
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, count, duration, plain, print_json, show, size, stdout
 from lazyckpt.cli.trace import TraceFile, read_trace
 from lazyckpt.errors import ConfigError, LoadError
@@ -37,9 +39,7 @@ _CLOSURE_SHARE = 0.5  # of an iteration: an optimizer's step as long as that has
 def advise(
     source: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[FILE|DIR]", help="A trace to measure in, or a run's folder for the size of its state."
-        ),
+        path_argument("[FILE|DIR]", "A trace to measure in, or a run's folder for the size of its state."),
     ] = None,
     state: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one checkpoint, as in 3.5GB.")] = None,
     iteration: Annotated[str | None, typer.Option(metavar="TIME", help="Of one iteration, as in 800ms.")] = None,
@@ -77,7 +77,7 @@ def advise(
     missing = [option for name, option in options.items() if name not in numbers]
     if missing:
         wanted = f"give {', '.join(missing)}"
-        if source is None or source.is_dir():
+        if source is None or os.path.isdir(source):
             raise ConfigError(f"{wanted}, or a trace of a run (Checkpointer(trace=FILE))")
         lacks = "iteration without a checkpoint" if missing == ["--iteration"] else "durable checkpoint"
         raise ConfigError(f"{source}: there is no {lacks} in it; {wanted}")
@@ -145,11 +145,11 @@ def _explain(advice: Advice, max_overhead: float, gpus: int) -> list[tuple[str, 
 
 def _measured(source: Path) -> dict[str, Any]:
     """What a trace tells, or a folder."""
-    if source.is_dir():
-        known = Catalog(source).scan()
-        if not known:
+    if os.path.isdir(source):
+        checkpoint = checkpoint_in(source)
+        if checkpoint is None:
             raise LoadError("no checkpoints in it", path=source)
-        return {"state_bytes": known[0].nbytes}
+        return {"state_bytes": checkpoint.nbytes}
     return measure(read_trace(source))
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 import lazyckpt
 from lazyckpt import _engine, commit
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, count, plain, print_json, progress, show, size, stdout
 from lazyckpt.config import MIB, available_memory_bytes
 from lazyckpt.errors import ConfigError
@@ -41,7 +42,7 @@ _RAW_OF = {RAW_WRITE: RAW_WRITE, WRITE: RAW_WRITE, RAW_READ: RAW_READ, RESTORE: 
 
 
 def bench(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where checkpoints are to go.")] = Path("."),
+    directory: Annotated[Path, path_argument("[DIR]", "Where checkpoints are to go.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this disk and what lazyckpt reaches of it, for some seconds; tell what to expect of a checkpoint.

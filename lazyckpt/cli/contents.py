@@ -18,7 +18,7 @@ from lazyckpt.cli.tree import Tree
 from lazyckpt.containers import safetensors, sniff
 from lazyckpt.containers.base import FileReader, unique_keys
 from lazyckpt.containers.torch_zip_reader import read_directory
-from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
 _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
@@ -57,13 +57,14 @@ def _showing(file: Path) -> Iterator[None]:
 def checkpoint_in(folder: Path) -> Checkpoint | None:
     """The checkpoint that ``folder`` is, or the newest in it; None if it holds none of a Checkpointer's.
 
-    Raises LoadError if there are only broken ones."""
-    if (folder / commit.MANIFEST).is_file():
+    Raises LoadError if there are only broken ones, and ReadError if one cannot be read: it may be the newest."""
+    if os.path.isfile(folder / commit.MANIFEST):
         return read_checkpoint(folder)
     catalog = Catalog(folder)
     checkpoints = catalog.scan()
-    if not checkpoints and catalog.broken:
-        raise catalog.broken[0]
+    for error in catalog.broken:
+        if isinstance(error, ReadError) or not checkpoints:
+            raise error
     return checkpoints[0] if checkpoints else None
 
 
@@ -72,7 +73,7 @@ def documents_in(path: Path) -> dict[str, Path]:
     ``read``, by names under which another path may hold the same. Shards are one document.
 
     Raises LoadError if there is nothing."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
         return {STATE: checkpoint.path / STATE}
@@ -83,7 +84,7 @@ def documents_in(path: Path) -> dict[str, Path]:
 
 def files_in(folder: Path) -> dict[str, Path]:
     """The files of a trainer's folder, by name. Shards are their index, by the name of the same in one file."""
-    entries = [entry for entry in sorted(folder.iterdir()) if not entry.is_dir() and not _is_alias(entry)]
+    entries = [entry for entry in sorted(folder.iterdir()) if not os.path.isdir(entry) and not _is_alias(entry)]
     found = {entry.name: entry for entry in entries if entry.suffix in SUFFIXES}
     for index in entries:
         if (name := model_of(index)) is not None:
@@ -97,7 +98,7 @@ def files_in(folder: Path) -> dict[str, Path]:
 def _is_alias(entry: Path) -> bool:
     """Whether it is another name of what is in the same folder, as last.ckpt is. All files in a cache of the Hugging
     Face hub are links, but to elsewhere."""
-    if not entry.is_symlink():
+    if not os.path.islink(entry):
         return False
     return os.path.realpath((entry.parent / os.readlink(entry)).parent) == os.path.realpath(entry.parent)
 
@@ -120,7 +121,8 @@ def nothing_in(folder: Path) -> LoadError:
 
 def inside(folder: Path) -> str:
     """Behind the word that there is nothing in ``folder``: in which folders of it there is something."""
-    found = sorted(sub.name for sub in folder.iterdir() if sub.is_dir() and sub.name[0] != "." and _holds_some(sub))
+    folders = [sub for sub in folder.iterdir() if os.path.isdir(sub) and sub.name[0] != "."]
+    found = sorted(sub.name for sub in folders if _holds_some(sub))
     return f"; there are some in its folders {_few(found)}" if found else ""
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from lazyckpt import commit
 from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.contents import SUFFIXES, document_in, read
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 
@@ -50,10 +51,8 @@ def _parts(src: Path) -> Found:
 
 
 def convert(
-    src: Annotated[Path, typer.Argument(metavar="SRC", help="A file, an index of shards, a checkpoint or a folder.")],
-    dst: Annotated[
-        Path, typer.Argument(metavar="DST", help="A new .safetensors or .pt file; for shards a new folder.")
-    ],
+    src: Annotated[Path, path_argument("SRC", "A file, an index of shards, a checkpoint or a folder.")],
+    dst: Annotated[Path, path_argument("DST", "A new .safetensors or .pt file; for shards a new folder.")],
     key: Annotated[
         str | None,
         typer.Option(

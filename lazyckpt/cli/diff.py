@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from lazyckpt.cli.contents import documents_in, read
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import TreeLine, count, plain, print_json, print_tree, progress, stdout
 from lazyckpt.cli.skeleton import Opaque
 from lazyckpt.cli.tree import STYLES, Node, drawn_rows, join_single_children, short, shown_shape
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A file, a checkpoint, or a folder of them: see verify.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="What to compare it with.")],
+    a: Annotated[Path, path_argument("A", "A file, a checkpoint, or a folder of them: see verify.")],
+    b: Annotated[Path, path_argument("B", "What to compare it with.")],
     depth: Annotated[int | None, typer.Option(min=0, help="Show this many levels; their sums count all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

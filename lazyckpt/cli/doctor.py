@@ -14,6 +14,7 @@ from rich.text import Text
 
 import lazyckpt
 from lazyckpt import _engine, mounts
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, plain, print_json, show, size, stdout
 from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
 from lazyckpt.errors import ConfigError
@@ -23,7 +24,7 @@ _CAP_IPC_LOCK = 14
 
 
 def doctor(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where checkpoints are to go.")] = Path("."),
+    directory: Annotated[Path, path_argument("[DIR]", "Where checkpoints are to go.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell what this machine offers, and what lazyckpt will therefore do."""

@@ -1,10 +1,16 @@
-"""Help that does not say of a flag that it takes a value."""
+"""Parameters of commands, where typer's own would mislead."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+
+
+def path_argument(metavar: str, help: str) -> Any:
+    """A path argument. The command says why the user may not read it; typer would call that a usage error."""
+    return typer.Argument(metavar=metavar, help=help, readable=False)
 
 
 class Flags:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,14 +12,13 @@ from rich.text import Text
 
 from lazyckpt.catalog import STATE, Checkpoint
 from lazyckpt.cli.contents import Contents, checkpoint_in, document_in, read
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import TreeLine, age, count, plain, print_json, print_tree, size, stdout
 from lazyckpt.cli.tree import STYLES, Node, drawn_rows, short, shown_shape
 
 
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="FILE|DIR", help="A file, a checkpoint, or a run's folder: its newest checkpoint.")
-    ],
+    path: Annotated[Path, path_argument("FILE|DIR", "A file, a checkpoint, or a run's folder: its newest checkpoint.")],
     depth: Annotated[int | None, typer.Option(min=0, help="Show this many levels; their sums count all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -26,7 +26,7 @@ def inspect(
 
     Reads no tensor and runs no code from the file. A storage that several tensors share is counted once.
     """
-    checkpoint = checkpoint_in(path) if path.is_dir() else None
+    checkpoint = checkpoint_in(path) if os.path.isdir(path) else None
     contents = read(checkpoint.path / STATE if checkpoint is not None else document_in(path))
     root = contents.tree().root
     if as_json:

@@ -13,12 +13,13 @@ from rich.text import Text
 from lazyckpt import commit
 from lazyckpt.catalog import Catalog, Checkpoint, pin_of
 from lazyckpt.cli.contents import inside
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import age, columns, plain, print_json, show, size, stdout
-from lazyckpt.errors import LoadError
+from lazyckpt.errors import LoadError, ReadError, load_error
 
 
 def ls(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")] = Path("."),
+    directory: Annotated[Path, path_argument("DIR", "The folder of a run.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the checkpoints of a run, newest first: step, age, size, whether it is pinned.
@@ -58,9 +59,13 @@ def ls(
 
 
 def catalog_of(directory: Path) -> Catalog:
-    """Raises LoadError if a checkpoint is given in place of the folder it is in, OSError for what is no folder."""
-    os.scandir(directory).close()
-    if (directory / commit.MANIFEST).is_file():
+    """Raises LoadError if a checkpoint is given in place of the folder it is in, and for what is no folder; ReadError
+    for one that cannot be read."""
+    try:
+        os.scandir(directory).close()
+    except OSError as error:
+        raise load_error("cannot be read", error, path=directory) from error
+    if os.path.isfile(directory / commit.MANIFEST):
         raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
     return Catalog(directory)
 
@@ -82,6 +87,7 @@ def _row(checkpoint: Checkpoint, *, newest: bool) -> dict[str, Any]:
         "created": checkpoint.created.isoformat(),
         "bytes": checkpoint.nbytes,
         "ok": True,
+        "unreadable": False,
         "newest": newest,
         "pinned": checkpoint.pinned,
         "reason": None,
@@ -98,6 +104,7 @@ def _broken_row(directory: Path, error: LoadError) -> dict[str, Any]:
         "created": None,
         "bytes": _bytes_on_disk(folder),
         "ok": False,
+        "unreadable": isinstance(error, ReadError),  # it may be whole
         "newest": False,
         "pinned": os.path.lexists(pin_of(folder)),
         "reason": str(error).removeprefix(f"{error.path}: "),
@@ -111,7 +118,8 @@ def _cell(number: int | None) -> str:
 def _state(row: dict[str, Any]) -> Text:
     pinned = ", pinned" if row["pinned"] else ""
     if not row["ok"]:
-        return Text.assemble(("broken: ", "bold red"), plain(row["reason"]), pinned)
+        word = "unreadable: " if row["unreadable"] else "broken: "
+        return Text.assemble((word, "bold red"), plain(row["reason"]), pinned)
     return Text.assemble(("ok", "green"), ", newest" if row["newest"] else "", pinned)
 
 
@@ -150,7 +158,7 @@ def _is_locked(folder: Path) -> bool:
 def _bytes_on_disk(path: Path) -> int:
     """Lengths of the files in a folder, or of one file. What vanishes meanwhile (a commit) counts nothing."""
     try:
-        if path.is_dir() and not path.is_symlink():
+        if os.path.isdir(path) and not os.path.islink(path):
             return sum(os.lstat(entry.path).st_size for entry in os.scandir(path))
         return os.lstat(path).st_size
     except OSError:

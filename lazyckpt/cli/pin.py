@@ -10,6 +10,7 @@ import typer
 
 from lazyckpt import catalog
 from lazyckpt.cli.completion import Found, completed_from
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.ls import catalog_of
 from lazyckpt.cli.output import age, plain, print_json, size, stdout
 from lazyckpt.errors import LoadError
@@ -27,7 +28,7 @@ def _step(*, pinned: bool) -> Any:
     return typer.Argument(metavar="STEP", min=0, help="Of the checkpoint.", autocompletion=steps)
 
 
-_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
+_Directory = Annotated[Path, path_argument("DIR", "The folder of a run.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -37,7 +38,7 @@ def pin(directory: _Directory, step: Annotated[int, _step(pinned=False)], as_jso
     A Checkpointer that is running heeds it, too. A pin belongs to the step: if that is saved again, it stays pinned.
     """
     checkpoint = catalog_of(directory).root / catalog.folder_name(step)
-    if not checkpoint.exists():
+    if catalog.is_missing(checkpoint):
         raise LoadError("no such checkpoint", path=checkpoint)
     catalog.read_checkpoint(checkpoint)
     catalog.pin(checkpoint)
@@ -47,7 +48,7 @@ def pin(directory: _Directory, step: Annotated[int, _step(pinned=False)], as_jso
 def unpin(directory: _Directory, step: Annotated[int, _step(pinned=True)], as_json: _Json = False) -> None:
     """Undo 'lazyckpt pin': retention decides again."""
     checkpoint = catalog_of(directory).root / catalog.folder_name(step)
-    if not checkpoint.exists() and not catalog.pin_of(checkpoint).exists():
+    if catalog.is_missing(checkpoint) and catalog.is_missing(catalog.pin_of(checkpoint)):
         raise LoadError("no such checkpoint", path=checkpoint)
     catalog.unpin(checkpoint)
     _tell(checkpoint, False, as_json)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lazyckpt import commit
 from lazyckpt.catalog import Checkpoint, Verdict, pin_of, read_checkpoint, retention
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.ls import catalog_of, leftovers
 from lazyckpt.cli.output import age, columns, count, plain, print_json, show, size, stdout
 from lazyckpt.config import Config
@@ -18,7 +19,7 @@ from lazyckpt.errors import LoadError
 
 
 def prune(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
+    directory: Annotated[Path, path_argument("DIR", "The folder of a run.")],
     keep_last: Annotated[
         int | None, typer.Option(metavar="N", help="Checkpoints to keep, counted back from the newest.")
     ] = None,

@@ -12,8 +12,9 @@ import typer
 from rich.text import Text
 
 from lazyckpt.cli.completion import Found, completed_from
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, count, plain, print_json, show, size, stdout
-from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
 from lazyckpt.trace_file import (
     BEGIN,
     COMMITS,
@@ -39,7 +40,7 @@ def _steps(file: Path) -> Found:
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What Checkpointer(trace=FILE) has recorded.")],
+    file: Annotated[Path, path_argument("FILE", "What Checkpointer(trace=FILE) has recorded.")],
     step: Annotated[
         int | None,
         typer.Option(
@@ -193,7 +194,7 @@ def read_trace(path: Path) -> TraceFile:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise LoadError(f"cannot be read: {error.strerror}", path=path) from error
+        raise load_error("cannot be read", error, path=path) from error
     if not text.startswith(BEGIN):
         raise UnsupportedFormatError("not a trace of lazyckpt; make one with Checkpointer(trace=FILE)", path=path)
     lines = text.rstrip(END).split(SEPARATOR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from rich.text import Text
 from lazyckpt import _engine, commit
 from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
 from lazyckpt.cli.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
+from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import Tree
 from lazyckpt.containers import safetensors, sniff
 from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
-from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.reading import Reading, process_engine
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
@@ -31,7 +33,7 @@ Advance = Callable[[int], None]
 def verify(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE|DIR...", help="Files, checkpoints, or folders: all that is in them."),
+        path_argument("FILE|DIR...", "Files, checkpoints, or folders: all that is in them."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -85,7 +87,7 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
 
 def _found_in(path: Path) -> Iterator[Path | LoadError]:
     """Checkpoints newest first; of a folder that is not a Checkpointer's, what is inside by its name."""
-    if not path.is_dir() or (path / commit.MANIFEST).exists():
+    if not os.path.isdir(path) or os.path.exists(path / commit.MANIFEST):
         yield path
         return
     catalog = Catalog(path)
@@ -104,7 +106,7 @@ def _found_in(path: Path) -> Iterator[Path | LoadError]:
     for entry in sorted(path.iterdir()):
         if entry in files:
             yield entry
-        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+        elif os.path.isdir(entry) and not os.path.islink(entry) and not entry.name.startswith("."):
             yield from _found_in(entry)
 
 
@@ -135,8 +137,10 @@ def _verify(target: Path | LoadError, *, named: bool) -> _Finding:
         report = _verify_target(target)
     except CorruptFileError as error:
         return _Finding(path, "damaged", why=str(error))
+    except ReadError as error:
+        return _Finding(path, "unreadable", why=str(error))
     except LoadError as error:
-        if isinstance(target, Path) and not named and not target.exists():
+        if isinstance(target, Path) and not named and not os.path.exists(target):
             return _Finding(path, "gone", why="removed meanwhile: the run goes on, and keeps only some")
         return _Finding(path, "unreadable", why=str(error))
     return _Finding(path, "damaged" if report.damage else "ok", report, seconds=time.perf_counter() - begin)
@@ -170,7 +174,7 @@ def _print(finding: _Finding) -> None:
 
 
 def _verify_target(target: Path) -> _Report:
-    if target.is_dir():
+    if os.path.isdir(target):
         return _verify_checkpoint(target)
     return _verify_file(target) if model_of(target) is None else _verify_shards(target)
 

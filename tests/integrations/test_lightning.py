@@ -63,7 +63,8 @@ from trials import Trials
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("small_tensors_are_lazy")]
 GROUP = "lightning.pytorch.callbacks_factory"
 ROOT = Path(__file__).parents[2]
-SMALL_RING = {"host_buffer_bytes": 4 * 4096, "chunk_bytes": 4096, "copy_threads": 1}
+# Holds a third of the state. A smaller chunk would hold no whole page, and nothing in it would be copied lazily.
+SMALL_RING = {"host_buffer_bytes": 4 * 8192, "chunk_bytes": 8192, "copy_threads": 1}
 SLOW_S = 0.1
 WIDTH = 64
 

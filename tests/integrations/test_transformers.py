@@ -418,6 +418,84 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Graph) -> None:
     assert checkpoints(killed) == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
 
 
+class AtFirstStep(TrainerCallback):  # type: ignore[misc]
+    """Lists the folder at the beginning of the first step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            self.names = checkpoints(args.output_dir)
+
+
+def test_a_run_that_never_saves_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    """Regression: the staged checkpoint of a killed run stayed until the next run saved, or for good."""
+    killed = tmp_path / "killed"
+    died = subprocess.run([sys.executable, __file__, "die", str(killed)], capture_output=True, timeout=120, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    assert STAGING in checkpoints(killed)
+    first = AtFirstStep()
+    trainer_of(killed, lazy(), first, max_steps=1, save_strategy="no").train()
+    assert first.names == checkpoints(killed) == ["checkpoint-2", "checkpoint-4"]
+
+
+def train_and_wait(folder: str) -> None:
+    """Run in a process of its own: says when checkpoint-2 is written, and publishes it when told to."""
+    publish = commit.Staging.publish
+
+    def waiting(self: commit.Staging) -> Any:
+        if self.target.name == "checkpoint-2":
+            print("staged", flush=True)
+            sys.stdin.readline()
+        return publish(self)
+
+    commit.Staging.publish = waiting  # type: ignore[method-assign]
+    trainer_of(folder, lazy()).train()
+
+
+def test_what_a_live_run_stages_is_left_alone(tmp_path: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, __file__, "wait", str(tmp_path)], **pipes) as live:  # type: ignore[call-overload]
+        assert live.stdout is not None
+        while (line := live.stdout.readline()) != "staged\n":
+            assert line, "the run ended"
+        (staged,) = (tmp_path / STAGING).glob(".tmp-checkpoint-2-*")
+        trainer_of(tmp_path, lazy(), max_steps=3, save_steps=3).train()
+        assert (staged / "model.safetensors").exists()
+        _, errors = live.communicate("go on\n", timeout=120)
+    assert live.returncode == 0, errors
+    assert checkpoints(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 4, 6, 8)]
+
+
+@pytest.mark.parametrize("when", ["before a save", "before the sync"])
+def test_another_run_that_ends_takes_the_empty_staging_folder_away(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the next save of the live run failed, since it made the folder only once; or a checkpoint that was
+    renamed out of it, since it could not be synced."""
+    callback = lazy()
+    rename = os.rename
+    taken = []
+
+    def take_away() -> None:
+        (tmp_path / STAGING).rmdir()
+        taken.append(1)
+
+    class Another(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            callback.wait()
+            if when == "before a save" and state.global_step % 2 == 0 and state.global_step > 0:
+                take_away()
+
+    def rename_and_take_away(old: Any, new: Any) -> None:
+        rename(old, new)
+        if when == "before the sync" and Path(old).parent.name == STAGING:
+            take_away()
+
+    monkeypatch.setattr(os, "rename", rename_and_take_away)
+    trainer_of(tmp_path, callback, Another()).train()
+    assert len(taken) >= 3
+    assert checkpoints(tmp_path) == [f"checkpoint-{step}" for step in (2, 4, 6, 8)]
+
+
 @pytest.mark.parametrize("model", [sharded, lora, plain])
 def test_other_layouts_resume_bit_for_bit(model: Callable[[], Any], tmp_path: Path, graph: Graph) -> None:
     whole = trainer_of(tmp_path / "whole", lazy(), model=model)
@@ -948,5 +1026,10 @@ def test_the_example_is_resumed_from_its_last_checkpoint(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    ways = {"die": train_and_die, "ddp": train_in_two_processes, "terminated": train_until_terminated}
+    ways = {
+        "die": train_and_die,
+        "wait": train_and_wait,
+        "ddp": train_in_two_processes,
+        "terminated": train_until_terminated,
+    }
     ways[sys.argv[1]](sys.argv[2])

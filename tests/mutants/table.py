@@ -61,6 +61,18 @@ SAFETENSORS = (
 
 _in(
     "lazyckpt/commit.py",
+    (
+        "a staging folder that another run removed is not made again",
+        "if inside is None or inside.exists():",
+        "if True:",
+        "integrations/test_transformers.py::test_another_run_that_ends_takes_the_empty_staging_folder_away",
+    ),
+    (
+        "a folder that cannot be listed is replaced",
+        "os.walk(old, onerror=_raise)",
+        "os.walk(old)",
+        "test_permissions.py::test_a_folder_that_cannot_be_listed_is_not_replaced",
+    ),
     ("what is to be synced is opened and closed", "os.fsync(fd)", "pass", ORDER),
     (
         "a link is not synced",
@@ -1424,7 +1436,7 @@ _in(
     ),
     (
         "a link points at what was not saved",
-        " or not target.exists():",
+        " or not os.path.exists(target):",
         ":",
         "integrations/test_lightning.py::test_a_save_that_fails_at_once_costs_neither_the_old_checkpoint_nor_the_link",
     ),
@@ -1549,6 +1561,12 @@ _in(
 )
 _in(
     "lazyckpt/integrations/transformers.py",
+    (
+        "what a killed Trainer staged stays until a save",
+        "            _tidy(_staging_folder(args))\n",
+        "            pass\n",
+        "integrations/test_transformers.py::test_a_run_that_never_saves_removes_what_a_killed_one_left",
+    ),
     (
         "training ends before all is durable",
         "    callback.close()\n    _barrier(trainer)\n    best",
@@ -1814,12 +1832,6 @@ _in(
         "test_restore.py::test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged",
     ),
     (
-        "what cannot be read just now is not tried again",
-        "for pause_s in _PAUSES_S:",
-        "for pause_s in ():",
-        "test_restore.py::test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged",
-    ),
-    (
         "retention is not told of what is damaged",
         "catalog.damaged.add(",
         "set().add(",
@@ -1827,7 +1839,7 @@ _in(
     ),
     (
         "what another process removed is passed over, and what it has committed since",
-        "if scans > 1 and not checkpoint.path.exists():",
+        "if scans > 1 and not os.path.exists(checkpoint.path):",
         "if False:",
         "test_restore.py::test_another_process_removes_what_is_about_to_be_restored",
     ),
@@ -1883,7 +1895,22 @@ _in(
     ),
 )
 _in(
+    "lazyckpt/retry.py",
+    (
+        "what cannot be read just now is not tried again",
+        "for pause_s in _PAUSES_S:",
+        "for pause_s in ():",
+        "test_restore.py::test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged",
+    ),
+)
+_in(
     "lazyckpt/catalog.py",
+    (
+        "a checkpoint that cannot be read just now has no number",
+        "    except ReadError as error:\n        what =",
+        "    except () as error:\n        what =",
+        "test_restore.py::test_a_save_is_numbered_behind_what_cannot_be_read_just_now",
+    ),
     (
         "a file that nobody can ask for is missing",
         "except (FileNotFoundError, NotADirectoryError):",
