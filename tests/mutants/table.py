@@ -945,20 +945,20 @@ _in(
     ),
     (
         "an optimizer loads without waiting",
-        "register(_WaitBeforeLoad())",
-        "pass",
+        '    (torch.optim.Optimizer, "load_state_dict", lambda gate: gate.steps),\n',
+        "",
         "test_gate.py::test_loading_in_the_middle_of_training_waits",
     ),
     (
         "a module loads without waiting",
-        "for part in module.modules()]",
-        "for part in ()]",
+        "self.modules.update(module.modules())",
+        "pass",
         "test_gate.py::test_loading_in_the_middle_of_training_waits",
     ),
     (
         "a part of a module loads without waiting",
-        "for part in module.modules()]",
-        "for part in (module,)]",
+        "self.modules.update(module.modules())",
+        "self.modules.add(module)",
         "test_gate.py::test_loading_in_the_middle_of_training_waits",
     ),
     (
@@ -1144,7 +1144,7 @@ _in(
     ),
     (
         "a module that is watched loads without waiting",
-        "self._unwatch.append(watch_module(module))",
+        "gate.watch(module)",
         "pass",
         "test_saver.py::test_modules_that_are_watched_wait_before_they_load",
     ),
