@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -257,6 +257,12 @@ class Saver:
         self._ended = True
         self.__dict__.pop("engine", None)  # a signal handler may have closed it meanwhile
         self._background.raise_failed()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, since its threads and its staging buffer belong to "
+            f"this process; make another {type(self).__name__} with the same settings where you need one"
+        )
 
     @property
     def closed(self) -> bool:

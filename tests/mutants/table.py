@@ -1227,8 +1227,8 @@ _in(
     ),
     (
         "a staged folder is not discarded",
-        "            staging.discard()\n\n    def __enter__",
-        "            pass\n\n    def __enter__",
+        "            staging.discard()\n\n    def __reduce__",
+        "            pass\n\n    def __reduce__",
         "test_saver.py::test_a_folder_that_is_not_saved_is_gone",
     ),
 )
@@ -1309,6 +1309,12 @@ _in(
         "            refuse_part(obj, self._root)\n        return NotImplemented\n\n    def _note",
         "            pass\n        return NotImplemented\n\n    def _note",
         SHARDED,
+    ),
+    (
+        "a copy of a provider takes addresses of this process along",
+        "        return Skeleton, ()  # a copy of a provider keeps its own\n",
+        "        return object.__reduce_ex__(self, 4)  # type: ignore[return-value]\n",
+        "test_pickling.py::test_a_copy_of_a_provider_knows_nothing_of_addresses_in_this_process",
     ),
     (
         "a pickle by torch's reducers holds a part of a tensor",
