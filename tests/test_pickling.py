@@ -213,6 +213,15 @@ def test_objects_that_are_tracked_are_pickled_as_without_us(tmp_path: Path) -> N
     assert pickles(str(tmp_path / "run")) == plain
 
 
+def test_a_tracked_model_loads_with_weights_only(make_run: Any, tmp_path: Path) -> None:
+    """Regression: functions in the place of our hooks were in the pickle, and torch refuses what it does not know."""
+    run = make_run(model=torch.nn.Sequential(torch.nn.Linear(40, 40)))
+    torch.save(run.model, tmp_path / "model.pt")
+    with torch.serialization.safe_globals([torch.nn.Sequential, torch.nn.Linear]):
+        model = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(model[0].weight, run.model[0].weight)
+
+
 def copies_of_both(run: Any, duplicate: Duplicate) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model, optimizer = duplicate((run.model, run.optimizer))
     assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
