@@ -267,6 +267,23 @@ def test_a_copy_is_saved_lazily_as_the_original_is(
     assert all(torch.equal(saved[name], before[name]) for name in before)
 
 
+class Whole(torch.optim.SGD):
+    """Pickled with its hooks, as torch's own are not."""
+
+    def __getstate__(self) -> Any:
+        return dict(vars(self))
+
+
+def test_an_optimizer_that_is_pickled_with_its_hooks_is_no_exception(make_run: Any, duplicate: Duplicate) -> None:
+    run = make_run(lambda parameters: Whole(parameters, lr=0.1, momentum=0.9), warm=False)
+    assert run.optimizer._optimizer_step_post_hooks, "it is tracked"
+    model, optimizer = copies_of_both(run, duplicate)
+    model(run.batch()).square().sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert b"lazyckpt" not in pickle.dumps(run.optimizer)
+
+
 class Batches:
     """A loader with a way of its own to be copied and pickled."""
 
