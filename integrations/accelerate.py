@@ -14,6 +14,7 @@ written at once. The folder gets its name when all of that is durable; ``load_st
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import warnings
@@ -26,6 +27,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import commit, in_place, settings
+from lazyckpt.gate import gate
 
 try:
     import accelerate
@@ -41,6 +43,7 @@ except ImportError as error:
     ) from error
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
+_METHODS = ("prepare", "save_state", "load_state", "end_training", "free_memory")
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
 
@@ -96,20 +99,21 @@ class StateSaver:
     The main process saves. The others take part in every ``save_state`` and ``load_state``, over a group of their own:
     a failure on one rank is raised on all of them, and a rank that died on those that wait for it. Nothing is said
     between ranks in the background.
+
+    An Accelerator that is pickled comes back enabled, with the same settings. Its threads and its group start at its
+    first ``save_state``; every rank must unpickle one.
     """
 
+    last_save: lazyckpt.SaveHandle | None
+    """Of the last ``save_state``: when it is durable, where the time went. None on other ranks than the main."""
+
     def __init__(self, accelerator: Accelerator, **knobs: Any) -> None:
-        self.last_save: lazyckpt.SaveHandle | None = None
-        """Of the last ``save_state``: when it is durable, where the time went. None on other ranks than the main."""
-        self._accelerator = accelerator
-        self._knobs = knobs
-        # Gloo, since it needs no GPU; and a group of its own, so that it meets no collective of the training.
-        self._group = torch.distributed.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-        self._saver = self._make_saver()
-        _alive.add(self)
-        methods = ("prepare", "save_state", "load_state", "end_training", "free_memory")
-        self._accelerates_own = {name: getattr(accelerator, name) for name in methods}
-        for name in methods:
+        # Not the Accelerator's bound methods: unpickled, these would be our own.
+        replaced = {name: vars(accelerator)[name] for name in _METHODS if name in vars(accelerator)}
+        self.__setstate__({"_accelerator": accelerator, "_knobs": knobs, "_replaced": replaced})
+        self._open_saver()  # now, since a setting may be wrong
+        self._open_group()
+        for name in _METHODS:
             setattr(accelerator, name, getattr(self, name))
         self._expect()
 
@@ -117,24 +121,55 @@ class StateSaver:
         if self._saver is not None:
             self._saver.expect(*self._accelerator._models, *self._accelerator._optimizers)
 
-    def _make_saver(self) -> lazyckpt.Saver | None:
-        if not self._accelerator.is_main_process:
-            return None
-        saver = lazyckpt.Saver(**self._knobs)
-        # For a script that does not call end_training().
-        self._at_the_end = weakref.finalize(self._accelerator, _close_and_warn, saver)
-        return saver
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("_accelerator", "_knobs", "_replaced")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gate.install()  # only optimizers that were seen to step are copied lazily
+        self._accelerator: Accelerator = state["_accelerator"]
+        self._knobs: dict[str, Any] = state["_knobs"]
+        self._replaced: dict[str, Any] = state["_replaced"]
+        self._saver: lazyckpt.Saver | None = None
+        self._group: Any = None
+        self.last_save = None
+        _alive.add(self)
+
+    def __copy__(self) -> StateSaver:
+        return self  # as the copy of an Accelerator is that Accelerator
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateSaver:
+        return self
+
+    def _own(self, name: str) -> Any:
+        """The method that the Accelerator had before."""
+        return self._replaced.get(name) or functools.partial(getattr(type(self._accelerator), name), self._accelerator)
+
+    def _open_saver(self) -> lazyckpt.Saver | None:
+        """The Saver of the main process; None on the others."""
+        if self._saver is None and self._accelerator.is_main_process:
+            self._saver = lazyckpt.Saver(**self._knobs)
+            # For a script that does not call end_training().
+            self._at_the_end = weakref.finalize(self._accelerator, _close_and_warn, self._saver)
+        return self._saver
 
     def _close_saver(self) -> None:
         if self._saver is not None:
             self._at_the_end.detach()  # it would keep what the Saver knows of the model
             self._saver.close()
 
+    def _open_group(self) -> Any:
+        """The group of all ranks, if there are several. All must call it."""
+        if self._group is None and self._accelerator.num_processes > 1:
+            # Gloo, since it needs no GPU; and a group of its own, so that it meets no collective of the training.
+            self._group = torch.distributed.new_group(backend="gloo")
+        return self._group
+
     # of the Accelerator
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """``accelerate.Accelerator.prepare``. Saves hold what it prepares."""
-        prepared = self._accelerates_own["prepare"](*args, **kwargs)
+        prepared = self._own("prepare")(*args, **kwargs)
+        self._open_saver()
         self._expect()
         return prepared
 
@@ -151,9 +186,10 @@ class StateSaver:
         with contextlib.ExitStack() as unless_saved:
             staged = None
             with self._on_all_ranks(target):
-                if self._saver is not None:
-                    self._saver.check()  # what failed before is told before anything is written
-                    staged = unless_saved.enter_context(self._stage(target, self._saver))
+                saver = self._open_saver()
+                if saver is not None:
+                    saver.check()  # what failed before is told before anything is written
+                    staged = unless_saved.enter_context(self._stage(target, saver))
             folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
             with self._on_all_ranks(target):
                 if not os.path.isdir(folder):
@@ -162,9 +198,9 @@ class StateSaver:
                 if staged is None and _on_several_nodes(self._accelerator):
                     _sync(folder)  # what this node has cached; the main process syncs what its own has
             with self._on_all_ranks(target):
-                if staged is not None and self._saver is not None:
+                if staged is not None and saver is not None:
                     self.last_save = staged.save()
-                    self._prune(target, self._saver)
+                    self._prune(target, saver)
                     if not self.last_save.in_training:
                         self.wait()
         return target
@@ -179,10 +215,10 @@ class StateSaver:
         with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
             for saver in list(_alive):
                 saver.wait()
-            if self._saver is not None and input_dir is not None:
+            if self._accelerator.is_main_process and input_dir is not None:
                 _finish(Path(input_dir).expanduser())
         lazyckpt.wait_captured()  # other savers may still be copying what is about to be overwritten
-        self._accelerates_own["load_state"](input_dir, *args, **kwargs)
+        self._own("load_state")(input_dir, *args, **kwargs)
 
     def end_training(self) -> None:
         """``accelerate.Accelerator.end_training``, after everything is durable. The main process raises the
@@ -190,7 +226,7 @@ class StateSaver:
         try:
             self.wait()
         finally:
-            self._accelerates_own["end_training"]()
+            self._own("end_training")()
 
     def free_memory(self, *objects: Any) -> Any:
         """``accelerate.Accelerator.free_memory``, and the memory of lazyckpt, after everything is durable.
@@ -200,8 +236,8 @@ class StateSaver:
         try:
             self._close_saver()
         finally:
-            self._saver = self._make_saver()
-            objects = self._accelerates_own["free_memory"](*objects)
+            self._saver = None  # the next save_state opens another
+            objects = self._own("free_memory")(*objects)
         return objects
 
     # of a Saver
@@ -220,8 +256,9 @@ class StateSaver:
 
     def close(self) -> None:
         """Wait until everything is durable, and give the Accelerator its own methods back. Raises like ``wait``."""
-        for name, method in self._accelerates_own.items():
-            setattr(self._accelerator, name, method)
+        for name in _METHODS:
+            vars(self._accelerator).pop(name, None)
+        vars(self._accelerator).update(self._replaced)
         self._close_saver()
 
     # the steps of save_state
@@ -279,7 +316,7 @@ class StateSaver:
         project.automatic_checkpoint_naming = False  # or it would choose the folder
         checkpointing.save = save
         try:
-            self._accelerates_own["save_state"](str(folder), safe_serialization, **kwargs)
+            self._own("save_state")(str(folder), safe_serialization, **kwargs)
         finally:
             checkpointing.save = accelerates_own
             project.automatic_checkpoint_naming = automatic
@@ -305,10 +342,11 @@ class StateSaver:
             yield
         except Exception as error:
             failure = error
-        if self._group is not None:
+        group = self._open_group()
+        if group is not None:
             told: list[Any] = [None] * self._accelerator.num_processes
             what = f"{type(failure).__name__}: {failure}" if failure is not None else None
-            torch.distributed.all_gather_object(told, what, group=self._group)
+            torch.distributed.all_gather_object(told, what, group=group)
         else:
             told = []
         if failure is not None:
@@ -319,8 +357,9 @@ class StateSaver:
 
     def _from_main(self, value: str) -> str:
         values = [value]
-        if self._group is not None:
-            torch.distributed.broadcast_object_list(values, src=0, group=self._group)
+        group = self._open_group()
+        if group is not None:
+            torch.distributed.broadcast_object_list(values, src=0, group=group)
         return values[0]
 
 

@@ -75,7 +75,8 @@ class LazyCheckpointIO(TorchCheckpointIO):
     and in SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or
     at the end of ``fit``; ``on_error="warn"`` makes it a warning.
 
-    Its threads and buffers live as long as ``fit``; with Fabric, from the first save to the end of the program.
+    Its threads and buffers live as long as ``fit``; with Fabric, from the first save to the end of the program. A copy
+    of it, and one that was pickled for a spawned process, has its settings and none of its saves.
     """
 
     def __init__(self, **knobs: Any) -> None:
@@ -86,7 +87,10 @@ class LazyCheckpointIO(TorchCheckpointIO):
         if self._config.keep_last is not None:
             raise lazyckpt.ConfigError("keep_last: ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
-        gate.install()  # now, not for the first save: only what was seen to step before is copied lazily
+        self._start_anew()
+        self._join_in()
+
+    def _start_anew(self) -> None:
         self._saver: lazyckpt.Saver | None = None  # its threads run while there is something to save
         self._pid = os.getpid()
         self._attended: bool | None = None  # by the callback, now; None: there was no Trainer yet
@@ -99,10 +103,20 @@ class LazyCheckpointIO(TorchCheckpointIO):
         self._link_numbers = itertools.count(1)
         self._lock = threading.Lock()  # of _linked
         self._saving = False
+
+    def _join_in(self) -> None:
+        gate.install()  # now, not for the first save: only what was seen to step before is copied lazily
         atexit.register(_teardown, weakref.ref(self))  # Fabric has no end
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), **self._knobs), ()  # a spawned process makes its own threads
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = object.__new__(type(self))
+        fresh._start_anew()
+        return {name: value for name, value in vars(self).items() if name not in vars(fresh)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start_anew()
+        self.__dict__.update(state)
+        self._join_in()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Returns when ``checkpoint`` may change, apart from what optimizers step; it is durable soon after.
@@ -317,10 +331,19 @@ class LazyCheckpointCallback(Callback):
     """
 
     def __init__(self) -> None:
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self._io: LazyCheckpointIO | None = None
         self._place = 0  # in trainer.callbacks, while it is in front
         self._news: deque[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = deque()  # for loggers, when it is durable
         self._undo = contextlib.ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which attends to no Trainer yet."""
+        fresh = object.__new__(type(self))
+        fresh._start_anew()
+        return {**vars(self), **vars(fresh)}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         io = trainer.strategy.checkpoint_io
@@ -332,17 +355,11 @@ class LazyCheckpointCallback(Callback):
         # A new list: Lightning is just now iterating over the old one.
         self._place = trainer.callbacks.index(self)
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                self._replace(callback, "file_exists", functools.partial(_file_exists, io))
         for logger in trainer.loggers:
             if _overrides(logger, "after_save_checkpoint", Logger):
-                tell = functools.partial(self._tell, io, logger.after_save_checkpoint)
-                self._replace(logger, "after_save_checkpoint", tell)
-
-    def _replace(self, obj: Any, name: str, method: Callable[..., Any]) -> None:
-        setattr(obj, name, method)
-        self._undo.callback(delattr, obj, name)
+                own = logger.after_save_checkpoint
+                logger.after_save_checkpoint = _Late(functools.partial(self._tell, io, own), own)
+                self._undo.callback(delattr, logger, "after_save_checkpoint")
 
     def _tell(self, io: LazyCheckpointIO, after_save_checkpoint: Callable[[Any], None], callback: Any) -> None:
         saver = io._own_saver()
@@ -475,14 +492,22 @@ class LazyCheckpointCallback(Callback):
             trainer.callbacks = [*others[: self._place], self, *others[self._place :]]
 
 
+class _Late:
+    """A logger's method that is called later. A copy of the logger has its own instead, and needs no lazyckpt."""
+
+    def __init__(self, call: Callable[..., Any], own: Callable[..., Any]) -> None:
+        self._call = call
+        self._own = own
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (self._own,)
+
+
 def _overrides(obj: Any, method: str, base: type) -> bool:
     return method in vars(obj) or getattr(type(obj), method) is not getattr(base, method)
-
-
-def _file_exists(io: LazyCheckpointIO, filepath: str, trainer: Trainer) -> bool:
-    """ModelCheckpoint.file_exists, but for the question itself."""
-    exists = trainer.is_global_zero and io.exists(filepath)
-    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
 
 
 # The order of ModelCheckpoint's files. These wrap methods of the class: Lightning looks for the last checkpoint before
@@ -578,3 +603,16 @@ def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
 
 
 ModelCheckpoint._link_checkpoint = staticmethod(_link_checkpoint)
+
+_file_exists_now = ModelCheckpoint.file_exists
+
+
+def _file_exists(self: ModelCheckpoint, filepath: str, trainer: Trainer) -> bool:
+    io = _lazy_io(trainer)
+    if io is None:
+        return bool(_file_exists_now(self, filepath, trainer))
+    exists = trainer.is_global_zero and io.exists(filepath)
+    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
+
+
+ModelCheckpoint.file_exists = _file_exists

@@ -93,6 +93,8 @@ class LazyCheckpointCallback(TrainerCallback):
 
     With several processes, ``on_save`` of the other callbacks comes later on the one that writes than on the others:
     it must not make them communicate.
+
+    A copy of it, and one that was pickled, has its settings and none of its saves; it opens threads of its own.
     """
 
     def __init__(self, **knobs: Any) -> None:
@@ -102,13 +104,21 @@ class LazyCheckpointCallback(TrainerCallback):
             raise lazyckpt.ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
         if config.keep_last is not None:
             raise lazyckpt.ConfigError("keep_last: the Trainer counts its checkpoints; use save_total_limit")
-        self.newest: lazyckpt.SaveHandle | None = None  # of the save that began last
         self._knobs = knobs
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.newest: lazyckpt.SaveHandle | None = None  # of the save that began last
         self._saver: lazyckpt.Saver | None = None
         self._saves: list[_Save] = []  # not announced yet, oldest first
         self._saving: Trainer | None = None
         self._inside: Path | None = None  # where folders are staged
         self._metrics: dict[str, float] = {}  # not logged yet
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = object.__new__(type(self))
+        fresh._start_anew()
+        return {**vars(self), **vars(fresh)}
 
     # What the Trainer calls
 

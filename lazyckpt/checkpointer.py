@@ -7,7 +7,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lazyckpt import catalog, commit, paths
 from lazyckpt.background import Target, warn
@@ -256,6 +256,12 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""
         self._saver.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the Checkpointer of {self.directory} cannot be copied or pickled, since one process at a time saves into "
+            "a folder; make one where the training runs, and call track() and restore() there"
+        )
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -16,9 +16,9 @@ LazyCkptError (RuntimeError)
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,15 @@ _MAX_WHAT = 4000  # characters
 
 
 class LazyCkptError(RuntimeError):
-    """Base of all errors raised by lazyckpt."""
+    """Base of all errors raised by lazyckpt.
+
+    An error that is pickled, by multiprocessing for instance, comes back with its message, attributes and notes. It
+    loses ``__cause__``, as every exception of Python does; the message tells the cause.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default calls __init__ with the message alone, and most of ours take more.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigError(LazyCkptError, ValueError):
@@ -51,13 +59,9 @@ class SaveError(LazyCkptError):
         self.what = what
         self.path = Path(path)
         self.step = step
-        self._opening = opening
         where = f"step {step}: {self.path}" if step is not None else str(self.path)
         failed = f"cannot save into {where}" if opening else f"checkpoint not saved ({where})"
         super().__init__(f"{failed}: {what}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), self.what, path=self.path, step=self.step, opening=self._opening), ()
 
 
 class NoSpaceError(SaveError):
@@ -80,9 +84,6 @@ class LoadError(LazyCkptError):
         self.path = Path(path)
         super().__init__(f"{self.path}: {self.what}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), self.what, path=self.path), ()
-
 
 class CorruptFileError(LoadError):
     """The file is truncated, has a flipped bit, or is not what it claims to be."""
@@ -94,9 +95,6 @@ class ReadError(LoadError):
     def __init__(self, what: str, *, path: str | os.PathLike[str], errno: int) -> None:
         self.errno = errno
         super().__init__(what, path=path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), self.what, path=self.path, errno=self.errno), ()
 
 
 class UnsupportedFormatError(LoadError):
@@ -123,4 +121,4 @@ def save_error(
         what = f"{error.strerror}; free some space, or keep fewer checkpoints (keep_last)"
         return NoSpaceError(what, path=path, step=step, opening=opening)
     where = f" ({error.filename})" if error.filename and str(error.filename) != os.fspath(path) else ""
-    return SaveError(f"{error.strerror}{where}", path=path, step=step, opening=opening)
+    return SaveError(f"{error.strerror or error}{where}", path=path, step=step, opening=opening)

@@ -36,8 +36,21 @@ class Prometheus:
         )
         self._step = Gauge("lazyckpt_last_durable_step", "Step of the newest durable checkpoint.", **there)
         self._time = Gauge("lazyckpt_last_durable_timestamp_seconds", "When it became durable.", **there)
+        self._registry = registry
+        if registry is None:
+            _default.append(self)
         for result in ("durable", "failed"):
             self._ended.labels(result)  # a series that begins with its first failure cannot be alerted on
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prometheus:
+        return self  # one serves all, and prometheus_client refuses a second of the same names
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._registry is not None:
+            raise TypeError(
+                "a Prometheus exporter with a registry of its own cannot be pickled; make one in the other process"
+            )
+        return _of_this_process, ()
 
     def __call__(self, metrics: CheckpointMetrics, error: SaveError | None) -> None:
         self._blocked.observe(metrics.blocked_s)
@@ -50,3 +63,10 @@ class Prometheus:
         self._time.set_to_current_time()
         if metrics.step is not None:
             self._step.set(metrics.step)
+
+
+_default: list[Prometheus] = []  # the one in prometheus_client's own registry
+
+
+def _of_this_process() -> Prometheus:
+    return _default[0] if _default else Prometheus()

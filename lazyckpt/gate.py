@@ -13,7 +13,6 @@ A snapshot taken inside an open step is not lazy.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import inspect
@@ -23,7 +22,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType, FrameType
@@ -164,6 +163,8 @@ class Gate:
         # Those whose step is in a CUDA graph of torch's, which is replayed without any hook; True if the user waits by
         # hand.
         self.replayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        # Every module that was watched, and its parts. No hooks: a copy of a module has nothing of the gate.
+        self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._capturing = threading.local()  # `steps`: of the CUDAGraph below that this thread captures
 
     def install(self) -> None:
@@ -178,6 +179,8 @@ class Gate:
         torch_optimizer.register_optimizer_step_post_hook(self._after_step)
         for name in _GIVE_MEMORY_BACK:
             setattr(torch.UntypedStorage, name, self._gated(getattr(torch.UntypedStorage, name)))
+        for kind, name, known in _LOADS:
+            setattr(kind, name, self._gated_load(getattr(kind, name), known(self)))
 
     def add(self, pending: Pending) -> None:
         with self._changed:
@@ -446,7 +449,6 @@ class Gate:
             self.wait_all()
             return None
         if is_new:
-            _wait_before_load(optimizer)
             _guard_switches(type(optimizer))
         _guard_callers(frame)
         step = self._enter(optimizer, frame)
@@ -498,6 +500,38 @@ class Gate:
             return method(storage, *args, **kwargs)
 
         return wait_and_call
+
+    def _gated_load(self, load: Callable[..., Any], known: Container[Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def wait_and_load(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._pending and _is_in(owner, known):
+                self.wait_all()
+            return load(owner, *args, **kwargs)
+
+        return wait_and_load
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies.
+
+        Whatever its parts write to in forward is copied eagerly from here on.
+        """
+        self.evidence.watch(module)
+        self.modules.update(module.modules())
+
+
+def _is_in(owner: Any, known: Container[Any]) -> bool:
+    try:
+        return owner in known
+    except TypeError:  # it has no hash
+        return False
+
+
+# The methods that load, and the objects for which they wait. torch has hooks for them, but only on the object itself,
+# where they would become part of its copies and pickles.
+_LOADS: tuple[tuple[Any, str, Callable[[Gate], Container[Any]]], ...] = (
+    (torch.nn.Module, "_load_from_state_dict", lambda gate: gate.modules),  # called for each part
+    (torch.optim.Optimizer, "load_state_dict", lambda gate: gate.steps),
+)
 
 
 def is_of_torch(optimizer: object) -> bool:
@@ -622,13 +656,6 @@ def _is_schedulefree(module: str | None) -> bool:
 _guarded: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 
-def _wait_before_load(optimizer: Any) -> None:
-    register = getattr(optimizer, "register_load_state_dict_pre_hook", None)
-    if register is not None:
-        with contextlib.suppress(AttributeError):  # its class does not call Optimizer.__init__
-            register(_WaitBeforeLoad())
-
-
 gate = Gate()
 
 
@@ -667,8 +694,8 @@ class CUDAGraph(torch.cuda.CUDAGraph):
 
 
 class GatedMethod:
-    """Stands in an object's way to its own method. Not a closure: who copies or pickles the object gets one for the
-    copy, and not one that updates the original."""
+    """Replaces a bound method with one that waits at the gate. Copies and pickles of the object get their own method
+    instead, without the gate: they need no lazyckpt."""
 
     def __init__(self, obj: Any, method: Callable[..., Any]) -> None:
         self._owner = Guarded(obj)
@@ -678,33 +705,11 @@ class GatedMethod:
         with gate.step(self._owner):
             return self._method(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (self._method,)
+
 
 os.register_at_fork(after_in_child=gate.forget)
-
-
-class _WaitBeforeLoad:
-    """A hook. Who pickles or copies the module that has it gets one that does nothing, and needs no lazyckpt to load
-    the pickle."""
-
-    def __call__(self, *_: Any) -> None:
-        gate.wait_all()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (collections.ChainMap,)  # takes whatever it is called with
-
-
-def watch_module(module: torch.nn.Module) -> Callable[[], None]:
-    """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies; the result undoes it.
-
-    What its parts write to in forward is eager from here on."""
-    gate.evidence.watch(module)
-    handles = [part.register_load_state_dict_pre_hook(_WaitBeforeLoad()) for part in module.modules()]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
 
 
 def wait_captured() -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lazyckpt.errors import ClosedError, SaveError
 from lazyckpt.gate import gate
@@ -99,6 +99,12 @@ class SaveHandle(LastingFuture[Path]):
         error = super().exception(0)
         self._reported = self._reported or error is not None
         return error
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the SaveHandle of {self.path} cannot be copied or pickled, since only this process knows of the save; "
+            "pass on its path or its metrics after result() has returned"
+        )
 
     def _obstacle(self) -> SaveHandle | None:
         """The save that lacks nothing but the verdict of another thread, and is to be published first; if there is

@@ -11,6 +11,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.handle import SaveHandle, in_flight, wait_for
@@ -135,6 +136,12 @@ class CommitOnSignal:
         for number, former in self._former.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, former)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "what commit_on returns cannot be copied or pickled, since signal handlers belong to one process; call "
+            "lazyckpt.commit_on in the other process"
+        )
 
     def __enter__(self) -> CommitOnSignal:
         return self

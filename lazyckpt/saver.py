@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ from lazyckpt import _engine, commit, devices, mounts, paths
 from lazyckpt.background import Background, Flight, Target
 from lazyckpt.config import Config, auto_ring_bytes
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
-from lazyckpt.gate import gate, watch_module
+from lazyckpt.gate import gate
 from lazyckpt.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.in_place import InPlaceStaging
 from lazyckpt.ownership import Ownership
@@ -69,7 +69,6 @@ class Saver:
         self._archive_plan = ZipPlan(self._archive)
         self._folder_plans: dict[str, tuple[ObjectProvider, ZipPlan]] = {}
         self._modules: list[torch.nn.Module] = []
-        self._unwatch: list[Callable[[], None]] = []
         self._swept: set[Path] = set()
         self._frozen = FrozenParameters()
         self._torn = TornStorages()
@@ -193,7 +192,7 @@ class Saver:
         """Make ``module.load_state_dict`` wait for pending copies. Its frozen parameters may become lazy, too."""
         if not any(module is known for known in self._modules):
             self._modules.append(module)
-            self._unwatch.append(watch_module(module))
+            gate.watch(module)
 
     def expect(self, *objects: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Say what the first save will hold, so that its staging buffer is ready in time.
@@ -253,13 +252,17 @@ class Saver:
         self._background.close()
         if self._trace is not None:
             self._trace.close()
-        for undo in self._unwatch:
-            undo()
         self._modules.clear()
         self._warmup.forget()
         self._ended = True
         self.__dict__.pop("engine", None)  # a signal handler may have closed it meanwhile
         self._background.raise_failed()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, since its threads and its staging buffer belong to "
+            f"this process; make another {type(self).__name__} with the same settings where you need one"
+        )
 
     @property
     def closed(self) -> bool:

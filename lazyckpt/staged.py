@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lazyckpt import commit
 from lazyckpt.background import Target
@@ -81,6 +81,12 @@ class StagedFolder:
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.discard()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the staged folder {self.path} cannot be copied or pickled, since it belongs to a Saver of this process; "
+            "save it here, and pass on the path that result() of the handle returns"
+        )
 
     def __enter__(self) -> StagedFolder:
         return self

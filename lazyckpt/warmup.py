@@ -6,7 +6,9 @@ first save wait for both.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import weakref
 from typing import Any, Protocol
 
@@ -75,6 +77,11 @@ class _AfterStep:
         warmup = None if torch.compiler.is_compiling() else self._warmup()  # a compiled step is not for such work
         if warmup is not None:
             warmup.after_step(optimizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of an optimizer that is pickled with its hooks, as torch's are not: something that takes any arguments, does
+        # nothing and needs no lazyckpt.
+        return functools.partial, (collections.ChainMap,)
 
 
 def _tensors_of(obj: torch.nn.Module | torch.optim.Optimizer) -> Any:

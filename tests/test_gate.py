@@ -541,6 +541,11 @@ def load_submodule(run: Any) -> None:
         layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()})
 
 
+def load_in_a_wrapper(run: Any) -> None:
+    wrapper = torch.nn.Sequential(run.model)
+    wrapper.load_state_dict({k: v + 1 for k, v in wrapper.state_dict().items()})
+
+
 def load_optimizer(run: Any) -> None:
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     for state in run.optimizer.state.values():
@@ -554,7 +559,7 @@ def wait_and_write(run: Any) -> None:
         torch._foreach_add_(list(run.model.parameters()), 1.0)
 
 
-CHANGES = {f.__name__: f for f in (load_module, load_submodule, load_optimizer, wait_and_write)}
+CHANGES = {f.__name__: f for f in (load_module, load_submodule, load_in_a_wrapper, load_optimizer, wait_and_write)}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -711,6 +716,7 @@ def test_a_copy_of_a_guarded_object_updates_itself(duplicate: Any) -> None:
     other.update_parameters(model)
     assert torch.equal(average.module.weight, before) and int(average.n_averaged) == 0
     assert torch.equal(other.module.weight, model.weight) and int(other.n_averaged) == 1
+    assert b"lazyckpt" not in pickle.dumps(average), "it is loaded where there is no lazyckpt"
 
 
 def test_a_model_that_is_tracked_is_pickled_without_lazyckpt(make_run: Any, tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ class TrackedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # copy and pickle ask before __init__ has run
+        # copy and pickle look for special methods, and before __init__ has run: those of the loader would make a
+        # loader of the copy, which has no position.
+        if name == "_loader" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self._loader, name)
 

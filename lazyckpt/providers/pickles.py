@@ -219,6 +219,9 @@ class Skeleton:
         self._opcodes = b""
         self._kept = TensorViews()  # of its storages, in the order of appearance
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Skeleton, ()  # a copy of a provider keeps its own
+
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Pickle opcodes of ``obj`` as it is now; its storages are added to ``table``."""
         outline = _Outline(obj)

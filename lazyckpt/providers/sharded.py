@@ -30,9 +30,6 @@ class ShardedTensorError(ConfigError):
             f"cannot save {name or 'this tensor'}: it is {what}, and this rank holds only a part. {_INSTEAD}"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.name)
-
     def inside(self, name: str) -> ShardedTensorError:
         """The same error for the state that holds this one as ``name``."""
         return type(self)(self.what, f"{name}.{self.name}" if self.name else f"a tensor in {name}")

@@ -87,24 +87,15 @@ class ModuleProvider(StateProvider):
 def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Whether ``load_state_dict`` does more than to copy tensors into tensors of the same names."""
     plain = torch.nn.Module
+    # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
+    plain_loaders = plain._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict
     return type(module).load_state_dict is not plain.load_state_dict or any(
         m._load_state_dict_post_hooks
-        or any(hook for hook in m._load_state_dict_pre_hooks.values() if not _is_gate_hook(hook))
+        or m._load_state_dict_pre_hooks
         or type(m).set_extra_state is not plain.set_extra_state
-        or type(m)._load_from_state_dict not in _PLAIN_LOADERS
+        or type(m)._load_from_state_dict not in plain_loaders
         for m in module.modules()
     )
-
-
-def _is_gate_hook(hook: Any) -> bool:
-    return getattr(getattr(hook, "hook", hook), "__module__", None) == "lazyckpt.gate"
-
-
-# Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
-_PLAIN_LOADERS = (
-    torch.nn.Module._load_from_state_dict,
-    torch.nn.modules.batchnorm._NormBase._load_from_state_dict,
-)
 
 
 class OptimizerProvider(StateProvider):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import json
 import os
+import pickle
 import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -701,6 +704,106 @@ def test_code_goes_before_the_environment_and_that_before_the_file(
     assert (config.max_in_flight, config.copy_threads, config.io_depth) == (5, 4, 3)
     monkeypatch.setenv("LAZYCKPT_ENABLED", "no")
     assert enable(run.accelerator) is None
+
+
+@pytest.fixture(params=[*range(pickle.HIGHEST_PROTOCOL + 1), "cloudpickle"])
+def pickled(request: pytest.FixtureRequest) -> Callable[[Any], bytes]:
+    if request.param == "cloudpickle":
+        dumps: Callable[[Any], bytes] = pytest.importorskip("cloudpickle").dumps
+        return dumps
+    return lambda obj: pickle.dumps(obj, request.param)
+
+
+def test_an_unpickled_accelerator_trains_saves_and_resumes(
+    tmp_path: Path, pickled: Callable[[Any], bytes], full_disk: list[bool]
+) -> None:
+    """Regression: TypeError: cannot pickle '_queue.SimpleQueue' object."""
+    run = Run()
+    saver = enable(run.accelerator, max_in_flight=3, **TINY_RING)
+    run.step(2)
+    run.accelerator.save_state(tmp_path / "original")
+    threads = threading.active_count()
+    there = Run.__new__(Run)
+    there.accelerator, there.average, there.optimizer, there.scheduler = pickle.loads(
+        pickled((run.accelerator, run.average, run.optimizer, run.scheduler))
+    )
+    own = there.accelerator.save_state.__self__
+    assert type(own) is StateSaver and own is not saver and own._accelerator is there.accelerator
+    assert threading.active_count() == threads and own.last_save is None and own.pending() == []
+    (there.model,) = there.accelerator._models
+    before = [p.detach().clone() for p in run.model.parameters()]
+    there.step()
+    there.accelerator.save_state(tmp_path / "copy")
+    assert own.last_save.metrics.eager_bytes < own.last_save.metrics.bytes / 2, "it is copied lazily"
+    assert own._saver.config.max_in_flight == 3
+    saved = [p.detach().clone() for p in there.model.parameters()]
+    there.step()
+    there.accelerator.load_state(tmp_path / "copy")
+    assert all(map(torch.equal, saved, there.model.parameters())), "the copy resumes"
+    assert all(map(torch.equal, before, run.model.parameters())), "and the original is as it was"
+    full_disk.append(True)
+    there.step()
+    there.accelerator.save_state(tmp_path / "failed")
+    with pytest.raises(lazyckpt.SaveError, match="No space left"):
+        there.accelerator.end_training()
+    assert names(tmp_path) == ["copy", "original"]
+    assert enable(there.accelerator, enabled=False) is None
+    assert there.accelerator.save_state.__func__ is accelerate.Accelerator.save_state
+
+
+def test_in_a_new_process_an_unpickled_accelerator_saves(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(300, 300)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    enable(accelerator, **TINY_RING)
+    accelerator.step = 5
+    (tmp_path / "accelerator.pkl").write_bytes(pickle.dumps(accelerator))
+    script = (
+        "import pickle, sys, torch\n"
+        "accelerator = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "(model,), (optimizer,) = accelerator._models, accelerator._optimizers\n"
+        "accelerator.backward(model(torch.ones(1, 300)).sum())\n"
+        "optimizer.step()\n"
+        "accelerator.save_state(sys.argv[2])\n"  # durable at the end, although nobody waits for it
+        "metrics = accelerator.save_state.__self__.last_save.metrics\n"
+        "assert metrics.eager_bytes < metrics.bytes / 2, metrics\n"
+        "print(model.weight.double().sum().item())\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "accelerator.pkl"), str(tmp_path / "state")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    accelerator.load_state(tmp_path / "state")
+    assert model.weight.double().sum().item() == float(done.stdout)
+
+
+def test_a_method_that_was_replaced_before_is_in_the_pickle(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.load_state = Told(accelerator)
+    enable(accelerator)
+    there = pickle.loads(pickle.dumps(accelerator))
+    there.load_state(tmp_path)
+    enable(there, enabled=False)
+    assert type(there.load_state) is Told and there.load_state.accelerator is there
+    assert there.load_state.told == [tmp_path] and accelerator.save_state.__self__._replaced["load_state"].told == []
+
+
+class Told:
+    """A load_state of somebody else's."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.told: list[Any] = []
+
+    def __call__(self, input_dir: Any) -> None:
+        self.told.append(input_dir)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_the_same_as_that_of_the_accelerator(duplicate: Any) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    saver = enable(accelerator)
+    assert copy.deepcopy(accelerator) is accelerator
+    assert duplicate(saver) is saver
 
 
 @pytest.mark.parametrize("wrong", [{"max_in_flight": 0}, {"keep_last": 3}, {"colour": "red"}, {"audit": "maybe"}])

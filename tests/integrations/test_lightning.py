@@ -1344,12 +1344,13 @@ def test_the_entry_point_adds_one_callback_that_goes_first(tmp_path: Path) -> No
 
 
 def test_with_another_checkpoint_io_it_keeps_still(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path)
-    trainer = trainer_in(tmp_path, None, Each(lambda _: seen.append("file_exists" in vars(checkpoint))), checkpoint)
-    seen: list[bool] = []
+    first: list[Callback] = []
+    logger = Memory()
+    look = Each(lambda trainer: first.append(trainer.callbacks[0]))
+    trainer = trainer_in(tmp_path, None, look, ModelCheckpoint(tmp_path), logger=logger)
     trainer.fit(Net())
     assert any(isinstance(c, LazyCheckpointCallback) for c in trainer.callbacks)
-    assert not isinstance(trainer.callbacks[0], LazyCheckpointCallback) and not any(seen)
+    assert first == [look] * 6 and logger.told == [True]
 
 
 def test_who_does_not_use_it_gets_no_callback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1379,6 +1380,88 @@ def test_a_knob_that_makes_no_sense_is_refused_at_once() -> None:
         LazyCheckpointIO(no_such=1)
     with pytest.raises(lazyckpt.ConfigError, match="save_top_k"):
         LazyCheckpointIO(keep_last=3)  # Regression: it was taken, and nothing was ever removed
+
+
+@pytest.fixture(params=[*range(pickle.HIGHEST_PROTOCOL + 1), "cloudpickle", "deepcopy"])
+def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    if request.param == "deepcopy":
+        return copy.deepcopy
+    if request.param == "cloudpickle":
+        dumps = pytest.importorskip("cloudpickle").dumps
+        return lambda obj: pickle.loads(dumps(obj))
+    return lambda obj: pickle.loads(pickle.dumps(obj, request.param))
+
+
+class Named(LazyCheckpointIO):
+    def __init__(self, name: str) -> None:
+        super().__init__(**SMALL_RING, max_in_flight=3)
+        self.name = name
+
+
+def test_copies_of_what_attends_to_a_trainer_attend_to_another(
+    tmp_path: Path, slow_disk: None, duplicate: Callable[[Any], Any]
+) -> None:
+    """Regression: neither the callback nor a logger could be pickled in training, and a copied ModelCheckpoint asked
+    the plugin of the original whether a file exists."""
+    io, logger = Named("mine"), Memory()
+    checkpoint = ModelCheckpoint(tmp_path / "first", every_n_train_steps=2, filename="{step}", save_top_k=-1)
+    copies: list[Any] = []
+
+    def look(trainer: Trainer) -> None:
+        if trainer.global_step == 3:
+            assert trainer.callbacks[0]._io is io and io._saver is not None and io._unreported
+            threads = threading.active_count()
+            copies.extend(duplicate([io, trainer.callbacks[0], checkpoint, logger, trainer.model, trainer.optimizers]))
+            assert threading.active_count() == threads
+
+    trainer_in(tmp_path, io, checkpoint, Each(look), logger=logger).fit(Net())
+    other_io, callback, other_checkpoint, other_logger, model, (optimizer,) = copies
+    assert type(other_io) is Named and other_io.name == "mine" and other_io._saver is None
+    assert callback._io is None and type(callback) is LazyCheckpointCallback
+    assert b"lazyckpt" not in pickle.dumps([other_checkpoint, other_logger, model, optimizer])
+    assert optimizer.state_dict()["state"][0]["step"] == 3
+    heard = len(other_logger.told)
+    other_checkpoint.dirpath = str(tmp_path / "second")
+    trainer = trainer_in(tmp_path, other_io, callback, other_checkpoint, logger=other_logger)
+    attended: list[Any] = []
+    trainer.callbacks.append(Each(lambda trainer: attended.append((trainer.callbacks[0], callback._io))))
+    trainer.fit(model)
+    assert attended == [(callback, other_io)] * 6
+    # The copied ModelCheckpoint has saved step 2 already.
+    assert sorted(names_in(tmp_path / "second")) == ["step=4.ckpt", "step=6.ckpt"]
+    assert len(logger.told) == 3 and len(other_logger.told) == heard + 2
+    assert "after_save_checkpoint" not in vars(other_logger)
+    resumed = trainer_in(tmp_path, Named("third"), max_steps=7, max_epochs=2)
+    resumed.fit(Net(), ckpt_path=tmp_path / "second" / "step=4.ckpt", weights_only=False)
+    assert resumed.global_step == 7
+
+
+def test_a_spawned_process_trains_with_the_plugin(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.callbacks import ModelCheckpoint\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO\n"
+        "class IO(LazyCheckpointIO):\n"
+        "    def save_checkpoint(self, *args, **kwargs):\n"
+        "        super().save_checkpoint(*args, **kwargs)\n"
+        "        if self._attended:\n"  # not the weights that the launcher hands to the parent at the end
+        "            print('attended', self._own_saver().config.max_in_flight, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    newest = ModelCheckpoint(sys.argv[1], every_n_train_steps=2, filename='{step}', save_top_k=-1)\n"
+        "    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)\n"
+        "    trainer = Trainer(accelerator='cpu', strategy='ddp_spawn', devices=1, max_steps=4, limit_val_batches=0,\n"
+        "        plugins=[IO(max_in_flight=3)], callbacks=[newest, LazyCheckpointCallback()], **quiet)\n"
+        "    trainer.fit(BoringModel())\n"
+        "    print(newest.best_model_path)\n"
+    )
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attended 3") == 2 and done.stdout.splitlines()[-1].endswith("step=4.ckpt")
+    assert sorted(names_in(tmp_path / "run")) == ["step=2.ckpt", "step=4.ckpt"]
 
 
 def test_another_process_makes_its_own_threads(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import json
 import os
+import pickle
 import runpy
 import shutil
 import signal
@@ -31,6 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import safetensors  # noqa: E402
 import safetensors.torch  # noqa: E402
 import transformers  # noqa: E402
+from accelerate.state import GradientState  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
@@ -944,6 +947,65 @@ def test_nothing_of_torch_or_safetensors_stays_replaced(tmp_path: Path) -> None:
     trainer.train()
     assert (torch.save, safetensors.torch.save_file, transformers.modeling_utils.safe_save_file) == before
     assert not {"_get_output_dir", "_push_from_checkpoint"} & vars(trainer).keys()
+
+
+@pytest.fixture(params=[*range(pickle.HIGHEST_PROTOCOL + 1), "cloudpickle", "deepcopy"])
+def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    if request.param == "deepcopy":
+        return copy.deepcopy
+    if request.param == "cloudpickle":
+        dumps = pytest.importorskip("cloudpickle").dumps
+        return lambda obj: pickle.loads(dumps(obj))
+    return lambda obj: pickle.loads(pickle.dumps(obj, request.param))
+
+
+class Named(LazyCheckpointCallback):
+    """With an attribute of its own."""
+
+    name = "nobody's"
+
+
+def test_a_copy_of_a_callback_that_trains_trains_another_trainer(
+    tmp_path: Path, disk: Disk, duplicate: Callable[[Any], Any]
+) -> None:
+    """Regression: TypeError: cannot pickle '_queue.SimpleQueue' object."""
+    callback = Named(**SMALL_RING, max_in_flight=3)
+    callback.name = "mine"
+    copies: list[Named] = []
+
+    def look() -> None:
+        assert callback._saves and callback.newest is not None
+        threads = threading.active_count()
+        copies.extend(duplicate([callback]))
+        assert threading.active_count() == threads
+
+    trainer_of(tmp_path / "first", callback, At("on_step_end", 3, look), max_steps=4).train()
+    (other,) = copies
+    assert type(other) is Named and other.name == "mine" and other.newest is None and other._saves == []
+    other.wait()
+    trainer = trainer_of(tmp_path / "second", other, max_steps=2)
+    trainer.add_callback(At("on_step_end", 1, lambda: opened.append(other._saver.config.max_in_flight)))
+    opened: list[int] = []
+    trainer.train()
+    trainer.args.max_steps = 4
+    trainer.train(resume_from_checkpoint=True)
+    assert opened == [3] and other.newest is not callback.newest
+    for run in ("first", "second"):
+        assert checkpoints(tmp_path / run) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_trainer_that_was_pickled_trains_and_resumes(tmp_path: Path, duplicate: Callable[[Any], Any]) -> None:
+    """As the back ends of a hyperparameter search send it to their workers."""
+    GradientState._reset_state()  # which keeps weak references to the loaders of earlier trainings
+    original = trainer_of(tmp_path, lazy(), max_steps=2)
+    first, second = duplicate(original), duplicate(original)
+    first.train()
+    second.args.max_steps = 4
+    second.train(resume_from_checkpoint=True)
+    callback = next(c for c in second.callback_handler.callbacks if isinstance(c, LazyCheckpointCallback))
+    assert callback.newest is not None and callback.newest.result() == tmp_path / "checkpoint-4"
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    assert [t.state.global_step for t in (original, first, second)] == [0, 2, 4]
 
 
 def test_knobs_are_checked_at_once() -> None:

@@ -1,0 +1,370 @@
+"""Copies and pickles: of what is ours, and of the user's objects that lazyckpt looks after.
+
+Those of the user are as without lazyckpt. Ours have the settings, and no save that is under way.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lazyckpt
+from lazyckpt import commit, errors, exporters
+from lazyckpt.providers.loader import TrackedLoader
+from lazyckpt.providers.sharded import ShardedTensorError
+
+RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
+
+
+def _pickled(protocol: int) -> Callable[[Any], Any]:
+    return lambda obj: pickle.loads(pickle.dumps(obj, protocol))
+
+
+def _cloudpickled(obj: Any) -> Any:
+    return pickle.loads(pytest.importorskip("cloudpickle").dumps(obj))
+
+
+PICKLES = {f"protocol {protocol}": _pickled(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)}
+DUPLICATES = {**PICKLES, "cloudpickle": _cloudpickled, "deepcopy": copy.deepcopy}
+Duplicate = Callable[[Any], Any]
+
+
+@pytest.fixture(params=DUPLICATES)
+def duplicate(request: pytest.FixtureRequest) -> Duplicate:
+    return DUPLICATES[request.param]
+
+
+# Errors
+
+
+def every_error() -> list[lazyckpt.LazyCkptError]:
+    made: list[lazyckpt.LazyCkptError] = [ShardedTensorError("a shard", "model.weight")]
+    for kind in (getattr(errors, name) for name in lazyckpt.__all__ if name.endswith("Error")):
+        if issubclass(kind, lazyckpt.SaveError):
+            made.append(kind("why", path="runs/a", step=7))
+        elif issubclass(kind, lazyckpt.ReadError):
+            made.append(kind("why", path="runs/a", errno=5))
+        elif issubclass(kind, lazyckpt.LoadError):
+            made.append(kind("why", path="runs/a"))
+        else:
+            made.append(kind("why"))
+    return made
+
+
+@pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
+def test_an_error_comes_back_with_all_that_it_says(error: lazyckpt.LazyCkptError, duplicate: Duplicate) -> None:
+    error.__notes__ = ["rank 3"]  # add_note() of Python 3.11
+    again = duplicate(error)
+    assert type(again) is type(error) and str(again) == str(error) and again.args == error.args
+    assert vars(again) == vars(error)
+
+
+class Unsavable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("this holds a socket")
+
+
+class OwnError(lazyckpt.SaveError):
+    """Of a user, with arguments of its own."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(f"no answer of {host}", path="runs/a", step=1)
+        self.host = host
+
+
+def full_disk(self: commit.Staging) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail_to_save(folder: str, how: str) -> None:
+    if how == "own":
+        raise OwnError("node7")
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(x=torch.ones(3), **({"bad": {"a": Unsavable()}} if how == "object" else {}))
+        if how == "disk":
+            commit.Staging.publish = full_disk  # type: ignore[method-assign]  # of this process alone
+        ckpt.save(4, blocking=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "cause"),
+    [
+        ("object", lazyckpt.SerializationError, "this holds a socket"),
+        ("disk", lazyckpt.NoSpaceError, "No space left on device"),
+        ("own", OwnError, "no answer of node7"),
+    ],
+)
+def test_what_failed_in_another_process_is_told_in_full(how: str, kind: type, cause: str, tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(kind) as failed:
+        pool.apply(fail_to_save, (str(tmp_path), how))
+    assert type(failed.value) is kind and cause in str(failed.value)
+    if how == "own":
+        assert failed.value.host == "node7"
+    else:
+        assert (failed.value.step, failed.value.path) == (4, tmp_path / "step-00000004")
+
+
+def test_an_error_of_the_system_without_a_number_is_told() -> None:
+    assert "the array is offline" in str(errors.save_error(OSError("the array is offline"), path="a"))
+
+
+# What cannot be copied
+
+
+@pytest.fixture
+def live(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """Made by name, and ended behind the test."""
+    if request.param == "Checkpointer":
+        obj: Any = lazyckpt.Checkpointer(tmp_path / "run")
+    elif request.param == "CommitOnSignal":
+        obj = lazyckpt.commit_on(12)
+    else:
+        obj = lazyckpt.Saver()
+    if request.param == "StagedFolder":
+        with obj, obj.stage(tmp_path / "staged") as staged:
+            yield staged
+    elif request.param == "SaveHandle":
+        with obj:
+            yield obj.save(torch.ones(3), tmp_path / "a.pt", blocking=True)
+    else:
+        with obj:
+            yield obj
+
+
+@pytest.mark.parametrize(
+    ("live", "instead"),
+    [
+        ("Checkpointer", r"Checkpointer of .*run cannot be copied or pickled.*make one where the training runs"),
+        ("Saver", "Saver cannot be copied or pickled.*make another Saver with the same settings"),
+        ("SaveHandle", r"SaveHandle of .*a\.pt cannot be copied or pickled.*its path or its metrics"),
+        ("StagedFolder", "staged folder .* cannot be copied or pickled.*save it here"),
+        ("CommitOnSignal", "commit_on returns cannot be copied or pickled.*call lazyckpt.commit_on in the other"),
+    ],
+    indirect=["live"],
+)
+@pytest.mark.parametrize("how", [*DUPLICATES, "copy"])
+def test_what_belongs_to_this_process_says_what_to_do_instead(live: Any, instead: str, how: str) -> None:
+    with pytest.raises(TypeError, match=instead):
+        copy.copy(live) if how == "copy" else DUPLICATES[how]({"of a user": live})
+
+
+def test_what_a_handle_tells_can_be_pickled(tmp_path: Path, duplicate: Duplicate) -> None:
+    with lazyckpt.Saver() as saver:
+        handle = saver.save(torch.ones(30_000), tmp_path / "a.pt", step=3)
+        assert duplicate(handle.result()) == tmp_path / "a.pt"
+        saver.wait()
+        metrics = duplicate(handle.metrics)
+    assert metrics == handle.metrics and metrics.timeline and metrics.step == 3
+    assert duplicate(saver.config) == saver.config
+
+
+# Objects of the user
+
+
+TRAIN = """
+import hashlib, pickle, pickletools, sys, torch
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 40))
+average = torch.optim.swa_utils.AveragedModel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+loader = torch.utils.data.DataLoader(torch.ones(8, 40), 2)
+if sys.argv[1:]:
+    import lazyckpt
+    ckpt = lazyckpt.Checkpointer(sys.argv[1])
+    ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler, average=average)
+    ckpt.track_loader(loader)
+    saver = lazyckpt.Saver()
+    saver.watch(model)
+for step in range(3):
+    model(torch.randn(8, 40)).square().sum().backward()
+    optimizer.step()
+    scheduler.step()
+    if sys.argv[1:]:
+        ckpt.save(step)
+if sys.argv[1:]:
+    ckpt.close()
+for obj in (model, optimizer, scheduler, average, loader):
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        # What is long is a storage, in which torch writes its address.
+        said = [(op.name, str(arg)[:60]) for op, arg, _ in pickletools.genops(pickle.dumps(obj, protocol))]
+        print(type(obj).__name__, protocol, len(said), hashlib.sha256(repr(said).encode()).hexdigest())
+"""
+
+
+def test_objects_that_are_tracked_are_pickled_as_without_us(tmp_path: Path) -> None:
+    def pickles(*args: str) -> list[str]:
+        done = subprocess.run([sys.executable, "-c", TRAIN, *args], check=True, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    plain = pickles()
+    assert len(plain) == 5 * (pickle.HIGHEST_PROTOCOL + 1)
+    assert pickles(str(tmp_path / "run")) == plain
+
+
+def test_a_tracked_model_loads_with_weights_only(make_run: Any, tmp_path: Path) -> None:
+    """Regression: functions in the place of our hooks were in the pickle, and torch refuses what it does not know."""
+    run = make_run(model=torch.nn.Sequential(torch.nn.Linear(40, 40)))
+    torch.save(run.model, tmp_path / "model.pt")
+    with torch.serialization.safe_globals([torch.nn.Sequential, torch.nn.Linear]):
+        model = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(model[0].weight, run.model[0].weight)
+
+
+def copies_of_both(run: Any, duplicate: Duplicate) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = duplicate((run.model, run.optimizer))
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+    return model, optimizer
+
+
+def test_a_copy_does_not_wait_for_the_copying_of_the_original(
+    make_run: Any, disk: Any, pending: Any, duplicate: Duplicate
+) -> None:
+    run = make_run()
+    model, optimizer = copies_of_both(run, duplicate)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()  # so that it is no stranger, for which the gate waits in any case
+    run.backward()
+    disk.hold()
+    handle = run.ckpt.save(1)
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    model(run.batch()).square().sum().backward()
+    optimizer.step()
+    assert pending(handle) > 0, "nobody has waited"
+    disk.release()
+    handle.result(timeout=30)
+
+
+def test_a_copy_is_saved_lazily_as_the_original_is(
+    make_run: Any, disk: Any, pending: Any, duplicate: Duplicate, tmp_path: Path
+) -> None:
+    run = make_run()
+    run.ckpt.save(0, blocking=True)
+    other = make_run(model=run.model, warm=False)
+    other.model, other.optimizer = copies_of_both(run, duplicate)
+    with lazyckpt.Checkpointer(tmp_path / "copy", **RING) as ckpt:
+        ckpt.track(model=other.model, optimizer=other.optimizer)
+        other.step()
+        before = other.state()["model"]
+        disk.hold()
+        handle = ckpt.save(1)
+        assert pending(handle) > 0, "it is lazy"
+        disk.release(after_s=0.1)
+        other.model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in before.items()})
+        assert handle.metrics.gate_blocked_s > 0.05, "and loading waits"
+        saved = torch.load(handle.result(timeout=30) / "state.pt")["model"]
+    assert all(torch.equal(saved[name], before[name]) for name in before)
+
+
+class Whole(torch.optim.SGD):
+    """Pickled with its hooks, as torch's own are not."""
+
+    def __getstate__(self) -> Any:
+        return dict(vars(self))
+
+
+def test_an_optimizer_that_is_pickled_with_its_hooks_is_no_exception(make_run: Any, duplicate: Duplicate) -> None:
+    run = make_run(lambda parameters: Whole(parameters, lr=0.1, momentum=0.9), warm=False)
+    assert run.optimizer._optimizer_step_post_hooks, "it is tracked"
+    model, optimizer = copies_of_both(run, duplicate)
+    model(run.batch()).square().sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert b"lazyckpt" not in pickle.dumps(run.optimizer)
+
+
+class Batches:
+    """A loader with a way of its own to be copied and pickled."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(self.count).float())
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getstate__(self) -> Any:
+        return {"count": self.count}
+
+    def __setstate__(self, state: Any) -> None:
+        self.count = state["count"]
+
+    def __deepcopy__(self, memo: Any) -> Batches:
+        return Batches(self.count)
+
+
+@pytest.mark.parametrize("make", [Batches, lambda count: DataLoader(torch.arange(count), shuffle=True)])
+def test_a_copy_of_a_tracked_loader_has_its_position(make: Any, duplicate: Duplicate) -> None:
+    tracked = TrackedLoader(make(10))
+    batches = iter(tracked)
+    for _ in range(3):
+        next(batches)
+    other = duplicate(tracked)
+    assert type(other) is TrackedLoader and len(other) == 10
+    state = other.state_dict()
+    assert state["yielded"] == 3
+    rest = [float(batch) for batch in batches]
+    other.load_state_dict(state)
+    assert [float(batch) for batch in other] == rest and len(rest) == 7
+
+
+class Own(lazyckpt.StateProvider):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.arange(50_000.0)
+
+    def state(self) -> Any:
+        return {"value": self.value}
+
+    def load_state(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def test_a_copy_of_a_provider_knows_nothing_of_addresses_in_this_process(tmp_path: Path, duplicate: Duplicate) -> None:
+    """Regression: it took what the engine had seen of the original's tensors along, raw pointers among it."""
+    own = Own()
+    with lazyckpt.Checkpointer(tmp_path / "a") as ckpt:
+        ckpt.track(own=own)
+        ckpt.save(1, blocking=True)
+    (kept,) = own._skeletons.values()
+    other = duplicate(own)
+    assert kept._facts is not None and [skeleton._facts for skeleton in other._skeletons.values()] == [None]
+    other.value += 1
+    with lazyckpt.Checkpointer(tmp_path / "b") as ckpt:
+        ckpt.track(own=other)
+        path = ckpt.save(1, blocking=True).result()
+    assert torch.equal(torch.load(path / "state.pt")["own"]["value"], own.value + 1)
+
+
+def test_an_exporter_stays_the_one_of_its_process(duplicate: Duplicate, monkeypatch: pytest.MonkeyPatch) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
+    monkeypatch.setattr(exporters, "_default", [])
+    exporter = exporters.Prometheus()
+    assert duplicate(exporter) is exporter
+    text = pickle.dumps(exporter)
+    monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
+    exporters._default.clear()  # another process
+    there = pickle.loads(text)
+    assert there is not exporter and pickle.loads(text) is there
+
+
+def test_an_exporter_with_a_registry_of_its_own_is_copied_but_not_pickled() -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    exporter = exporters.Prometheus(prometheus_client.CollectorRegistry())
+    assert copy.deepcopy(exporter) is exporter
+    with pytest.raises(TypeError, match="registry of its own cannot be pickled"):
+        pickle.dumps(exporter)
