@@ -165,6 +165,7 @@ class Gate:
         self.replayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         # Every module that was watched, and its parts. No hooks: a copy of a module has nothing of the gate.
         self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.warmups: weakref.WeakSet[Any] = weakref.WeakSet()  # to be told of steps that are over (warmup.py)
         self._capturing = threading.local()  # `steps`: of the CUDAGraph below that this thread captures
 
     def install(self) -> None:
@@ -491,6 +492,8 @@ class Gate:
             if step.owner == owner and step.frame == frame:
                 self._leave(step)
                 break
+        for warmup in list(self.warmups):
+            warmup.after_step(optimizer)
 
     def _gated(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
