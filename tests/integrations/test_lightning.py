@@ -1412,7 +1412,7 @@ def test_copies_of_what_attends_to_a_trainer_attend_to_another(
             assert trainer.callbacks[0]._io is io and io._saver is not None and io._unreported
             threads = threading.active_count()
             copies.extend(duplicate([io, trainer.callbacks[0], checkpoint, logger, trainer.model, trainer.optimizers]))
-            assert threading.active_count() == threads
+            assert threading.active_count() <= threads  # others may end
 
     trainer_in(tmp_path, io, checkpoint, Each(look), logger=logger).fit(Net())
     other_io, callback, other_checkpoint, other_logger, model, (optimizer,) = copies

@@ -977,7 +977,7 @@ def test_a_copy_of_a_callback_that_trains_trains_another_trainer(
         assert callback._saves and callback.newest is not None
         threads = threading.active_count()
         copies.extend(duplicate([callback]))
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads  # others may end
 
     trainer_of(tmp_path / "first", callback, At("on_step_end", 3, look), max_steps=4).train()
     (other,) = copies
