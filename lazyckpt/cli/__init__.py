@@ -95,7 +95,9 @@ def _in_words(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
-        return f"{where}{error.strerror} ({error.errno})" if error.strerror else f"{where}{error}"
+        if error.errno is not None and error.strerror == os.strerror(error.errno):
+            return f"{where}{error.strerror} ({error.errno})"
+        return f"{where}{error.strerror or error}"
     return f"{type(error).__name__}: {error} (a fault of lazyckpt; {_DEBUG} tells where)"
 
 
