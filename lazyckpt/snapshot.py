@@ -48,14 +48,11 @@ class FrozenParameters:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int, int, int]] = {}  # key -> pointer, bytes, version, crc
         self._twice: set[str] = set()
-        self._eager_for_good: set[str] = set()
 
     def is_lazy(self, view: TensorView, tensor: torch.Tensor) -> bool:
         seen = self._seen.get(view.key)
         here = (view.storage.data_ptr(), view.nbytes, tensor._version)
-        return (
-            view.key in self._twice and view.key not in self._eager_for_good and seen is not None and seen[:3] == here
-        )
+        return view.key in self._twice and seen is not None and seen[:3] == here
 
     def observe(self, view: TensorView, version: int, crc: int, was_lazy: bool) -> bool:
         """Notes what a snapshot found; False if a parameter that was copied lazily had changed."""
@@ -64,8 +61,6 @@ class FrozenParameters:
         self._seen[view.key] = here
         if same:
             self._twice.add(view.key)
-        elif was_lazy:
-            self._eager_for_good.add(view.key)
         else:
             self._twice.discard(view.key)
         return same or not was_lazy

@@ -18,7 +18,7 @@ import torch
 import lazyckpt
 from lazyckpt import devices, snapshot
 from lazyckpt.gate import gate
-from lazyckpt.snapshot import LAZY_MIN_BYTES, Snapshot, frozen_parameters
+from lazyckpt.snapshot import LAZY_MIN_BYTES, frozen_parameters
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -298,20 +298,22 @@ def test_garbage_of_earlier_runs_takes_no_bit_of_those_at_work(make_run: Any, di
 def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The background verifies a checkpoint that nobody steps behind; a step may come just then."""
     run = make_run(PLAIN, host_buffer_bytes=16 << 20)
-    looks = threading.Event()
-    changed = Snapshot._changed
+    looks, data_ptr = threading.Event(), devices.data_ptr
 
-    def slowly(self: Snapshot, owners: int, verified: int) -> str | None:
-        if threading.current_thread() is not threading.main_thread():
+    def slowly(storage: torch.UntypedStorage) -> int:
+        if threading.current_thread() is not threading.main_thread() and not looks.is_set():
             looks.set()
             time.sleep(0.2)
-        return changed(self, owners, verified)
+        return data_ptr(storage)
 
-    monkeypatch.setattr(Snapshot, "_changed", slowly)
+    monkeypatch.setattr(devices, "data_ptr", slowly)
     run.backward()
     handle = run.ckpt.save(1)
     assert looks.wait(30)
     run.optimizer.step()
+    for parameter in run.model.parameters():  # as sharded training does it
+        storage = parameter.untyped_storage()
+        torch._C.StorageBase.resize_(storage, 2 * storage.nbytes())
     handle.result(timeout=30)
 
 
