@@ -1409,7 +1409,7 @@ def test_copies_of_what_attends_to_a_trainer_attend_to_another(
 
     def look(trainer: Trainer) -> None:
         if trainer.global_step == 3:
-            assert trainer.callbacks[0]._io is io and io._saver is not None and io._unreported
+            assert trainer.callbacks[0]._io is io and io._saver is not None
             threads = threading.active_count()
             copies.extend(duplicate([io, trainer.callbacks[0], checkpoint, logger, trainer.model, trainer.optimizers]))
             assert threading.active_count() <= threads  # others may end

@@ -455,7 +455,7 @@ def train_and_wait(folder: str) -> None:
 
 
 def test_what_a_live_run_stages_is_left_alone(tmp_path: Path) -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, __file__, "wait", str(tmp_path)], **pipes) as live:  # type: ignore[call-overload]
         assert live.stdout is not None
         while (line := live.stdout.readline()) != "staged\n":
