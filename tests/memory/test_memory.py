@@ -95,6 +95,8 @@ def test_no_memory_for_the_threads_of_the_engine(backend: str, save: Save) -> No
         pytest.skip("the engine's threads took no memory this time")
     for first in range(1, enough["allocations"] + 1):
         answer = save(first, 1, "engine", backend)
+        if answer["outcome"] == "saved" and answer["allocations"] < first:
+            continue  # how many there are depends on which thread copies
         assert answer["outcome"] in ("SaveError of handle", "SaveError of save"), answer
         assert "Cannot allocate memory" in answer["error"], answer
 
