@@ -1394,12 +1394,12 @@ def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 
 class Named(LazyCheckpointIO):
     def __init__(self, name: str) -> None:
-        super().__init__(**SMALL_RING, max_in_flight=3)
+        super().__init__(max_in_flight=3)
         self.name = name
 
 
 def test_copies_of_what_attends_to_a_trainer_attend_to_another(
-    tmp_path: Path, slow_disk: None, duplicate: Callable[[Any], Any]
+    tmp_path: Path, held_disk: threading.Event, duplicate: Callable[[Any], Any]
 ) -> None:
     """Regression: neither the callback nor a logger could be pickled in training, and a copied ModelCheckpoint asked
     the plugin of the original whether a file exists."""
@@ -1410,9 +1410,11 @@ def test_copies_of_what_attends_to_a_trainer_attend_to_another(
     def look(trainer: Trainer) -> None:
         if trainer.global_step == 3:
             assert trainer.callbacks[0]._io is io and io._saver is not None
+            assert [handle.done() for handle in io._unreported] == [False]
             threads = threading.active_count()
             copies.extend(duplicate([io, trainer.callbacks[0], checkpoint, logger, trainer.model, trainer.optimizers]))
             assert threading.active_count() <= threads  # others may end
+            held_disk.set()
 
     trainer_in(tmp_path, io, checkpoint, Each(look), logger=logger).fit(Net())
     other_io, callback, other_checkpoint, other_logger, model, (optimizer,) = copies
