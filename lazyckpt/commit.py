@@ -271,7 +271,7 @@ def _carry_over(old: Path, new: Path) -> None:
 
 
 def _raise(error: OSError) -> None:
-    """For ``os.walk``, which passes over a folder that it cannot list."""
+    """For ``os.walk`` and ``os.fwalk``, which pass over a folder that they cannot list."""
     raise error
 
 
@@ -383,11 +383,7 @@ def take_apart(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -
 def _unlink_files(fd: int, endings: tuple[str, ...]) -> None:
     """Removes the files below an open folder whose names have one of these endings, and folders that are empty then.
     Durable when this returns."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for _, subfolders, names, folder in os.fwalk(".", topdown=False, onerror=fail, dir_fd=fd):
+    for _, subfolders, names, folder in os.fwalk(".", topdown=False, onerror=_raise, dir_fd=fd):
         links = {name for name in subfolders if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode)}
         for name in (*names, *links):
             if name.endswith(endings):

@@ -108,7 +108,7 @@ class Saver:
             _warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
         if not auto:
             self.engine.reserve(self._max_ring_bytes)
-        self._warmup = Warmup(self)
+        self._warmup = Warmup(self._prepare_ring)
         gate.install()
 
     # what users call
@@ -430,7 +430,7 @@ class Saver:
         if self.config.host_buffer_bytes == "auto":
             self.engine.reserve(min(nbytes, self._max_ring_bytes))
 
-    def prepare(self, tensors: list[torch.Tensor], nbytes: int) -> None:
+    def _prepare_ring(self, tensors: list[torch.Tensor], nbytes: int) -> None:
         """See ``warmup.py``. It never fails: the first save raises what is wrong."""
         if self._closed or os.getpid() != self._pid:
             return

@@ -7,7 +7,8 @@ first save wait for both.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,22 +16,16 @@ from lazyckpt import _engine, devices
 from lazyckpt.gate import gate, unwrapped
 
 
-class Buffered(Protocol):
-    """Has a staging buffer."""
-
-    def prepare(self, tensors: list[torch.Tensor], nbytes: int) -> None:
-        """Begins to prepare the buffer for a save of these tensors, whose storages have ``nbytes``."""
-
-
 class Warmup:
-    """Calls ``prepare`` of its owner after the first step of each expected optimizer, on the thread that steps.
+    """Calls ``prepare`` after the first step of each expected optimizer, on the thread that steps, with the tensors of
+    all expected objects and the bytes of their storages.
 
     An optimizer that has stepped has its state, so the size is nearly that of the first save. A process that only
-    restores does not step, and takes no memory. The Warmup keeps its owner alive no longer than others do.
+    restores does not step, and takes no memory. ``prepare`` is a bound method, whose object lives no longer by this.
     """
 
-    def __init__(self, owner: Buffered) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(self, prepare: Callable[[list[torch.Tensor], int], None]) -> None:
+        self._prepare = weakref.WeakMethod(prepare)
         self._objects: list[torch.nn.Module | torch.optim.Optimizer] = []
         self._waiting: set[int] = set()  # ids of the optimizers that have not stepped yet
 
@@ -51,15 +46,20 @@ class Warmup:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The gate calls this."""
-        owner = self._owner()
+        prepare = self._prepare()
         # Not in a capture: no device can be attached there. Nor in a compiled step, which is not for such work.
-        if owner is None or id(optimizer) not in self._waiting or devices.capturing() or torch.compiler.is_compiling():
+        if (
+            prepare is None
+            or id(optimizer) not in self._waiting
+            or devices.capturing()
+            or torch.compiler.is_compiling()
+        ):
             return
         self._waiting.discard(id(optimizer))
         if not self._waiting:
             gate.warmups.discard(self)
         tensors, identities, sizes, _ = _engine.storages_in([_tensors_of(obj) for obj in self._objects])
-        owner.prepare(tensors, sum(dict(zip(identities, sizes, strict=True)).values()))
+        prepare(tensors, sum(dict(zip(identities, sizes, strict=True)).values()))
 
 
 def _tensors_of(obj: torch.nn.Module | torch.optim.Optimizer) -> Any:

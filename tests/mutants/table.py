@@ -2939,8 +2939,8 @@ _in(
     ),
     (
         "an optimizer keeps a Saver alive",
-        "self._owner = weakref.ref(owner)",
-        "self._owner = lambda: owner",
+        "self._prepare = weakref.WeakMethod(prepare)",
+        "self._prepare = lambda: prepare",
         "test_warmup.py::test_an_optimizer_may_be_copied_pickled_and_outlive_its_saver",
     ),
 )
