@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from duplicates import DUPLICATES
 
 import lazyckpt
 from fake_cuda import FakeCuda, compiler
@@ -305,6 +306,12 @@ def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
 @pytest.fixture
 def pending() -> Callable[[lazyckpt.SaveHandle], int]:
     return pending_chunks
+
+
+@pytest.fixture(params=DUPLICATES)
+def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """See ``duplicates.py``."""
+    return DUPLICATES[request.param]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from duplicates import DUPLICATES
 from torch.utils.data import DataLoader
 
 import lazyckpt
@@ -25,24 +26,7 @@ from lazyckpt.providers.loader import TrackedLoader
 from lazyckpt.providers.sharded import ShardedTensorError
 
 RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
-
-
-def _pickled(protocol: int) -> Callable[[Any], Any]:
-    return lambda obj: pickle.loads(pickle.dumps(obj, protocol))
-
-
-def _cloudpickled(obj: Any) -> Any:
-    return pickle.loads(pytest.importorskip("cloudpickle").dumps(obj))
-
-
-PICKLES = {f"protocol {protocol}": _pickled(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)}
-DUPLICATES = {**PICKLES, "cloudpickle": _cloudpickled, "deepcopy": copy.deepcopy}
 Duplicate = Callable[[Any], Any]
-
-
-@pytest.fixture(params=DUPLICATES)
-def duplicate(request: pytest.FixtureRequest) -> Duplicate:
-    return DUPLICATES[request.param]
 
 
 # Errors

@@ -1382,16 +1382,6 @@ def test_a_knob_that_makes_no_sense_is_refused_at_once() -> None:
         LazyCheckpointIO(keep_last=3)  # Regression: it was taken, and nothing was ever removed
 
 
-@pytest.fixture(params=[*range(pickle.HIGHEST_PROTOCOL + 1), "cloudpickle", "deepcopy"])
-def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    if request.param == "deepcopy":
-        return copy.deepcopy
-    if request.param == "cloudpickle":
-        dumps = pytest.importorskip("cloudpickle").dumps
-        return lambda obj: pickle.loads(dumps(obj))
-    return lambda obj: pickle.loads(pickle.dumps(obj, request.param))
-
-
 class Named(LazyCheckpointIO):
     def __init__(self, name: str) -> None:
         super().__init__(max_in_flight=3)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import io
 import json
 import os
-import pickle
 import runpy
 import shutil
 import signal
@@ -947,16 +945,6 @@ def test_nothing_of_torch_or_safetensors_stays_replaced(tmp_path: Path) -> None:
     trainer.train()
     assert (torch.save, safetensors.torch.save_file, transformers.modeling_utils.safe_save_file) == before
     assert not {"_get_output_dir", "_push_from_checkpoint"} & vars(trainer).keys()
-
-
-@pytest.fixture(params=[*range(pickle.HIGHEST_PROTOCOL + 1), "cloudpickle", "deepcopy"])
-def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    if request.param == "deepcopy":
-        return copy.deepcopy
-    if request.param == "cloudpickle":
-        dumps = pytest.importorskip("cloudpickle").dumps
-        return lambda obj: pickle.loads(dumps(obj))
-    return lambda obj: pickle.loads(pickle.dumps(obj, request.param))
 
 
 class Named(LazyCheckpointCallback):
