@@ -649,7 +649,8 @@ ENDINGS = {
     "a fork": "save()\nif (child := os.fork()) == 0: os._exit(0)\nos.waitpid(child, 0)",
     "commit_on": (
         "import signal; lazyckpt.commit_on(signal.SIGTERM); signal.signal(signal.SIGUSR1, lambda *_: None)\n"
-        "save(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)"
+        "save(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(1)\n"  # one call; the verdict comes after it
+        "while True: time.sleep(0.01)"
     ),
 }
 
