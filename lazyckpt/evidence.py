@@ -7,6 +7,7 @@ or gets other memory.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
@@ -20,11 +21,9 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def parameters_in_groups(optimizer: Any) -> list[torch.Tensor]:
-    """The tensors in the optimizer's groups; none if it has no groups as torch's optimizers have them."""
-    try:
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    except (AttributeError, KeyError, TypeError):
-        return []
+    """The tensors in the optimizer's groups. Raises whatever it likes if they are not as torch's optimizers have
+    them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def addresses(tensors: list[torch.Tensor]) -> list[int]:
@@ -61,13 +60,16 @@ class Evidence:
         self._embeddings: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def look(self, optimizer: Any) -> None:
-        """Notes which parameters have a gradient now; call it between backward and the optimizer's write."""
-        try:
-            groups = optimizer.param_groups
-            sizes = [len(group["params"]) for group in groups]
-            known, waiting = self._waiting.get(optimizer, (None, []))
-        except (AttributeError, KeyError, TypeError):  # not as torch's optimizers are
-            return
+        """Notes which parameters have a gradient now; call it between backward and the optimizer's write.
+
+        Never fails: parameters of an optimizer that is not as torch's are earn nothing."""
+        with contextlib.suppress(Exception):
+            self._look(optimizer)
+
+    def _look(self, optimizer: Any) -> None:
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        known, waiting = self._waiting.get(optimizer, (None, []))
         if known != sizes:  # the first step, or a group was added
             mine = self._earned.setdefault(optimizer, {})
             waiting = _places(optimizer, lambda parameter: id(parameter) not in mine)

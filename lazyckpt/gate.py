@@ -445,11 +445,19 @@ class Gate:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         frame = sys._getframe(1)
         try:
-            is_new = optimizer not in self.steps
-        except TypeError:  # it has no hash, and so owns nothing
+            return self._open_step(optimizer, args, kwargs, frame)
+        except Exception as error:  # not as torch's are: it owns nothing, and waits for everything
+            with contextlib.suppress(Exception):  # it may have no hash
+                self.steps.pop(optimizer, None)
+            warn_of_foreign(optimizer, error)
             self.wait_all()
+            self._begin_writing([self._enter(optimizer, frame)], ())
             return None
-        if is_new:
+
+    def _open_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer not in self.steps:
             _guard_switches(type(optimizer))
         _guard_callers(frame)
         step = self._enter(optimizer, frame)
@@ -525,7 +533,7 @@ class Gate:
 def _is_in(owner: Any, known: Container[Any]) -> bool:
     try:
         return owner in known
-    except TypeError:  # it has no hash
+    except Exception:  # it has no hash, or none that works
         return False
 
 
@@ -556,11 +564,23 @@ def _writes_before_closure(optimizer: torch.optim.Optimizer) -> bool:
         f"not overlap with them: {_place_of(foreign)} runs before the closure and may write to parameters. Call it "
         "before step() instead"
     )
+    _warn_once(message)
+    return True
+
+
+def warn_of_foreign(optimizer: object, error: Exception) -> None:
+    """Warns, once for its class, of an optimizer that raises where torch's do not."""
+    _warn_once(
+        f"what {type(optimizer).__name__} trains cannot be told ({type(error).__name__}: {error}): its steps wait for "
+        "all copies, and what no other optimizer trains is copied inside save()"
+    )
+
+
+def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         with contextlib.suppress(Warning):  # where a filter makes errors of them, training goes on
-            warnings.warn(message, stacklevel=4)
-    return True
+            warnings.warn(message, stacklevel=5)
 
 
 _warned: set[str] = set()
@@ -591,16 +611,14 @@ def _guard_switches(kind: type[Any]) -> None:
     The class changes, not the instance, so that optimizers are copied and pickled as ever."""
     if kind in _guarded or kind.__module__.startswith("torch.optim."):
         return
-    _guarded.add(kind)
-    if kind.__hash__ is None:
-        return
-    for name in dir(kind):
+    for name in dir(kind) if kind.__hash__ is not None else ():
         method = inspect.getattr_static(kind, name)
         # That of schedulefree's wrapper is no torch.optim.Optimizer's, and writes before that of the one inside.
         alone = name == "step" and _is_schedulefree(kind.__module__) and not hasattr(method, "hooked")
         if (alone or name in _SWITCHES or name.startswith("swap_")) and inspect.isfunction(method):
             with contextlib.suppress(TypeError, AttributeError):  # a class that cannot be changed
                 setattr(kind, name, _guarded_switch(method))
+    _guarded.add(kind)
 
 
 def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -619,21 +637,25 @@ def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_in_mode(optimizer: Any, train: bool) -> bool:
     """Whether a schedule-free optimizer holds the weights of training, or of evaluation, already."""
-    own = getattr(optimizer, "train_mode", None)  # of schedulefree's wrapper
-    return all((own if own is not None else group.get("train_mode")) is train for group in optimizer.param_groups)
+    try:
+        own = getattr(optimizer, "train_mode", None)  # of schedulefree's wrapper
+        return all((own if own is not None else group.get("train_mode")) is train for group in optimizer.param_groups)
+    except Exception:
+        return False
 
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that ``optimizer`` passes everything on to, as LightningOptimizer does: the two are one owner."""
-    groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
-    if groups is None or state is None:
-        return optimizer
     seen = [optimizer]
-    for outer in seen:  # grows meanwhile
-        for inner in list(getattr(outer, "__dict__", {}).values()):
-            passed_on = isinstance(inner, torch.optim.Optimizer) and not any(inner is other for other in seen)
-            if passed_on and inner.param_groups is groups and inner.state is state:
-                seen.append(inner)
+    try:
+        groups, state = optimizer.param_groups, optimizer.state
+        for outer in seen if groups is not None and state is not None else ():  # grows meanwhile
+            for inner in list(getattr(outer, "__dict__", {}).values()):
+                passed_on = isinstance(inner, torch.optim.Optimizer) and not any(inner is other for other in seen)
+                if passed_on and inner.param_groups is groups and inner.state is state:
+                    seen.append(inner)
+    except Exception:  # not as torch's are: it stands for itself
+        return optimizer
     return seen[-1]
 
 
@@ -647,7 +669,7 @@ def _guard_callers(frame: FrameType) -> None:
         alone = code.co_name == "step" and _is_schedulefree(caller.f_globals.get("__name__"))
         if (alone or code.co_name in _SWITCHES) and code.co_argcount:
             owner = caller.f_locals.get(code.co_varnames[0])
-            if hasattr(owner, "param_groups"):
+            if hasattr(type(owner), "param_groups") or "param_groups" in getattr(owner, "__dict__", ()):
                 _guard_switches(type(owner))
         caller = caller.f_back
 

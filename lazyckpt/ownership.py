@@ -11,7 +11,7 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.evidence import addresses, parameters_in_groups
-from lazyckpt.gate import Gate, Guarded
+from lazyckpt.gate import Gate, Guarded, warn_of_foreign
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
 
@@ -72,16 +72,20 @@ class Ownership:
         newest_first = reversed(list(gate.steps.items()))  # earlier runs' may live on, as garbage
         for number, (owner, steps) in enumerate(newest_first):
             bit = 1 << min(number, _SHARED_BIT)
-            parameters = _parameters(owner)
-            described = _described(owner, parameters)
+            self.steps[id(owner)] = steps
+            try:
+                parameters = _parameters(owner)
+                described = _described(owner, parameters)
+                if not isinstance(owner, Guarded):
+                    eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
+                gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
+                gated = gated and not _writes_outside_step(owner)
+                tensors, identities, nbytes, whole = _storages_of(owner, parameters)
+            except Exception as error:  # nobody knows what it owns: nothing of that is lazy by it
+                warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
+                continue
             if described.identities:  # otherwise it may be for any
                 self.owners[owner] = bit, described
-            if not isinstance(owner, Guarded):
-                eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
-            self.steps[id(owner)] = steps
-            gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
-            gated = gated and not _writes_outside_step(owner)
-            tensors, identities, nbytes, whole = _storages_of(owner, parameters)
             simple = 0 not in whole and len(set(identities)) == len(identities)
             if simple and self.tensors.keys().isdisjoint(identities) and mixed.keys().isdisjoint(identities):
                 self.lazy_owners.update(zip(identities, repeat(bit if gated else 0)))

@@ -10,6 +10,7 @@ The engine finds writes to watched pages. For other memory the version counters 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -199,9 +200,12 @@ class Snapshot:
     # gate.Pending
 
     def wait(self, owner: object) -> None:
-        bit, parameters = self._owners.get(owner, (0, None))
-        # One that is new, or was given other parameters since, may own any of the storages by now.
-        owners = bit if parameters == parameters_of(owner) else ALL_OWNERS
+        # One that is new, was given other parameters since, or cannot be asked may own any of the storages by now.
+        owners = ALL_OWNERS
+        with contextlib.suppress(Exception):
+            bit, parameters = self._owners.get(owner, (0, None))
+            if parameters is not None and parameters == parameters_of(owner):
+                owners = bit
         # What torch's optimizers do to a device they put into its current stream. Of others nobody knows.
         self._wait(owners, on_device=is_of_torch(owner))
 

@@ -6,6 +6,7 @@ first save wait for both.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,8 +59,9 @@ class Warmup:
         self._waiting.discard(id(optimizer))
         if not self._waiting:
             gate.warmups.discard(self)
-        tensors, identities, sizes, _ = _engine.storages_in([_tensors_of(obj) for obj in self._objects])
-        prepare(tensors, sum(dict(zip(identities, sizes, strict=True)).values()))
+        with contextlib.suppress(Exception):  # what is wrong the first save says
+            tensors, identities, sizes, _ = _engine.storages_in([_tensors_of(obj) for obj in self._objects])
+            prepare(tensors, sum(dict(zip(identities, sizes, strict=True)).values()))
 
 
 def _tensors_of(obj: torch.nn.Module | torch.optim.Optimizer) -> Any:

@@ -88,7 +88,11 @@ def _tensors(obj: Any, path: str, *, attributes: bool) -> Iterator[tuple[str, to
         if isinstance(obj, torch.nn.Module):
             inner = (*obj.named_parameters(), *obj.named_buffers())
         elif isinstance(obj, torch.optim.Optimizer):
-            inner = ("param_groups", obj.param_groups), ("state", dict(enumerate(obj.state.values())))
+            state = getattr(obj, "state", None)
+            inner = (
+                ("param_groups", getattr(obj, "param_groups", None)),
+                ("state", dict(enumerate(state.values())) if isinstance(state, dict) else state),
+            )
         elif isinstance(obj, dict):
             inner = obj.items()
         elif isinstance(obj, list | tuple):

@@ -111,9 +111,11 @@ class OptimizerProvider(StateProvider):
         return self.optimizer.state_dict()
 
     def landings(self, saved: Any) -> list[Landing]:
-        if not (isinstance(saved, dict) and isinstance(saved.get("param_groups"), list) and "state" in saved):
-            raise RestoreError(f"not the state of an optimizer: {describe(saved)}")
         live = self.optimizer.state_dict()
+        if not _is_of_torch(live):
+            return []  # a state of its own kind, which load_state_dict understands
+        if not _is_of_torch(saved):
+            raise RestoreError(f"not the state of an optimizer: {describe(saved)}")
         problems = []
         groups, saved_groups = live["param_groups"], saved["param_groups"]
         if len(groups) != len(saved_groups):
@@ -146,7 +148,7 @@ class OptimizerProvider(StateProvider):
         return landings
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
-        for state in saved["state"].values():
+        for state in saved["state"].values() if _is_of_torch(saved) else ():
             if isinstance(state, dict):
                 for key, tensor in state.items():
                     state[key] = landed.get(id(tensor), tensor)
@@ -154,6 +156,16 @@ class OptimizerProvider(StateProvider):
 
     def load_state(self, state: Any) -> None:
         self.optimizer.load_state_dict(state)
+
+
+def _is_of_torch(state: Any) -> bool:
+    """Whether a state is laid out as that of torch's own optimizers."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and isinstance(state.get("state"), dict)
+    )
 
 
 # State that has its parameter's shape, in torch's own optimizers.
