@@ -49,6 +49,9 @@ struct ScanArguments {
   uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
 };
 constexpr uint64_t kPageIsWritten = 1 << 1;
+constexpr uint64_t kPageIsFile = 1 << 2;
+constexpr uint64_t kPageIsPresent = 1 << 3;
+constexpr uint64_t kPageIsSwapped = 1 << 4;
 constexpr uint64_t kScanProtectMatching = 1 << 0;
 constexpr uint64_t kScanCheckAsync = 1 << 1;  // EPERM where the memory is not, or no longer, registered
 #define LAZYCKPT_PAGEMAP_SCAN _IOWR('f', 16, ScanArguments)
@@ -207,8 +210,8 @@ Status PageWitness::TryOnOwnPages() {
   const PageRange pages = PageRange::Inside(memory, kBytes);
   Status status;
   size_t written = 0;
-  const auto count = [&written](PageRange run) { written += run.bytes(); };
-  if (!Register(pages) || WriteProtect(pages, true) != 0) status = Status(errno, "userfaultfd", "");
+  const auto count = [&written](PageRange run, uint64_t) { written += run.bytes(); };
+  if (!Register(pages, ReadMappings()) || WriteProtect(pages, true) != 0) status = Status(errno, "userfaultfd", "");
   (void)bytes[2 * kPageBytes];  // to read is not to write, also where nothing was before
   if (const int error = status.ok() ? Scan(pages, false, count) : 0; error != 0)
     status = Status(error, "PAGEMAP_SCAN (Linux 6.7 has it)", "");
@@ -245,7 +248,8 @@ int PageWitness::Scan(PageRange pages, bool protect, F found) const {
   call.end = pages.end;
   call.vec = reinterpret_cast<uint64_t>(runs.data());
   call.vec_len = runs.size();
-  call.category_mask = call.return_mask = kPageIsWritten;
+  call.category_anyof_mask = kPageIsWritten | kPageIsFile;
+  call.return_mask = kPageIsFile | kPageIsPresent | kPageIsSwapped;
   for (call.start = pages.begin; call.start < pages.end; call.start = call.walk_end) {
     const int count = ioctl(pagemap_, LAZYCKPT_PAGEMAP_SCAN, &call);
     if (count < 0 && errno == EINTR) {
@@ -253,32 +257,40 @@ int PageWitness::Scan(PageRange pages, bool protect, F found) const {
       continue;
     }
     if (count < 0) return errno;
-    for (int i = 0; i < count; ++i) found(PageRange{runs[i].start, runs[i].end});
-    if (call.walk_end <= call.start) break;
+    for (int i = 0; i < count; ++i) found(PageRange{runs[i].start, runs[i].end}, runs[i].categories);
+    if (call.walk_end <= call.start) return ENOTSUP;  // a part of a page of hugetlbfs
   }
   return 0;
 }
 
 // kReport: by the scan, of all that is not protected yet; UFFDIO_WRITEPROTECT does the same and takes ten times as long
 // (14 ms for 512 MiB of small pages). The scan refuses memory of kCopy.
-bool PageWitness::ProtectAll(PageRange pages) const {
-  return (mode_ == WitnessMode::kCopy ? WriteProtect(pages, true) : Scan(pages, true, [](PageRange) {})) == 0;
+int PageWitness::ProtectAll(PageRange pages, Kind kind) const {
+  if (mode_ == WitnessMode::kCopy) return WriteProtect(pages, true);
+  bool of_file = false;
+  const int error = Scan(pages, true, [&](PageRange, uint64_t categories) {
+    const bool has_memory = (categories & (kPageIsPresent | kPageIsSwapped)) != 0;
+    of_file = of_file || (categories & kPageIsFile) != 0 || (kind == Kind::kFile && !has_memory);
+  });
+  if (error == 0 && !of_file) return 0;
+  (void)WriteProtect(pages, false);
+  if (of_file) return EACCES;
+  return error == EPERM ? ENOENT : error;  // as UFFDIO_WRITEPROTECT calls it
 }
 
-bool PageWitness::IsRegistered(PageRange pages) {
+std::optional<PageWitness::Kind> PageWitness::Registered(PageRange pages) {
   const std::lock_guard lock(Registering());
   const auto after = registered_.upper_bound(pages.begin);
-  return after != registered_.begin() && std::prev(after)->second >= pages.end;
+  if (after == registered_.begin() || std::prev(after)->second.pages.end < pages.end) return std::nullopt;
+  return std::prev(after)->second.kind;
 }
 
-// By mapping: to register each storage by itself would split mappings, of which a process may have 65,530.
-bool PageWitness::Register(PageRange pages) {
-  const std::lock_guard lock(Registering());
+std::vector<PageWitness::Mapping> PageWitness::ReadMappings() {
+  std::vector<Mapping> mappings;
   std::FILE* const maps = std::fopen("/proc/self/maps", "re");
-  if (maps == nullptr) return false;
+  if (maps == nullptr) return mappings;
   char line[512];
-  uintptr_t covered = pages.begin;
-  while (covered < pages.end && std::fgets(line, sizeof line, maps) != nullptr) {
+  while (std::fgets(line, sizeof line, maps) != nullptr) {
     unsigned long begin = 0, end = 0, offset = 0, inode = 0;
     char flags[5] = "";
     unsigned major = 0, minor = 0;
@@ -286,35 +298,47 @@ bool PageWitness::Register(PageRange pages) {
         std::sscanf(line, "%lx-%lx %4s %lx %x:%x %lu", &begin, &end, flags, &offset, &major, &minor, &inode);
     while (std::strchr(line, '\n') == nullptr && std::fgets(line, sizeof line, maps) != nullptr) {
     }
-    if (fields != 7 || end <= covered) continue;
-    // Of shared memory the kernel would not tell what another process writes; a file may change below a private one.
-    if (begin > covered || flags[1] != 'w' || flags[3] != 'p' || inode != 0) break;
+    // Of shared memory the kernel would not tell what another process writes: none of its pages is this process's own.
+    if (fields != 7 || flags[1] != 'w' || flags[3] != 'p') continue;
+    mappings.push_back({{begin, end}, inode == 0 ? Kind::kAnonymous : Kind::kFile});
+  }
+  std::fclose(maps);
+  return mappings;
+}
+
+// By mapping: to register each storage by itself would split mappings, of which a process may have 65,530.
+bool PageWitness::Register(PageRange pages, const std::vector<Mapping>& mappings) {
+  const std::lock_guard lock(Registering());
+  uintptr_t covered = pages.begin;
+  const auto ends_before = [](const Mapping& m, uintptr_t address) { return m.pages.end <= address; };
+  auto at = std::lower_bound(mappings.begin(), mappings.end(), covered, ends_before);
+  for (; covered < pages.end && at != mappings.end() && at->pages.begin <= covered; ++at) {
+    if (at->kind == Kind::kFile && mode_ == WitnessMode::kCopy) break;  // the kernel has that for kReport alone
     uffdio_register call{};
-    call.range = {begin, end - begin};
+    call.range = {at->pages.begin, at->pages.bytes()};
     call.mode = UFFDIO_REGISTER_MODE_WP;
     // EBUSY: another user of userfaultfd has it, the other mode perhaps.
     PageWitness* const other = witnesses[mode_ == WitnessMode::kReport ? 1 : 0].made;
     if (ioctl(uffd_, UFFDIO_REGISTER, &call) != 0 &&
-        (errno != EBUSY || other == nullptr || !other->Yield({begin, end}) ||
-         ioctl(uffd_, UFFDIO_REGISTER, &call) != 0))
+        (errno != EBUSY || other == nullptr || !other->Yield(at->pages) || ioctl(uffd_, UFFDIO_REGISTER, &call) != 0))
       break;
     // Memory was unmapped and mapped again: the kernel would protect it for either, and tell the wrong one.
-    if (other != nullptr) other->ForgetRegistered({begin, end});
-    ForgetRegistered({begin, end});
-    registered_[begin] = end;
-    covered = end;
+    if (other != nullptr) other->ForgetRegistered(at->pages);
+    ForgetRegistered(at->pages);
+    registered_[at->pages.begin] = *at;
+    covered = at->pages.end;
   }
-  std::fclose(maps);
   if (covered < pages.end) return false;
   // Neighbours as one: a storage may reach over several mappings.
-  for (auto at = registered_.begin(); at != registered_.end();) {
-    const auto next = std::next(at);
+  for (auto here = registered_.begin(); here != registered_.end();) {
+    const auto next = std::next(here);
     if (next == registered_.end()) break;
-    if (next->first <= at->second) {
-      at->second = std::max(at->second, next->second);
+    PageRange& joined = here->second.pages;
+    if (next->first <= joined.end && next->second.kind == here->second.kind) {
+      joined.end = std::max(joined.end, next->second.pages.end);
       registered_.erase(next);
     } else {
-      at = next;
+      here = next;
     }
   }
   return true;
@@ -337,7 +361,7 @@ bool PageWitness::Yield(PageRange pages) {
 
 // Under Registering(). More than `pages`, perhaps: what is registered once more is registered all the same.
 void PageWitness::ForgetRegistered(PageRange pages) {
-  std::erase_if(registered_, [&](const auto& r) { return PageRange{r.first, r.second}.Overlaps(pages); });
+  std::erase_if(registered_, [&](const auto& r) { return r.second.pages.Overlaps(pages); });
 }
 
 void PageWitness::Open(PageWindow* window) {
@@ -390,7 +414,7 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
     if (theirs.pages != ours->pages || !theirs.is_protected) return false;
     if (mode_ == WitnessMode::kCopy) continue;  // to protect them once more loses nothing
     // What was written so far is evidence for the other window alone; what is written from here on, for both.
-    const int error = Scan(ours->pages, true, [&](PageRange run) {
+    const int error = Scan(ours->pages, true, [&](PageRange run, uint64_t) {
       for (uintptr_t page = run.begin; page < run.end && !theirs.written; page += kPageBytes)
         theirs.written = !other->IsDone(theirs, page);
     });
@@ -414,21 +438,26 @@ bool PageWitness::IsBridge(PageRange gap) const {
 
 void PageWitness::Protect(PageWindow* window) {
   const std::shared_lock lock(mutex_);
+  std::vector<Mapping> mappings;  // once they are asked for
   const auto& order = window->by_address_;
   const auto range = [&](size_t at) -> PageWindow::Watched& { return window->watched_[order[at]]; };
   for (size_t first = 0, end = 0; first < order.size(); first = end) {
     end = first + 1;
     if (range(first).refused || range(first).is_protected) continue;  // with another window
     PageRange step = range(first).pages;
+    std::optional<Kind> kind;
     for (; end < order.size() && !range(end).refused && !range(end).is_protected; ++end) {
       const PageRange next = range(end).pages;
-      if (!IsBridge({step.end, next.begin}) || !IsRegistered({step.begin, next.end})) break;
+      if (!IsBridge({step.end, next.begin})) break;
+      const std::optional<Kind> with_next = Registered({step.begin, next.end});
+      if (!with_next) break;
+      kind = with_next;
       step.end = next.end;
     }
-    const bool together = end > first + 1 && ProtectAll(step);
+    const bool together = kind && ProtectAll(step, *kind) == 0;
     for (size_t at = first; at < end; ++at) {
       PageWindow::Watched& w = range(at);
-      const bool done = together || ProtectOne(w.pages);
+      const bool done = together || ProtectOne(w.pages, &mappings);
       const std::lock_guard changing(window->mutex_);
       w.is_protected = done;
       w.refused = !done;
@@ -436,9 +465,12 @@ void PageWitness::Protect(PageWindow* window) {
   }
 }
 
-bool PageWitness::ProtectOne(PageRange pages) {
-  if (IsRegistered(pages) && ProtectAll(pages)) return true;
-  return Register(pages) && ProtectAll(pages);  // new memory, or other at the old place
+bool PageWitness::ProtectOne(PageRange pages, std::vector<Mapping>* mappings) {
+  const std::optional<Kind> known = Registered(pages);
+  const int error = known ? ProtectAll(pages, *known) : ENOENT;
+  if (error != ENOENT) return error == 0;
+  if (mappings->empty()) *mappings = ReadMappings();  // new memory, or other at the old place
+  return Register(pages, *mappings) && ProtectAll(pages, *Registered(pages)) == 0;
 }
 
 // Whether some other window has pages of these to be copied yet. The ranges of a window do not overlap, so that the
@@ -493,7 +525,7 @@ PageRange PageWitness::Touched(const PageWindow& window, const Copied& piece) {
 
 // False, and nothing is done, if several pieces cannot be looked at together.
 bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around) {
-  const auto check = [&](PageRange run) {
+  const auto check = [&](PageRange run, uint64_t) {
     for (Copied& piece : pieces) {
       const PageWindow::Watched& w = window->watched_[piece.watched];
       const PageRange written = Common(run, PageRange::Inside(piece.from.data(), piece.from.size()));
@@ -538,7 +570,7 @@ void PageWitness::CheckRest(PageWindow* window) {
   for (PageWindow::Watched& w : window->watched_) {
     const std::lock_guard changing(window->mutex_);
     if (w.is_protected && w.done.empty() && w.saved.empty())
-      (void)Scan(w.pages, false, [&w](PageRange) { w.written = true; });
+      (void)Scan(w.pages, false, [&w](PageRange, uint64_t) { w.written = true; });
   }
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <span>
 #include <vector>
@@ -110,6 +111,14 @@ class PageWitness {
   std::vector<size_t> Written(PageWindow* window);
 
  private:
+  // A file may change below a private mapping of it, as safetensors makes one of weights; pages of it that this process
+  // has written are its own.
+  enum class Kind { kAnonymous, kFile };
+  struct Mapping {
+    PageRange pages;
+    Kind kind;
+  };
+
   explicit PageWitness(WitnessMode mode) : mode_(mode) {}
   Status Start();
   Status OpenDescriptors();
@@ -118,14 +127,18 @@ class PageWitness {
   bool Yield(PageRange pages);
   void ForgetRegistered(PageRange pages);
   Status TryOnOwnPages();
-  bool Register(PageRange pages);
-  bool IsRegistered(PageRange pages);
+  // All that may be watched, by address.
+  static std::vector<Mapping> ReadMappings();
+  bool Register(PageRange pages, const std::vector<Mapping>& mappings);
+  std::optional<Kind> Registered(PageRange pages);
   int WriteProtect(PageRange pages, bool on) const;
-  // Calls found(written pages) for each run; `protect` protects these in the same step. 0 or an errno value.
+  // Calls found(pages, categories) for each run of pages that were written, or that are a file's; `protect` protects
+  // these in the same step. 0 or an errno value.
   template <class F>
   int Scan(PageRange pages, bool protect, F found) const;
-  bool ProtectAll(PageRange pages) const;
-  bool ProtectOne(PageRange pages);
+  // 0 or an errno value: ENOENT where it is not registered, EACCES where some of it is a file's.
+  int ProtectAll(PageRange pages, Kind kind) const;
+  bool ProtectOne(PageRange pages, std::vector<Mapping>* mappings);
   bool IsBridge(PageRange gap) const;
   static PageRange Touched(const PageWindow& window, const Copied& piece);
   bool CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around);
@@ -138,7 +151,7 @@ class PageWitness {
   int pagemap_ = -1;
   std::shared_mutex mutex_;  // of windows_; exclusive to open and to close a window
   std::vector<PageWindow*> windows_;
-  std::map<uintptr_t, uintptr_t> registered_;  // begin -> end; may have been unmapped since
+  std::map<uintptr_t, Mapping> registered_;  // by where they begin; may have been unmapped since
 };
 
 }  // namespace lazyckpt

@@ -76,9 +76,16 @@ def soon(holds: Callable[[], bool]) -> bool:
 class Save:
     """A checkpoint of sources, one behind the other in one file. Nothing of it is copied before ``finish``."""
 
-    def __init__(self, engine: _engine.Engine, sources: list[Memory], path: Path, owners: int = 1) -> None:
+    def __init__(
+        self,
+        engine: _engine.Engine,
+        sources: list[Memory],
+        path: Path,
+        owners: int = 1,
+        expected: bytes | None = None,  # where reading the sources would change what is tried
+    ) -> None:
         self.path, self.sources = path, sources
-        self.expected = b"".join(source.array.tobytes() for source in sources)
+        self.expected = expected or b"".join(source.array.tobytes() for source in sources)
         self.job = engine.begin(
             array("Q", [source.address for source in sources]),
             array("Q", [source.size for source in sources]),
@@ -251,6 +258,74 @@ def test_shared_memory_is_copied_at_once(engine: _engine.Engine, tmp_path: Path)
     memory.array[:] = 0
     assert save.finish() == []
     assert save.job.stats()["eager_bytes"] == memory.size
+
+
+def of_file(path: Path, written: int, read: int = 0) -> Memory:
+    """A private mapping of a file of 12 pages, of which the first are written, then some read, and the rest is as
+    nobody has looked at it."""
+    path.write_bytes(bytes(12 * PAGE))
+    with path.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 12 * PAGE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 12 * PAGE)
+    for page in range(written + read):
+        if page < written:
+            memory.array[page * PAGE] = 1
+        else:
+            assert memory.array[page * PAGE] == 0
+    return memory
+
+
+@pytest.mark.parametrize("page", range(12))
+def test_a_private_mapping_of_a_file_is_watched_once_all_of_it_is_written(
+    page: int, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    """As training has written to the weights that safetensors has loaded."""
+    memory = of_file(tmp_path / "weights", written=12)
+    assert Save(engine, [memory], tmp_path / "untouched").finish() == []
+    save = Save(engine, [memory], tmp_path / "file")
+    assert all(is_protected(memory))
+    memory.array[page * PAGE + 7] += 1
+    assert save.finish() == [0]
+    assert not any(is_protected(memory))
+
+
+@pytest.mark.parametrize(("written", "read"), [(0, 0), (0, 12), (11, 0), (11, 1), (6, 3)])
+def test_what_the_file_below_a_mapping_may_change_is_copied_at_once(
+    written: int, read: int, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    memory = of_file(tmp_path / "weights", written, read)
+    expected = b"".join(bytes([page < written]) + bytes(PAGE - 1) for page in range(12))
+    save = Save(engine, [memory], tmp_path / "file", expected=expected)
+    assert not any(is_protected(memory))
+    save.job.wait_eager()
+    (tmp_path / "weights").write_bytes(bytes([7]) * 12 * PAGE)
+    assert save.finish() == []
+
+
+def test_a_page_that_is_given_back_to_the_file_fails_the_checkpoint(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = of_file(tmp_path / "weights", written=12)
+    save = Save(engine, [memory], tmp_path / "file")
+    memory.mapping.madvise(mmap.MADV_DONTNEED, 3 * PAGE, PAGE)
+    assert save.finish() == [0]
+
+
+def test_pages_of_hugetlbfs_are_copied_at_once(engine: _engine.Engine, tmp_path: Path) -> None:
+    """Some of them, as a storage has them: the kernel protects only whole ones."""
+    pool = Path("/proc/sys/vm/nr_hugepages")
+    before = pool.read_text()
+    try:
+        pool.write_text("4")
+        mapping = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)  # MAP_HUGETLB
+    except OSError as error:
+        pytest.skip(f"no huge pages to be had: {error}")
+    finally:
+        pool.write_text(before) if os.access(pool, os.W_OK) else None
+    memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + 5 * PAGE, 600 * PAGE)
+    memory.array[:] = 3
+    save = Save(make_engine(ring_bytes=700 * PAGE // CHUNK * CHUNK + CHUNK), [memory], tmp_path / "file")
+    save.job.wait_eager()
+    memory.array[:] = 4
+    assert save.finish() == []
 
 
 def test_after_a_fork_the_writes_of_this_process_count_and_those_of_the_child_do_not(

@@ -3215,6 +3215,30 @@ _in(
         PAGES + "test_memory_that_is_replaced_while_it_waits_fails_the_checkpoint",
     ),
     (
+        "pages of a file are watched as if nobody else could change them",
+        "of_file = of_file || (categories & kPageIsFile) != 0 ||",
+        "of_file = of_file ||",
+        PAGES + "test_what_the_file_below_a_mapping_may_change_is_copied_at_once",
+    ),
+    (
+        "pages that the file has not given yet are watched",
+        "(kind == Kind::kFile && !has_memory)",
+        "false",
+        PAGES + "test_what_the_file_below_a_mapping_may_change_is_copied_at_once",
+    ),
+    (
+        "a page that went back to its file counts as clean",
+        "call.category_anyof_mask = kPageIsWritten | kPageIsFile;",
+        "call.category_anyof_mask = kPageIsWritten;",
+        PAGES + "test_a_page_that_is_given_back_to_the_file_fails_the_checkpoint",
+    ),
+    (
+        "what the kernel leaves unprotected counts as protected",
+        "if (call.walk_end <= call.start) return ENOTSUP;",
+        "if (call.walk_end <= call.start) break;",
+        PAGES + "test_pages_of_hugetlbfs_are_copied_at_once",
+    ),
+    (
         "pages that another snapshot needs are opened",
         "  if (!awaited && WriteProtect(around, false) != 0 && pieces.size() > 1)",
         "  if (WriteProtect(around, false) != 0 && pieces.size() > 1)",
@@ -3234,26 +3258,20 @@ _in(
     ),
     (
         "new memory is not registered",
-        "return Register(pages) && ProtectAll(pages);",
+        "return Register(pages, *mappings) && ProtectAll(pages, *Registered(pages)) == 0;",
         "return false;",
         ANY_WRITE,
     ),
     (
         "memory mapped anew counts as registered",
-        "if (IsRegistered(pages) && ProtectAll(pages)) return true;",
-        "if (IsRegistered(pages)) return true;",
+        "if (error != ENOENT) return error == 0;",
+        "if (known) return true;",
         PAGES + "test_memory_that_was_unmapped_and_mapped_again_is_watched_anew",
     ),
     (
-        "shared memory is watched",
-        "flags[1] != 'w' || flags[3] != 'p' || inode != 0",
-        "flags[1] != 'w'",
-        PAGES + "test_shared_memory_is_copied_at_once",
-    ),
-    (
         "each storage is registered by itself",
-        "    call.range = {begin, end - begin};\n",
-        "begin = std::max(begin, pages.begin), end = std::min(end, pages.end);\ncall.range = {begin, end - begin};",
+        "    call.range = {at->pages.begin, at->pages.bytes()};\n",
+        "const PageRange own = Common(at->pages, pages);\ncall.range = {own.begin, own.bytes()};\n",
         PAGES + "test_it_registers_whole_mappings",
     ),
     (
@@ -3325,7 +3343,7 @@ _in(
     ),
     (
         "one mode relies on what the other has registered since",
-        "if (other != nullptr) other->ForgetRegistered({begin, end});",
+        "if (other != nullptr) other->ForgetRegistered(at->pages);",
         "",
         COPIES + "test_memory_that_the_other_mode_registered_since_is_registered_anew",
     ),
