@@ -43,13 +43,16 @@ class Question {
 struct Questions {
   PyObject* torch = Own(PyImport_ImportModule("torch")).release();
   PyObject* dict = Own(PyUnicode_InternFromString("__dict__")).release();
+  PyObject* flatten = Own(PyUnicode_InternFromString("__tensor_flatten__")).release();
 
   PyObject* storage = Named(torch, "UntypedStorage");
   Question cdata{storage, "_cdata"};
   Question storage_nbytes{storage, "nbytes"};
 
+  PyObject* parameter = Named(Own(PyImport_ImportModule("torch.nn")).get(), "Parameter");
   PyObject* tensor = Named(torch, "Tensor");
   Question backward_hooks{tensor, "_backward_hooks"};
+  Question data_ptr{tensor, "data_ptr"};
   Question dtype{tensor, "dtype"};
   Question get_device{tensor, "get_device"};
   Question is_conj{tensor, "is_conj"};
@@ -169,7 +172,7 @@ bool Truth(const Ref& object) {
   return truth != 0;
 }
 
-// nullptr where there is no answer: sparse tensors and wrapper subclasses have no storage, nested ones no shape.
+// nullptr where there is no answer: sparse tensors have no storage, nested ones no shape.
 Ref IfPlain(const Question& question, PyObject* tensor) {
   try {
     return question(tensor);
@@ -262,10 +265,14 @@ class Deeper {
   Deeper& operator=(const Deeper&) = delete;
 };
 
-// Appends the tensors in `value`.
-void Collect(PyObject* value, PyObject* tensors) {
-  if (PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(Ask().tensor))) {
-    if (PyList_Append(tensors, value) < 0) throw PythonError();
+// Appends the tensors in `value`, subclass instances to a list of their own. Runs no Python code: it could change the
+// containers meanwhile.
+void Collect(PyObject* value, PyObject* tensors, PyObject* of_subclasses) {
+  const Questions& ask = Ask();
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+  const bool is_plain = type == ask.tensor || type == ask.parameter;
+  if (is_plain || PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(ask.tensor))) {
+    if (PyList_Append(is_plain ? tensors : of_subclasses, value) < 0) throw PythonError();
     return;
   }
   const bool is_dict = PyDict_Check(value);
@@ -273,16 +280,31 @@ void Collect(PyObject* value, PyObject* tensors) {
   const Deeper deeper;
   Py_ssize_t at = 0;
   if (is_dict) {
-    for (PyObject* item = nullptr; PyDict_Next(value, &at, nullptr, &item) != 0;) Collect(item, tensors);
+    for (PyObject* item = nullptr; PyDict_Next(value, &at, nullptr, &item) != 0;) Collect(item, tensors, of_subclasses);
   } else {
-    for (; at < PySequence_Fast_GET_SIZE(value); ++at) Collect(PySequence_Fast_GET_ITEM(value, at), tensors);
+    for (; at < PySequence_Fast_GET_SIZE(value); ++at)
+      Collect(PySequence_Fast_GET_ITEM(value, at), tensors, of_subclasses);
   }
+}
+
+// Whether a tensor of a subclass holds other tensors instead of memory, and can name them.
+bool IsWrapper(PyObject* tensor) {
+  const Questions& ask = Ask();
+  if (PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), ask.flatten) == 0) return false;
+  const Ref address = IfPlain(ask.data_ptr, tensor);
+  return address == nullptr || !Truth(address);
 }
 
 Ref Storages(PyObject* tree) {
   const Questions& ask = Ask();
   const Ref found = Own(PyList_New(0));
-  Collect(tree, found.get());
+  Ref of_subclasses = Own(PyList_New(0));
+  Ref wrappers = Own(PyList_New(0));
+  Collect(tree, found.get(), of_subclasses.get());
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(of_subclasses.get()); ++i) {
+    PyObject* tensor = PyList_GET_ITEM(of_subclasses.get(), i);
+    if (PyList_Append(IsWrapper(tensor) ? wrappers.get() : found.get(), tensor) < 0) throw PythonError();
+  }
   const Py_ssize_t count = PyList_GET_SIZE(found.get());
   Ref tensors = Own(PyList_New(0));
   Ref identities = Own(PyList_New(0));
@@ -304,7 +326,7 @@ Ref Storages(PyObject* tree) {
     if (PyList_Append(sizes.get(), size.get()) < 0) throw PythonError();
   }
   const Ref bytes = Own(PyBytes_FromStringAndSize(whole.data(), static_cast<Py_ssize_t>(whole.size())));
-  return Own(PyTuple_Pack(4, tensors.get(), identities.get(), sizes.get(), bytes.get()));
+  return Own(PyTuple_Pack(5, tensors.get(), identities.get(), sizes.get(), bytes.get(), wrappers.get()));
 }
 
 }  // namespace

@@ -15,8 +15,9 @@ PyObject* LookAtTensors(PyObject* tensors);
 
 // Of the tensors that have a storage, however deep they are in dicts, lists and tuples: these tensors, as a list; the
 // _cdata of their storages, as a list; the sizes of these in bytes, as a list; and as bytes, 1 for a tensor that is
-// contiguous, fills its storage and is no inference tensor, 0 for others. nullptr with a Python error set if a question
-// fails.
+// contiguous, fills its storage and is no inference tensor, 0 for others. Last, as a list, the wrapper subclasses: they
+// hold other tensors instead of memory and have a method __tensor_flatten__. nullptr with a Python error set if a
+// question fails.
 PyObject* StoragesIn(PyObject* tree);
 
 }  // namespace lazyckpt

@@ -180,9 +180,10 @@ def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch
     and their storages, each once, by _cdata. None if one is not plain: has attributes, hooks, is nested, sparse,
     negated or conjugated, or is neither on a CPU nor on CUDA."""
 
-def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
+def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes, list[torch.Tensor]]:
     """The tensors with a storage in dicts, lists and tuples, however deep; the _cdata of their storages; the bytes of
-    these; and 1 for each tensor that is contiguous, fills its storage and is no inference tensor, 0 for others."""
+    these; 1 for each tensor that is contiguous, fills its storage and is no inference tensor, 0 for others; and the
+    wrapper subclasses, which hold other tensors instead of memory (wrappers.py)."""
 
 def page_witness(copy_on_write: bool = False) -> str:
     """Why watch_pages, or copy_on_write with it, does not work here; empty if it does."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt import _engine
+from lazyckpt.wrappers import address_inside, storages_in
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -27,22 +27,23 @@ def parameters_in_groups(optimizer: Any) -> list[torch.Tensor]:
 
 
 def addresses(tensors: list[torch.Tensor]) -> list[int]:
-    """Where the memory of each tensor begins; 0 where it has none."""
+    """The address of each tensor's memory; for a wrapper, one number for all memory inside; 0 if there is none."""
     with torch._C.DisableTorchFunction():  # a mode such as torch.device(…) would make this take 16 times as long
         try:
             found = list(map(torch.Tensor.data_ptr, tensors))
         except (RuntimeError, TypeError):  # one of them is sparse or fake
             return list(map(_address, tensors))
-    if 0 in found:  # a DTensor's memory is its local tensor's
+    if 0 in found:  # a wrapper's memory is that of the tensors inside
         found = [at or _address(tensor) for at, tensor in zip(found, tensors, strict=True)]
     return found
 
 
 def _address(tensor: torch.Tensor) -> int:
     try:
-        return torch.Tensor.data_ptr(getattr(tensor, "_local_tensor", tensor))
+        at = torch.Tensor.data_ptr(getattr(tensor, "_local_tensor", tensor))  # a DTensor's, mostly: the quickest way
     except (RuntimeError, TypeError):
-        return 0
+        at = 0
+    return at or address_inside(tensor)
 
 
 class Evidence:
@@ -144,4 +145,4 @@ def _state_of(optimizer: Any, parameter: torch.Tensor) -> Any:
 
 
 def _storages(tree: Any) -> list[int]:
-    return _engine.storages_in(tree)[1]
+    return [identity for storages in storages_in(tree) for identity in storages.identities]

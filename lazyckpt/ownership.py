@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lazyckpt import _engine
 from lazyckpt.evidence import addresses, parameters_in_groups
 from lazyckpt.gate import Gate, Guarded, warn_of_foreign
+from lazyckpt.wrappers import Link, Storages, storages_in
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
 
@@ -64,6 +64,7 @@ class Ownership:
         self.steps: dict[int, int] = {}
         self.lazy_owners: dict[int, int] = {}  # the bits of the owners that a storage waits for; 0: it is eager
         self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
+        self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
         eager = gate.evidence.eager_storages()
         mixed: dict[int, _Claim] = {}
@@ -80,26 +81,29 @@ class Ownership:
                     eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
                 gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
                 gated = gated and not _writes_outside_step(owner)
-                tensors, identities, nbytes, whole = _storages_of(owner, parameters)
+                owned = _storages_of(owner, parameters)
             except Exception as error:  # nobody knows what it owns: nothing of that is lazy by it
                 warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
                 continue
             if described.identities:  # otherwise it may be for any
                 self.owners[owner] = bit, described
-            simple = 0 not in whole and len(set(identities)) == len(identities)
-            if simple and self.tensors.keys().isdisjoint(identities) and mixed.keys().isdisjoint(identities):
-                self.lazy_owners.update(zip(identities, repeat(bit if gated else 0)))
-                self.tensors.update(zip(identities, zip(tensors, strict=True), strict=True))
-                continue
-            for identity, tensor, size, fills in zip(identities, tensors, nbytes, whole, strict=True):
-                claim = _Claim(bit, gated and not tensor.is_inference(), (tensor,), bool(fills))
-                if identity in self.tensors:  # another owner has it, too
-                    bits = self.lazy_owners.pop(identity)
-                    claim = _Claim(bits, bits != 0, self.tensors.pop(identity), True).join(claim)
-                elif identity in mixed:
-                    claim = mixed[identity].join(claim)
-                mixed[identity] = claim
-                sizes[identity] = size
+            for tensors, identities, nbytes, whole, links in owned:
+                for identity, through in links.items():
+                    self.links.setdefault(identity, []).extend(through)
+                simple = 0 not in whole and len(set(identities)) == len(identities)
+                if simple and self.tensors.keys().isdisjoint(identities) and mixed.keys().isdisjoint(identities):
+                    self.lazy_owners.update(zip(identities, repeat(bit if gated else 0)))
+                    self.tensors.update(zip(identities, zip(tensors, strict=True), strict=True))
+                    continue
+                for identity, tensor, size, fills in zip(identities, tensors, nbytes, whole, strict=True):
+                    claim = _Claim(bit, gated and not tensor.is_inference(), (tensor,), bool(fills))
+                    if identity in self.tensors:  # another owner has it, or this one has it twice
+                        bits = self.lazy_owners.pop(identity)
+                        claim = _Claim(bits, bits != 0, self.tensors.pop(identity), True).join(claim)
+                    elif identity in mixed:
+                        claim = mixed[identity].join(claim)
+                    mixed[identity] = claim
+                    sizes[identity] = size
         for identity, claim in mixed.items():
             self.lazy_owners[identity] = claim.lazy_owners(sizes[identity])
             self.tensors[identity] = claim.tensors
@@ -110,8 +114,9 @@ class Ownership:
         without = gate.evidence.without(owner, parameters, at)
         if not without:
             return []
-        for identity in _engine.storages_in([p for p in without if not p.requires_grad])[1]:
-            self.frozen_owners[identity] = self.frozen_owners.get(identity, 0) | bit
+        for storages in storages_in([p for p in without if not p.requires_grad]):
+            for identity in storages.identities:
+                self.frozen_owners[identity] = self.frozen_owners.get(identity, 0) | bit
         return gate.evidence.storages_of(owner, without)
 
 
@@ -152,9 +157,8 @@ def _parameters(owner: Any) -> list[torch.Tensor]:
     return list(owner.obj.parameters()) if isinstance(owner.obj, torch.nn.Module) else []
 
 
-def _storages_of(owner: Any, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int], list[int], bytes]:
-    """The tensors that an optimizer or a guarded object owns; identity and bytes of the storage of each; and whether it
-    fills that, simply."""
+def _storages_of(owner: Any, parameters: list[torch.Tensor]) -> list[Storages]:
+    """The storages of what an optimizer or a guarded object owns."""
     if not isinstance(owner, Guarded):
-        return _engine.storages_in([parameters, getattr(owner, "state", None)])
-    return _engine.storages_in(parameters if isinstance(owner.obj, torch.nn.Module) else owner.obj.state_dict())
+        return storages_in([parameters, getattr(owner, "state", None)])
+    return storages_in(parameters if isinstance(owner.obj, torch.nn.Module) else owner.obj.state_dict())

@@ -31,6 +31,7 @@ from lazyckpt.ownership import Ownership, parameters_of
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.torn import CURE, TornStorages
 from lazyckpt.verdict import Verdict, wait_durable
+from lazyckpt.wrappers import Link, storages_in
 
 LAZY_MIN_BYTES = 4096
 WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are copied sooner than watched
@@ -165,7 +166,13 @@ class Snapshot:
         views = [self._tensors_of[self._identities[source]] for source in unseen]
         self._tensors: list[torch.Tensor] = list(chain.from_iterable(views))
         self._source_of: list[int] = list(chain.from_iterable(map(repeat, unseen, map(len, views))))
-        self._versions = list(map(_version, self._tensors))
+        # A write through a wrapper may move only the wrapper's version, a write to an inner tensor only that one's.
+        links = ownership.links
+        self._links: list[tuple[int, Link]] = (
+            [(source, link) for source in unseen for link in links.get(self._identities[source], ())] if links else []
+        )
+        self._tensors += [link.wrapper for _, link in self._links]
+        self._versions = _versions_of(self._tensors)
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
                 self._frozen_views.append((source, _view_at(files, at), frozen_at[at]._version, owners[at] != 0))
@@ -186,7 +193,10 @@ class Snapshot:
         eager = [at for at, bits in enumerate(owners) if not bits and sizes[at] > FROZEN_MIN_BYTES]
         if not eager:
             return {}
-        frozen = {t.untyped_storage()._cdata: t for t in frozen_parameters(modules) if not t.is_inference()}
+        frozen: dict[int, torch.Tensor] = {}
+        for storages in storages_in(frozen_parameters(modules)):
+            here = zip(storages.identities, storages.tensors, strict=True)
+            frozen.update((identity, tensor) for identity, tensor in here if not tensor.is_inference())
         found = {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
         for at, tensor in found.items():
             if self._frozen.is_lazy(_view_at(files, at), tensor):
@@ -314,16 +324,24 @@ class Snapshot:
         if moved := self._moved(todo):
             return moved, _MOVED
         if versions is None:
-            versions = list(map(_version, self._tensors))
+            versions = _versions_of(self._tensors)
         asked = set(todo) if len(todo) < len(self._lazy) else None
         written = [
             source
             for source, tensor, before, version in zip(
-                self._source_of, self._tensors, self._versions, versions, strict=True
+                self._source_of, self._tensors, self._versions, versions, strict=False
             )
             # One that was given another storage tells nothing of this one any more.
             if (version != before or tensor.untyped_storage()._cdata != self._identities[source])
             and (asked is None or source in asked)
+        ]
+        through = len(self._source_of)
+        written += [
+            source
+            for (source, link), before, version in zip(
+                self._links, self._versions[through:], versions[through:], strict=True
+            )
+            if (version != before or not link.holds()) and (asked is None or source in asked)
         ]
         if written:
             return list(dict.fromkeys(written)), "written to between save() and the next optimizer step"
@@ -373,6 +391,7 @@ class Snapshot:
             self._storages = []
             self._held = []
             self._tensors = []
+            self._links = []
             self._tensors_of = {}
             self._frozen_views = []
 
@@ -392,6 +411,11 @@ def _view_at(files: Iterable[TensorViews], at: int) -> TensorView:
             return file[at]
         at -= len(file)
     raise IndexError
+
+
+def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    with torch._C.DisableTorchFunction():  # runs no code of subclasses; a mode would make it many times slower
+        return list(map(_version, tensors))
 
 
 _version = attrgetter("_version")

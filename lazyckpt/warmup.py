@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from lazyckpt import _engine, devices
+from lazyckpt import devices
 from lazyckpt.gate import gate, unwrapped
+from lazyckpt.wrappers import storages_in
 
 
 class Warmup:
@@ -60,8 +61,12 @@ class Warmup:
         if not self._waiting:
             gate.warmups.discard(self)
         with contextlib.suppress(Exception):  # what is wrong the first save says
-            tensors, identities, sizes, _ = _engine.storages_in([_tensors_of(obj) for obj in self._objects])
-            prepare(tensors, sum(dict(zip(identities, sizes, strict=True)).values()))
+            tensors: list[torch.Tensor] = []
+            sizes: dict[int, int] = {}  # by storage
+            for storages in storages_in([_tensors_of(obj) for obj in self._objects]):
+                tensors += storages.tensors
+                sizes.update(zip(storages.identities, storages.sizes, strict=True))
+            prepare(tensors, sum(sizes.values()))
 
 
 def _tensors_of(obj: torch.nn.Module | torch.optim.Optimizer) -> Any:

@@ -104,19 +104,19 @@ def test_which_tensors_fill_their_storage(kind: str) -> None:
     make, whole = WHOLE[kind]
     tensor = make()
     storage = tensor.untyped_storage()
-    [found], identities, sizes, filled = _engine.storages_in(tensor)
+    [found], identities, sizes, filled, wrappers = _engine.storages_in(tensor)
     assert found is tensor
-    assert (identities, sizes, filled) == ([storage._cdata], [storage.nbytes()], bytes([whole]))
+    assert (identities, sizes, filled, wrappers) == ([storage._cdata], [storage.nbytes()], bytes([whole]), [])
 
 
 def test_tensors_are_found_however_deep_and_those_without_a_storage_are_left_out() -> None:
     a, b, c, d = (torch.zeros(n) for n in range(1, 5))
     tree = {"a": a, 1: [b, (c, {"x": None, "y": "text"}, [[d]]), torch.eye(2).to_sparse(), {a}], "again": a}
-    found, identities, sizes, _ = _engine.storages_in(tree)
+    found, identities, sizes, _, _ = _engine.storages_in(tree)
     assert [id(t) for t in found] == [id(t) for t in (a, b, c, d, a)]
     assert identities == [t.untyped_storage()._cdata for t in found]
     assert sizes == [4, 8, 12, 16, 4]
-    assert _engine.storages_in(object()) == ([], [], [], b"")
+    assert _engine.storages_in(object()) == ([], [], [], b"", [])
 
 
 def test_a_tree_without_end_is_an_error() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
+from lazyckpt.wrappers import links_of
 
 
 def name_of_storage(provider: CompositeProvider, storage: torch.UntypedStorage) -> str | None:
@@ -33,6 +34,8 @@ def name_in(obj: Any, name: str, storage: torch.UntypedStorage) -> str | None:
 def _walk(obj: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(obj, torch.Tensor):
         yield path, obj
+        for link in links_of(obj):
+            yield from _walk(link.inner, f"{path}.{link.name}")
     elif isinstance(obj, dict):
         for key, value in obj.items():
             yield from _walk(value, f"{path}.{key}")

@@ -36,6 +36,7 @@ VERIFY = (
 DEVICES = "test_cuda.py test_cuda_training.py"
 UPLOADS = "test_cuda.py::test_a_read_waits_once_for_all_that_it_copies_to_a_device"
 TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
+WRAPPERS = "test_wrappers.py::"
 FROZEN = "test_snapshot.py::test_a_silent_change_of_a_lazy_frozen_parameter_fails_and_makes_it_eager_for_good"
 ARCHIVES = (
     "test_torch_zip.py::test_attacks_are_refused "
@@ -761,6 +762,39 @@ _in(
         "owners = [bits for",
         "test_cuda_training.py::test_what_is_elsewhere_is_copied_by_torch",
     ),
+    (
+        "a wrapper that was given another tensor still tells of the one before",
+        "(version != before or not link.holds())",
+        "version != before",
+        WRAPPERS + "test_a_write_outside_of_a_step_fails_the_checkpoint_and_names_the_tensor",
+    ),
+)
+_in(
+    "lazyckpt/wrappers.py",
+    (
+        "a wrapper that gives other tensors at each call is lazy",
+        "if not stable or",
+        "if",
+        WRAPPERS + "test_wrappers_that_do_not_tell_what_is_inside_are_eager",
+    ),
+    (
+        "what the class of a wrapper raises fails the save",
+        "    except Exception:  # from the wrapper's class",
+        "    except StopIteration:  # from the wrapper's class",
+        WRAPPERS + "test_wrappers_that_do_not_tell_what_is_inside_are_eager",
+    ),
+    (
+        "wrappers without a version are lazy",
+        " or torch.Tensor.is_inference(tensor)",
+        "",
+        WRAPPERS + "test_inference_tensors_inside_or_outside_are_eager",
+    ),
+    (
+        "of two wrappers that share a tensor one is watched",
+        ".extend((link, *above.get(id(wrapper), ())))",
+        "[:] = (link, *above.get(id(wrapper), ()))",
+        WRAPPERS + "test_what_two_wrappers_share_is_known_by_both",
+    ),
 )
 _in(
     "lazyckpt/ownership.py",
@@ -799,6 +833,12 @@ _in(
         "            self.owners | other.owners,",
         "            other.owners,",
         "test_gate.py::test_whichever_of_two_owners_steps_first_waits",
+    ),
+    (
+        "writes through a wrapper are not found",
+        "self.links.setdefault(identity, []).extend(through)",
+        "pass",
+        WRAPPERS + "test_a_write_outside_of_a_step_fails_the_checkpoint_and_names_the_tensor",
     ),
     (
         "tensors without a version are lazy",
@@ -871,6 +911,18 @@ _in(
         "mine.pop(key, None)",
         "pass",
         "test_evidence.py::test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again",
+    ),
+    (
+        "a wrapper that was given other memory inside stays lazy",
+        "return at or address_inside(tensor)",
+        "return at",
+        WRAPPERS + "test_a_parameter_in_a_wrapper_is_lazy_once_it_had_a_gradient",
+    ),
+    (
+        "what is inside of a wrapper has earned nothing, and is lazy",
+        "for storages in storages_in(tree) for",
+        "for storages in storages_in(tree)[:1] for",
+        WRAPPERS + "test_a_parameter_in_a_wrapper_is_lazy_once_it_had_a_gradient",
     ),
     (
         "evidence outlives its parameter",
