@@ -246,6 +246,29 @@ def _dlpack(tensor: torch.Tensor) -> None:
     torch.from_dlpack(tensor.detach()).mul_(1.5)
 
 
+class _Around(torch.Tensor):
+    """A wrapper subclass that somebody makes around a tensor: a write through it moves the wrapper's version alone."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> _Around:
+        made: _Around = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+        return made
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func(*(arg.inside if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+        return args[0]
+
+
+def _around(tensor: torch.Tensor) -> None:
+    _Around(tensor.detach()).mul_(1.5)
+
+
 def _preserved(tensor: torch.Tensor) -> None:
     with torch.autograd._unsafe_preserve_version_counter(tensor):
         tensor.mul_(1.5)
@@ -389,6 +412,7 @@ _add("numpy, the last element", _last_by_numpy, row="NumPy views")
 _add("memmove", _memmove, row="C and C++ code, Triton and CuPy kernels, anything that has the address")
 _add("storage", _storage, row="methods of `untyped_storage()`")
 _add("dlpack", _dlpack, row="DLPack")
+_add("wrapper around it", _around, row="a wrapper subclass made around the tensor, as by `DTensor.from_local`")
 _add("version counter preserved", _preserved, row="`torch.autograd._unsafe_preserve_version_counter`")
 _add("fused kernel by hand", _fused, row="`torch._fused_…_` outside of a step")
 _add("apply_", _apply, row="`apply_`, `map_`")
