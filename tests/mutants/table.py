@@ -1795,6 +1795,73 @@ _in(
     ),
 )
 _in(
+    "lazyckpt/pickle_guard.py",
+    (
+        "an operand that looks like an opcode is taken for one",
+        "return self._opcode == at",
+        "return True",
+        "test_safe_globals.py::test_places_in_the_memo_that_look_like_opcodes",
+    ),
+    (
+        "numbers of NumPy wrap in a view",
+        "(index(n) - 1) * index(step)",
+        "(n - 1) * step",
+        _attacks("pickles.view_of_wrapping_numbers"),
+    ),
+    (
+        "NumPy is called in any way",
+        "elif not allows_call(function, arguments, pickled=direct and not new):",
+        "elif False:",
+        _attacks("pickles.array_of_nobodys_memory", "pickles.bytes_of_a_number", "pickles.date_out_of_range"),
+    ),
+    (
+        "NumPy is called by other functions",
+        "pickled=direct and not new",
+        "pickled=not new",
+        _attacks("pickles.array_state_by_rebuild"),
+    ),
+    (
+        "states of NumPy are set unseen",
+        "if not allows_state(stack[-2], stack[-1]):",
+        "if False:",
+        _attacks("pickles.dtype_of_any_size", "pickles.array_built_twice"),
+    ),
+)
+_in(
+    "lazyckpt/safe_globals.py",
+    (
+        "NumPy's own types may be changed",
+        "and arguments[1:] == (False, True)",
+        "and True",
+        _attacks("pickles.dtype_of_everybody"),
+    ),
+    (
+        "a type may have any state",
+        "dtype.newbyteorder(order).__reduce__()[2] == state",
+        "True",
+        _attacks("pickles.dtype_of_any_size"),
+    ),
+    (
+        "an array may get another state",
+        "version == 1 and array.shape == (0,) and",
+        "version == 1 and",
+        _attacks("pickles.array_built_twice"),
+    ),
+    ("items may be empty", "and dtype.itemsize > 0", "and True", _attacks("pickles.array_of_empty_items")),
+    (
+        "an array may be larger than its memory",
+        "and math.prod(shape) * dtype.itemsize == nbytes",
+        "and True",
+        _attacks("pickles.array_beyond_its_storage"),
+    ),
+    (
+        "what the user allows is restricted",
+        "    if _is_in(function, _allowed_by_user()):\n        return True\n",
+        "",
+        "test_safe_globals.py::test_what_the_user_allows_is_not_restricted",
+    ),
+)
+_in(
     "lazyckpt/functional.py",
     (
         "load runs code unless it is told not to",
