@@ -12,6 +12,7 @@ from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
+from lazyckpt.providers.restorable import UnrestorableError, refuse_unreadable
 from lazyckpt.providers.sharded import ShardedTensorError
 
 
@@ -20,13 +21,19 @@ class CompositeProvider(Provider):
 
     def __init__(self) -> None:
         self.parts: dict[str, Provider] = {}
+        self._accepted: set[int] = set()  # parts that write opcodes of their own, which restore() can read
 
     def segments(self, table: StorageTable) -> Iterator[Segment]:
         opcodes = {}
         for name, part in self.parts.items():
             try:
                 opcodes[name] = yield from _checked(part, table)
+                if not isinstance(part, StateProvider) and id(part) not in self._accepted:
+                    refuse_unreadable(None, "", opcodes[name], table)
+                    self._accepted.add(id(part))
             except ShardedTensorError as error:
+                raise error.inside(name) from None
+            except UnrestorableError as error:
                 raise error.inside(name) from None
             except Exception as error:
                 raise UnpicklableError(name, error) from error

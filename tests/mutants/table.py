@@ -1862,6 +1862,51 @@ _in(
     ),
 )
 _in(
+    "lazyckpt/providers/objects.py",
+    (
+        "a state that restore cannot read is saved",
+        "            self.refuse_unrestorable(parts, table)\n",
+        "            pass\n",
+        "test_restorable.py",
+    ),
+    (
+        "only the first save is looked at",
+        "if not skeleton.kinds.keys() <= skeleton.accepted.keys():",
+        "if not skeleton.accepted:",
+        "test_restorable.py::test_what_comes_later_is_found_then",
+    ),
+)
+_in(
+    "lazyckpt/providers/composite.py",
+    (
+        "opcodes that restore cannot read are saved",
+        'refuse_unreadable(None, "", opcodes[name], table)',
+        "pass",
+        "test_restorable.py::test_a_provider_that_writes_opcodes_is_checked",
+    ),
+)
+_in(
+    "lazyckpt/providers/training.py",
+    (
+        "keys that nothing loads are saved",
+        "if keys := self._unclaimed(parts[None]):",
+        "if keys := []:",
+        "test_restorable.py::test_keys_that_nothing_loads_are_refused_at_the_first_save",
+    ),
+    (
+        "a module is read before its keys are refused",
+        "if keys := self._unclaimed(live):",
+        "if keys := []:",
+        "test_restorable.py::test_keys_that_nothing_loads_touch_nothing_when_an_old_checkpoint_is_restored",
+    ),
+    (
+        "keys that a hook takes are refused",
+        "if not _has_custom_loader(self.module, key)]",
+        "]",
+        "test_restorable.py::test_keys_that_something_takes_are_saved_and_restored",
+    ),
+)
+_in(
     "lazyckpt/functional.py",
     (
         "load runs code unless it is told not to",
