@@ -1,4 +1,4 @@
-"""``save()`` refuses a state that ``restore()`` would refuse."""
+"""``save()`` refuses a state that ``restore()`` would refuse, and a restore that fails says what it has changed."""
 
 from __future__ import annotations
 
@@ -289,3 +289,90 @@ def test_keys_that_nothing_loads_touch_nothing_when_an_old_checkpoint_is_restore
         with pytest.raises(RestoreError, match=r"nothing was restored:\n +model: weight\.absmax: is in state_dict\(\)"):
             ckpt.restore()
     assert torch.equal(model.weight, before)
+
+
+# restore() checks everything before it touches anything
+
+
+def trained(kind: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(20, 20)
+    optimizer = kind(model.parameters(), **options)
+    model(torch.randn(4, 20)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def refused(folder: Path, match: str, **tracked: Any) -> None:
+    """``restore()`` raises what matches, and ``tracked["model"]`` and the generators are as they were."""
+    before, rng = tracked["model"].weight.clone(), torch.get_rng_state()
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(**tracked)
+        with pytest.raises(RestoreError, match=match) as caught:
+            ckpt.restore()
+    assert "nothing was restored" in str(caught.value)
+    assert torch.equal(tracked["model"].weight, before) and torch.equal(torch.get_rng_state(), rng)
+
+
+def test_the_state_of_another_optimizer_touches_nothing(tmp_path: Path) -> None:
+    """Regression: the model was read before the optimizer's load_state_dict() raised KeyError."""
+    model, optimizer = trained(momentum=0.9, lr=0.1)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(1).result()
+    model, other = trained(torch.optim.AdamW)
+    state = [t.clone() for s in other.state.values() for t in s.values()]
+    refused(tmp_path, r"optimizer: load_state_dict\(\) would refuse it.*KeyError: 'step'", model=model, optimizer=other)
+    assert all(map(torch.equal, state, [t for s in other.state.values() for t in s.values()]))
+
+
+def test_the_position_of_another_loader_touches_nothing(tmp_path: Path) -> None:
+    def tracked(generator: torch.Generator | None) -> dict[str, Any]:
+        loader = torch.utils.data.DataLoader(list(range(8)), shuffle=True, generator=generator)  # type: ignore[arg-type]
+        return {"model": nn.Linear(20, 20), "loader": lazyckpt.providers.loader.track_loader(loader)}
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(**tracked(torch.Generator()))
+        ckpt.save(1).result()
+    refused(tmp_path, r"loader: the saved position does not fit this DataLoader", **tracked(None))
+
+
+@pytest.mark.parametrize("part", ["torch", "python", "numpy"])
+def test_random_numbers_of_another_kind_touch_nothing(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = training.capture_rng()
+    short = torch.zeros(7, dtype=torch.int64)
+    odd = {
+        "torch": short,
+        "python": {**state["python"], "words": short},
+        "numpy": {"key": short, "pos": 1, "has_gauss": 0, "cached_gaussian": 0.0},
+    }[part]
+    with monkeypatch.context() as patch, lazyckpt.Checkpointer(tmp_path) as ckpt:
+        patch.setattr(training, "capture_rng", lambda: {**state, part: odd})
+        ckpt.track(model=nn.Linear(20, 20))
+        ckpt.save(1).result()
+    refused(tmp_path, r"rng: the saved RNG state does not fit", model=nn.Linear(20, 20))
+
+
+def test_a_load_that_raises_midway_says_what_is_overwritten(tmp_path: Path) -> None:
+    class Refusing:
+        def state_dict(self) -> Any:
+            return {"x": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("not today")
+
+    def track(ckpt: lazyckpt.Checkpointer) -> nn.Module:
+        model = nn.Linear(20, 20)
+        ckpt.track(notes={"x": 1}, own=Refusing(), later={"y": 1}, model=model)
+        return model
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        saved = track(ckpt)
+        ckpt.save(1).result()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        model = track(ckpt)
+        fates = r"overwritten: notes, model; perhaps overwritten in part: own; as before: later, rng"
+        with pytest.raises(RestoreError, match=rf"undefined now: own: ValueError: not today \({fates}\)"):
+            ckpt.restore()
+    assert torch.equal(model.weight, saved.weight)

@@ -10,9 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.base import Landing, Provider, StorageTable
+from lazyckpt.providers.loader import TrackedLoader
 from lazyckpt.providers.objects import StateProvider, TensorProvider, describe
 from lazyckpt.providers.restorable import UnrestorableError
-from lazyckpt.providers.rng import capture_rng, restore_rng
+from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
 
 def provider_for(name: str, obj: Any) -> Provider:
@@ -23,6 +24,8 @@ def provider_for(name: str, obj: Any) -> Provider:
         return ModuleProvider(obj)
     if isinstance(obj, torch.optim.Optimizer):
         return OptimizerProvider(obj)
+    if isinstance(obj, TrackedLoader):
+        return LoaderProvider(obj)
     if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
         return StatefulProvider(obj)
     if isinstance(obj, torch.Tensor):
@@ -47,6 +50,18 @@ class StatefulProvider(StateProvider):
 
     def load_state(self, state: Any) -> None:
         self._obj.load_state_dict(state)
+
+
+class LoaderProvider(StatefulProvider):
+    """A loader that ``track_loader`` wrapped."""
+
+    def __init__(self, loader: TrackedLoader) -> None:
+        super().__init__(loader)
+        self._loader = loader
+
+    def landings(self, saved: Any) -> list[Landing]:
+        self._loader.check(saved)
+        return []
 
 
 class ModuleProvider(StateProvider):
@@ -215,9 +230,38 @@ class OptimizerProvider(StateProvider):
                         f"state[{index}][{key!r}]: {describe(tensor)} in the checkpoint, but the parameter is "
                         f"{describe(parameters[index])}"
                     )
+        if not problems and (why := self._refusal(saved)) is not None:
+            problems.append(f"load_state_dict() would refuse it, as of an optimizer of another class: {why}")
         if problems:
             raise RestoreError("\n".join(problems))
         return landings
+
+    def _refusal(self, saved: Any) -> str | None:
+        """Why ``load_state_dict`` of torch's own classes would raise, as found on an optimizer that holds no data.
+
+        None for other classes, whose ``load_state_dict`` may do anything."""
+        kind = type(self.optimizer)
+        if not f"{kind.__module__}.".startswith("torch.optim."):
+            return None
+        empty = torch.empty(0, device="meta")
+        groups = [
+            {**g, "params": [torch.empty(0, device="meta") for _ in g["params"]]} for g in self.optimizer.param_groups
+        ]
+        states = {
+            key: {name: empty if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+            if isinstance(state, dict)
+            else state
+            for key, state in saved["state"].items()
+        }
+        trial = kind.__new__(kind)
+        try:
+            trial.__setstate__({"defaults": dict(self.optimizer.defaults), "state": {}, "param_groups": groups})
+            trial.load_state_dict({**saved, "state": states})
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            return f"{type(error).__name__}: {error}"
+        except RuntimeError:
+            pass  # a tensor without data was asked for its value, which says nothing about the real one
+        return None
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
         for state in saved["state"].values():
@@ -288,6 +332,10 @@ class RngProvider(StateProvider):
 
     def state(self) -> Any:
         return capture_rng()
+
+    def landings(self, saved: Any) -> list[Landing]:
+        check_rng(saved)
+        return []
 
     def load_state(self, state: Any) -> None:
         restore_rng(state)

@@ -1884,6 +1884,12 @@ _in(
         "pass",
         "test_restorable.py::test_a_provider_that_writes_opcodes_is_checked",
     ),
+    (
+        "what a failed load has overwritten is not told",
+        "            overwritten.add(name)\n",
+        "",
+        "test_restorable.py::test_a_load_that_raises_midway_says_what_is_overwritten",
+    ),
 )
 _in(
     "lazyckpt/providers/training.py",
@@ -1904,6 +1910,24 @@ _in(
         "if not _has_custom_loader(self.module, key)]",
         "]",
         "test_restorable.py::test_keys_that_something_takes_are_saved_and_restored",
+    ),
+    (
+        "the model is read before the optimizer refuses",
+        "if not problems and (why := self._refusal(saved)) is not None:",
+        "if (why := None) is not None:",
+        "test_restorable.py::test_the_state_of_another_optimizer_touches_nothing",
+    ),
+    (
+        "the model is read before the loader refuses",
+        "        self._loader.check(saved)\n",
+        "",
+        "test_restorable.py::test_the_position_of_another_loader_touches_nothing",
+    ),
+    (
+        "the model is read before the random numbers are refused",
+        "        check_rng(saved)\n",
+        "",
+        "test_restorable.py::test_random_numbers_of_another_kind_touch_nothing",
     ),
 )
 _in(
