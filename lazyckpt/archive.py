@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import _weights_only_unpickler
 
 from lazyckpt import _engine, devices
 from lazyckpt.containers.base import FileReader, Record
 from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.pickle_guard import GuardedPickle
+from lazyckpt.pickle_guard import CONSENT, GuardedPickle
 from lazyckpt.reading import Reading
+from lazyckpt.safe_globals import WITHOUT_STORAGES, RestrictedUnpickler, sparse_tensors_to_validate
 
 _MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of torch
 _MAX_SMALL_BYTES = 1024
@@ -102,15 +102,11 @@ class Archive:
             raise
         except Exception as error:
             if weights_only and ("weights_only" in str(error) or "allowed global" in str(error)):
-                what = (
-                    f"is not to be unpickled: {error} (allow the type with torch.serialization.add_safe_globals, or "
-                    "load with weights_only=False, which runs code from the file: only if you trust its origin)"
-                )
-                raise UnsupportedFormatError(what, path=path) from error
+                raise UnsupportedFormatError(f"is not to be unpickled: {error} ({CONSENT})", path=path) from error
             why = "it takes more memory than there is" if isinstance(error, MemoryError) else error
             raise LoadError(f"cannot be unpickled: {why}", path=path) from error
         finally:
-            _sparse_tensors_to_validate().clear()
+            sparse_tensors_to_validate().clear()
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot that a tensor of the tree views."""
@@ -161,7 +157,7 @@ class Archive:
 
     def _unpickle(self, stream: io.BytesIO, map_location: MapLocation, weights_only: bool) -> Any:
         self._typed: dict[str, torch.storage.TypedStorage] = {}
-        kind: Any = _weights_only_unpickler.Unpickler if weights_only else _Unpickler
+        kind: Any = RestrictedUnpickler if weights_only else _Unpickler
         unpickler = kind(stream, encoding="utf-8")
         unpickler.persistent_load = self._persistent_load
         torch.serialization._serialization_tls.map_location = map_location
@@ -254,6 +250,7 @@ _PLAIN_NAMES = frozenset(
     ["collections.OrderedDict", "_codecs.encode", "torch.Size", "torch.device"]
     + [f"torch._utils._rebuild_{what}" for what in ("tensor_v2", "tensor_v3", "parameter", "meta_tensor_no_storage")]
     + [str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+    + sorted(WITHOUT_STORAGES)
 )
 
 
@@ -268,12 +265,6 @@ class _Unpickler(pickle.Unpickler):
             except KeyError:
                 pass
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
-
-
-def _sparse_tensors_to_validate() -> list[torch.Tensor]:
-    """torch's own list, which became one for each thread between 2.13 and 2.15."""
-    of_thread = getattr(torch.serialization._serialization_tls, "sparse_tensors_to_validate", None)
-    return torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread
 
 
 def _checks_sparse_tensors() -> bool:

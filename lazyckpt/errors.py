@@ -5,7 +5,7 @@ LazyCkptError (RuntimeError)
 ├── ClosedError                      used after close(), or in a forked child
 ├── SaveError                        a checkpoint failed; nothing committed was touched
 │   ├── NoSpaceError                 the file system is full, or would be
-│   ├── SerializationError           an object in the state cannot be pickled
+│   ├── SerializationError           an object in the state cannot be pickled or restored
 │   └── TornSnapshotError            state changed while it was being copied
 ├── LoadError                        a file or folder cannot be read
 │   ├── CorruptFileError             truncated, bit-flipped, or not what it claims to be
@@ -69,7 +69,7 @@ class NoSpaceError(SaveError):
 
 
 class SerializationError(SaveError):
-    """An object in the state cannot be pickled."""
+    """An object in the state cannot be pickled, or ``restore()`` could not read it."""
 
 
 class TornSnapshotError(SaveError):

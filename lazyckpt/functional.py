@@ -90,9 +90,10 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
     """Load what ``torch.save``, ``lazyckpt.save`` or safetensors wrote, in parallel, every checksum verified.
 
     ``path`` is a file, or the folder of a checkpoint. ``map_location`` and ``weights_only`` are ``torch.load``'s;
-    its restricted unpickler and ``torch.serialization.add_safe_globals`` decide what may be unpickled, and so do the
-    environment variables with which it is told what None means. A ``map_location`` that names a CUDA device has the
-    file read straight into it, past host memory but for a small buffer.
+    its restricted unpickler, ``torch.serialization.add_safe_globals`` and a short list of our own (NumPy, paths, dates:
+    see ``safe_globals``) decide what may be unpickled, and so do the environment variables with which it is told what
+    None means. A ``map_location`` that names a CUDA device has the file read straight into it, past host memory but for
+    a small buffer.
     A safetensors file gives a dict of tensors. Files of torch < 1.6 are handed to ``torch.load``.
 
     Raises LoadError, or one of its kinds: CorruptFileError (truncated, a bit flipped, hostile),

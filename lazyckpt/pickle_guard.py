@@ -1,24 +1,32 @@
 """What torch's restricted unpickler is not asked to survive.
 
 It calls only functions on its list, but some of those allocate whatever they are told to, and Python hashes tuples by
-recursion in C, without a limit: a key that is nested a million times ends the process. So the pickle is handed over as
-a stream that looks at the unpickler's stack in front of the opcodes that call and that set keys. It neither parses the
-pickle nor changes what is made of it.
+recursion in C, without a limit: a key that is nested a million times ends the process. And the functions that we add to
+the list (``safe_globals``) may be called only as pickle itself calls them. So the pickle is handed over as a stream
+that looks at the unpickler's stack in front of the opcodes that call, set keys or set a state. It does not change what
+is made of the pickle, and parses it only to tell an opcode from an operand that looks like one, before it raises.
 """
 
 from __future__ import annotations
 
 import io
-from typing import Any
+import pickletools
+from collections.abc import Iterator
+from operator import index
+from pickle import BUILD, NEWOBJ, REDUCE, SETITEM, SETITEMS
+from typing import Any, NoReturn
 
 import torch
-from torch._weights_only_unpickler import Unpickler
 
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
+from lazyckpt.safe_globals import RestrictedUnpickler, allows_call, allows_state
 
-_REDUCE, _NEWOBJ, _SETITEM, _SETITEMS = b"R", b"\x81", b"s", b"u"
-_WATCHED = frozenset((_REDUCE, _NEWOBJ, _SETITEM, _SETITEMS))
+_WATCHED = frozenset((REDUCE, NEWOBJ, BUILD, SETITEM, SETITEMS))
 _MAX_DEPTH = 100
+CONSENT = (
+    "allow the type with torch.serialization.add_safe_globals, or load with weights_only=False, which runs code from "
+    "the file: only if you trust its origin"
+)
 _ENCODINGS = ("latin1", "latin-1", "utf-8", "ascii")  # bytes are pickled as text that is to be encoded
 
 
@@ -28,29 +36,51 @@ class GuardedPickle(io.BytesIO):
     Reading raises CorruptFileError, or UnsupportedFormatError for a call that no ``torch.save`` writes.
     """
 
-    unpickler: Unpickler
+    unpickler: RestrictedUnpickler
 
     def __init__(self, data: bytes, path: Any) -> None:
         super().__init__(data)
         self._nbytes = len(data)
         self._path = path
+        self._opcodes: Iterator[int] | None = None  # where they are, from the place that was asked for last
+        self._opcode = -1
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = _read(self, size)
-        # An operand that looks like one of these opcodes is looked at, too: that costs time, nothing else.
         if data in _WATCHED:
-            stack = self.unpickler.stack
-            if data == _SETITEMS:
-                self._check_depth(stack[::2])
-            elif data == _SETITEM:
-                self._check_depth(stack[-2:-1])
-            elif len(stack) > 1:
-                if id(stack[-2]) in _VIEWS:  # which hash nothing
-                    self._check_view(*stack[-1][:4])
-                else:
-                    self._check_depth(stack[-1:])
-                    self._check_call(stack[-2], stack[-1])
+            try:
+                self._check(data, self.unpickler.stack)
+            except Exception:
+                if self._is_opcode(self.tell() - 1):
+                    raise
         return data
+
+    def _check(self, opcode: bytes, stack: list[Any]) -> None:
+        if opcode == SETITEMS:
+            self._check_depth(stack[::2])
+        elif opcode == SETITEM:
+            self._check_depth(stack[-2:-1])
+        elif len(stack) < 2:
+            pass  # the unpickler raises
+        elif opcode == BUILD:
+            if not allows_state(stack[-2], stack[-1]):
+                self._restricted(f"it sets the state of a {type(stack[-2]).__name__}")
+        elif id(stack[-2]) in _VIEWS:  # which hash nothing
+            self._check_view(*stack[-1][:4])
+        else:
+            self._check_depth(stack[-1:])
+            self._check_call(stack[-2], stack[-1], new=opcode == NEWOBJ)
+
+    def _is_opcode(self, at: int) -> bool:
+        """Whether the byte at ``at`` is an opcode, not part of an operand. Places may only grow from call to call."""
+        if self._opcodes is None:
+            self._opcodes = (place for _, _, place in pickletools.genops(self.getvalue()) if place is not None)
+        try:
+            while self._opcode < at:
+                self._opcode = next(self._opcodes)
+        except (ValueError, StopIteration):
+            return True  # what cannot be parsed is not to be trusted
+        return self._opcode == at
 
     def _check_depth(self, values: list[Any]) -> None:
         """Of tuples and lists in ``values``. Shared ones count each time, as they do where they are hashed."""
@@ -63,9 +93,11 @@ class GuardedPickle(io.BytesIO):
                 raise CorruptFileError("record data.pkl: a key or argument is nested too deep", path=self._path)
             found += [(inner, depth + 1) for inner in value if isinstance(inner, tuple | list)]
 
-    def _check_call(self, function: Any, arguments: Any) -> None:
+    def _check_call(self, function: Any, arguments: Any, *, new: bool) -> None:
+        direct = True
         while function is torch._tensor._rebuild_from_type_v2 and len(arguments) > 2:
             function, _, arguments = arguments[:3]
+            direct = False  # it may also set a state
         if id(function) in _VIEWS:
             self._check_view(*arguments[:4])
             fine = True
@@ -75,15 +107,22 @@ class GuardedPickle(io.BytesIO):
             fine = not arguments  # a number would be a length
         elif getattr(function, "__module__", None) == "_codecs":
             fine = len(arguments) < 2 or (isinstance(arguments[1], str) and arguments[1] in _ENCODINGS)
+        elif not allows_call(function, arguments, pickled=direct and not new):
+            self._restricted(f"it calls {function.__module__}.{function.__name__}")
         else:
             fine = True
         if not fine:
             what = f"a call of {function.__name__} that torch.save does not write"
             raise UnsupportedFormatError(f"record data.pkl: {what}", path=self._path)
 
+    def _restricted(self, what: str) -> NoReturn:
+        what = f"is not to be unpickled: {what} in a way that may do harm"
+        raise UnsupportedFormatError(f"{what} ({CONSENT})", path=self._path)
+
     def _check_view(self, storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
         """torch would enlarge a storage that is too small for a tensor."""
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        # Numbers of NumPy would wrap.
+        last = index(offset) + sum((index(n) - 1) * index(step) for n, step in zip(size, stride, strict=True))
         if 0 not in size and last >= storage._size():
             raise CorruptFileError("record data.pkl: a tensor views more than its storage holds", path=self._path)
 

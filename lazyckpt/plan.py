@@ -19,6 +19,7 @@ from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView, T
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import pickle_of
+from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import refuse_part
 
 ARCHIVE_NAME = "archive"  # the folder inside the zip, as torch.save names it for a buffer
@@ -67,7 +68,9 @@ class ZipPlan(FilePlan):
 
 
 class ObjectProvider(StateProvider):
-    """An object that is given anew for every save."""
+    """An object that is given anew for every save, and that its user loads by other ways than ``restore()``."""
+
+    is_restored = False
 
     def __init__(self, obj: Any) -> None:
         super().__init__()
@@ -135,6 +138,6 @@ def plan_for(name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> 
 
 def unsavable(error: Exception) -> str:
     """Why a plan could not gather or lay out, in words."""
-    if isinstance(error, UnpicklableError | ConfigError):
+    if isinstance(error, UnpicklableError | UnrestorableError | ConfigError):
         return str(error)
     return f"cannot be pickled: {type(error).__name__}: {error}"

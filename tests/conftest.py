@@ -21,7 +21,7 @@ from duplicates import DUPLICATES
 import lazyckpt
 from fake_cuda import FakeCuda, compiler
 from fake_cuda.memory import Gpu
-from lazyckpt import _engine, commit, devices
+from lazyckpt import _engine, commit, devices, safe_globals
 from lazyckpt.gate import gate
 from trials import Trials
 
@@ -144,6 +144,12 @@ def describe_graph(obj: Any) -> Any:
         return type(o).__name__, number, repr(o)
 
     return walk(obj)
+
+
+def torch_load_with_our_globals(path: Path) -> Any:
+    """``torch.load(path)``, which may also name what ``lazyckpt.load`` reads beyond torch's own list."""
+    with torch.serialization.safe_globals([(found, name) for name, found in safe_globals._GLOBALS.items()]):
+        return torch.load(path, weights_only=True)
 
 
 @pytest.fixture

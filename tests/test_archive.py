@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.archive import Archive, _sparse_tensors_to_validate
+from lazyckpt.archive import Archive
 from lazyckpt.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.functional import process_engine
+from lazyckpt.safe_globals import sparse_tensors_to_validate
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_sparse_tensors_are_checked_as_torch_checks_them(tmp_path: Path) -> None
         with pytest.raises(LoadError, match=r"size is inconsistent|found index"):
             lazyckpt.load(tmp_path / "a.pt")
         assert torch.equal(lazyckpt.load(tmp_path / "good.pt").to_dense(), torch.eye(3))
-        assert _sparse_tensors_to_validate() == []
+        assert sparse_tensors_to_validate() == []
         torch.load(tmp_path / "good.pt")
 
 

@@ -12,6 +12,7 @@ from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
+from lazyckpt.providers.restorable import UnrestorableError, refuse_unreadable
 from lazyckpt.providers.sharded import ShardedTensorError
 
 
@@ -20,13 +21,20 @@ class CompositeProvider(Provider):
 
     def __init__(self) -> None:
         self.parts: dict[str, Provider] = {}
+        self._landings: dict[str, set[int]] = {}  # of each part, by id of the saved tensor; see landings() and load()
+        self._accepted: set[int] = set()  # parts that write opcodes of their own, which restore() can read
 
     def segments(self, table: StorageTable) -> Iterator[Segment]:
         opcodes = {}
         for name, part in self.parts.items():
             try:
                 opcodes[name] = yield from _checked(part, table)
+                if not isinstance(part, StateProvider) and id(part) not in self._accepted:
+                    refuse_unreadable(None, "", opcodes[name], table)
+                    self._accepted.add(id(part))
             except ShardedTensorError as error:
+                raise error.inside(name) from None
+            except UnrestorableError as error:
                 raise error.inside(name) from None
             except Exception as error:
                 raise UnpicklableError(name, error) from error
@@ -35,6 +43,7 @@ class CompositeProvider(Provider):
     def landings(self, saved: Any) -> list[Landing]:
         problems = []
         landings = []
+        self._landings = {}
         if type(saved) is not dict:
             raise RestoreError(f"expected a dict of {', '.join(self.parts)}, found {type(saved).__name__}")
         problems += [f"{name}: not in the checkpoint" for name in self.parts if name not in saved]
@@ -44,6 +53,7 @@ class CompositeProvider(Provider):
                 continue
             try:
                 landings.append(part.landings(saved[name]))
+                self._landings[name] = {id(landing.saved) for landing in landings[-1]}
             except RestoreError as error:
                 problems += [f"{name}: {line}" for line in str(error).splitlines()]
         if problems:
@@ -51,13 +61,24 @@ class CompositeProvider(Provider):
         return list(itertools.chain.from_iterable(landings))
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
-        """Raises RestoreError for whatever a part raises."""
+        """Raises RestoreError for whatever a part raises, and says which parts are overwritten by then."""
+        overwritten = {name for name, saved_ids in self._landings.items() if not saved_ids.isdisjoint(landed)}
         for name, part in self.parts.items():
             try:
                 part.load(saved[name], landed)
             except Exception as error:
                 what = str(error) if isinstance(error, RestoreError) else f"{type(error).__name__}: {error}"
-                raise RestoreError(f"{name}: {what}") from error
+                raise RestoreError(f"{name}: {what} ({self._fates(overwritten, name)})") from error
+            overwritten.add(name)
+
+    def _fates(self, overwritten: set[str], failed: str) -> str:
+        others = [name for name in self.parts if name != failed]
+        fates = {
+            "overwritten": [name for name in others if name in overwritten],
+            "perhaps overwritten in part": [failed],
+            "as before": [name for name in others if name not in overwritten],
+        }
+        return "; ".join(f"{fate}: {', '.join(names)}" for fate, names in fates.items() if names)
 
 
 def _checked(part: Provider, table: StorageTable) -> Generator[Segment, None, bytes]:

@@ -11,6 +11,7 @@ handed out*, and the way back is to begin the epoch again from there and to drop
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -103,19 +104,39 @@ class TrackedLoader:
         The global generators are left alone: restoring these is ``restore_rng``'s part, before or after.
         Raises ``RestoreError`` for a state that is malformed or of a differently built loader.
         """
-        try:
-            epoch = _Epoch(state["start"], int(state["yielded"]))
-            if epoch.start is not None and epoch.start.keys() != _START_KEYS:
-                raise ValueError(f"its start has {sorted(epoch.start)} instead of {sorted(_START_KEYS)}")
+        self.check(state)
+        with self._misfits():
             self._restore_own(state["now"])
+        self._epoch = _Epoch(state["start"], int(state["yielded"]))
+        self._resuming = self._epoch.start is not None
+
+    def check(self, state: Any) -> None:
+        """Raise what ``load_state_dict`` would raise, and change nothing. Reads no contents of tensors."""
+        with self._misfits():
+            int(state["yielded"])
+            start = state["start"]
+            if start is not None and start.keys() != _START_KEYS:
+                raise ValueError(f"its start has {sorted(start)} instead of {sorted(_START_KEYS)}")
+            parts = self._parts()
+            for own in [state["now"]] + [start] * (start is not None):
+                for generator, value in zip(_generators(parts), own["generators"], strict=True):
+                    if value.shape != (there := generator.get_state().shape):
+                        raise ValueError(
+                            f"a generator's state has shape {tuple(value.shape)} instead of {tuple(there)}"
+                        )
+                for _, epoch in zip(_with_epoch(parts), own["epochs"], strict=True):
+                    int(epoch)
+
+    @contextlib.contextmanager
+    def _misfits(self) -> Iterator[None]:
+        try:
+            yield
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise RestoreError(
                 f"the saved position does not fit this {type(self._loader).__name__} "
                 f"({type(error).__name__}: {error}). Build it as in the run that saved it, with the same "
                 "samplers and generators, or do not restore the loader."
             ) from error
-        self._epoch = epoch
-        self._resuming = epoch.start is not None
 
     def _batches(self, epoch: _Epoch) -> Iterator[Any]:
         if epoch.start is None:

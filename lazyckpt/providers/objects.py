@@ -11,6 +11,7 @@ import torch
 from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
 from lazyckpt.providers.pickles import Skeleton, dict_opcodes
+from lazyckpt.providers.restorable import refuse_unreadable
 from lazyckpt.providers.sharded import ShardedTensorError
 
 
@@ -26,6 +27,9 @@ class StateProvider(Provider):
     """Whether the state is a dict by strings whose values share no object: then each value is pickled, and its
     pickle kept, by itself, so that one that changes does not cost the others theirs."""
 
+    is_restored = True
+    """Whether ``restore()`` reads the state back. If so, ``save()`` refuses a state that ``restore()`` would refuse."""
+
     def __init__(self) -> None:
         self._skeletons: dict[str | None, Skeleton] = {}
 
@@ -40,20 +44,28 @@ class StateProvider(Provider):
 
     def segments(self, table: StorageTable) -> Iterator[Segment]:
         state = self.state()
-        skeletons = self.__dict__.setdefault("_skeletons", {})  # also where __init__ was not called
+        kept = self.__dict__.get("_skeletons", {})  # also where __init__ was not called
         seen = len(table.views)
-        if self.values_are_apart and type(state) is dict and state:
-            parts = {}
-            for key, value in state.items():
-                try:
-                    parts[key] = skeletons.setdefault(key, Skeleton()).opcodes(value, table)
-                except ShardedTensorError as error:
-                    raise error.inside(key) from None
-            opcodes = dict_opcodes(parts)
-        else:
-            opcodes = skeletons.setdefault(None, Skeleton()).opcodes(state, table)
+        apart = self.values_are_apart and type(state) is dict and state
+        parts: dict[Any, Any] = state if apart else {None: state}
+        self._skeletons = {key: kept.get(key) or Skeleton() for key in parts}
+        opcodes = {}
+        for key, value in parts.items():
+            try:
+                opcodes[key] = self._skeletons[key].opcodes(value, table)
+            except ShardedTensorError as error:
+                raise (error.inside(key) if apart else error) from None
+        if self.is_restored:
+            self.refuse_unrestorable(parts, table)
         yield table.views[seen:]
-        yield Bytes(opcodes)
+        yield Bytes(dict_opcodes(opcodes) if apart else opcodes[None])
+
+    def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
+        """Raises UnrestorableError if ``restore()`` could not take back the state, which has just been pickled."""
+        for key, skeleton in self._skeletons.items():
+            if not skeleton.kinds.keys() <= skeleton.accepted.keys():
+                refuse_unreadable(parts[key], key or "", skeleton.pickled, table)
+                skeleton.accepted |= skeleton.kinds
 
     def landings(self, saved: Any) -> list[Landing]:
         return []

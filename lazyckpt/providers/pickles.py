@@ -22,10 +22,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from operator import attrgetter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from lazyckpt import _engine
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
@@ -61,6 +62,18 @@ class _SharedArray:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return sys.modules["numpy"].asarray, (self.tensor,)
+
+
+# What the restricted unpickler of torch always reads.
+_READABLE = frozenset(map(id, (*_get_allowed_globals().values(), *torch._storage_classes, _SharedArray)))
+
+
+def _note_kind(obj: Any, kinds: dict[int, Any]) -> None:
+    """Adds the class of ``obj`` to ``kinds``, by ``id``, or ``obj`` itself if it is a class or a function, unless torch
+    always reads it. A pickler asks for every class, function and object that is no plain container or value."""
+    kind = obj if isinstance(obj, type | FunctionType | BuiltinFunctionType) else type(obj)
+    if id(kind) not in _READABLE:
+        kinds[id(kind)] = kind
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -111,6 +124,7 @@ class _Pickler(pickle.Pickler):
         self._reusable = keys
         self._seen: set[str] = set()
         self.views = TensorViews()  # in the order of appearance
+        self.kinds: dict[int, Any] = {}
 
     def _storage_id(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         view = self._table.add(storage, dtype, self._reusable)
@@ -147,6 +161,7 @@ class _Pickler(pickle.Pickler):
         if _is_array(obj) and (memory := _array_tensor(obj)) is not None:
             order = "C" if obj.flags.c_contiguous else "F"
             return type(obj), (obj.shape, obj.dtype, _SharedArray(memory), 0, None, order)
+        _note_kind(obj, self.kinds)
         if isinstance(obj, torch.Tensor):
             refuse_part(obj, self._root)
         return NotImplemented
@@ -172,6 +187,7 @@ class _Outline(pickle.Pickler):
         super().__init__(out, PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []  # what else the pickle says of those that stand for storages and arrays
+        self.kinds: dict[int, Any] = {}
         self.memo = _TAKEN.memo  # a copy
         self._root = obj
         self.dump(obj)
@@ -199,6 +215,7 @@ class _Outline(pickle.Pickler):
             self.others.append((len(self.tensors), obj.shape, obj.dtype, obj.flags.c_contiguous))
             self.tensors.append(memory)
             return _PLACEHOLDER
+        _note_kind(obj, self.kinds)
         if isinstance(obj, torch.Tensor):
             refuse_part(obj, self._root)
         return NotImplemented
@@ -215,8 +232,12 @@ class Skeleton:
     def __init__(self) -> None:
         self._facts: Any = None  # all that the opcodes of its tensors depend on
         self._tensors: list[bytes] | None = None  # these opcodes, if all are plain
-        self._outline = b""
-        self._opcodes = b""
+        self.outline = b""
+        self.pickled = b""  # the opcodes
+        self.kinds: dict[int, Any] = {}
+        """The classes and functions that the opcodes name, by ``id``, without those that torch always reads."""
+        self.accepted: dict[int, Any] = {}  # such classes and functions as restore() has been seen to read
+        self.accepted_outline = b""  # with the keys that the module's load_state_dict() takes
         self._kept = TensorViews()  # of its storages, in the order of appearance
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -232,12 +253,13 @@ class Skeleton:
             facts = looks, outline.others
             known = (
                 facts == self._facts
-                and (self._tensors is not None or outline.opcodes == self._outline)
+                and (self._tensors is not None or outline.opcodes == self.outline)
                 and table.add_again(self._kept, storages)
             )
-        if known and outline.opcodes == self._outline:
-            return self._opcodes
+        if known and outline.opcodes == self.outline:
+            return self.pickled
         opcodes = None
+        kinds = outline.kinds
         if not known:
             self._facts = self._tensors = None  # now: Ctrl-C below must not leave old facts beside new keys
             if not _PLAIN_DTYPES.issuperset(map(_dtype, outline.tensors)):
@@ -249,9 +271,9 @@ class Skeleton:
             opcodes = outline.filled(self._tensors)
         if opcodes is None:
             self._tensors = None
-            opcodes, views = dump(obj, table, iter(self._kept.keys))
+            opcodes, views, kinds = dump(obj, table, iter(self._kept.keys))
             self._kept = views.without_storages()
-        self._facts, self._outline, self._opcodes = facts, outline.opcodes, opcodes
+        self._facts, self.outline, self.pickled, self.kinds = facts, outline.opcodes, opcodes, kinds
         return opcodes
 
 
@@ -327,12 +349,12 @@ def _string(text: str) -> bytes:
     return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
 
-def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, TensorViews]:
-    """The opcodes of ``obj`` (no PROTO, no STOP) and its storages in the order of appearance."""
+def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, TensorViews, dict[int, Any]]:
+    """The opcodes of ``obj`` (no PROTO, no STOP), its storages in the order of appearance, and its kinds."""
     out = io.BytesIO()
     pickler = _Pickler(obj, out, table, reusable_keys)
     pickler.dump(obj)
-    return out.getvalue()[2:-1], pickler.views
+    return out.getvalue()[2:-1], pickler.views, pickler.kinds
 
 
 def pickle_of(opcodes: bytes) -> bytes:

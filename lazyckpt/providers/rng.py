@@ -49,10 +49,29 @@ def restore_rng(state: dict[str, Any]) -> None:
         _apply(state)
     except Exception as error:
         _apply(before)
-        raise RestoreError(
-            f"the saved RNG state does not fit ({type(error).__name__}: {error}); no generator was changed. "
-            "Restore from another checkpoint, or leave the RNG out and seed it anew."
-        ) from error
+        raise _misfit(error) from error
+
+
+def check_rng(state: Any) -> None:
+    """Raise ``RestoreError`` for a state of another kind. Reads no contents of tensors, and changes no generator."""
+    try:
+        python, of_numpy, cuda = state["python"], state["numpy"], state["cuda"]
+        random.Random().setstate((python["version"], (0,) * len(python["words"]), python["gauss_next"]))
+        if of_numpy is not None and (found := tuple(of_numpy["key"].shape)) != (624,):
+            raise ValueError(f"NumPy's has the shape {found} instead of (624,)")
+        if (found := tuple(state["torch"].shape)) != (here := tuple(torch.get_rng_state().shape)):
+            raise ValueError(f"torch's has the shape {found} instead of {here}")
+        if not all(isinstance(of_device, torch.Tensor) for of_device in cuda):
+            raise TypeError("a CUDA device's is no tensor")
+    except Exception as error:
+        raise _misfit(error) from error
+
+
+def _misfit(error: Exception) -> RestoreError:
+    return RestoreError(
+        f"the saved RNG state does not fit ({type(error).__name__}: {error}); no generator was changed. "
+        "Restore from another checkpoint, or leave the RNG out and seed it anew."
+    )
 
 
 def _apply(state: dict[str, Any]) -> None:

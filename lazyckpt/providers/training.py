@@ -9,9 +9,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lazyckpt.errors import ConfigError, RestoreError
-from lazyckpt.providers.base import Landing, Provider
+from lazyckpt.providers.base import Landing, Provider, StorageTable
+from lazyckpt.providers.loader import TrackedLoader
 from lazyckpt.providers.objects import StateProvider, TensorProvider, describe
-from lazyckpt.providers.rng import capture_rng, restore_rng
+from lazyckpt.providers.restorable import UnrestorableError
+from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
 
 def provider_for(name: str, obj: Any) -> Provider:
@@ -22,6 +24,8 @@ def provider_for(name: str, obj: Any) -> Provider:
         return ModuleProvider(obj)
     if isinstance(obj, torch.optim.Optimizer):
         return OptimizerProvider(obj)
+    if isinstance(obj, TrackedLoader):
+        return LoaderProvider(obj)
     if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
         return StatefulProvider(obj)
     if isinstance(obj, torch.Tensor):
@@ -48,6 +52,18 @@ class StatefulProvider(StateProvider):
         self._obj.load_state_dict(state)
 
 
+class LoaderProvider(StatefulProvider):
+    """A loader that ``track_loader`` wrapped."""
+
+    def __init__(self, loader: TrackedLoader) -> None:
+        super().__init__(loader)
+        self._loader = loader
+
+    def landings(self, saved: Any) -> list[Landing]:
+        self._loader.check(saved)
+        return []
+
+
 class ModuleProvider(StateProvider):
     """A module: parameters and buffers are read straight into the live ones."""
 
@@ -58,20 +74,41 @@ class ModuleProvider(StateProvider):
     def state(self) -> Any:
         return self.module.state_dict()
 
+    def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
+        super().refuse_unrestorable(parts, table)
+        skeleton = self._skeletons[None]
+        if skeleton.outline == skeleton.accepted_outline:  # the keys are in it
+            return
+        if keys := self._unclaimed(parts[None]):
+            raise UnrestorableError(keys[0], f"{_UNCLAIMED}{_others(keys)}: {_QUANTISED}")
+        skeleton.accepted_outline = skeleton.outline
+
     def landings(self, saved: Any) -> list[Landing]:
         live = self.module.state_dict()
         compare(saved, live)
-        own = {
+        if keys := self._unclaimed(live):
+            raise RestoreError("\n".join(f"{key}: {_UNCLAIMED}" for key in keys))
+        own = self._own_storages()
+        return [Landing(saved[name], tensor) for name, tensor in live.items() if _views(tensor, own)]
+
+    def _own_storages(self) -> set[int]:
+        return {
             t.untyped_storage()._cdata
             for tensors in (self.module.parameters(), self.module.buffers())
             for t in tensors
             if not is_lazy(t) and type(t.data) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"
         }
-        return [
-            Landing(saved[name], tensor)
-            for name, tensor in live.items()
-            if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in own
-        ]
+
+    def _unclaimed(self, state: Any) -> list[str]:
+        """The keys of ``state`` that ``load_state_dict`` would call unexpected, unless their tensors are parameters or
+        buffers under other names, which ``restore()`` reads in place, or a module may take them by code of its own."""
+        if _loads_by_itself(self.module, "load_state_dict") or not isinstance(state, Mapping):
+            return []
+        keys = [key for key in state.keys() - _claimed(self.module) if not _has_custom_loader(self.module, key)]
+        if keys:
+            own = self._own_storages()
+            keys = [key for key in keys if not _views(state[key], own)]
+        return sorted(keys)
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
         if len(landed) > 0 and all(id(t) in landed for t in saved.values()) and not _has_load_hooks(self.module):
@@ -84,18 +121,70 @@ class ModuleProvider(StateProvider):
         self.module.load_state_dict(state)
 
 
+_UNCLAIMED = "is in state_dict(), but load_state_dict() would refuse it: it is no parameter, buffer or extra state"
+_QUANTISED = (
+    "a quantised layer of bitsandbytes, for one, saves more than it loads. Track only what trains, as an object whose "
+    "state_dict() returns it (PEFT: get_peft_model_state_dict) and whose load_state_dict() takes it back"
+)
+
+
+def _others(keys: list[str]) -> str:
+    return f" (and {len(keys) - 1} more keys)" if len(keys) > 1 else ""
+
+
+def _views(tensor: Any, storages: set[int]) -> bool:
+    return type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in storages
+
+
+def _claimed(module: torch.nn.Module) -> set[str]:
+    """The keys that torch's own ``load_state_dict`` of ``module`` takes."""
+    keys = set()
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        keys |= {f"{prefix}{name}" for name, value in part._parameters.items() if value is not None}
+        passing = part._non_persistent_buffers_set
+        keys |= {
+            f"{prefix}{name}" for name, value in part._buffers.items() if value is not None and name not in passing
+        }
+        if _loads_by_itself(part, "set_extra_state"):
+            keys.add(f"{prefix}_extra_state")
+    return keys
+
+
+def _loads_by_itself(module: torch.nn.Module, method: str) -> bool:
+    """Whether ``module`` has a ``method`` that is not torch's."""
+    return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
+
+
 def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Whether ``load_state_dict`` does more than to copy tensors into tensors of the same names."""
-    plain = torch.nn.Module
-    # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
-    plain_loaders = plain._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict
-    return type(module).load_state_dict is not plain.load_state_dict or any(
-        m._load_state_dict_post_hooks
-        or m._load_state_dict_pre_hooks
-        or type(m).set_extra_state is not plain.set_extra_state
-        or type(m)._load_from_state_dict not in plain_loaders
-        for m in module.modules()
+    return _loads_by_itself(module, "load_state_dict") or any(
+        _loads_by_itself(part, "set_extra_state") or _has_own_loader(part) for part in module.modules()
     )
+
+
+def _has_own_loader(module: torch.nn.Module) -> bool:
+    """Whether ``module`` reads its part of a state dict by other code than torch's."""
+    # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
+    norm = torch.nn.modules.batchnorm._NormBase._load_from_state_dict
+    return bool(
+        module._load_state_dict_post_hooks
+        or module._load_state_dict_pre_hooks
+        or (
+            _loads_by_itself(module, "_load_from_state_dict")
+            and ("_load_from_state_dict" in vars(module) or type(module)._load_from_state_dict is not norm)
+        )
+    )
+
+
+def _has_custom_loader(module: torch.nn.Module, key: str) -> bool:
+    """Whether a module on the way from ``module`` down to ``key`` may take the key by code of its own."""
+    part: torch.nn.Module | None = module
+    for word in key.split("."):
+        if part is None or _has_own_loader(part):
+            return part is not None
+        part = part._modules.get(word)
+    return False
 
 
 class OptimizerProvider(StateProvider):
@@ -143,9 +232,38 @@ class OptimizerProvider(StateProvider):
                         f"state[{index}][{key!r}]: {describe(tensor)} in the checkpoint, but the parameter is "
                         f"{describe(parameters[index])}"
                     )
+        if not problems and (why := self._refusal(saved)) is not None:
+            problems.append(f"load_state_dict() would refuse it, as of an optimizer of another class: {why}")
         if problems:
             raise RestoreError("\n".join(problems))
         return landings
+
+    def _refusal(self, saved: Any) -> str | None:
+        """Why ``load_state_dict`` of torch's own classes would raise, as found on an optimizer that holds no data.
+
+        None for other classes, whose ``load_state_dict`` may do anything."""
+        kind = type(self.optimizer)
+        if not f"{kind.__module__}.".startswith("torch.optim."):
+            return None
+        empty = torch.empty(0, device="meta")
+        groups = [
+            {**g, "params": [torch.empty(0, device="meta") for _ in g["params"]]} for g in self.optimizer.param_groups
+        ]
+        states = {
+            key: {name: empty if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+            if isinstance(state, dict)
+            else state
+            for key, state in saved["state"].items()
+        }
+        trial = kind.__new__(kind)
+        try:
+            trial.__setstate__({"defaults": dict(self.optimizer.defaults), "state": {}, "param_groups": groups})
+            trial.load_state_dict({**saved, "state": states})
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            return f"{type(error).__name__}: {error}"
+        except RuntimeError:
+            pass  # a tensor without data was asked for its value, which says nothing about the real one
+        return None
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
         for state in saved["state"].values() if _is_of_torch(saved) else ():
@@ -226,6 +344,10 @@ class RngProvider(StateProvider):
 
     def state(self) -> Any:
         return capture_rng()
+
+    def landings(self, saved: Any) -> list[Landing]:
+        check_rng(saved)
+        return []
 
     def load_state(self, state: Any) -> None:
         restore_rng(state)

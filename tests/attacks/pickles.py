@@ -255,6 +255,164 @@ def persistent_nested(folder: Path) -> Path:
     )
 
 
+# NumPy and the standard library, as far as lazyckpt reads them
+
+
+def built(obj: Raw, state: Any) -> Raw:
+    return Raw(obj + opcodes(state) + BUILD)
+
+
+def in_bytes(value: bytes) -> Raw:
+    return call("_codecs.encode", value.decode("latin-1"), "latin1")
+
+
+def dtype(code: str, *state: Any) -> Raw:
+    made = call("numpy.dtype", code, False, True)
+    return built(made, state) if state else made
+
+
+def array(shape: Any, kind: Raw, data: bytes) -> Raw:
+    empty = call("numpy._core.multiarray._reconstruct", name("numpy.ndarray"), (0,), in_bytes(b"b"))
+    return built(empty, (1, shape, kind, False, in_bytes(data)))
+
+
+@attack
+def array_of_pointers(folder: Path) -> Path:
+    """An array of objects whose bytes are addresses, of a type whose flags say that it has none."""
+    objects = dtype("O8", 3, "|", None, None, None, -1, -1, 0)
+    return archive(folder, {"x": array((2,), objects, b"\1\0\0\0\0\0\0\0" * 2)})
+
+
+@attack
+def array_with_fields_of_objects(folder: Path) -> Path:
+    """The same in a field: a type of eight bytes is given one."""
+    fields = {"a": (dtype("O8"), 0)}
+    kind = dtype("V8", 3, "|", None, ("a",), fields, 8, 1, 0)
+    return archive(folder, {"x": array((2,), kind, b"\1\0\0\0\0\0\0\0" * 2)})
+
+
+@attack
+def dtype_of_any_size(folder: Path) -> Path:
+    """Text of five characters whose state says that an item has one byte."""
+    return archive(folder, {"x": array((2,), dtype("U5", 3, "<", None, None, None, 1, 4, 8), b"ab")})
+
+
+@attack
+def dtype_of_everybody(folder: Path) -> Path:
+    """Without a copy numpy.dtype returns NumPy's own, whose byte order is then changed."""
+    return archive(folder, {"x": built(call("numpy.dtype", "f8", False, False), (3, ">", None, None, None, -1, -1, 0))})
+
+
+@attack
+def array_of_nobodys_memory(folder: Path) -> Path:
+    """numpy.ndarray without a buffer shows what was in memory before."""
+    return archive(folder, {"x": call("numpy.ndarray", (1 << 20,), dtype("u1"))})
+
+
+@attack
+def array_by_newobj(folder: Path) -> Path:
+    """The same through NEWOBJ, and terabytes of it."""
+    return archive(folder, {"x": Raw(name("numpy.ndarray") + opcodes(((1 << 42,), dtype("u1"))) + NEWOBJ)})
+
+
+@attack
+def array_of_strides(folder: Path) -> Path:
+    """numpy.ndarray with strides walks out of its buffer."""
+    memory = call("numpy.asarray", tensor(0, (16,), (1,), numel=16, kind="torch.ByteStorage"))
+    return archive(folder, {"x": call("numpy.ndarray", (16,), dtype("u1"), memory, 0, (1 << 20,), "C")})
+
+
+@attack
+def array_beyond_its_storage(folder: Path) -> Path:
+    """An array that has more items than its storage."""
+    memory = call("numpy.asarray", tensor(0, (16,), (1,), numel=16, kind="torch.ByteStorage"))
+    return archive(folder, {"x": call("numpy.ndarray", (1 << 20,), dtype("f8"), memory, 0, None, "C")})
+
+
+@attack
+def array_of_empty_items(folder: Path) -> Path:
+    """Items without bytes: an array of any length takes none, and a set of it takes forever."""
+    return archive(folder, {"x": call("builtins.set", array((1 << 50,), dtype("S0"), b""))})
+
+
+@attack
+def array_of_a_wrapping_shape(folder: Path) -> Path:
+    """A shape whose size wraps around to that of the bytes."""
+    shape = ((1 << 63) - 1, 2, 1)
+    return archive(folder, {"x": array(shape, dtype("u1"), b""), "y": array((-1, -4), dtype("u1"), b"abcd")})
+
+
+@attack
+def array_built_twice(folder: Path) -> Path:
+    """A second state frees the memory that a view of the array still shows."""
+    first = Raw(array((16,), dtype("u1"), b"0123456789abcdef") + b"q\x07")
+    view = call("numpy.ndarray", (16,), dtype("u1"), Raw(b"h\x07"), 0, None, "C")
+    again = built(Raw(b"h\x07"), (1, (1,), dtype("u1"), False, in_bytes(b"x")))
+    return archive(folder, {"a": first, "b": view, "c": again})
+
+
+@attack
+def array_state_by_rebuild(folder: Path) -> Path:
+    """A state through a function of torch that calls what it is given, and sets the state of what it gets."""
+    make = name("numpy._core.multiarray._reconstruct")
+    empty = (name("numpy.ndarray"), (0,), in_bytes(b"b"))
+    state = (1, (1 << 50,), dtype("S0"), False, in_bytes(b""))
+    made = call("torch._tensor._rebuild_from_type_v2", make, empty[0], empty, state)
+    return archive(folder, {"x": call("builtins.set", made)})
+
+
+@attack
+def scalar_without_bytes(folder: Path) -> Path:
+    """A number whose bytes are not there."""
+    return archive(folder, {"x": call("numpy._core.multiarray.scalar", dtype("S999999999"), in_bytes(b""))})
+
+
+@attack
+def scalar_of_an_object(folder: Path) -> Path:
+    """A scalar of objects is whatever it is given."""
+    return archive(folder, {"x": call("numpy._core.multiarray.scalar", dtype("O8"), name("numpy.ndarray"))})
+
+
+@attack
+def view_of_wrapping_numbers(folder: Path) -> Path:
+    """A tensor whose size and stride are numbers of NumPy with 32 bits: their product wraps around to 0."""
+    size, stride = (
+        call("numpy._core.multiarray.scalar", dtype("i4"), in_bytes(struct.pack("<i", n))) for n in (65_537, 65_536)
+    )
+    return archive(folder, {"x": tensor(0, (size,), (stride,))})
+
+
+@attack
+def path_of_anything(folder: Path) -> Path:
+    """A path made of an object that is no text."""
+    return archive(folder, {"x": call("pathlib.PosixPath", call("collections.OrderedDict"))})
+
+
+@attack
+def path_with_a_state(folder: Path) -> Path:
+    """BUILD on a path replaces its parts, or its class."""
+    return archive(folder, {"x": built(call("pathlib.PosixPath", "a"), (None, {"__class__": name("torch.Tensor")}))})
+
+
+@attack
+def date_out_of_range(folder: Path) -> Path:
+    """The year 0, whose day of the week is read from in front of a table."""
+    return archive(folder, {"x": call("datetime.datetime", in_bytes(b"\0\0\1\xff\xff\xff\xff\xff\xff\xff"))})
+
+
+@attack
+def bytes_of_a_number(folder: Path) -> Path:
+    """bytes, given a number, makes 16 GiB of zeros."""
+    return archive(folder, {"x": call("builtins.bytes", 16 << 30)})
+
+
+@attack
+def frozen_set_of_a_deep_tuple(folder: Path) -> Path:
+    """A frozen set hashes what it holds, by recursion."""
+    deep = Raw(b"K\x01" + TUPLE1 * 1_000_000)
+    return archive(folder, {"x": call("builtins.frozenset", [deep])})
+
+
 # Memory, stack and time
 
 

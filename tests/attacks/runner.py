@@ -26,7 +26,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from conftest import describe_graph
+from conftest import describe_graph, torch_load_with_our_globals
 from typer.testing import CliRunner
 
 import lazyckpt
@@ -129,7 +129,7 @@ def compare(witness: Witness, path: Path, found: Any) -> None:
             theirs = (
                 safetensors.torch.load_file(path)
                 if path.suffix == ".safetensors"
-                else torch.load(path, weights_only=True)
+                else torch_load_with_our_globals(path)
             )
     except Exception as error:
         witness.blame(f"accepted what its own library refuses: {type(error).__name__}: {str(error)[:200]}")

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
-from conftest import describe_graph
+from conftest import describe_graph, torch_load_with_our_globals
 
 import lazyckpt
 from lazyckpt.cli.contents import read
@@ -43,7 +42,7 @@ def judge(path: Path) -> str:
 def _compare(path: Path, found: Any) -> None:
     tensors = not path.read_bytes().startswith(b"PK")
     try:
-        theirs = safetensors.torch.load_file(path) if tensors else torch.load(path, weights_only=True)
+        theirs = safetensors.torch.load_file(path) if tensors else torch_load_with_our_globals(path)
     except Exception as error:
         raise Violation(f"accepted what its own library refuses: {type(error).__name__}: {error}") from error
     if tensors:

@@ -1859,6 +1859,142 @@ _in(
     ),
 )
 _in(
+    "lazyckpt/pickle_guard.py",
+    (
+        "an operand that looks like an opcode is taken for one",
+        "return self._opcode == at",
+        "return True",
+        "test_safe_globals.py::test_places_in_the_memo_that_look_like_opcodes",
+    ),
+    (
+        "numbers of NumPy wrap in a view",
+        "(index(n) - 1) * index(step)",
+        "(n - 1) * step",
+        _attacks("pickles.view_of_wrapping_numbers"),
+    ),
+    (
+        "NumPy is called in any way",
+        "elif not allows_call(function, arguments, pickled=direct and not new):",
+        "elif False:",
+        _attacks("pickles.array_of_nobodys_memory", "pickles.bytes_of_a_number", "pickles.date_out_of_range"),
+    ),
+    (
+        "NumPy is called by other functions",
+        "pickled=direct and not new",
+        "pickled=not new",
+        _attacks("pickles.array_state_by_rebuild"),
+    ),
+    (
+        "states of NumPy are set unseen",
+        "if not allows_state(stack[-2], stack[-1]):",
+        "if False:",
+        _attacks("pickles.dtype_of_any_size", "pickles.array_built_twice"),
+    ),
+)
+_in(
+    "lazyckpt/safe_globals.py",
+    (
+        "NumPy's own types may be changed",
+        "and arguments[1:] == (False, True)",
+        "and True",
+        _attacks("pickles.dtype_of_everybody"),
+    ),
+    (
+        "a type may have any state",
+        "dtype.newbyteorder(order).__reduce__()[2] == state",
+        "True",
+        _attacks("pickles.dtype_of_any_size"),
+    ),
+    (
+        "an array may get another state",
+        "version == 1 and array.shape == (0,) and",
+        "version == 1 and",
+        _attacks("pickles.array_built_twice"),
+    ),
+    ("items may be empty", "and dtype.itemsize > 0", "and True", _attacks("pickles.array_of_empty_items")),
+    (
+        "an array may be larger than its memory",
+        "and math.prod(shape) * dtype.itemsize == nbytes",
+        "and True",
+        _attacks("pickles.array_beyond_its_storage"),
+    ),
+    (
+        "what the user allows is restricted",
+        "    if _is_in(function, _allowed_by_user()):\n        return True\n",
+        "",
+        "test_safe_globals.py::test_what_the_user_allows_is_not_restricted",
+    ),
+)
+_in(
+    "lazyckpt/providers/objects.py",
+    (
+        "a state that restore cannot read is saved",
+        "            self.refuse_unrestorable(parts, table)\n",
+        "            pass\n",
+        "test_restorable.py",
+    ),
+    (
+        "only the first save is looked at",
+        "if not skeleton.kinds.keys() <= skeleton.accepted.keys():",
+        "if not skeleton.accepted:",
+        "test_restorable.py::test_what_comes_later_is_found_then",
+    ),
+)
+_in(
+    "lazyckpt/providers/composite.py",
+    (
+        "opcodes that restore cannot read are saved",
+        'refuse_unreadable(None, "", opcodes[name], table)',
+        "pass",
+        "test_restorable.py::test_a_provider_that_writes_opcodes_is_checked",
+    ),
+    (
+        "what a failed load has overwritten is not told",
+        "            overwritten.add(name)\n",
+        "",
+        "test_restorable.py::test_a_load_that_raises_midway_says_what_is_overwritten",
+    ),
+)
+_in(
+    "lazyckpt/providers/training.py",
+    (
+        "keys that nothing loads are saved",
+        "if keys := self._unclaimed(parts[None]):",
+        "if keys := []:",
+        "test_restorable.py::test_keys_that_nothing_loads_are_refused_at_the_first_save",
+    ),
+    (
+        "a module is read before its keys are refused",
+        "if keys := self._unclaimed(live):",
+        "if keys := []:",
+        "test_restorable.py::test_keys_that_nothing_loads_touch_nothing_when_an_old_checkpoint_is_restored",
+    ),
+    (
+        "keys that a hook takes are refused",
+        "if not _has_custom_loader(self.module, key)]",
+        "]",
+        "test_restorable.py::test_keys_that_something_takes_are_saved_and_restored",
+    ),
+    (
+        "the model is read before the optimizer refuses",
+        "if not problems and (why := self._refusal(saved)) is not None:",
+        "if (why := None) is not None:",
+        "test_restorable.py::test_the_state_of_another_optimizer_touches_nothing",
+    ),
+    (
+        "the model is read before the loader refuses",
+        "        self._loader.check(saved)\n",
+        "",
+        "test_restorable.py::test_the_position_of_another_loader_touches_nothing",
+    ),
+    (
+        "the model is read before the random numbers are refused",
+        "        check_rng(saved)\n",
+        "",
+        "test_restorable.py::test_random_numbers_of_another_kind_touch_nothing",
+    ),
+)
+_in(
     "lazyckpt/functional.py",
     (
         "load runs code unless it is told not to",

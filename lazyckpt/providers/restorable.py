@@ -1,0 +1,157 @@
+"""Refuses, inside ``save()``, tracked state that ``restore()`` would refuse after a crash.
+
+The test is the way back itself: torch's restricted unpickler, as ``restore()`` uses it, reads the pickle with the live
+storages. It runs when a pickle names a class or function that no accepted pickle of this state has named, which is at
+the first save. After that a save compares the names that the picklers have noted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import enum
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lazyckpt.errors import LoadError
+from lazyckpt.pickle_guard import GuardedPickle
+from lazyckpt.providers.base import StorageTable
+from lazyckpt.providers.pickles import dump, pickle_of
+from lazyckpt.safe_globals import RestrictedUnpickler, sparse_tensors_to_validate
+
+
+class UnrestorableError(Exception):
+    """``what`` is wrong with the state at ``path``, and what to do."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path = path
+        self.what = what
+        super().__init__(f"{path!r} {what}" if path else f"this state {what}")
+
+    def inside(self, name: str) -> UnrestorableError:
+        """The same error for the state that holds this one as ``name``."""
+        return UnrestorableError(f"{name}.{self.path}" if self.path else name, self.what)
+
+
+def refuse_unreadable(state: Any, path: str, opcodes: bytes, table: StorageTable) -> None:
+    """Raises UnrestorableError if ``restore()`` could not read ``opcodes``. It names the object in ``state``."""
+    why = unreadable(opcodes, table)
+    if why is None:
+        return
+    for inner, leaf in _leaves(state, path):
+        if unreadable(*_alone(leaf)) is not None:
+            raise UnrestorableError(
+                inner, f"is {_describe(leaf)}, which restore() could not read: {_cure(leaf, inner)}"
+            )
+    raise UnrestorableError(path, f"has a pickle that restore() could not read: {why}")
+
+
+def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
+    """Why ``restore()`` could not read ``opcodes``; None if it can."""
+    storages = dict(zip(table.views.keys, table.views.storages, strict=True))
+
+    def live(saved_id: Any) -> torch.storage.TypedStorage:
+        _, kind, key, *_ = saved_id
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        return torch.storage.TypedStorage(wrap_storage=storages[key], dtype=dtype, _internal=True)
+
+    stream = GuardedPickle(pickle_of(opcodes), "")
+    unpickler: Any = RestrictedUnpickler(stream, encoding="utf-8")
+    unpickler.persistent_load = live
+    stream.unpickler = unpickler
+    try:
+        unpickler.load()
+    except LoadError as error:
+        return error.what
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        del stream.unpickler
+        sparse_tensors_to_validate().clear()
+    return None
+
+
+def _alone(leaf: Any) -> tuple[bytes, StorageTable]:
+    table = StorageTable(map(str, itertools.count()))
+    opcodes, _, _ = dump(leaf, table, iter(()))
+    return opcodes, table
+
+
+_PLAIN = frozenset((type(None), bool, float, str, torch.Tensor))
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
+_SEQUENCES = (list, tuple, set, frozenset)
+
+
+def _leaves(root: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What is in the plain containers of ``root``, with its path; dictionaries' keys, too."""
+    seen: set[int] = set()
+    todo = [(path, root)]
+    while todo:
+        path, obj = todo.pop()
+        kind = type(obj)
+        if kind in _PLAIN or id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        inner: list[tuple[str, Any]]
+        if kind in _MAPPINGS:
+            inner = [(_join(path, _word(key)), value) for key, value in obj.items()]
+            inner += [(_join(path, f"a key, {_word(key)}"), key) for key in obj]
+        elif kind in _SEQUENCES:
+            inner = [(_join(path, str(number)), value) for number, value in enumerate(obj)]
+        else:
+            yield path, obj
+            continue
+        todo += reversed(inner)
+
+
+def _join(path: str, word: str) -> str:
+    return f"{path}.{word}" if path else word
+
+
+def _word(key: Any) -> str:
+    text = str(key)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _describe(obj: Any) -> str:
+    if isinstance(obj, type):
+        return f"the class {obj.__module__}.{obj.__qualname__}"
+    if isinstance(obj, types.FunctionType | types.BuiltinFunctionType):
+        return f"the function {obj.__module__}.{obj.__qualname__}"
+    kind = type(obj)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    dtype = f" of dtype {obj.dtype}" if kind.__module__ == "numpy" and hasattr(obj, "dtype") else ""
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{dtype}"
+
+
+def _cure(obj: Any, path: str) -> str:
+    last = path.rpartition(".")[2]
+    it = last if last.isidentifier() else "x"
+    kind = type(obj)
+    if isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType):
+        instead = "its name"
+    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
+        instead = f"vars({it})"
+    elif isinstance(obj, enum.Enum):
+        instead = f"{it}.value"
+    elif dataclasses.is_dataclass(obj):
+        instead = f"dataclasses.asdict({it})"
+    elif isinstance(obj, tuple) and hasattr(obj, "_asdict"):
+        instead = f"{it}._asdict()"
+    elif isinstance(obj, dict):
+        instead = f"dict({it})"
+    elif isinstance(obj, list | tuple | range | collections.deque):
+        instead = f"list({it})"
+    elif kind.__module__ == "numpy" and hasattr(obj, "tolist"):
+        instead = f"{it}.tolist()"
+    else:
+        return (
+            "keep what you need of it as tensors, numbers, strings, lists and dicts, or allow its class with "
+            "torch.serialization.add_safe_globals in every run that saves or restores"
+        )
+    return f"keep {instead} instead"

@@ -1,0 +1,246 @@
+"""Globals that ``load`` and ``restore`` read beyond torch's own list: NumPy, paths, dates, frozen sets, empty bytes.
+
+A pickle may name these, and call them only with the arguments that pickle itself writes for such an object. Nothing on
+the list runs code of the file's choice, opens a file, or takes more memory than the file has bytes:
+
+- ``numpy.dtype`` makes booleans, numbers and fixed-width text, always a new object. Its state is compared with that of
+  the type it names: fields, objects and metadata, which can alias memory, are refused.
+- ``numpy._core.multiarray._reconstruct`` makes one empty array. Its state must hold exactly the bytes of its shape, and
+  is taken once, since other arrays may view the memory of an array that has one.
+- ``numpy._core.multiarray.scalar`` reads exactly one item.
+- ``numpy.asarray`` and ``numpy.ndarray`` view the whole storage of one tensor: the form in which lazyckpt writes large
+  arrays.
+- ``pathlib`` paths take strings and touch no file. ``datetime`` classes take bytes that are a date, and whole numbers.
+- ``frozenset`` takes a list, and ``bytes`` takes nothing.
+
+What the user allows with ``torch.serialization.add_safe_globals`` is the user's choice, and not restricted here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+
+numpy: Any = sys.modules.get("numpy")  # torch imports it where it is installed
+
+_DTYPES = re.compile(r"b1|[iufc][0-9]{1,2}|[SU][0-9]{1,9}")
+
+
+def _is_path(arguments: tuple[Any, ...]) -> bool:
+    return all(type(part) is str for part in arguments)
+
+
+def _is_date(data: Any) -> bool:
+    if type(data) is not bytes or len(data) != 4:
+        return False
+    try:
+        datetime.date(data[0] << 8 | data[1], data[2], data[3])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_time(data: Any) -> bool:
+    if type(data) is not bytes or len(data) != 6:
+        return False
+    try:  # the highest bit of the hour is the fold
+        datetime.time(data[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:], "big"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_datetime(data: Any) -> bool:
+    if type(data) is not bytes or len(data) != 10:
+        return False
+    return _is_date(bytes([*data[:2], data[2] & 0x7F, data[3]])) and _is_time(data[4:])  # here it is the month's
+
+
+def _with_zone(is_moment: Callable[[Any], bool]) -> Callable[[tuple[Any, ...]], bool]:
+    return lambda arguments: (
+        len(arguments) in (1, 2)
+        and is_moment(arguments[0])
+        and all(type(zone) is datetime.timezone for zone in arguments[1:])
+    )
+
+
+def _is_duration(arguments: tuple[Any, ...]) -> bool:
+    return len(arguments) == 3 and all(type(part) is int for part in arguments)
+
+
+def _is_zone(arguments: tuple[Any, ...]) -> bool:
+    return (
+        len(arguments) in (1, 2)
+        and type(arguments[0]) is datetime.timedelta
+        and all(type(name) is str for name in arguments[1:])
+    )
+
+
+def _is_dtype(arguments: tuple[Any, ...]) -> bool:
+    return (
+        len(arguments) == 3
+        and type(arguments[0]) is str
+        and _DTYPES.fullmatch(arguments[0]) is not None
+        and arguments[1:] == (False, True)  # a copy: numpy shares its own, and a state changes them
+    )
+
+
+def _is_reconstructed(arguments: tuple[Any, ...]) -> bool:
+    return len(arguments) == 3 and arguments[0] is numpy.ndarray and arguments[1:] == ((0,), b"b")
+
+
+def _is_scalar(arguments: tuple[Any, ...]) -> bool:
+    if len(arguments) != 2:
+        return False
+    dtype, data = arguments
+    return _is_simple(dtype) and type(data) is bytes and len(data) == dtype.itemsize
+
+
+def _is_view(arguments: tuple[Any, ...]) -> bool:
+    if len(arguments) != 6:
+        return False
+    shape, dtype, memory, *rest = arguments
+    return (
+        type(memory) is numpy.ndarray
+        and memory.dtype == numpy.uint8
+        and _fits(shape, dtype, memory.size)
+        and rest[:2] == [0, None]
+        and rest[2] in ("C", "F")
+    )
+
+
+def _is_storage(arguments: tuple[Any, ...]) -> bool:
+    return len(arguments) == 1 and type(arguments[0]) is torch.Tensor and arguments[0].dtype == torch.uint8
+
+
+def _is_simple(dtype: Any) -> bool:
+    return isinstance(dtype, numpy.dtype) and dtype.kind in "biufcSU" and dtype.metadata is None
+
+
+def _fits(shape: Any, dtype: Any, nbytes: int) -> bool:
+    """Whether an array of this shape has this many bytes. Empty items would let an array of any length have none."""
+    return (
+        type(shape) is tuple
+        and all(type(length) is int and length >= 0 for length in shape)
+        and _is_simple(dtype)
+        and dtype.itemsize > 0
+        and math.prod(shape) * dtype.itemsize == nbytes
+    )
+
+
+def _is_state_of_dtype(dtype: Any, state: Any) -> bool:
+    version, order = state[:2]
+    return version == 3 and order in ("<", ">", "|") and dtype.newbyteorder(order).__reduce__()[2] == state
+
+
+def _is_state_of_array(array: Any, state: Any) -> bool:
+    version, shape, dtype, _, data = state
+    return version == 1 and array.shape == (0,) and type(data) is bytes and _fits(shape, dtype, len(data))
+
+
+_Calls = dict[str, tuple[Any, Callable[[tuple[Any, ...]], bool]]]
+
+
+def _standard_library() -> _Calls:
+    calls: _Calls = {
+        "builtins.frozenset": (frozenset, lambda arguments: len(arguments) == 1 and type(arguments[0]) is list),
+        "builtins.bytes": (bytes, lambda arguments: not arguments),
+        "datetime.date": (datetime.date, lambda arguments: len(arguments) == 1 and _is_date(arguments[0])),
+        "datetime.time": (datetime.time, _with_zone(_is_time)),
+        "datetime.datetime": (datetime.datetime, _with_zone(_is_datetime)),
+        "datetime.timedelta": (datetime.timedelta, _is_duration),
+        "datetime.timezone": (datetime.timezone, _is_zone),
+    }
+    for module in ("pathlib", "pathlib._local"):  # the second in Python 3.13
+        for kind in (type(pathlib.Path()), type(pathlib.PurePath())):
+            calls[f"{module}.{kind.__name__}"] = kind, _is_path
+    return calls
+
+
+def _numpy() -> _Calls:
+    scalar = numpy.float64(0).__reduce__()[0]
+    reconstruct = numpy.empty(0).__reduce__()[0]
+    calls: _Calls = {
+        "numpy.dtype": (numpy.dtype, _is_dtype),
+        "numpy.ndarray": (numpy.ndarray, _is_view),
+        "numpy.asarray": (numpy.asarray, _is_storage),
+    }
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # NumPy 2, NumPy 1
+        calls[f"{module}._reconstruct"] = reconstruct, _is_reconstructed
+        calls[f"{module}.scalar"] = scalar, _is_scalar
+    return calls
+
+
+_CALLS = _standard_library() | ({} if numpy is None else _numpy())
+_ARGUMENTS = {id(function): accepts for function, accepts in _CALLS.values()}
+# The classes of NumPy's types may be given a state. No pickle can name them: a name has no line feed in it.
+_DTYPE_CLASSES = {} if numpy is None else {f"\n{code}": type(numpy.dtype(code)) for code in "?bhilqBHILQefdgFDGSU"}
+_STATES: dict[Any, Callable[[Any, Any], bool]] = dict.fromkeys(_DTYPE_CLASSES.values(), _is_state_of_dtype)
+if numpy is not None:
+    _STATES[numpy.ndarray] = _is_state_of_array
+
+_GLOBALS = {name: function for name, (function, _) in _CALLS.items()} | _DTYPE_CLASSES
+
+WITHOUT_STORAGES = frozenset(
+    name.replace("builtins.", "__builtin__.") for name in _CALLS if name not in ("numpy.asarray", "numpy.ndarray")
+)
+"""The names, as a pickle spells them, that look at no tensor."""
+
+_allowed_by_user: Callable[[], dict[str, Any]] = _weights_only_unpickler._get_user_allowed_globals
+
+
+def _allowed_globals() -> dict[str, Any]:
+    return {**_GLOBALS, **_allowed_by_user()}
+
+
+class RestrictedUnpickler(_weights_only_unpickler.Unpickler):
+    """torch's, with our globals beside those that the user allowed.
+
+    To be read from a ``GuardedPickle``, which checks the calls. torch has only one list for all threads; here the same
+    code runs with a list of its own.
+    """
+
+
+_NAMESPACE = {**vars(_weights_only_unpickler), "_get_user_allowed_globals": _allowed_globals}
+for _name, _method in vars(_weights_only_unpickler.Unpickler).items():  # load(), or a part of it in torch 2.15
+    if isinstance(_method, FunctionType) and "_get_user_allowed_globals" in _method.__code__.co_names:
+        setattr(RestrictedUnpickler, _name, FunctionType(_method.__code__, _NAMESPACE))
+
+
+def sparse_tensors_to_validate() -> list[torch.Tensor]:
+    """torch's own list, which became one for each thread between 2.13 and 2.15."""
+    of_thread = getattr(torch.serialization._serialization_tls, "sparse_tensors_to_validate", None)
+    return torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread
+
+
+def allows_call(function: Any, arguments: Any, *, pickled: bool) -> bool:
+    """Whether a pickle may call ``function``, as far as our list decides. ``pickled``: by the opcode that pickle writes
+    for it, not through ``__new__`` or another function."""
+    accepts = _ARGUMENTS.get(id(function))
+    if accepts is None and not (isinstance(function, type) and function in _STATES):
+        return True
+    if _is_in(function, _allowed_by_user()):
+        return True
+    return accepts is not None and pickled and type(arguments) is tuple and accepts(arguments)
+
+
+def allows_state(obj: Any, state: Any) -> bool:
+    """Whether a pickle may set the state of ``obj``, as far as our list decides."""
+    kind = type(obj)
+    accepts = _STATES.get(kind)
+    if (accepts is None and id(kind) not in _ARGUMENTS) or _is_in(kind, _allowed_by_user()):
+        return True
+    return accepts is not None and type(state) is tuple and accepts(obj, state)
+
+
+def _is_in(wanted: Any, names: dict[str, Any]) -> bool:
+    return any(wanted is found for found in names.values())

@@ -1,0 +1,378 @@
+"""``save()`` refuses a state that ``restore()`` would refuse, and a restore that fails says what it has changed."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import enum
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lazyckpt
+from lazyckpt.errors import RestoreError, SerializationError
+from lazyckpt.providers import restorable, training
+from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
+
+
+class Phase(enum.Enum):
+    WARMUP = "w"
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+
+
+class Point(collections.namedtuple("Point", "x y")):
+    pass
+
+
+class Names(list):  # type: ignore[type-arg]
+    pass
+
+
+class Own:
+    pass
+
+
+def function() -> None:
+    pass
+
+
+# What is tracked, how the error names it, and what it says to keep instead.
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "namespace": (argparse.Namespace(a=1), "an argparse.Namespace", "vars(args)"),
+    "simple namespace": (types.SimpleNamespace(a=1), "a types.SimpleNamespace", "vars(args)"),
+    "enum": (Phase.WARMUP, "a .*test_restorable.Phase", "args.value"),
+    "dataclass": (Settings(), "a .*test_restorable.Settings", "dataclasses.asdict(args)"),
+    "named tuple": (Point(1, 2), "a .*test_restorable.Point", "args._asdict()"),
+    "defaultdict": (collections.defaultdict(int, a=1), "a collections.defaultdict", "dict(args)"),
+    "deque": (collections.deque([1]), "a collections.deque", "list(args)"),
+    "list of one's own": (Names("ab"), "a .*test_restorable.Names", "list(args)"),
+    "array of objects": (np.array([None]), "a numpy.ndarray of dtype object", "args.tolist()"),
+    "array of times": (np.zeros(2, "M8[s]"), r"a numpy.ndarray of dtype datetime64\[s\]", "args.tolist()"),
+    "function": (function, "the function .*test_restorable.function", "its name"),
+    "class": (Own, "the class .*test_restorable.Own", "its name"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_name_and_with_the_cure(name: str, tmp_path: Path) -> None:
+    obj, what, instead = REFUSED[name]
+    match = rf"'run\.of\.0\.args' is {what}, which restore\(\) could not read: keep {re.escape(instead)} instead"
+    run: dict[str, Any] = {"best": 0.5, "of": [{"args": obj}]}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        for step in (1, 2):
+            with pytest.raises(SerializationError, match=match) as caught:
+                ckpt.save(step)
+            assert caught.value.step == step
+        run["of"] = "plain"
+        ckpt.save(3).result()
+        assert [c.step for c in ckpt._catalog.scan()] == [3] and ckpt.restore() == 3
+    lazyckpt.save({"x": obj}, tmp_path / "a.pt")  # who loads it decides
+    with lazyckpt.Saver() as saver:
+        saver.save({"x": obj}, tmp_path / "b.pt").result()
+
+
+def test_a_type_of_ones_own_may_be_allowed(tmp_path: Path) -> None:
+    target: dict[str, Any] = {"own": Own()}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x=target)
+        with pytest.raises(SerializationError, match=r"'x\.own'.*keep what you need of it.*add_safe_globals"):
+            ckpt.save(1)
+        with torch.serialization.safe_globals([Own]):
+            ckpt.save(2).result()
+            target.clear()
+            assert ckpt.restore() == 2
+    assert type(target["own"]) is Own
+
+
+def test_keys_are_looked_at_too(tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={Phase.WARMUP: 1})
+        with pytest.raises(SerializationError, match=r"'x\.a key, Phase\.WARMUP' is a .*Phase.*\.value instead"):
+            ckpt.save(1)
+
+
+def test_with_on_error_warn_it_is_a_warning(tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path, on_error="warn") as ckpt:
+        ckpt.track(x={"args": argparse.Namespace()})
+        with pytest.warns(UserWarning, match=r"'x\.args' is an argparse\.Namespace"):
+            handle = ckpt.save(1)
+        assert isinstance(handle.exception(), SerializationError)
+
+
+def test_what_comes_later_is_found_then(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"best": np.float64(1), "array": np.zeros(3)}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        ckpt.save(1).result()
+        run["array"] = np.array([None])  # the same class
+        with pytest.raises(SerializationError, match=r"'run\.array' is a numpy\.ndarray of dtype object"):
+            ckpt.save(2)
+
+
+def test_a_state_of_an_optimizer_is_checked_value_by_value(tmp_path: Path) -> None:
+    class Phased(torch.optim.SGD):
+        phase: Any = Phase.WARMUP
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), **({} if self.phase is None else {"phase": self.phase})}
+
+    optimizer = Phased(nn.Linear(2, 2).parameters(), lr=0.1)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(optimizer=optimizer)
+        with pytest.raises(SerializationError, match=r"'optimizer\.phase' is a"):
+            ckpt.save(1)
+        optimizer.phase = None
+        ckpt.save(2).result()
+
+
+def test_a_provider_that_writes_opcodes_is_checked(tmp_path: Path) -> None:
+    class Opcodes(Provider):
+        opcodes = b"cfractions\nFraction\n"
+
+        def segments(self, table: StorageTable) -> Iterator[Segment]:
+            yield Bytes(self.opcodes)
+
+        def landings(self, saved: Any) -> list[Landing]:
+            return []
+
+        def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
+            pass
+
+    own = Opcodes()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(own=own)
+        with pytest.raises(SerializationError, match=r"'own' has a pickle that restore\(\) could not read.*Fraction"):
+            ckpt.save(1)
+        own.opcodes = b"]"
+        ckpt.save(2).result()
+
+
+def test_a_save_that_names_nothing_new_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = restorable.unreadable
+    monkeypatch.setattr(restorable, "unreadable", lambda *args: (read.append(1), real(*args))[1])
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    claimed: list[int] = []
+    claims = training._claimed
+    monkeypatch.setattr(training, "_claimed", lambda module: (claimed.append(1), claims(module))[1])
+    run: dict[str, Any] = {"best": 1.0, "history": []}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer, run=run)
+        for step in range(3):
+            optimizer.param_groups[0]["lr"] = 0.1 * step
+            model(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+            run["history"].append(step)
+            ckpt.save(step).result()
+        assert read == [] and claimed == [1]
+        for step in range(3, 6):
+            run["best"] = np.float64(step)
+            run["history"].append(np.float32(step))
+            ckpt.save(step).result()
+        assert 1 <= len(read) <= 2 and claimed == [1]
+
+
+# keys of a module
+
+
+class Quantised(nn.Linear):
+    """Saves, as Linear4bit of bitsandbytes, more than torch's ``load_state_dict`` takes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.absmax = [torch.ones(3)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.absmax[0]
+        destination[f"{prefix}weight.quant_map"] = self.absmax[0]
+
+
+class Reading(Quantised):
+    """And takes it back by itself."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.absmax[0] = state_dict.pop(f"{prefix}weight.absmax")
+        state_dict.pop(f"{prefix}weight.quant_map")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_keys_that_nothing_loads_are_refused_at_the_first_save(tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=nn.Sequential(nn.Linear(2, 2), Quantised(2, 2)))
+        what = r"'model\.1\.weight\.absmax' is in state_dict\(\), but load_state_dict\(\) would refuse it.*1 more key"
+        with pytest.raises(SerializationError, match=what + ".*Track only what trains.*get_peft_model_state_dict"):
+            ckpt.save(1)
+
+
+def with_pre_hook() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), Quantised(2, 2))
+
+    def take(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        for key in [key for key in state if "weight." in key]:
+            del state[key]
+
+    model.register_load_state_dict_pre_hook(take)
+    return model
+
+
+class Loading(nn.Sequential):
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({k: v for k, v in state_dict.items() if "weight." not in k}, *args, **kwargs)
+
+
+class Renaming(nn.Linear):
+    """Saves its weight under another name; restore() reads it in place."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"core.{key}": value for key, value in super().state_dict(*args, **kwargs).items()}
+
+
+READING = {
+    "own loader": lambda: nn.Sequential(nn.Linear(2, 2), Reading(2, 2)),
+    "hook of a parent": with_pre_hook,
+    "load_state_dict": lambda: Loading(nn.Linear(2, 2), Quantised(2, 2)),
+    "other names": lambda: Renaming(2, 2),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_keys_that_something_takes_are_saved_and_restored(name: str, tmp_path: Path) -> None:
+    model = READING[name]()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(1).result()
+    fresh = READING[name]()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=fresh)
+        assert ckpt.restore() == 1
+    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+
+
+def test_extra_state_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
+    class Telling(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"a": 1}
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=Telling(2, 2))
+        with pytest.raises(SerializationError, match=r"'model\._extra_state' is in state_dict\(\)"):
+            ckpt.save(1)
+
+
+def test_keys_that_nothing_loads_touch_nothing_when_an_old_checkpoint_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: parameters were read in place, and then load_state_dict() raised."""
+    with monkeypatch.context() as patch, lazyckpt.Checkpointer(tmp_path) as ckpt:
+        patch.setattr(training.ModuleProvider, "_unclaimed", lambda *_: [])
+        ckpt.track(model=Quantised(20, 20))
+        ckpt.save(1).result()
+    model = Quantised(20, 20)
+    before = model.weight.clone()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        with pytest.raises(RestoreError, match=r"nothing was restored:\n +model: weight\.absmax: is in state_dict\(\)"):
+            ckpt.restore()
+    assert torch.equal(model.weight, before)
+
+
+# restore() checks everything before it touches anything
+
+
+def trained(kind: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(20, 20)
+    optimizer = kind(model.parameters(), **options)
+    model(torch.randn(4, 20)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def refused(folder: Path, match: str, **tracked: Any) -> None:
+    """``restore()`` raises what matches, and ``tracked["model"]`` and the generators are as they were."""
+    before, rng = tracked["model"].weight.clone(), torch.get_rng_state()
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(**tracked)
+        with pytest.raises(RestoreError, match=match) as caught:
+            ckpt.restore()
+    assert "nothing was restored" in str(caught.value)
+    assert torch.equal(tracked["model"].weight, before) and torch.equal(torch.get_rng_state(), rng)
+
+
+def test_the_state_of_another_optimizer_touches_nothing(tmp_path: Path) -> None:
+    """Regression: the model was read before the optimizer's load_state_dict() raised KeyError."""
+    model, optimizer = trained(momentum=0.9, lr=0.1)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(1).result()
+    model, other = trained(torch.optim.AdamW)
+    state = [t.clone() for s in other.state.values() for t in s.values()]
+    refused(tmp_path, r"optimizer: load_state_dict\(\) would refuse it.*KeyError: 'step'", model=model, optimizer=other)
+    assert all(map(torch.equal, state, [t for s in other.state.values() for t in s.values()]))
+
+
+def test_the_position_of_another_loader_touches_nothing(tmp_path: Path) -> None:
+    def tracked(generator: torch.Generator | None) -> dict[str, Any]:
+        loader = torch.utils.data.DataLoader(list(range(8)), shuffle=True, generator=generator)  # type: ignore[arg-type]
+        return {"model": nn.Linear(20, 20), "loader": lazyckpt.providers.loader.track_loader(loader)}
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(**tracked(torch.Generator()))
+        ckpt.save(1).result()
+    refused(tmp_path, r"loader: the saved position does not fit this DataLoader", **tracked(None))
+
+
+@pytest.mark.parametrize("part", ["torch", "python", "numpy"])
+def test_random_numbers_of_another_kind_touch_nothing(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = training.capture_rng()
+    short = torch.zeros(7, dtype=torch.int64)
+    odd = {
+        "torch": short,
+        "python": {**state["python"], "words": short},
+        "numpy": {"key": short, "pos": 1, "has_gauss": 0, "cached_gaussian": 0.0},
+    }[part]
+    with monkeypatch.context() as patch, lazyckpt.Checkpointer(tmp_path) as ckpt:
+        patch.setattr(training, "capture_rng", lambda: {**state, part: odd})
+        ckpt.track(model=nn.Linear(20, 20))
+        ckpt.save(1).result()
+    refused(tmp_path, r"rng: the saved RNG state does not fit", model=nn.Linear(20, 20))
+
+
+def test_a_load_that_raises_midway_says_what_is_overwritten(tmp_path: Path) -> None:
+    class Refusing:
+        def state_dict(self) -> Any:
+            return {"x": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("not today")
+
+    def track(ckpt: lazyckpt.Checkpointer) -> nn.Module:
+        model = nn.Linear(20, 20)
+        ckpt.track(notes={"x": 1}, own=Refusing(), later={"y": 1}, model=model)
+        return model
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        saved = track(ckpt)
+        ckpt.save(1).result()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        model = track(ckpt)
+        fates = r"overwritten: notes, model; perhaps overwritten in part: own; as before: later, rng"
+        with pytest.raises(RestoreError, match=rf"undefined now: own: ValueError: not today \({fates}\)"):
+            ckpt.restore()
+    assert torch.equal(model.weight, saved.weight)
