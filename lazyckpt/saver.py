@@ -411,6 +411,7 @@ class Saver:
         if training_step is None or training_step != self._training_step:
             self._steps_before = self._steps
         self._training_step = training_step
+        gate.guard_averages()
         ownership = Ownership(gate, self._steps_before)
         self._steps = ownership.steps
         return Snapshot(

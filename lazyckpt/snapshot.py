@@ -186,6 +186,8 @@ class Snapshot:
         if not eager:
             return {}
         frozen = {t.untyped_storage()._cdata: t for t in frozen_parameters(modules) if not t.is_inference()}
+        for identity in ownership.guarded:  # these do not rest, although nobody trains them
+            frozen.pop(identity, None)
         found = {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
         for at, tensor in found.items():
             if self._frozen.is_lazy(_view_at(files, at), tensor):

@@ -763,11 +763,20 @@ _in(
     ),
 )
 _in(
+    "lazyckpt/averages.py",
+    (
+        "an average owns the model that trains, too",
+        "return obj if average is None or average.module is None else getattr(obj, average.module, None)",
+        "return obj",
+        "test_averages.py::test_the_model_that_it_holds_too_belongs_to_the_optimizer_alone",
+    ),
+)
+_in(
     "lazyckpt/ownership.py",
     (
         "lazy without a step since the last save",
-        " and steps != steps_before.get(id(owner), 0)",
-        "",
+        "gated = known or steps != steps_before.get(id(owner), 0)",
+        "gated = True",
         "test_gate.py::test_a_second_save_without_a_step_is_eager",
     ),
     (
@@ -778,8 +787,8 @@ _in(
     ),
     (
         "lazy inside a step",
-        "gated = not inside_step and",
-        "gated =",
+        "gated = gated and not inside_step and",
+        "gated = gated and",
         "test_gate.py::test_a_save_inside_an_open_step_is_eager",
     ),
     (
@@ -825,8 +834,14 @@ _in(
         "test_snapshot.py::test_an_optimizer_whose_parameter_was_given_the_memory_of_another_waits",
     ),
     (
+        "an average that nobody trains rests between its updates",
+        "                self.guarded.update(identities)\n",
+        "                pass\n",
+        "test_averages.py::test_an_average_that_takes_no_gradient_does_not_rest",
+    ),
+    (
         "membership in a group is evidence",
-        "            if not isinstance(owner, Guarded):\n                eager.update",
+        "            if not guarded:\n                eager.update",
         "            if False:\n                eager.update",
         "test_evidence.py",
     ),
@@ -982,6 +997,42 @@ _in(
         "            self._begin_writing(opened, owners)\n",
         "",
         "test_gate.py::test_guard_makes_an_average_lazy_and_its_update_wait",
+    ),
+    (
+        "a known average is updated without waiting",
+        "            with self.step(average):\n",
+        "            if self._count(average) is None:\n",
+        "test_averages.py::test_a_known_average_is_lazy_and_its_update_waits",
+    ),
+    (
+        "a known average is copied to the model without waiting",
+        "with self.step(Guarded(average)):",
+        "with contextlib.nullcontext():",
+        "test_averages.py::test_what_it_writes_to_the_model_waits_for_the_copies_of_the_model",
+    ),
+    (
+        "a class derived from that of a known average is lazy",
+        "if not averages.is_known(average):",
+        "if averages._known.setdefault(type(average), averages.Average(())) is None:",
+        "test_averages.py::test_a_class_derived_from_a_known_one_is_eager",
+    ),
+    (
+        "a known average loads without waiting",
+        "                self.watch(holder)\n",
+        "                pass\n",
+        "test_averages.py::test_a_model_that_loads_into_its_average_waits",
+    ),
+    (
+        "an average whose update is captured into a CUDA graph is lazy",
+        "                self._note_capture(owner)\n            self._begin",
+        "            self._begin",
+        "test_averages.py::test_an_update_that_is_captured_makes_it_eager",
+    ),
+    (
+        "each guarded method of an object is an owner of its own",
+        "others[0] if others else Guarded(obj)",
+        "Guarded(obj)",
+        "test_averages.py::test_guarded_twice_is_guarded_once",
     ),
     (
         "a guarded method is not open",
