@@ -21,6 +21,7 @@ def _in(file: str, *lines: tuple[str, str, str, str]) -> None:
 ORDER = "test_commit.py::test_the_order_of_syncs_and_renames test_faults.py::test_every_call_of_the_commit_fails"
 WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
 THREADS = "test_gate_threads.py"
+HOOKS = "integrations/test_accelerate.py"
 EVERY_OPERATION = "test_faults.py::test_every_operation_of_a_save_fails"
 PASSING = "test_faults.py::test_passing_troubles_are_overcome"
 READS = (
@@ -768,7 +769,7 @@ _in(
         "an average owns the model that trains, too",
         "return obj if average is None or average.module is None else getattr(obj, average.module, None)",
         "return obj",
-        "test_averages.py::test_the_model_that_it_holds_too_belongs_to_the_optimizer_alone",
+        "test_averages.py::test_the_model_that_it_holds_too_belongs_to_no_average",
     ),
 )
 _in(
@@ -1624,6 +1625,33 @@ _in(
         "            saver.wait()  # total_limit",
         "            pass  # total_limit",
         "integrations/test_accelerate.py::test_a_resumed_run_does_not_run_into_what_total_limit_removes",
+    ),
+)
+_in(
+    "lazyckpt/integrations/redirect.py",
+    (
+        "a hook saves the weights that it swapped back",
+        "                self._redirected.keep(storage)\n",
+        "                pass\n",
+        f"{HOOKS}::test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then",
+    ),
+    (
+        "a hook saves a tensor that was given other memory",
+        "    tensor = tensor.detach()",
+        "    tensor = tensor",
+        f"{HOOKS}::test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then",
+    ),
+    (
+        "a file that a hook writes twice fails the save",
+        "            os.unlink(os.path.join(self._root, name))\n",
+        "            pass\n",
+        f"{HOOKS}::test_the_last_that_a_hook_writes_under_a_name_is_saved",
+    ),
+    (
+        "what lazyckpt cannot save as safetensors would does not reach safetensors",
+        "not _are_plain(tensors, metadata):",
+        "False:",
+        f"{HOOKS}::test_what_safetensors_refuses_a_hook_is_told",
     ),
 )
 _in(
