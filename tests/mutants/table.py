@@ -1627,6 +1627,44 @@ _in(
         "integrations/test_accelerate.py::test_a_resumed_run_does_not_run_into_what_total_limit_removes",
     ),
 )
+EAGER = "test_eager.py::test_not_of_what_no_guard_would_help"
+_in(
+    "lazyckpt/eager.py",
+    (
+        "a warning advises to guard what nothing writes to",
+        "if first.get(identity, crc) != crc",
+        "if identity in first",
+        EAGER,
+    ),
+    ("a warning advises to guard buffers", "written - _buffers(modules)", "written", EAGER),
+    (
+        "a warning advises to guard in a run that does not step",
+        " if snapshot.in_training else 0",
+        "",
+        "test_eager.py::test_not_where_no_step_was_taken_between_the_saves",
+    ),
+    (
+        "a warning that is an error fails the save",
+        "with contextlib.suppress(Warning):  # where",
+        "with contextlib.nullcontext():  # where",
+        "test_eager.py::test_a_filter_that_makes_errors_of_warnings_fails_no_save",
+    ),
+)
+_in(
+    "lazyckpt/snapshot.py",
+    (
+        "a warning advises to guard what an optimizer has in its groups",
+        "compress(count(), map(not_, map(self._owned.__contains__, self._identities)))",
+        "range(len(self.sizes))",
+        EAGER,
+    ),
+    (
+        "a warning advises to guard what was torn",
+        " and not is_torn(self._identities[source])",
+        "",
+        "test_eager.py::test_not_of_what_was_torn",
+    ),
+)
 _in(
     "lazyckpt/integrations/redirect.py",
     (
