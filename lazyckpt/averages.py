@@ -40,6 +40,10 @@ _AVERAGES = {
     ("lightning.pytorch.callbacks.stochastic_weight_avg", "StochasticWeightAveraging"): Average(
         ("on_train_epoch_start",), ("on_train_end",), "_average_model"
     ),
+    # Its average is an AveragedModel.
+    ("lightning.pytorch.callbacks.weight_averaging", "WeightAveraging"): Average(
+        (), ("_swap_models", "_copy_average_to_current")
+    ),
 }
 
 _known: weakref.WeakKeyDictionary[type, Average] = weakref.WeakKeyDictionary()
@@ -51,7 +55,8 @@ def imported_since() -> Iterator[tuple[type, Average]]:
     A class whose first method is missing is of another version, and nobody knows what else writes there."""
     for (module, name), average in _AVERAGES.items():
         kind = getattr(sys.modules.get(module), "__dict__", {}).get(name)
-        if isinstance(kind, type) and kind not in _known and inspect.isfunction(vars(kind).get(average.updates[0])):
+        first = (*average.updates, *average.swaps)[0]
+        if isinstance(kind, type) and kind not in _known and inspect.isfunction(vars(kind).get(first)):
             updates, swaps = (tuple(m for m in names if inspect.isfunction(vars(kind).get(m))) for names in average[:2])
             _known[kind] = Average(updates, swaps, average.module)
             yield kind, _known[kind]

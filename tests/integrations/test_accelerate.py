@@ -451,6 +451,24 @@ def test_what_hooks_write_with_safetensors_is_lazy_and_in_the_metrics(tmp_path: 
     assert graph(other.state()) == graph(expected)
 
 
+def test_a_registered_average_is_lazy(tmp_path: Path) -> None:
+    run = Run(**automatic(tmp_path))
+    saver = enable(run.accelerator)
+    assert saver is not None
+    average = AveragedModel(run.model)
+    run.accelerator.register_for_checkpointing(average)
+    run.average.shadow.clear()  # that one is not known
+    for _ in range(2):
+        run.accelerator.backward(run.model(torch.randint(300, (8,))))
+        run.optimizer.step()
+        average.update_parameters(run.model)
+        run.accelerator.save_state()
+    run.optimizer.step()
+    saver.wait()
+    metrics = saver.last_save.metrics  # type: ignore[union-attr]
+    assert metrics.eager_bytes < metrics.bytes / 20
+
+
 @pytest.mark.parametrize("swap", ["copy_", "data", "foreach", "pointer", "load_state_dict"])
 def test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then(swap: str, tmp_path: Path) -> None:
     """Diffusers' pipelines are saved with the average in the place of the model, which gets its own back afterwards."""
