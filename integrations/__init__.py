@@ -1,4 +1,4 @@
-"""One module for each framework; each needs its framework, and only that one."""
+"""One module for each framework, which needs only that one; ``redirect`` is for those that write with safetensors."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@
 or, without a change to the script, ``accelerate launch -m lazyckpt.run train.py ...``.
 
 Accelerate's own ``save_state`` still decides what is saved, and runs the hooks; it is led to a temporary folder there.
-What it hands to ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered objects) is
-collected and saved lazily; what it writes itself (scaler, loader and random states, files of hooks) is small and
-written at once. The folder gets its name when all of that is durable; ``load_state`` needs nothing of lazyckpt.
+What it hands to ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered objects), and
+what hooks write with safetensors, is collected and saved lazily. What it writes itself (scaler, loader and random
+states) is small and written at once, as are the other files of hooks. The folder gets its name when all of that is
+durable; ``load_state`` needs nothing of lazyckpt.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 import lazyckpt
 from lazyckpt import commit, in_place, settings
 from lazyckpt.gate import gate
+from lazyckpt.integrations.redirect import safetensors_into
 
 try:
     import accelerate
@@ -300,23 +302,26 @@ class StateSaver:
     ) -> None:
         """Lets accelerate save into ``folder``."""
         accelerates_own = checkpointing.save
+        hooks = self._accelerator._save_model_state_pre_hook.values()
+        namespaces = [hook.__globals__ for hook in hooks if hasattr(hook, "__globals__")]
 
         def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
             if not Path(f).is_relative_to(folder):
                 accelerates_own(obj, f, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
-            elif staged is not None:
+            elif redirected is not None:
                 name = str(Path(f).relative_to(folder))
                 if safe_serialization:
-                    staged.add(name, clean_state_dict_for_safetensors(obj), {"format": "pt"})
+                    redirected.add(name, clean_state_dict_for_safetensors(obj), {"format": "pt"})
                 else:
-                    staged.add(name, obj)
+                    redirected.add(name, obj)
 
         project = self._accelerator.project_configuration
         automatic = project.automatic_checkpoint_naming
         project.automatic_checkpoint_naming = False  # or it would choose the folder
         checkpointing.save = save
         try:
-            self._own("save_state")(str(folder), safe_serialization, **kwargs)
+            with safetensors_into(staged, folder, *namespaces) as redirected:
+                self._own("save_state")(str(folder), safe_serialization, **kwargs)
         finally:
             checkpointing.save = accelerates_own
             project.automatic_checkpoint_naming = automatic

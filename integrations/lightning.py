@@ -379,7 +379,6 @@ class LazyCheckpointCallback(Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, WeightAveraging) and callback._average_model is not None:
                 saver.watch(callback._average_model)
-                lazyckpt.guard(callback._average_model, "update_parameters")
 
     # before weights are swapped, and before somebody looks for files
 

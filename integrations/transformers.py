@@ -27,7 +27,6 @@ import copy
 import functools
 import os
 import shutil
-import sys
 import time
 import types
 import warnings
@@ -41,12 +40,12 @@ import torch
 
 import lazyckpt
 from lazyckpt import commit
+from lazyckpt.integrations.redirect import safetensors_into
 
 _NEEDED = "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
 _INSTALL = "pip install 'transformers[torch]>=5.23,<6'"
 
 try:
-    import safetensors.torch
     import transformers.modeling_utils
     import transformers.trainer
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -341,42 +340,22 @@ def _writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Tr
     """The Trainer writes ``folder/checkpoint-N`` instead of ``output_dir/checkpoint-N``; what is large goes to
     ``staged`` instead."""
     root = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
-    torch_save, save_file = torch.save, safetensors.torch.save_file
-
-    def name_in_root(file: Any) -> str | None:
-        path = os.fspath(file) if isinstance(file, str | os.PathLike) else ""
-        return os.path.relpath(path, root) if path.startswith(root + os.sep) else None
+    torch_save = torch.save
 
     def stage_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        name = name_in_root(f)
-        if name is None or staged is None or os.path.basename(name) not in _LARGE:
+        name = redirected.name(f) if redirected is not None else None
+        if redirected is None or name is None or os.path.basename(name) not in _LARGE:
             torch_save(obj, f, *args, **kwargs)
         else:
-            staged.add(name, obj)
-
-    def stage_tensors(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
-        name = name_in_root(filename)
-        if name is None or staged is None:
-            save_file(tensors, filename, metadata)
-        else:
-            staged.add(name, {key: _alone(tensor) for key, tensor in tensors.items()}, metadata)
+            redirected.add(name, obj)
 
     with contextlib.ExitStack() as stack:
+        redirected = stack.enter_context(safetensors_into(staged, root))
         stack.enter_context(_attribute(trainer, "_get_output_dir", lambda trial: folder))
         # There is nothing to push yet, and in the staged folder nothing to rotate.
         stack.enter_context(_attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None))
         stack.enter_context(_attribute(torch, "save", stage_object))
-        stack.enter_context(_attribute(safetensors.torch, "save_file", stage_tensors))
-        stack.enter_context(_attribute(transformers.modeling_utils, "safe_save_file", stage_tensors))
-        if (peft := sys.modules.get("peft.peft_model")) is not None:
-            stack.enter_context(_attribute(peft, "safe_save_file", stage_tensors))
         yield
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A part of a larger storage is copied: the other parts may be in the same file, under other names."""
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 _ABSENT = object()

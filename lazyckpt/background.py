@@ -248,6 +248,7 @@ class Background:
             job.wait_released()
             snapshot.verify_pages()
             snapshot.verify_frozen()
+            snapshot.note_copied()
             if not snapshot.verdict.owed:
                 snapshot.verify()
                 _let_go(snapshot)

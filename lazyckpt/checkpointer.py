@@ -109,6 +109,7 @@ class Checkpointer:
         is sharded over several ranks (FSDP2, tensor parallelism): this process would save only its own shard.
         """
         self._check_usable()
+        gate.guard_averages()
         for name, obj in state.items():
             if name in self._provider.parts:
                 reserved = " (reserved for the random number generators)" if name == RNG else ""

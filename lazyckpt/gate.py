@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lazyckpt import devices
+from lazyckpt import averages, devices
 from lazyckpt.errors import SaveError
 from lazyckpt.evidence import Evidence
 
@@ -158,7 +158,8 @@ class Gate:
         self._standing: dict[_Call, None] = {}  # a dict, since one entry of it is added or removed at once
         self._judged: list[int] = []  # threads that must not leave their wait just now
         self.evidence = Evidence()
-        # Every optimizer that was seen to step, with the number of its steps. Nobody has to name optimizers.
+        # Every optimizer that was seen to step, and every known average (averages.py) that was updated, with the number
+        # of these steps. Nobody has to name them.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Those whose step is in a CUDA graph of torch's, which is replayed without any hook; True if the user waits by
         # hand.
@@ -170,6 +171,7 @@ class Gate:
 
     def install(self) -> None:
         """Registers the hooks, once per process."""
+        self.guard_averages()
         with self._changed:
             if self._installed:
                 return
@@ -253,7 +255,42 @@ class Gate:
 
     def guard(self, obj: Any, method: str) -> None:
         """See ``lazyckpt.guard``."""
-        setattr(obj, method, GatedMethod(obj, getattr(obj, method)))
+        own = getattr(obj, method)
+        if isinstance(own, GatedMethod) or averages.is_update(obj, method):
+            return
+        # One owner, however many methods: each of them may be called between two saves, or none.
+        others = [m.owner for m in getattr(obj, "__dict__", {}).values() if isinstance(m, GatedMethod)]
+        owner = obj if averages.is_known(obj) else others[0] if others else Guarded(obj)
+        setattr(obj, method, GatedMethod(owner, own))
+
+    def guard_averages(self) -> None:
+        """Puts the gate in front of the methods with which averages write, for every class that is known and imported.
+
+        The class changes, not the object, so that averages are copied and pickled as ever."""
+        for kind, average in averages.imported_since():
+            for names, gated in ((average.updates, self._gated_update), (average.swaps, self._gated_swap)):
+                for name in names:
+                    setattr(kind, name, gated(vars(kind)[name]))
+
+    def _gated_update(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def update(average: Any, *args: Any, **kwargs: Any) -> Any:
+            if not averages.is_known(average):  # of a class derived from one that is
+                return method(average, *args, **kwargs)
+            if average not in self.steps and isinstance(holder := averages.holder_of(average), torch.nn.Module):
+                self.watch(holder)
+            with self.step(average):
+                return method(average, *args, **kwargs)
+
+        return update
+
+    def _gated_swap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def swap(average: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.step(Guarded(average)):  # one that is new waits for everything
+                return method(average, *args, **kwargs)
+
+        return swap
 
     def capture_into(self, steps: weakref.WeakSet[Any] | None) -> None:
         """From here on, the optimizers whose step this thread captures go into ``steps``; None: the capture is over."""
@@ -277,6 +314,7 @@ class Gate:
                 opened.append(self._enter(owner, frame))
             for owner in owners:
                 self._count(owner)
+                self._note_capture(owner)
             self._begin_writing(opened, owners)
             yield
         finally:
@@ -320,6 +358,15 @@ class Gate:
     def _count(self, owner: Any) -> None:
         with self._changed:
             self.steps[owner] = self.steps.get(owner, 0) + 1
+
+    def _note_capture(self, owner: Any) -> None:
+        """Notes that what ``owner`` does now is captured into a CUDA graph, if it is."""
+        if devices.capturing():
+            steps = getattr(self._capturing, "steps", None)
+            if steps is None:
+                self.replayed.setdefault(owner, False)
+            else:
+                steps.add(owner)
 
     def _wait(self, owner: Any) -> None:
         for pending in self._pending:
@@ -464,12 +511,7 @@ class Gate:
         mine = self._open[step.thread]
         if len(mine) == 1 or all(other.owner != step.owner for other in mine[:-1]):
             self._count(optimizer)  # a subclass that calls super().step() comes by twice
-        if devices.capturing():
-            steps = getattr(self._capturing, "steps", None)
-            if steps is None:
-                self.replayed.setdefault(optimizer, False)
-            else:
-                steps.add(optimizer)
+        self._note_capture(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
         # Others may not (SAM), and wait up front.
@@ -722,12 +764,12 @@ class GatedMethod:
     """Replaces a bound method with one that waits at the gate. Copies and pickles of the object get their own method
     instead, without the gate: they need no lazyckpt."""
 
-    def __init__(self, obj: Any, method: Callable[..., Any]) -> None:
-        self._owner = Guarded(obj)
+    def __init__(self, owner: Any, method: Callable[..., Any]) -> None:
+        self.owner = owner
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with gate.step(self._owner):
+        with gate.step(self.owner):
             return self._method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -753,11 +795,11 @@ def wait_captured() -> None:
 
 
 def guard(obj: Any, method: str) -> None:
-    """Put the gate in front of ``obj.method`` too, as in ``guard(ema, "update_parameters")``.
+    """Put the gate in front of ``obj.method`` too, as in ``guard(average, "update")``.
 
     From then on the parameters of ``obj`` (of a module; otherwise the tensors of its ``state_dict()``) are copied
-    lazily, since nothing but this method changes them; buffers stay eager. Raises AttributeError if there is no
-    such method.
+    lazily, since nothing but this method changes them; buffers stay eager. The averages of torch, timm, ema-pytorch,
+    torch-ema and diffusers need no guard. Raises AttributeError if there is no such method.
     """
     gate.install()
     gate.guard(obj, method)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lazyckpt import averages
 from lazyckpt.evidence import addresses, parameters_in_groups
 from lazyckpt.gate import Gate, Guarded, warn_of_foreign
 from lazyckpt.wrappers import Link, Storages, storages_in
@@ -65,6 +66,7 @@ class Ownership:
         self.lazy_owners: dict[int, int] = {}  # the bits of the owners that a storage waits for; 0: it is eager
         self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
+        self.guarded: set[int] = set()  # storages of others than optimizers, which write to them in methods
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
         eager = gate.evidence.eager_storages()
         mixed: dict[int, _Claim] = {}
@@ -77,10 +79,14 @@ class Ownership:
             try:
                 parameters = _parameters(owner)
                 described = _described(owner, parameters)
-                if not isinstance(owner, Guarded):
+                known = averages.is_known(owner)
+                guarded = known or isinstance(owner, Guarded)
+                if not guarded:
                     eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
-                gated = not inside_step and steps != steps_before.get(id(owner), 0) and gate.replayed.get(owner, True)
-                gated = gated and not _writes_outside_step(owner)
+                # If an optimizer does not step, something else may train its parameters. Nothing else writes to an
+                # average that is known, however seldom it is updated.
+                gated = known or steps != steps_before.get(id(owner), 0)
+                gated = gated and not inside_step and gate.replayed.get(owner, True) and not _writes_outside_step(owner)
                 owned = _storages_of(owner, parameters)
             except Exception as error:  # nobody knows what it owns: nothing of that is lazy by it
                 warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
@@ -88,6 +94,8 @@ class Ownership:
             if described.identities:  # otherwise it may be for any
                 self.owners[owner] = bit, described
             for tensors, identities, nbytes, whole, links in owned:
+                if guarded:
+                    self.guarded.update(identities)
                 for identity, through in links.items():
                     self.links.setdefault(identity, []).extend(through)
                 simple = 0 not in whole and len(set(identities)) == len(identities)
@@ -147,18 +155,29 @@ def parameters_of(owner: Any) -> Parameters:
 
 
 def _described(owner: Any, parameters: list[torch.Tensor]) -> Parameters:
-    identities = [id(owner.obj)] if isinstance(owner, Guarded) else list(map(id, parameters))
+    guarded = _guarded(owner)
+    identities = list(map(id, parameters)) if guarded is None else [id(guarded)]
     return Parameters(identities, addresses(parameters))
 
 
+def _guarded(owner: Any) -> Any:
+    """The object that this owner is for, if that is no optimizer."""
+    return owner.obj if isinstance(owner, Guarded) else owner if averages.is_known(owner) else None
+
+
 def _parameters(owner: Any) -> list[torch.Tensor]:
-    if not isinstance(owner, Guarded):
+    guarded = _guarded(owner)
+    if guarded is None:
         return parameters_in_groups(owner)
-    return list(owner.obj.parameters()) if isinstance(owner.obj, torch.nn.Module) else []
+    holder = averages.holder_of(guarded)
+    return list(holder.parameters()) if isinstance(holder, torch.nn.Module) else []
 
 
 def _storages_of(owner: Any, parameters: list[torch.Tensor]) -> list[Storages]:
-    """The storages of what an optimizer or a guarded object owns."""
-    if not isinstance(owner, Guarded):
+    """The storages of what an optimizer, an average or a guarded object owns."""
+    guarded = _guarded(owner)
+    if guarded is None:
         return storages_in([parameters, getattr(owner, "state", None)])
-    return storages_in(parameters if isinstance(owner.obj, torch.nn.Module) else owner.obj.state_dict())
+    holder = averages.holder_of(guarded)
+    has_parameters = holder is None or isinstance(holder, torch.nn.Module)
+    return storages_in(parameters if has_parameters else holder.state_dict())

@@ -20,6 +20,7 @@ import torch
 from lazyckpt import _engine, commit, devices, mounts, paths
 from lazyckpt.background import Background, Flight, Target
 from lazyckpt.config import Config, auto_ring_bytes
+from lazyckpt.eager import EagerShare
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.gate import gate
 from lazyckpt.handle import SaveHandle, in_flight, wait_for
@@ -72,6 +73,7 @@ class Saver:
         self._swept: set[Path] = set()
         self._frozen = FrozenParameters()
         self._torn = TornStorages()
+        self._eager_share = EagerShare()
         self._steps: dict[int, int] = {}  # of each optimizer, at the last save
         self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
         self._training_step: int | None = None  # of the last save
@@ -345,6 +347,7 @@ class Saver:
         snapshot.name_of = partial(_name_of, name_of)
         sizes = [nbytes for _, nbytes in programs]
         self._check_space(sum(sizes), handle)
+        self._eager_share.look(snapshot, self._modules, snapshot.name_of)
         snapshot.metrics = handle.metrics
         handle.in_training = snapshot.in_training
         handle.metrics.storages = len(snapshot.sizes)
@@ -411,6 +414,7 @@ class Saver:
         if training_step is None or training_step != self._training_step:
             self._steps_before = self._steps
         self._training_step = training_step
+        gate.guard_averages()
         ownership = Ownership(gate, self._steps_before)
         self._steps = ownership.steps
         return Snapshot(

@@ -15,12 +15,12 @@ import errno
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from functools import reduce
 from itertools import chain, compress, count, repeat
-from operator import attrgetter, or_
-from typing import Any
+from operator import attrgetter, not_, or_
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,9 +29,12 @@ from lazyckpt.gate import gate, is_of_torch
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.ownership import Ownership, parameters_of
 from lazyckpt.providers.base import TensorView, TensorViews
-from lazyckpt.torn import CURE, TornStorages
+from lazyckpt.torn import CURE, TornStorages, is_torn
 from lazyckpt.verdict import Verdict, wait_durable
 from lazyckpt.wrappers import Link, storages_in
+
+if TYPE_CHECKING:
+    from lazyckpt.eager import Copied
 
 LAZY_MIN_BYTES = 4096
 WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are copied sooner than watched
@@ -113,6 +116,8 @@ class Snapshot:
         self._frozen = frozen
         self._torn_storages = torn
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
+        self.copied: Copied | None = None  # what is noted for eager.py
+        self._owned: Container[int] = ownership.tensors  # storages of optimizers and of guarded objects, lazy or not
         self._lock = threading.RLock()
         self._verified = 0  # owners whose storages have been looked at after their copy
         # The storages of all files: those of the first, of the second, …
@@ -197,6 +202,8 @@ class Snapshot:
         for storages in storages_in(frozen_parameters(modules)):
             here = zip(storages.identities, storages.tensors, strict=True)
             frozen.update((identity, tensor) for identity, tensor in here if not tensor.is_inference())
+        for identity in ownership.guarded:  # these do not rest, although nobody trains them
+            frozen.pop(identity, None)
         found = {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
         for at, tensor in found.items():
             if self._frozen.is_lazy(_view_at(files, at), tensor):
@@ -381,6 +388,22 @@ class Snapshot:
             if not self._frozen.observe(view, version, crcs[index], lazy) and self.torn is None:
                 self._tear([index], "frozen (requires_grad=False), but written to since the checkpoint before")
 
+    # what is eager
+
+    def unowned(self) -> dict[int, TensorView]:
+        """What is eager since nobody owns it, by the number of its source."""
+        unowned = compress(count(), map(not_, map(self._owned.__contains__, self._identities)))
+        return {
+            source: _view_at(self.files, source)
+            for source in unowned
+            if not self.owners[source] and self.sizes[source] > LAZY_MIN_BYTES and not is_torn(self._identities[source])
+        }
+
+    def note_copied(self) -> None:
+        """For eager.py; after all is copied."""
+        if self.copied is not None and self.job is not None:
+            self.copied.fill_in(self, self.job)
+
     def release(self) -> None:
         """Lets go of every tensor."""
         with self._lock:
@@ -393,6 +416,7 @@ class Snapshot:
             self._tensors = []
             self._links = []
             self._tensors_of = {}
+            self._owned = ()
             self._frozen_views = []
 
 

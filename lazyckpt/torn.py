@@ -43,6 +43,11 @@ class TornStorages:
         return [0 if identity in _torn else bits for identity, bits in zip(identities, owners, strict=True)]
 
 
+def is_torn(identity: int) -> bool:
+    """Whether the storage with this ``_cdata`` was torn before, in whatever Saver."""
+    return identity in _torn
+
+
 # By ``_cdata``: no other storage is given it as long as there is a weak reference to the one that had it. To a tensor
 # there must be none: torch.utils.swap_tensors refuses it.
 _torn: dict[int, StorageWeakRef] = {}

@@ -663,9 +663,13 @@ def test_a_step_that_raised_is_over(make_run: Any, disk: Any, pending: Any, chec
     check(run, handle, before)
 
 
+class Average(torch.optim.swa_utils.AveragedModel):
+    """None that lazyckpt knows: those are in test_averages.py."""
+
+
 def test_guard_makes_an_average_lazy_and_its_update_wait(make_run: Any, disk: Any, pending: Any) -> None:
     run = make_run(FUSED)
-    ema = torch.optim.swa_utils.AveragedModel(run.model)
+    ema = Average(run.model)
     run.ckpt.track(ema=ema)
     lazyckpt.guard(ema, "update_parameters")
     ema.update_parameters(run.model)
@@ -708,7 +712,7 @@ def test_a_save_inside_a_guarded_method_is_eager(make_run: Any) -> None:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda obj: pickle.loads(pickle.dumps(obj))])
 def test_a_copy_of_a_guarded_object_updates_itself(duplicate: Any) -> None:
     model = torch.nn.Linear(4, 4)
-    average = torch.optim.swa_utils.AveragedModel(model)
+    average = Average(model)
     lazyckpt.guard(average, "update_parameters")
     other = duplicate(average)
     before = average.module.weight.detach().clone()
@@ -739,7 +743,8 @@ def test_guard_of_an_unknown_method_is_refused() -> None:
 
 def test_without_guard_an_average_is_eager(make_run: Any) -> None:
     run = make_run(FUSED)
-    ema = torch.optim.swa_utils.AveragedModel(run.model)
+    ema = Average(run.model)
+    ema.update_parameters(run.model)
     run.ckpt.track(ema=ema)
     before = {k: v.clone() for k, v in ema.state_dict().items()}
     handle = run.ckpt.save(1)

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 accelerate = pytest.importorskip("accelerate", "1.0")
@@ -366,6 +369,201 @@ def test_a_hook_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     run.accelerator.save_state()
     run.accelerator.end_training()
     assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+class Unet(nn.Module):
+    """With a ``save_pretrained`` as in diffusers: the library's ``save_file`` by its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x).square().mean()
+        return out
+
+    def save_pretrained(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        Path(folder, "config.json").write_text("{}")
+        safetensors.torch.save_file(self.state_dict(), os.path.join(folder, "unet.safetensors"), {"format": "pt"})
+
+
+class WithHooks:
+    """A training whose hooks save what they like, as in the scripts of diffusers."""
+
+    def __init__(self, hook: Callable[[WithHooks, str], None] | None = None, seed: int = 0, **project: Any) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, project_config=ProjectConfiguration(**project))
+        torch.manual_seed(seed)
+        model = Unet()
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        self.hook = hook or WithHooks.save_both
+        self.accelerator.register_save_state_pre_hook(self.save)
+        self.accelerator.register_load_state_pre_hook(self.load)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.accelerator.backward(self.model(torch.rand(8, 256)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.average.update_parameters(self.model)
+
+    def save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        weights.clear()
+        self.hook(self, output_dir)
+
+    def save_both(self, folder: str) -> None:
+        self.model.save_pretrained(os.path.join(folder, "unet"))
+        save_file(self.average.state_dict(), os.path.join(folder, "average.safetensors"))  # imported into this module
+
+    def load(self, models: list[Any], input_dir: str) -> None:
+        models.pop().load_state_dict(safetensors.torch.load_file(os.path.join(input_dir, "unet", "unet.safetensors")))
+        self.average.load_state_dict(safetensors.torch.load_file(os.path.join(input_dir, "average.safetensors")))
+
+    def state(self) -> dict[str, Any]:
+        parts = {"model": self.model, "average": self.average, "optimizer": self.optimizer}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+
+def test_what_hooks_write_with_safetensors_is_lazy_and_in_the_metrics(tmp_path: Path, graph: Any) -> None:
+    """Regression: it was written inside save_state, and no metric told of it."""
+    run = WithHooks(**automatic(tmp_path / "lazy"))
+    saver = enable(run.accelerator)
+    assert saver is not None
+    original = safetensors.torch.save_file
+    for _ in range(3):
+        run.step()
+        run.accelerator.save_state()
+    run.step(2)
+    metrics = saver.last_save.metrics  # type: ignore[union-attr]
+    assert metrics.bytes > 4 * 4 * 256 * 256 * 4, "the model, its average and the optimizer's two"
+    assert metrics.eager_bytes < metrics.bytes / 20
+    assert safetensors.torch.save_file is original and globals()["save_file"] is original
+    random = torch.get_rng_state()
+    run.step(2)
+    expected = run.state()
+    other = WithHooks(seed=1, **automatic(tmp_path / "lazy", iteration=3))
+    enable(other.accelerator)
+    other.accelerator.load_state(str(tmp_path / "lazy" / "checkpoints" / "checkpoint_2"))
+    other.step(2)
+    torch.set_rng_state(random)
+    other.step(2)
+    assert graph(other.state()) == graph(expected)
+
+
+def test_a_registered_average_is_lazy(tmp_path: Path) -> None:
+    run = Run(**automatic(tmp_path))
+    saver = enable(run.accelerator)
+    assert saver is not None
+    average = AveragedModel(run.model)
+    run.accelerator.register_for_checkpointing(average)
+    run.average.shadow.clear()  # that one is not known
+    for _ in range(2):
+        run.accelerator.backward(run.model(torch.randint(300, (8,))))
+        run.optimizer.step()
+        average.update_parameters(run.model)
+        run.accelerator.save_state()
+    run.optimizer.step()
+    saver.wait()
+    metrics = saver.last_save.metrics  # type: ignore[union-attr]
+    assert metrics.eager_bytes < metrics.bytes / 20
+
+
+@pytest.mark.parametrize("swap", ["copy_", "data", "foreach", "pointer", "load_state_dict"])
+def test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then(swap: str, tmp_path: Path) -> None:
+    """Diffusers' pipelines are saved with the average in the place of the model, which gets its own back afterwards."""
+
+    def write(run: WithHooks, values: list[torch.Tensor]) -> None:
+        parameters = list(run.model.parameters())
+        if swap == "foreach":
+            torch._foreach_copy_([p.data for p in parameters], values)
+        elif swap == "load_state_dict":
+            run.model.load_state_dict(dict(zip(run.model.state_dict(), values, strict=True)))
+        for p, value in zip(parameters, values, strict=True):
+            if swap == "copy_":
+                with torch.no_grad():
+                    p.copy_(value)
+            elif swap == "data":
+                p.data.copy_(value)
+            elif swap == "pointer":
+                p.data = value
+
+    def hook(run: WithHooks, folder: str) -> None:
+        stored = [p.detach().clone() for p in run.model.parameters()]
+        write(run, [p.detach().clone() for p in run.average.module.parameters()])
+        save_file(dict(run.model.named_parameters()), os.path.join(folder, "swapped.safetensors"))
+        write(run, stored)
+        safetensors.torch.save_file(run.model.state_dict(), os.path.join(folder, "live.safetensors"))
+
+    run = WithHooks(hook, **automatic(tmp_path))
+    saver = enable(run.accelerator)
+    assert saver is not None
+    run.step(3)
+    state = run.state()
+    folder = run.accelerator.save_state()
+    run.step()
+    saver.wait()
+    swapped = safetensors.torch.load_file(folder / "swapped.safetensors")
+    live = safetensors.torch.load_file(folder / "live.safetensors")
+    assert all(torch.equal(swapped[name], state["average"]["module." + name]) for name in swapped)
+    assert all(torch.equal(live[name], state["model"][name]) for name in live)
+
+
+def test_the_last_that_a_hook_writes_under_a_name_is_saved(tmp_path: Path) -> None:
+    def hook(run: WithHooks, folder: str) -> None:
+        for number in range(3):
+            for name in ("a.safetensors", "b.safetensors", "c.safetensors"):
+                obj = {"number": torch.full((9000,), number)}
+                write = {"a": save_file, "b": torch.save if number == 1 else save_file, "c": save_file}[name[0]]
+                write(obj, os.path.join(folder, name))
+            if number == 2:
+                torch.save(obj, os.path.join(folder, "c.safetensors"))
+
+    run = WithHooks(hook, **automatic(tmp_path))
+    saver = enable(run.accelerator)
+    assert saver is not None
+    run.step()
+    folder = run.accelerator.save_state()
+    saver.wait()
+    for name in ("a.safetensors", "b.safetensors"):
+        assert safetensors.torch.load_file(folder / name)["number"].unique().tolist() == [2]
+    assert torch.load((folder / "c.safetensors").open("rb"))["number"].unique().tolist() == [2]
+
+
+def test_what_safetensors_refuses_a_hook_is_told(tmp_path: Path) -> None:
+    """By safetensors itself, inside the hook, which may know what to do."""
+    refused: list[str] = []
+    weight = torch.ones(9000)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"a": weight, "b": weight}, "a.safetensors"),
+        ({"a": weight.view(90, 100).T}, "a.safetensors"),
+        ({"a": weight.to_sparse()}, "a.safetensors"),
+        ({"a": [weight]}, "a.safetensors"),
+        ({"a": weight}, "missing/a.safetensors"),
+    ]
+
+    def hook(run: WithHooks, folder: str) -> None:
+        for tensors, name in wrong:
+            with pytest.raises(Exception) as caught:
+                save_file(tensors, os.path.join(folder, name))
+            assert "lazyckpt" not in type(caught.value).__module__
+            refused.append(str(caught.value))
+        save_file({"a": weight[:100], "b": weight[100:]}, os.path.join(folder, "parts.safetensors"))
+        save_file({"a": weight}, tmp_path / "elsewhere.safetensors")
+        assert (tmp_path / "elsewhere.safetensors").exists(), "at once"
+
+    run = WithHooks(hook, **automatic(tmp_path / "run"))
+    saver = enable(run.accelerator)
+    assert saver is not None
+    run.step()
+    folder = run.accelerator.save_state()
+    saver.wait()
+    assert len(refused) == len(wrong)
+    assert {name: len(t) for name, t in safetensors.torch.load_file(folder / "parts.safetensors").items()} == {
+        "a": 100,
+        "b": 8900,
+    }
+    assert "a.safetensors" not in names(folder)
 
 
 # names and limits

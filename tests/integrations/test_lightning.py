@@ -480,10 +480,13 @@ def test_the_copy_runs_during_the_next_forward(
     assert not torch.equal(saved["state_dict"]["layer.0.weight"], final["layer.0.weight"])
 
 
-def test_most_bytes_are_copied_lazily(tmp_path: Path) -> None:
-    """EMA weights, too: nothing but WeightAveraging's update changes them."""
+@pytest.mark.parametrize(
+    "average", [lambda: EMAWeightAveraging(decay=0.5), lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+)
+def test_most_bytes_are_copied_lazily(average: Callable[[], Callback], tmp_path: Path) -> None:
+    """Averages, too: nothing but their update changes them."""
     logger = Memory()
-    callbacks = [EMAWeightAveraging(decay=0.5), ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)]
+    callbacks = [average(), ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)]
     trainer_in(tmp_path, LazyCheckpointIO(), *callbacks, logger=logger).fit(Net())
     costs = [entry for entry in logger.logged if "checkpoint/blocked_ms" in entry]
     assert len(costs) == 3

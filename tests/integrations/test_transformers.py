@@ -898,6 +898,27 @@ def test_at_sigterm_commit_on_commits_what_was_saved(tmp_path: Path) -> None:
 # Ways in
 
 
+class Swapping(Trainer):  # type: ignore[misc]
+    """Saves its average in the place of the model, as Trainers for diffusion and speech do."""
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        stored = [p.detach().clone() for p in self.model.parameters()]
+        for p in self.model.parameters():
+            p.data.fill_(0.5)
+        super().save_model(*args, **kwargs)
+        for p, before in zip(self.model.parameters(), stored, strict=True):
+            p.data.copy_(before)
+
+
+def test_weights_that_are_swapped_for_save_model_are_saved(tmp_path: Path) -> None:
+    """Regression: the checkpoint held the weights that were put back afterwards."""
+    trainer_of(tmp_path, lazy(), cls=Swapping).train()
+    for folder in tmp_path.iterdir():
+        saved = safetensors.torch.load_file(folder / "model.safetensors")
+        assert all((saved[name] == 0.5).all() for name, _ in bert().named_parameters() if name in saved), folder
+    assert len(checkpoints(tmp_path)) == 4
+
+
 def test_the_files_of_a_trainers_own_save_checkpoint_are_staged_with_the_mixin(tmp_path: Path, disk: Disk) -> None:
     class Noted(Trainer):  # type: ignore[misc]
         def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -21,6 +21,7 @@ def _in(file: str, *lines: tuple[str, str, str, str]) -> None:
 ORDER = "test_commit.py::test_the_order_of_syncs_and_renames test_faults.py::test_every_call_of_the_commit_fails"
 WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
 THREADS = "test_gate_threads.py"
+HOOKS = "integrations/test_accelerate.py"
 EVERY_OPERATION = "test_faults.py::test_every_operation_of_a_save_fails"
 PASSING = "test_faults.py::test_passing_troubles_are_overcome"
 READS = (
@@ -797,11 +798,20 @@ _in(
     ),
 )
 _in(
+    "lazyckpt/averages.py",
+    (
+        "an average owns the model that trains, too",
+        "return obj if average is None or average.module is None else getattr(obj, average.module, None)",
+        "return obj",
+        "test_averages.py::test_the_model_that_it_holds_too_belongs_to_no_average",
+    ),
+)
+_in(
     "lazyckpt/ownership.py",
     (
         "lazy without a step since the last save",
-        " and steps != steps_before.get(id(owner), 0)",
-        "",
+        "gated = known or steps != steps_before.get(id(owner), 0)",
+        "gated = True",
         "test_gate.py::test_a_second_save_without_a_step_is_eager",
     ),
     (
@@ -812,8 +822,8 @@ _in(
     ),
     (
         "lazy inside a step",
-        "gated = not inside_step and",
-        "gated =",
+        "gated = gated and not inside_step and",
+        "gated = gated and",
         "test_gate.py::test_a_save_inside_an_open_step_is_eager",
     ),
     (
@@ -865,8 +875,14 @@ _in(
         "test_snapshot.py::test_an_optimizer_whose_parameter_was_given_the_memory_of_another_waits",
     ),
     (
+        "an average that nobody trains rests between its updates",
+        "                    self.guarded.update(identities)\n",
+        "                    pass\n",
+        "test_averages.py::test_an_average_that_takes_no_gradient_does_not_rest",
+    ),
+    (
         "membership in a group is evidence",
-        "                if not isinstance(owner, Guarded):\n                    eager.update",
+        "                if not guarded:\n                    eager.update",
         "                if False:\n                    eager.update",
         "test_evidence.py",
     ),
@@ -1046,6 +1062,42 @@ _in(
         "            self._begin_writing(opened, owners)\n",
         "",
         "test_gate.py::test_guard_makes_an_average_lazy_and_its_update_wait",
+    ),
+    (
+        "a known average is updated without waiting",
+        "            with self.step(average):\n",
+        "            if self._count(average) is None:\n",
+        "test_averages.py::test_a_known_average_is_lazy_and_its_update_waits",
+    ),
+    (
+        "a known average is copied to the model without waiting",
+        "with self.step(Guarded(average)):",
+        "with contextlib.nullcontext():",
+        "test_averages.py::test_what_it_writes_to_the_model_waits_for_the_copies_of_the_model",
+    ),
+    (
+        "a class derived from that of a known average is lazy",
+        "if not averages.is_known(average):",
+        "if averages._known.setdefault(type(average), averages.Average(())) is None:",
+        "test_averages.py::test_a_class_derived_from_a_known_one_is_eager",
+    ),
+    (
+        "a known average loads without waiting",
+        "                self.watch(holder)\n",
+        "                pass\n",
+        "test_averages.py::test_a_model_that_loads_into_its_average_waits",
+    ),
+    (
+        "an average whose update is captured into a CUDA graph is lazy",
+        "                self._note_capture(owner)\n            self._begin",
+        "            self._begin",
+        "test_averages.py::test_an_update_that_is_captured_makes_it_eager",
+    ),
+    (
+        "each guarded method of an object is an owner of its own",
+        "others[0] if others else Guarded(obj)",
+        "Guarded(obj)",
+        "test_averages.py::test_guarded_twice_is_guarded_once",
     ),
     (
         "a guarded method is not open",
@@ -1637,6 +1689,71 @@ _in(
         "            saver.wait()  # total_limit",
         "            pass  # total_limit",
         "integrations/test_accelerate.py::test_a_resumed_run_does_not_run_into_what_total_limit_removes",
+    ),
+)
+EAGER = "test_eager.py::test_not_of_what_no_guard_would_help"
+_in(
+    "lazyckpt/eager.py",
+    (
+        "a warning advises to guard what nothing writes to",
+        "if first.get(identity, crc) != crc",
+        "if identity in first",
+        EAGER,
+    ),
+    ("a warning advises to guard buffers", "written - _buffers(modules)", "written", EAGER),
+    (
+        "a warning advises to guard in a run that does not step",
+        " if snapshot.in_training else 0",
+        "",
+        "test_eager.py::test_not_where_no_step_was_taken_between_the_saves",
+    ),
+    (
+        "a warning that is an error fails the save",
+        "with contextlib.suppress(Warning):  # where",
+        "with contextlib.nullcontext():  # where",
+        "test_eager.py::test_a_filter_that_makes_errors_of_warnings_fails_no_save",
+    ),
+)
+_in(
+    "lazyckpt/snapshot.py",
+    (
+        "a warning advises to guard what an optimizer has in its groups",
+        "compress(count(), map(not_, map(self._owned.__contains__, self._identities)))",
+        "range(len(self.sizes))",
+        EAGER,
+    ),
+    (
+        "a warning advises to guard what was torn",
+        " and not is_torn(self._identities[source])",
+        "",
+        "test_eager.py::test_not_of_what_was_torn",
+    ),
+)
+_in(
+    "lazyckpt/integrations/redirect.py",
+    (
+        "a hook saves the weights that it swapped back",
+        "                self._redirected.keep(storage)\n",
+        "                pass\n",
+        f"{HOOKS}::test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then",
+    ),
+    (
+        "a hook saves a tensor that was given other memory",
+        "    tensor = tensor.detach()",
+        "    tensor = tensor",
+        f"{HOOKS}::test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then",
+    ),
+    (
+        "a file that a hook writes twice fails the save",
+        "            os.unlink(os.path.join(self._root, name))\n",
+        "            pass\n",
+        f"{HOOKS}::test_the_last_that_a_hook_writes_under_a_name_is_saved",
+    ),
+    (
+        "what lazyckpt cannot save as safetensors would does not reach safetensors",
+        "not _are_plain(tensors, metadata):",
+        "False:",
+        f"{HOOKS}::test_what_safetensors_refuses_a_hook_is_told",
     ),
 )
 _in(

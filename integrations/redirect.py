@@ -1,0 +1,162 @@
+"""Leads the files that others write with safetensors into a staged folder, so that they are saved lazily.
+
+A framework, or a hook of the user's, calls ``save_file`` and goes on. The tensors are captured only when the folder is
+saved, which is soon after. Whoever swaps weights for the file and swaps them back gets what ``save_file`` was given:
+inside ``safetensors_into`` every operation of torch that writes to such a tensor keeps its old values first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lazyckpt
+
+_Tensors = dict[str, torch.Tensor]
+
+# Where libraries have the function, beside its own module.
+_NAMES = (
+    ("transformers.modeling_utils", "safe_save_file"),
+    ("peft.peft_model", "safe_save_file"),
+    ("accelerate.utils.other", "safe_save_file"),
+)
+
+
+class Redirected:
+    """What goes into a staged folder instead of to files under ``root``."""
+
+    def __init__(self, staged: lazyckpt.StagedFolder, root: str | os.PathLike[str]) -> None:
+        self._staged = staged
+        self._root = os.path.abspath(root)
+        self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
+        self._taken: dict[int, list[tuple[_Tensors, str]]] = {}  # where a storage is in what save_file was given
+
+    def name(self, file: Any) -> str | None:
+        """The name of ``file`` in the folder; None if it goes elsewhere."""
+        path = os.fspath(file) if isinstance(file, str | os.PathLike) else ""
+        path = os.path.abspath(path) if isinstance(path, str) and path else ""
+        return os.path.relpath(path, self._root) if path.startswith(self._root + os.sep) else None
+
+    def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
+        """``obj`` is the content of the file from now on, as if it had been written."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._root, name))
+        self._files[name] = obj, metadata
+
+    def add_tensors(self, tensors: Any, filename: Any, metadata: Any) -> bool:
+        """Takes what ``save_file`` was given; False if safetensors has to write it, or to say why it does not."""
+        name = self.name(filename)
+        if name is None:
+            return False
+        self._files.pop(name, None)
+        if not os.path.isdir(os.path.dirname(os.path.abspath(filename))) or not _are_plain(tensors, metadata):
+            return False
+        whole = {key: _alone(tensor) for key, tensor in tensors.items()}
+        if len(set(map(_storage, whole.values()))) < len(whole):
+            return False
+        self.add(name, whole, metadata)
+        for key, tensor in whole.items():
+            self._taken.setdefault(_storage(tensor), []).append((whole, key))
+        return True
+
+    def keep(self, storage: int) -> None:
+        """This storage is about to be written to: what ``save_file`` was given keeps its values."""
+        for tensors, key in self._taken.pop(storage, ()):
+            tensors[key] = tensors[key].clone()
+
+    def stage(self) -> None:
+        """Hands everything to the staged folder, but for files that were written since."""
+        for name, (obj, metadata) in self._files.items():
+            if not os.path.exists(os.path.join(self._root, name)):
+                self._staged.add(name, obj, metadata)
+
+
+@contextlib.contextmanager
+def safetensors_into(
+    staged: lazyckpt.StagedFolder | None, root: str | os.PathLike[str], *namespaces: MutableMapping[str, Any]
+) -> Iterator[Redirected | None]:
+    """Whatever safetensors is told to write under ``root`` in here goes into ``staged``, which is handed all of it at
+    the end; None: nothing is led anywhere. ``namespaces`` are looked through for ``save_file`` under any name."""
+    if staged is None:
+        yield None
+        return
+    redirected = Redirected(staged, root)
+    original = safetensors.torch.save_file
+
+    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+        if not redirected.add_tensors(tensors, filename, metadata):
+            original(tensors, filename, metadata)
+
+    places: list[tuple[MutableMapping[str, Any], str]] = [(vars(safetensors.torch), "save_file")]
+    places += [(vars(module), name) for path, name in _NAMES if (module := sys.modules.get(path)) is not None]
+    places += [(names, name) for names in namespaces for name, value in names.items() if value is original]
+    replaced = [(names, name, names[name]) for names, name in places if name in names]
+    try:
+        for names, name, _ in replaced:
+            names[name] = save_file
+        with _KeepsOldValues(redirected):
+            yield redirected
+    finally:
+        for names, name, before in reversed(replaced):
+            names[name] = before
+    redirected.stage()
+
+
+class _KeepsOldValues(TorchDispatchMode):
+    """Looks at every operation of torch on this thread, be it through ``.data`` or in another library."""
+
+    def __init__(self, redirected: Redirected) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._redirected = redirected
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for storage in _written(func._schema.arguments, args, kwargs):
+                self._redirected.keep(storage)
+        return func(*args, **kwargs)
+
+
+def _written(arguments: Any, args: Any, kwargs: Any) -> Iterator[int]:
+    """The storages that an operation writes to."""
+    for at, argument in enumerate(arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+                    yield _storage(tensor)
+
+
+def _are_plain(tensors: Any, metadata: Any) -> bool:
+    """Whether there is nothing here that safetensors might treat in another way than lazyckpt, or refuse."""
+    strings = metadata is None or all(isinstance(text, str) for pair in dict(metadata).items() for text in pair)
+    return (
+        strings
+        and isinstance(tensors, dict)
+        and all(
+            isinstance(key, str)
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+            and tensor.is_contiguous()
+            for key, tensor in tensors.items()
+        )
+    )
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A part of a larger storage is copied: the other parts may be in the same file, under other names."""
+    tensor = tensor.detach()  # what is given other memory meanwhile is not this one
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

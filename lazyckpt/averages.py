@@ -1,0 +1,80 @@
+"""Averages of weights that lazyckpt knows by their class, and the methods with which they write.
+
+An average is copied lazily if nothing but methods behind the gate writes to it. For the classes in this table the gate
+puts itself in front of these methods (``Gate.guard_averages``), so nobody has to call ``lazyckpt.guard``. Only the
+class itself counts: a subclass may have other methods that write.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Average(NamedTuple):
+    """What one class of averages does."""
+
+    updates: tuple[str, ...]
+    """The methods that write to the average."""
+    swaps: tuple[str, ...] = ()
+    """The methods that write to the parameters that train."""
+    module: str | None = None
+    """The attribute with the averaged module, if the object has other parameters, too."""
+
+
+# By module and class. No library is imported for this.
+_AVERAGES = {
+    ("torch.optim.swa_utils", "AveragedModel"): Average(("update_parameters",)),
+    ("timm.utils.model_ema", "ModelEmaV2"): Average(("update", "set")),
+    ("timm.utils.model_ema", "ModelEmaV3"): Average(("update", "set", "apply_update_", "apply_update_no_buffers_")),
+    ("ema_pytorch.ema_pytorch", "EMA"): Average(
+        ("update", "copy_params_from_model_to_ema", "update_moving_average"),
+        ("copy_params_from_ema_to_model", "update_model_with_ema"),
+        "ema_model",
+    ),
+    ("torch_ema.ema", "ExponentialMovingAverage"): Average(("update",), ("copy_to", "restore")),
+    ("diffusers.training_utils", "EMAModel"): Average(("step",), ("copy_to", "restore")),
+    ("lightning.pytorch.callbacks.stochastic_weight_avg", "StochasticWeightAveraging"): Average(
+        ("on_train_epoch_start",), ("on_train_end",), "_average_model"
+    ),
+    # Its average is an AveragedModel.
+    ("lightning.pytorch.callbacks.weight_averaging", "WeightAveraging"): Average(
+        (), ("_swap_models", "_copy_average_to_current")
+    ),
+}
+
+_known: weakref.WeakKeyDictionary[type, Average] = weakref.WeakKeyDictionary()
+
+
+def imported_since() -> Iterator[tuple[type, Average]]:
+    """The classes of the table that were imported since the last call. From now on they are known.
+
+    A class whose first method is missing is of another version, and nobody knows what else writes there."""
+    for (module, name), average in _AVERAGES.items():
+        kind = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+        first = (*average.updates, *average.swaps)[0]
+        if isinstance(kind, type) and kind not in _known and inspect.isfunction(vars(kind).get(first)):
+            updates, swaps = (tuple(m for m in names if inspect.isfunction(vars(kind).get(m))) for names in average[:2])
+            _known[kind] = Average(updates, swaps, average.module)
+            yield kind, _known[kind]
+
+
+def is_known(obj: object) -> bool:
+    """Whether the gate stands in front of all methods that write to this average."""
+    return type(obj) in _known
+
+
+def is_update(obj: object, method: str) -> bool:
+    """Whether the gate stands in front of this method of an average that is known."""
+    average = _known.get(type(obj))
+    return average is not None and method in average.updates
+
+
+def holder_of(obj: Any) -> Any:
+    """What has the averages of ``obj``: a module (its parameters), another object (what its ``state_dict()`` holds), or
+    None as long as there are none."""
+    average = _known.get(type(obj))
+    return obj if average is None or average.module is None else getattr(obj, average.module, None)

@@ -1,0 +1,101 @@
+"""Tells, once per Saver, of state that ``lazyckpt.guard`` could make lazy.
+
+A save copies what no optimizer owns before it returns. Often that is an average of weights that the user wrote, and
+then ``guard`` helps. The warning needs evidence that it does: two saves in a row copied the same storages that way, and
+somebody wrote to them in between. It does not count
+
+- what an optimizer or a guarded object owns: that is eager for another reason, and not for long;
+- a save in which nothing is lazy: no optimizer is known or has stepped since the last one, or one is inside its step;
+- what was torn before, which stays eager, and buffers, which ``guard`` leaves eager;
+- what rests: frozen parameters, for which two saves suffice, and constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable
+from itertools import compress
+from operator import not_
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lazyckpt import _engine
+from lazyckpt.providers.base import TensorView
+from lazyckpt.snapshot import Snapshot
+
+MIN_SHARE = 0.2
+MIN_BYTES = 64 << 20  # memory is copied at 6 GB/s or more: less than this keeps save() for at most 10 ms
+_MAX_NAMES = 3
+
+
+class Copied:
+    """What one save copied although nobody owns it, if that is much. It keeps no memory alive."""
+
+    def __init__(self) -> None:
+        self._refs: list[StorageWeakRef] = []
+        self.checksums: dict[int, int] = {}  # by _cdata; empty until the copies are done
+
+    def fill_in(self, snapshot: Snapshot, job: _engine.Job) -> None:
+        """Looks at a snapshot whose copies are done; on a thread of the background, since it takes a while."""
+        eager = sum(compress(snapshot.sizes, map(not_, snapshot.owners))) if snapshot.in_training else 0
+        views = snapshot.unowned() if eager >= _enough(sum(snapshot.sizes)) else {}
+        if views:
+            # As long as there is a weak reference to a storage, no other one is given its _cdata.
+            self._refs = [StorageWeakRef(view.storage) for view in views.values()]
+            crcs = job.source_crcs()
+            self.checksums = {view.storage._cdata: crcs[source] for source, view in views.items()}
+
+
+class EagerShare:
+    """One per Saver."""
+
+    def __init__(self) -> None:
+        self._before: list[Copied] = []  # by the last two saves
+        self._told = False
+
+    def look(
+        self, snapshot: Snapshot, modules: Iterable[torch.nn.Module], name_of: Callable[[TensorView], str]
+    ) -> None:
+        """On the thread that saves, before the background has the snapshot."""
+        if self._told:
+            return
+        if len(self._before) == 2:
+            first, second = (copied.checksums for copied in self._before)
+            written = {identity for identity, crc in second.items() if first.get(identity, crc) != crc}
+            if written:
+                self._tell(snapshot, written - _buffers(modules), name_of)
+        snapshot.copied = Copied()
+        self._before = [*self._before[-1:], snapshot.copied]
+
+    def _tell(self, snapshot: Snapshot, written: set[int], name_of: Callable[[TensorView], str]) -> None:
+        views = [view for view in snapshot.unowned().values() if view.storage._cdata in written]
+        views.sort(key=lambda view: -view.nbytes)
+        copied, nbytes = sum(view.nbytes for view in views), sum(snapshot.sizes)
+        if copied < _enough(nbytes):
+            return
+        self._told = True
+        names = ", ".join(map(name_of, views[:_MAX_NAMES]))
+        more = f" and {len(views) - _MAX_NAMES} more" if len(views) > _MAX_NAMES else ""
+        with contextlib.suppress(Warning):  # where a filter makes errors of them, the save goes on
+            warnings.warn(
+                f"{copied / nbytes:.0%} of the checkpoint ({copied >> 20} MiB) is copied inside save() each time, "
+                f"since no optimizer owns it and something writes to it between saves: {names}{more}. If one method of "
+                'an object writes to it, call lazyckpt.guard(obj, "method"), and save() returns before it is copied',
+                stacklevel=2,
+            )
+
+
+def _enough(nbytes: int) -> float:
+    """How much of a state of so many bytes is much."""
+    return max(MIN_BYTES, MIN_SHARE * nbytes)
+
+
+def _buffers(modules: Iterable[torch.nn.Module]) -> set[int]:
+    found = set()
+    for module in modules:
+        for buffer in module.buffers():
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse, or a wrapper
+                found.add(buffer.untyped_storage()._cdata)
+    return found
