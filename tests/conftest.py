@@ -28,6 +28,8 @@ from trials import Trials
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
 torch.set_num_threads(1)
 
+collect_ignore = ["ecosystem"]  # needs an environment of its own: `make ecosystem`
+
 Graph = Callable[[Any], Any]
 
 
