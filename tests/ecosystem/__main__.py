@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 from conftest import describe_graph
+
 from ecosystem import table
 from ecosystem.parts import without_kernels_of_torchvision
 from ecosystem.rows import outcome, quiet, write

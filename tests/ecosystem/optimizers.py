@@ -80,7 +80,6 @@ def _lookahead(parameters: Parameters) -> Any:
 
 def _galore(parameters: Parameters) -> Any:
     from pytorch_optimizer import GaLore
-
     from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 
     torch.serialization.add_safe_globals([GaLoreProjector])
@@ -185,7 +184,8 @@ def _pytorch_optimizer_sam(parameters: Parameters) -> Any:
 
 
 _GALORE_NOTE = (
-    "Its state holds an object of a class of its own: call `torch.serialization.add_safe_globals([GaLoreProjector])`."
+    "Its state holds objects of its own, whose tensors are copied inside `save()`. Allow them before `restore()`: "
+    "`torch.serialization.add_safe_globals([GaLoreProjector])`."
 )
 _SAM_NOTE = "Track `base_optimizer` as well: SAM's `state_dict()` does not have its momentum."
 
@@ -199,7 +199,7 @@ ROWS = [
     pytorch_optimizer("ScheduleFreeAdamW"),
     pytorch_optimizer("Ranger21", num_iterations=100),
     Row("pytorch_optimizer Muon", ("pytorch-optimizer",), with_optimizer(_pytorch_optimizer_muon)),
-    Row("pytorch_optimizer GaLore", ("pytorch-optimizer",), with_optimizer(_galore), note=_GALORE_NOTE),
+    Row("pytorch_optimizer GaLore", ("pytorch-optimizer",), with_optimizer(_galore), 0.12, note=_GALORE_NOTE),
     Row("pytorch_optimizer Lookahead", ("pytorch-optimizer",), with_optimizer(_lookahead)),
     Row("pytorch_optimizer SAM", ("pytorch-optimizer",), _sam(_pytorch_optimizer_sam)),
     Row("SAM, two steps", ("torch",), _sam(_sam_by_hand, base=True), note=_SAM_NOTE),

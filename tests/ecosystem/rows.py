@@ -60,7 +60,7 @@ class Row:
 
 
 class Recipe(NamedTuple):
-    """A plain loop. ``step`` takes the number of the step, from 1 on."""
+    """A plain loop. ``step`` takes the number of the step, from 1 on. Resumed, it goes on with ``after_save``."""
 
     tracked: dict[str, Any]
     step: Callable[[int], Any]
@@ -94,7 +94,10 @@ def loop(build: Callable[[], Recipe]) -> Train:
         with lazyckpt.Checkpointer(run.folder, **run.knobs) as ckpt:
             recipe = build()
             ckpt.track(**recipe.tracked)
-            begin = 0 if run.resumed is None else _restored(ckpt, run.resumed)
+            begin = 0
+            if run.resumed is not None:
+                begin = _restored(ckpt, run.resumed)
+                recipe.after_save(begin)
             for step in range(begin + 1, STEPS + 1):
                 recipe.step(step)
                 if step % EVERY == 0:
@@ -121,6 +124,7 @@ def _with_torch(run: Run, recipe: Recipe) -> Any:
         for name, obj in recipe.tracked.items():
             obj.load_state_dict(saved[name])
         _set_random(saved["random"])
+        recipe.after_save(begin)
     for step in range(begin + 1, STEPS + 1):
         recipe.step(step)
         if step % EVERY == 0:

@@ -38,8 +38,8 @@ def text(found: list[Outcome]) -> str:
 def line(found: Outcome) -> str:
     """A row of it."""
     versions = ", ".join(found.versions.values())
-    lazy = "–" if found.lazy_share is None else f"{found.lazy_share:.0%}"
-    exact = "–" if found.exact is None else "yes" if found.exact else "as without"
+    lazy = "-" if found.lazy_share is None else f"{found.lazy_share:.0%}"
+    exact = "-" if found.exact is None else "yes" if found.exact else "as without"
     note = " ".join(filter(None, ["**Fails.**" if found.failures else "", found.note]))
     return f"| {found.name} | {versions} | {lazy} | {exact} | {note} |"
 
