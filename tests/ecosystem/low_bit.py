@@ -84,10 +84,14 @@ def _float8(model: nn.Module) -> nn.Module:
 
 
 def _int8(model: nn.Module) -> nn.Module:
-    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+    from torchao.prototype.quantized_training import (
+        Int8QuantizedTrainingLinearWeight,
+        int8_weight_only_quantized_training,
+    )
     from torchao.quantization import quantize_
 
-    quantize_(model, int8_weight_only_quantized_training(), set_inductor_config=False)
+    torch.serialization.add_safe_globals([Int8QuantizedTrainingLinearWeight])
+    quantize_(model, int8_weight_only_quantized_training())
     return model
 
 
@@ -170,6 +174,7 @@ def _qlora_with(track: Any) -> Train:
     return loop(build)
 
 
+_INT8_NOTE = "Before `restore()`: `torch.serialization.add_safe_globals([Int8QuantizedTrainingLinearWeight])`."
 ROWS = [
     *(_torchao(name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
     Row(
@@ -179,7 +184,7 @@ ROWS = [
     ),
     Row("torchao QAT int4", ("torchao",), _trains(_fake_int4)),
     Row("torchao Float8 training", ("torchao",), _trains(_float8)),
-    Row("torchao int8 weights", ("torchao",), _trains(_int8, optimizer=_int8_optimizer)),
+    Row("torchao int8 weights", ("torchao",), _trains(_int8, optimizer=_int8_optimizer), note=_INT8_NOTE),
     Row("torchao AdamW8bit, torch.compile", ("torchao",), loop(_compiled)),
     *(_bitsandbytes(name) for name in ("AdamW8bit", "PagedAdamW8bit", "Lion8bit")),
     Row(

@@ -24,7 +24,7 @@ def without_kernels_of_torchvision() -> None:
 class Net(nn.Module):
     """Handwritten digits to their class; 2.2 MiB. Dropout draws random numbers, and the norm has buffers."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(64, width),
@@ -32,7 +32,7 @@ class Net(nn.Module):
             nn.ReLU(),
             nn.Linear(width, width),
             nn.ReLU(),
-            nn.Dropout(0.1),
+            nn.Dropout(dropout),
             nn.Linear(width, width),
             nn.ReLU(),
             nn.Linear(width, 10),

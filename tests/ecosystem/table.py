@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ecosystem import averages, low_bit, optimizers
+from ecosystem import accelerators, averages, data, hugging_face, low_bit, optimizers
 from ecosystem.rows import Outcome, Row, read
 
 ROOT = Path(__file__).parent.parent.parent
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- rows: begin -->\n", "<!-- rows: end -->"
 
 def rows() -> list[Row]:
     """In the order of the table."""
-    return [*optimizers.ROWS, *low_bit.ROWS, *averages.ROWS]
+    return [*optimizers.ROWS, *low_bit.ROWS, *averages.ROWS, *hugging_face.ROWS, *accelerators.ROWS, *data.ROWS]
 
 
 def result_of(name: str) -> Path:
