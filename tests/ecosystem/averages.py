@@ -49,14 +49,14 @@ def _ema_pytorch(model: nn.Module) -> tuple[Any, Any]:
     from ema_pytorch import EMA
 
     ema = EMA(model, beta=0.9, update_after_step=0, update_every=1, include_online_model=False)
-    return ema, ema.update
+    return ema, lambda: ema.update()
 
 
 def _torch_ema(model: nn.Module) -> tuple[Any, Any]:
     from torch_ema import ExponentialMovingAverage
 
     ema = ExponentialMovingAverage(model.parameters(), decay=0.9)
-    return ema, ema.update
+    return ema, lambda: ema.update()
 
 
 def _diffusers(model: nn.Module) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ecosystem import accelerators, averages, data, hugging_face, low_bit, optimizers
+from ecosystem import accelerate_and_lightning, averages, data, hugging_face, low_bit, optimizers
 from ecosystem.rows import Outcome, Row, read
 
 ROOT = Path(__file__).parent.parent.parent
@@ -16,7 +16,14 @@ BEGIN, END = "<!-- rows: begin -->\n", "<!-- rows: end -->"
 
 def rows() -> list[Row]:
     """In the order of the table."""
-    return [*optimizers.ROWS, *low_bit.ROWS, *averages.ROWS, *hugging_face.ROWS, *accelerators.ROWS, *data.ROWS]
+    return [
+        *optimizers.ROWS,
+        *low_bit.ROWS,
+        *averages.ROWS,
+        *hugging_face.ROWS,
+        *accelerate_and_lightning.ROWS,
+        *data.ROWS,
+    ]
 
 
 def result_of(name: str) -> Path:
@@ -37,7 +44,7 @@ def text(found: list[Outcome]) -> str:
 
 def line(found: Outcome) -> str:
     """A row of it."""
-    versions = ", ".join(found.versions.values())
+    versions = ", ".join(version.partition("+")[0] for version in found.versions.values())
     lazy = "-" if found.lazy_share is None else f"{found.lazy_share:.0%}"
     exact = "-" if found.exact is None else "yes" if found.exact else "as without"
     note = " ".join(filter(None, ["**Fails.**" if found.failures else "", found.note]))

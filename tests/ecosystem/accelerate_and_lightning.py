@@ -1,4 +1,4 @@
-"""Loops with Accelerate, as its examples and the scripts of diffusers write them."""
+"""Loops with Accelerate, as its examples and the scripts of diffusers write them; Lightning and Fabric."""
 
 from __future__ import annotations
 
@@ -285,6 +285,7 @@ def _lightning(schedule_free: bool = False, averaged: bool = False) -> Train:
             max_steps=STEPS,
             max_epochs=-1,
             num_sanity_val_steps=0,
+            check_val_every_n_epoch=2,  # not behind the checkpoint that is resumed: it changes schedule-free weights
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -299,13 +300,14 @@ def _lightning(schedule_free: bool = False, averaged: bool = False) -> Train:
 
 
 ACCELERATE = ("accelerate",)
+_HOOKS = "`EMAModel.save_pretrained` copies the averages before it saves them, and `save()` copies them again."
 ROWS = [
     Row("Accelerate, with a scheduler and a loader", ACCELERATE, _with_scheduler),
     Row("Accelerate + schedulefree", (*ACCELERATE, "schedulefree"), _schedule_free),
     Row("Accelerate + PEFT LoRA", (*ACCELERATE, "peft"), _lora),
     Row("Accelerate + registered AveragedModel", ACCELERATE, _registered_average(_torch_average)),
     Row("Accelerate + registered EMAModel", (*ACCELERATE, "diffusers"), _registered_average(_diffusers_average)),
-    Row("Accelerate + diffusers' hooks and EMA", (*ACCELERATE, "diffusers"), _with_hooks),
+    Row("Accelerate + diffusers' hooks and EMA", (*ACCELERATE, "diffusers"), _with_hooks, 0.27, note=_HOOKS),
     Row("Fabric", ("lightning",), _fabric),
     Row("Lightning", ("lightning",), _lightning()),
     Row("Lightning + schedulefree, by its README", ("lightning", "schedulefree"), _lightning(schedule_free=True)),
