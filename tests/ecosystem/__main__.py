@@ -1,4 +1,7 @@
-"""``python -m ecosystem NAME`` trains one row and prints what became of it; without a name it lists the rows."""
+"""``python -m ecosystem NAME`` trains one row and prints what became of it; without a name it lists the rows.
+
+``WITNESS=versions`` in front of it tries another witness than the default.
+"""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ import importlib.metadata
 import json
 import os
 import random
-import shutil
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -164,36 +164,38 @@ def seed_all(seed: int) -> None:
 
 def outcome(row: Row, folder: Path, describe: Callable[[Any], Any], witness: str = "auto") -> Outcome:
     """Trains a row four times and says what did not hold. ``describe`` tells the bits of a state."""
-    torch.set_num_threads(1)
-    shutil.rmtree(folder, ignore_errors=True)
     found = Outcome(row.name, {name: importlib.metadata.version(name) for name in row.packages}, note=row.note)
     done: list[tuple[CheckpointMetrics, Exception | None]] = []
     knobs = {**SMALL_RING, "witness": witness, "on_done": lambda metrics, error: done.append((metrics, error))}
     ours, theirs = folder / "ours", folder / "theirs"
 
+    def train(run: Run) -> Any:
+        return describe(_states(row.train(run)))
+
     # lazyckpt goes first: what it does to a process must not be there already.
-    _copies_begin_late()
-    if row.refused is not None:
-        _must_refuse(row, Run(ours, 0, knobs), found)
-        row.train(Run(theirs, 0, None))
-        return found
-    lazy = describe(_states(row.train(Run(ours, 0, knobs))))
-    plain = describe(_states(row.train(Run(theirs, 0, None))))
-    if lazy != plain:
-        found.failures.append("training with lazyckpt does not end in the same bits as without")
+    with mock.patch.object(background.Background, "_persist", _late):
+        if row.refused is not None:
+            _must_refuse(row, Run(ours, 0, knobs), found)
+            row.train(Run(theirs, 0, None))
+            return found
+        lazy = train(Run(ours, 0, knobs))
+        saves = list(done)
+        plain = train(Run(theirs, 0, None))
+        expected = train(Run(folder / "theirs again", 1, None, _checkpoint(theirs)))
+        resumed = train(Run(folder / "ours again", 1, knobs, _checkpoint(ours)))
+
+    found.exact = resumed == plain
     found.failures += [f"the checkpoint of step {m.step} failed: {error}" for m, error in done if error is not None]
-    if len(done) != STEPS // EVERY:
-        found.failures.append(f"{len(done)} checkpoints instead of {STEPS // EVERY}")
-    if len(done) > EARLY:
-        shares = _eager_shares([metrics for metrics, _ in done], _checkpoint(ours))
+    if len(saves) != STEPS // EVERY:
+        found.failures.append(f"{len(saves)} checkpoints instead of {STEPS // EVERY}")
+    else:
+        shares = _eager_shares([metrics for metrics, _ in saves], _checkpoint(ours))
         found.lazy_share = 1 - max(shares[EARLY:])
         if max(shares[EARLY:]) > row.eager:
             said = ", ".join(map("{:.1%}".format, shares))
             found.failures.append(f"eager shares of {said}; at most {row.eager:.0%} expected")
-
-    expected = describe(_states(row.train(Run(folder / "theirs again", 1, None, _checkpoint(theirs)))))
-    resumed = describe(_states(row.train(Run(folder / "ours again", 1, knobs, _checkpoint(ours)))))
-    found.exact = resumed == plain
+    if lazy != plain:
+        found.failures.append("training with lazyckpt does not end in the same bits as without")
     if (expected == plain) != row.exact:
         found.failures.append(f"without lazyckpt, resumption is {'not ' if row.exact else ''}exact")
     if resumed != expected:
@@ -234,14 +236,12 @@ def _states(obj: Any) -> Any:
     return obj.state_dict() if hasattr(obj, "state_dict") else obj
 
 
-def _copies_begin_late() -> None:
-    persist = background.Background._persist
+_persist = background.Background._persist
 
-    def late(self: Any, flight: Any) -> None:
-        time.sleep(LATE_S)
-        persist(self, flight)
 
-    background.Background._persist = late  # type: ignore[method-assign]
+def _late(self: Any, flight: Any) -> None:
+    time.sleep(LATE_S)
+    _persist(self, flight)
 
 
 # On disk, for the table
