@@ -8,15 +8,17 @@
 # make fuzz    looks for files that break the readers, for FUZZ_SECONDS
 # make sanitize the engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: alone, and
 #                under Python tests that touch it
+# make ecosystem the libraries that people train with, at pinned versions, in .venv-ecosystem; prints what works
 PYTHON ?= python3
 VENV := .venv
+ECO := .venv-ecosystem
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem clean
 setup: $(READY)
 
 # The test build of the engine, which can be told to fail. `pip install .` builds without.
@@ -84,5 +86,19 @@ fuzz: setup
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) atheris==3.0.0
 	PYTHONPATH=tests $(BIN)/python -m fuzz.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
 
+# ECOSYSTEM: further arguments, as in `make ecosystem ECOSYSTEM='-k timm'` or `ECOSYSTEM=--write-docs`.
+ecosystem: $(ECO)/.ready
+	$(ECO)/bin/python -m pytest -n auto tests/ecosystem $(ECOSYSTEM)
+
+$(ECO)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt tests/ecosystem/requirements-no-deps.txt $(ENGINE)
+	sh scripts/system-packages.sh
+	test -x $(ECO)/bin/python || $(PYTHON) -m venv $(ECO)
+	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) scikit-build-core pybind11 cmake ninja torch==2.13.0
+	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) -r tests/ecosystem/requirements.txt
+	$(ECO)/bin/python -m pip install --quiet --no-deps -r tests/ecosystem/requirements-no-deps.txt
+	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation \
+	    --config-settings=cmake.define.LAZYCKPT_FAULTS=ON --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(ECO) build dist

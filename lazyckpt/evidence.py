@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -111,6 +111,18 @@ class Evidence:
             self._waiting[optimizer] = sizes, _places(optimizer, lambda parameter: id(parameter) in wanted)
         return eager
 
+    @contextlib.contextmanager
+    def kept(self, optimizer: Any) -> Iterator[None]:
+        """Parameters keep what they have earned if the optimizer gives them other memory in here. Never fails."""
+        before = _memory_of(optimizer)
+        try:
+            yield
+        finally:
+            after = _memory_of(optimizer)
+            moved = [(key, old, after[key]) for key, old in before.items() if after.get(key, old) != old]
+            for table in list(self._earned.values()) if moved else ():
+                table.update((key, new) for key, old, new in moved if table.get(key) == old)
+
     def watch(self, module: torch.nn.Module) -> None:
         """Looks for parts that write to their parameters in forward: embeddings with ``max_norm``."""
         kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
@@ -134,6 +146,15 @@ def _places(optimizer: Any, wanted: Callable[[torch.Tensor], bool]) -> list[tupl
             for number, parameter in enumerate(members["params"])
             if parameter.requires_grad and wanted(parameter)
         ]
+
+
+def _memory_of(optimizer: Any) -> dict[int, int]:
+    """Where the memory of each of the optimizer's parameters begins; nothing if it is not as torch's are."""
+    try:
+        parameters = parameters_in_groups(optimizer)
+        return dict(zip(map(id, parameters), addresses(parameters), strict=True))
+    except Exception:
+        return {}
 
 
 def _state_of(optimizer: Any, parameter: torch.Tensor) -> Any:

@@ -53,7 +53,8 @@ _WAITS = frozenset(
 )
 
 # Methods of an optimizer that write to parameters outside of step(): of schedule-free ones, and of SAM. And swap_….
-_SWITCHES = ("train", "eval", "first_step", "second_step")
+_MOVE = ("first_step", "second_step")  # these may do it by `p.data = …`
+_SWITCHES = ("train", "eval", *_MOVE)
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _MAX_CALLERS = 8  # frames in which one optimizer may be the caller of another's step
 
@@ -666,12 +667,14 @@ def _guard_switches(kind: type[Any]) -> None:
 def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
     # Trainers call train() before every batch: the mode mostly is what it was, and forward overlaps with the copy.
     mode = {"train": True, "eval": False}.get(method.__name__) if _is_schedulefree(method.__module__) else None
+    moves = method.__name__ in _MOVE
 
     @functools.wraps(method)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if mode is not None and _is_in_mode(self, mode):
             return method(self, *args, **kwargs)
-        with gate.step(unwrapped(self)):
+        owner = unwrapped(self)
+        with gate.step(owner), gate.evidence.kept(owner) if moves else contextlib.nullcontext():
             return method(self, *args, **kwargs)
 
     return switch

@@ -28,6 +28,8 @@ from trials import Trials
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
 torch.set_num_threads(1)
 
+collect_ignore = ["ecosystem"]  # needs an environment of its own: `make ecosystem`
+
 Graph = Callable[[Any], Any]
 
 
@@ -92,6 +94,9 @@ def describe_graph(obj: Any) -> Any:
 
     def tensor_of(t: torch.Tensor) -> Any:
         head: tuple[Any, ...] = (type(t).__name__, t.dtype, t.requires_grad, t.layout, attributes(t))
+        if hasattr(t, "__tensor_flatten__") and not hasattr(t, "_local_tensor"):
+            names, context = t.__tensor_flatten__()
+            return *head, [tensor_of(getattr(t, name)) for name in names], str(context)
         if hasattr(t, "_local_tensor"):
             return *head, tensor_of(t._local_tensor), str(t.placements)
         if t.is_nested:

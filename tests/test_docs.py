@@ -14,6 +14,7 @@ import torch
 
 import lazyckpt
 from commands import commands
+from ecosystem import table
 
 DOCS = Path(__file__).parent.parent / "docs"
 _BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -53,6 +54,11 @@ def _errors() -> Iterator[tuple[str, str]]:
 
 
 _SAYS_WHAT_TO_DO = re.compile(r"\b(expected|at most|give|use|make|call|name a|Pass)\b")
+
+
+def test_the_table_of_what_works_has_the_rows_of_make_ecosystem() -> None:
+    assert len(rows := [row.name for row in table.rows()]) > 50
+    assert table.names_in_docs() == rows
 
 
 def test_every_warning_is_explained() -> None:

@@ -14,7 +14,7 @@ import pytest
 import schedulefree
 import torch
 
-from lazyckpt.gate import gate
+from lazyckpt.gate import _guard_switches, gate
 
 HELD_S = 0.05
 AT_MOST_S = 5.0
@@ -66,6 +66,17 @@ class Sam(torch.optim.Optimizer):
         self.first_step()
         closure()
         self.second_step()
+
+
+class MovingSam(Sam):
+    """Goes back to the weights by a pointer, as the code does that most have copied."""
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
 
 
 @pytest.mark.parametrize("name", SCHEDULE_FREE)
@@ -133,9 +144,10 @@ def test_a_switch_through_a_wrapper_is_one_of_the_optimizer_inside(make_run: Any
         handle.result(timeout=30)
 
 
+@pytest.mark.parametrize("kind", [Sam, MovingSam])
 @pytest.mark.parametrize("by_closure", [False, True])
-def test_sam(by_closure: bool, make_run: Any, disk: Any, pending: Any, graph: Any) -> None:
-    run = make_run(Sam, warm=False)
+def test_sam(by_closure: bool, kind: Any, make_run: Any, disk: Any, pending: Any, graph: Any) -> None:
+    run = make_run(kind, warm=False)
 
     def train() -> None:
         run.backward()
@@ -155,8 +167,24 @@ def test_sam(by_closure: bool, make_run: Any, disk: Any, pending: Any, graph: An
         assert pending(handle) > 0, "it is lazy"
         disk.release(after_s=HELD_S)
         train()
+        train()
         saved = torch.load(handle.result(timeout=30) / "state.pt")["model"]
         assert graph(saved) == graph(before)
+
+
+def test_a_step_goes_on_whatever_an_optimizer_raises_of_its_parameters() -> None:
+    class Closed:
+        @property
+        def param_groups(self) -> Any:
+            raise LookupError("closed")
+
+        def second_step(self) -> int:
+            return 7
+
+    _guard_switches(Closed)
+    optimizer = Closed()
+    assert optimizer.second_step() == 7
+    assert gate.steps[optimizer] == 1, "it is guarded"
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda obj: pickle.loads(pickle.dumps(obj))])

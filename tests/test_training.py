@@ -269,6 +269,34 @@ def test_an_optimizer_that_does_not_fit_says_all_that_does_not() -> None:
             OptimizerProvider(optimizer).landings(nonsense)
 
 
+class LowRank(torch.optim.Optimizer):
+    """Keeps the moments of a projected gradient, as GaLore does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            moment = self.state[parameter].setdefault("exp_avg", torch.zeros(2, parameter.shape[1]))
+            moment.lerp_(parameter.grad[:2], 0.1)
+            parameter[:2] -= self.param_groups[0]["lr"] * moment
+
+
+def test_moments_of_another_shape_than_the_parameter(tmp_path: Path, graph: Any) -> None:
+    """A fresh optimizer has no state yet, and GaLore's was refused."""
+
+    def make() -> LowRank:
+        return LowRank([nn.Parameter(torch.randn(6, 8))])
+
+    source, target = make(), make()
+    for parameter in source.param_groups[0]["params"]:
+        parameter.grad = torch.ones(6, 8)
+    source.step()
+    there_and_back(tmp_path, source, target)
+    assert graph(target.state_dict()) == graph(source.state_dict())
+
+
 # everything else
 
 

@@ -218,6 +218,8 @@ class OptimizerProvider(StateProvider):
                 )
             parameters |= dict(zip(saved_group["params"], self.optimizer.param_groups[number]["params"], strict=False))
         landings = []
+        # Other optimizers keep tensors of another shape under these names: GaLore's moments are of a low rank.
+        known = _PARAMETER_LIKE if type(self.optimizer).__module__.startswith("torch.optim.") else frozenset()
         for index, state in saved["state"].items():
             if not isinstance(state, dict) or index not in parameters:
                 continue  # state of its own kind, which load_state_dict understands
@@ -227,7 +229,7 @@ class OptimizerProvider(StateProvider):
                     continue
                 if key in here and describe(here[key]) == describe(tensor):
                     landings.append(Landing(tensor, here[key]))
-                elif key in _PARAMETER_LIKE and tensor.dim() > 0 and tensor.shape != parameters[index].shape:
+                elif key in known and tensor.dim() > 0 and tensor.shape != parameters[index].shape:
                     problems.append(
                         f"state[{index}][{key!r}]: {describe(tensor)} in the checkpoint, but the parameter is "
                         f"{describe(parameters[index])}"
