@@ -174,7 +174,10 @@ def _qlora_with(track: Any) -> Train:
     return loop(build)
 
 
-_INT8_NOTE = "Before `restore()`: `torch.serialization.add_safe_globals([Int8QuantizedTrainingLinearWeight])`."
+_INT8_NOTE = (
+    "Before the first `save()`, and before `restore()`: "
+    "`torch.serialization.add_safe_globals([Int8QuantizedTrainingLinearWeight])`."
+)
 ROWS = [
     *(_torchao(name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
     Row(

@@ -184,8 +184,8 @@ def _pytorch_optimizer_sam(parameters: Parameters) -> Any:
 
 
 _GALORE_NOTE = (
-    "Its state holds objects of its own, whose tensors are copied inside `save()`. Allow them before `restore()`: "
-    "`torch.serialization.add_safe_globals([GaLoreProjector])`."
+    "Its state holds objects of its own, whose tensors are copied inside `save()`. Allow them before the first "
+    "`save()`, and before `restore()`: `torch.serialization.add_safe_globals([GaLoreProjector])`."
 )
 _SAM_NOTE = "Track `base_optimizer` as well: SAM's `state_dict()` does not have its momentum."
 
