@@ -470,7 +470,9 @@ bool PageWitness::ProtectOne(PageRange pages, std::vector<Mapping>* mappings) {
   const int error = known ? ProtectAll(pages, *known) : ENOENT;
   if (error != ENOENT) return error == 0;
   if (mappings->empty()) *mappings = ReadMappings();  // new memory, or other at the old place
-  return Register(pages, *mappings) && ProtectAll(pages, *Registered(pages)) == 0;
+  if (!Register(pages, *mappings)) return false;
+  const std::optional<Kind> kind = Registered(pages);  // none if it lies in two mappings of different kinds
+  return kind && ProtectAll(pages, *kind) == 0;
 }
 
 // Whether some other window has pages of these to be copied yet. The ranges of a window do not overlap, so that the

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator
@@ -278,7 +279,8 @@ class Gate:
         def update(average: Any, *args: Any, **kwargs: Any) -> Any:
             if not averages.is_known(average):  # of a class derived from one that is
                 return method(average, *args, **kwargs)
-            if average not in self.steps and isinstance(holder := averages.holder_of(average), torch.nn.Module):
+            holder = averages.holder_of(average)
+            if isinstance(holder, torch.nn.Module) and holder not in self.modules:
                 self.watch(holder)
             with self.step(average):
                 return method(average, *args, **kwargs)
@@ -288,7 +290,7 @@ class Gate:
     def _gated_swap(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def swap(average: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.step(Guarded(average)):  # one that is new waits for everything
+            with self.step(Guarded(average), counted=False):  # one that is new waits for everything
                 return method(average, *args, **kwargs)
 
         return swap
@@ -306,14 +308,14 @@ class Gate:
             return bool(self._open)
 
     @contextlib.contextmanager
-    def step(self, *owners: Any) -> Iterator[None]:
-        """What ``owners`` change is changed in here."""
+    def step(self, *owners: Any, counted: bool = True) -> Iterator[None]:
+        """What ``owners`` change is changed in here. If it is not ``counted``, they own nothing by it."""
         frame = sys._getframe(2)  # behind that of contextlib
         opened: list[_Step] = []
         try:
             for owner in owners:
                 opened.append(self._enter(owner, frame))
-            for owner in owners:
+            for owner in owners if counted else ():
                 self._count(owner)
                 self._note_capture(owner)
             self._begin_writing(opened, owners)
@@ -569,8 +571,15 @@ class Gate:
 
         Whatever its parts write to in forward is copied eagerly from here on.
         """
-        self.evidence.watch(module)
-        self.modules.update(module.modules())
+        with self._changed:
+            self.evidence.watch(module)
+            self.modules.update(module.modules())
+
+    def owners(self) -> tuple[list[tuple[Any, int]], set[int]]:
+        """Who was seen to step, with the number of steps, oldest first; and the storages that are eager whoever owns
+        them."""
+        with self._changed:
+            return list(self.steps.items()), self.evidence.eager_storages()
 
 
 def _is_in(owner: Any, known: Container[Any]) -> bool:
@@ -613,10 +622,16 @@ def _writes_before_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def warn_of_foreign(optimizer: object, error: Exception) -> None:
     """Warns, once for its class, of an optimizer that raises where torch's do not."""
-    _warn_once(
-        f"what {type(optimizer).__name__} trains cannot be told ({type(error).__name__}: {error}): its steps wait for "
-        "all copies, and what no other optimizer trains is copied inside save()"
-    )
+    if type(optimizer) in _told_of:
+        return
+    _told_of.add(type(optimizer))
+    why = "".join(traceback.format_exception_only(error)).strip()  # also of an error that cannot be printed
+    with contextlib.suppress(Warning):  # where a filter makes errors of them, training goes on
+        warnings.warn(
+            f"what {type(optimizer).__name__} trains cannot be told ({why}): its steps wait for all copies, and what no "
+            "other optimizer trains is copied inside save()",
+            stacklevel=5,
+        )
 
 
 def _warn_once(message: str) -> None:
@@ -627,6 +642,7 @@ def _warn_once(message: str) -> None:
 
 
 _warned: set[str] = set()
+_told_of: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 
 def _place_of(function: Any) -> str:

@@ -59,7 +59,8 @@ class Parameters(NamedTuple):
 class Ownership:
     """Which optimizer owns which storage, at one instant. Storages are known by their ``_cdata``."""
 
-    def __init__(self, gate: Gate, steps_before: dict[int, int]) -> None:
+    def __init__(self, gate: Gate, steps_before: dict[int, int], *, watched: bool = True) -> None:
+        """``watched``: the engine watches pages, so that a write which nobody expects is found."""
         # The bit of each owner, and the parameters it had. Weakly held: an optimizer may die while its storages wait.
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
@@ -68,11 +69,11 @@ class Ownership:
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
         self.guarded: set[int] = set()  # storages of others than optimizers, which write to them in methods
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
-        eager = gate.evidence.eager_storages()
+        owners, eager = gate.owners()
         mixed: dict[int, _Claim] = {}
         sizes: dict[int, int] = {}
         inside_step = gate.inside_step()
-        newest_first = reversed(list(gate.steps.items()))  # earlier runs' may live on, as garbage
+        newest_first = reversed(owners)  # earlier runs' may live on, as garbage
         for number, (owner, steps) in enumerate(newest_first):
             bit = 1 << min(number, _SHARED_BIT)
             self.steps[id(owner)] = steps
@@ -83,11 +84,11 @@ class Ownership:
                 guarded = known or isinstance(owner, Guarded)
                 if not guarded:
                     eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
-                # If an optimizer does not step, something else may train its parameters. Nothing else writes to an
-                # average that is known, however seldom it is updated.
-                gated = known or steps != steps_before.get(id(owner), 0)
-                gated = gated and not inside_step and gate.replayed.get(owner, True) and not _writes_outside_step(owner)
                 owned = _storages_of(owner, parameters)
+                # If an optimizer does not step, something else may train its parameters. Hardly anything else writes to
+                # an average that is known, however seldom it is updated; the kernel finds who does.
+                gated = steps != steps_before.get(id(owner), 0) or (known and watched and _are_on_host(owned))
+                gated = gated and not inside_step and gate.replayed.get(owner, True) and not _writes_outside_step(owner)
             except Exception as error:  # nobody knows what it owns: nothing of that is lazy by it
                 warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
                 continue
@@ -126,6 +127,10 @@ class Ownership:
             for identity in storages.identities:
                 self.frozen_owners[identity] = self.frozen_owners.get(identity, 0) | bit
         return gate.evidence.storages_of(owner, without)
+
+
+def _are_on_host(owned: list[Storages]) -> bool:
+    return all(tensor.is_cpu for storages in owned for tensor in storages.tensors)
 
 
 def _writes_outside_step(owner: Any) -> bool:

@@ -1,7 +1,8 @@
 """What torch's restricted unpickler is not asked to survive.
 
-It calls only functions on its list, but some of those allocate whatever they are told to, and Python hashes tuples by
-recursion in C, without a limit: a key that is nested a million times ends the process. And the functions that we add to
+It calls only functions on its list, but some of those allocate whatever they are told to, or set attributes that mean
+something to torch, and Python hashes tuples by recursion in C, without a limit: a key that is nested a million times
+ends the process. And the functions that we add to
 the list (``safe_globals``) may be called only as pickle itself calls them. So the pickle is handed over as a stream
 that looks at the unpickler's stack in front of the opcodes that call, set keys or set a state. It does not change what
 is made of the pickle, and parses it only to tell an opcode from an operand that looks like one, before it raises.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from operator import index
 from pickle import BUILD, NEWOBJ, REDUCE, SETITEM, SETITEMS
@@ -23,6 +25,10 @@ from lazyckpt.safe_globals import RestrictedUnpickler, allows_call, allows_state
 
 _WATCHED = frozenset((REDUCE, NEWOBJ, BUILD, SETITEM, SETITEMS))
 _MAX_DEPTH = 100
+# The memory that the arguments of all calls, and all keys, may come to: a file may name one long list again and again,
+# for two bytes each time.
+_BUDGET_BYTES, _BUDGET_FACTOR = 8 << 20, 64  # and this many times the file
+_ITEM_BYTES = 64
 CONSENT = (
     "allow the type with torch.serialization.add_safe_globals, or load with weights_only=False, which runs code from "
     "the file: only if you trust its origin"
@@ -40,7 +46,7 @@ class GuardedPickle(io.BytesIO):
 
     def __init__(self, data: bytes, path: Any) -> None:
         super().__init__(data)
-        self._nbytes = len(data)
+        self._budget = _BUDGET_BYTES + _BUDGET_FACTOR * len(data)
         self._path = path
         self._opcodes: Iterator[int] | None = None  # where they are, from the place that was asked for last
         self._opcode = -1
@@ -63,8 +69,12 @@ class GuardedPickle(io.BytesIO):
         elif len(stack) < 2:
             pass  # the unpickler raises
         elif opcode == BUILD:
-            if not allows_state(stack[-2], stack[-1]):
+            if type(stack[-2]) is torch.Tensor:  # its state are the arguments of Tensor.set_
+                self._check_view(*stack[-1])
+            elif not allows_state(stack[-2], stack[-1]):
                 self._restricted(f"it sets the state of a {type(stack[-2]).__name__}")
+        elif type(stack[-1]) is not tuple:  # what may be endless when it is unpacked
+            self._restricted("it calls a function with other arguments than a tuple")
         elif id(stack[-2]) in _VIEWS:  # which hash nothing
             self._check_view(*stack[-1][:4])
         else:
@@ -85,19 +95,29 @@ class GuardedPickle(io.BytesIO):
     def _check_depth(self, values: list[Any]) -> None:
         """Of tuples and lists in ``values``. Shared ones count each time, as they do where they are hashed."""
         found = [(value, 1) for value in values if isinstance(value, tuple | list)]
-        budget = self._nbytes
         while found:
             value, depth = found.pop()
-            budget -= 1
-            if depth > _MAX_DEPTH or budget < 0:
+            self._charge(_ITEM_BYTES * len(value))
+            if depth > _MAX_DEPTH:
                 raise CorruptFileError("record data.pkl: a key or argument is nested too deep", path=self._path)
             found += [(inner, depth + 1) for inner in value if isinstance(inner, tuple | list)]
+
+    def _charge(self, nbytes: int) -> None:
+        self._budget -= nbytes
+        if self._budget < 0:
+            raise CorruptFileError("record data.pkl: makes far more than its bytes can mean", path=self._path)
 
     def _check_call(self, function: Any, arguments: Any, *, new: bool) -> None:
         direct = True
         while function is torch._tensor._rebuild_from_type_v2 and len(arguments) > 2:
+            self._check_attributes(arguments[3:])
             function, _, arguments = arguments[:3]
-            direct = False  # it may also set a state
+            direct = False
+            if type(arguments) is not tuple:
+                self._restricted("it calls a function with other arguments than a tuple")
+        if function is torch._utils._rebuild_parameter_with_state:
+            self._check_attributes(arguments[3:])
+        self._charge(sum(len(argument) for argument in arguments if isinstance(argument, str | bytes | bytearray)))
         if id(function) in _VIEWS:
             self._check_view(*arguments[:4])
             fine = True
@@ -105,6 +125,8 @@ class GuardedPickle(io.BytesIO):
             fine = all(isinstance(argument, bytes | str) for argument in arguments)
         elif _is_memory(function):
             fine = not arguments  # a number would be a length
+        elif function in _COLLECTIONS:
+            fine = all(type(argument) in (tuple, list, dict) for argument in arguments)
         elif getattr(function, "__module__", None) == "_codecs":
             fine = len(arguments) < 2 or (isinstance(arguments[1], str) and arguments[1] in _ENCODINGS)
         elif not allows_call(function, arguments, pickled=direct and not new):
@@ -114,6 +136,14 @@ class GuardedPickle(io.BytesIO):
         if not fine:
             what = f"a call of {function.__name__} that torch.save does not write"
             raise UnsupportedFormatError(f"record data.pkl: {what}", path=self._path)
+
+    def _check_attributes(self, states: tuple[Any, ...]) -> None:
+        """Of tensors. What they have by their class is no attribute of one: to set it would write to memory."""
+        for state in states:
+            for attributes in state if isinstance(state, tuple) else [state]:
+                for key in attributes or ():
+                    if type(key) is not str or key.startswith("__") or hasattr(torch.nn.Parameter, key):
+                        self._restricted(f"it sets {key!r} of a tensor")
 
     def _restricted(self, what: str) -> NoReturn:
         what = f"is not to be unpickled: {what} in a way that may do harm"
@@ -135,6 +165,7 @@ def _is_memory(function: Any) -> bool:
     )
 
 
+_COLLECTIONS = (set, torch.Size, OrderedDict, Counter)
 _read = io.BytesIO.read
 # Nearly all calls, by id(), since what is called may be anything. They begin with a storage, an offset, a size and a
 # stride.

@@ -9,7 +9,8 @@ the list runs code of the file's choice, opens a file, or takes more memory than
   is taken once, since other arrays may view the memory of an array that has one.
 - ``numpy._core.multiarray.scalar`` reads exactly one item.
 - ``numpy.asarray`` and ``numpy.ndarray`` view the whole storage of one tensor: the form in which lazyckpt writes large
-  arrays.
+  arrays. The first is a function of ours, since NumPy's believes an ``__array_interface__`` that a pickle has given to
+  a tensor.
 - ``pathlib`` paths take strings and touch no file. ``datetime`` classes take bytes that are a date, and whole numbers.
 - ``frozenset`` takes a list, and ``bytes`` takes nothing.
 
@@ -32,6 +33,7 @@ from torch import _weights_only_unpickler
 
 numpy: Any = sys.modules.get("numpy")  # torch imports it where it is installed
 
+_MAX_DIMENSIONS = 32  # of NumPy 1; an array that is given a state with too many reads beyond its own memory
 _DTYPES = re.compile(r"b1|[iufc][0-9]{1,2}|[SU][0-9]{1,9}")
 
 
@@ -62,7 +64,8 @@ def _is_time(data: Any) -> bool:
 def _is_datetime(data: Any) -> bool:
     if type(data) is not bytes or len(data) != 10:
         return False
-    return _is_date(bytes([*data[:2], data[2] & 0x7F, data[3]])) and _is_time(data[4:])  # here it is the month's
+    fits = data[4] < 24 and _is_time(data[4:])  # here the highest bit of the month is the fold
+    return fits and _is_date(bytes([*data[:2], data[2] & 0x7F, data[3]]))
 
 
 def _with_zone(is_moment: Callable[[Any], bool]) -> Callable[[tuple[Any, ...]], bool]:
@@ -119,7 +122,15 @@ def _is_view(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_storage(arguments: tuple[Any, ...]) -> bool:
-    return len(arguments) == 1 and type(arguments[0]) is torch.Tensor and arguments[0].dtype == torch.uint8
+    if len(arguments) != 1 or type(arguments[0]) is not torch.Tensor:
+        return False
+    tensor = arguments[0]
+    whole = tensor.layout is torch.strided and tensor.dim() == 1 and tensor.is_contiguous()
+    return tensor.dtype == torch.uint8 and whole and not tensor.__dict__
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    return torch.Tensor.numpy(tensor.cpu())
 
 
 def _is_simple(dtype: Any) -> bool:
@@ -130,6 +141,7 @@ def _fits(shape: Any, dtype: Any, nbytes: int) -> bool:
     """Whether an array of this shape has this many bytes. Empty items would let an array of any length have none."""
     return (
         type(shape) is tuple
+        and len(shape) <= _MAX_DIMENSIONS
         and all(type(length) is int and length >= 0 for length in shape)
         and _is_simple(dtype)
         and dtype.itemsize > 0
@@ -172,7 +184,7 @@ def _numpy() -> _Calls:
     calls: _Calls = {
         "numpy.dtype": (numpy.dtype, _is_dtype),
         "numpy.ndarray": (numpy.ndarray, _is_view),
-        "numpy.asarray": (numpy.asarray, _is_storage),
+        "numpy.asarray": (_as_array, _is_storage),
     }
     for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # NumPy 2, NumPy 1
         calls[f"{module}._reconstruct"] = reconstruct, _is_reconstructed

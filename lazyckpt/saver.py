@@ -415,7 +415,7 @@ class Saver:
             self._steps_before = self._steps
         self._training_step = training_step
         gate.guard_averages()
-        ownership = Ownership(gate, self._steps_before)
+        ownership = Ownership(gate, self._steps_before, watched=self._watched)
         self._steps = ownership.steps
         return Snapshot(
             files,

@@ -154,6 +154,51 @@ def test_it_is_lazy_although_it_was_not_updated_since_the_save_before(
         assert handle.metrics.eager_bytes < SMALL_BYTES, step
 
 
+def test_without_pages_an_average_that_was_not_updated_is_eager(make: Any, make_run: Any) -> None:
+    """Who writes to it past its methods, and moves no version, would not be found."""
+    run = make_run(witness="versions")
+    average, update = make["AveragedModel"](run.model)
+    run.ckpt.track(ema=average)
+    update()
+    run.step()
+    assert run.ckpt.save(1, blocking=True).metrics.eager_bytes < SMALL_BYTES
+    run.step()
+    handle = run.ckpt.save(2)
+    for parameter in average.parameters():
+        parameter.data.mul_(0)
+    saved = lazyckpt.load(handle.result())["ema"]
+    assert handle.metrics.eager_bytes > 700_000
+    assert all(bool(value.any()) for name, value in saved.items() if name.endswith("weight"))
+
+
+def test_an_average_that_is_made_by_its_first_update_is_watched_then(imported: Any, make_run: Any) -> None:
+    class Late(Ema):
+        def __init__(self, model: torch.nn.Module) -> None:
+            torch.nn.Module.__init__(self)
+            self.online_model = model
+            self.ema_model = None  # type: ignore[assignment]
+
+        def update(self) -> None:
+            if self.ema_model is None:
+                self.ema_model = copy.deepcopy(self.online_model)
+
+    run = make_run()
+    average = imported("ema_pytorch.ema_pytorch", "EMA", Late)(run.model)
+    run.ckpt.track(ema=average)
+    average.update()
+    average.update()
+    assert average.ema_model in gate.modules
+
+
+def test_a_swap_is_no_owner(make: Any, make_run: Any) -> None:
+    run = make_run()
+    average, _ = make["Shadow"](run.model)
+    run.ckpt.track(ema=average)
+    before = list(gate.steps)
+    average.copy_to(list(run.model.parameters()))
+    assert list(gate.steps) == before
+
+
 def test_an_average_that_takes_no_gradient_does_not_rest(make_run: Any, graph: Any) -> None:
     """Regression: frozen by the look of it, and unchanged in two saves, it was lazy, and no update waited for that."""
 

@@ -309,6 +309,19 @@ def test_a_page_that_is_given_back_to_the_file_fails_the_checkpoint(engine: _eng
     assert save.finish() == [0]
 
 
+def test_memory_that_lies_in_a_file_and_beside_it_is_copied_at_once(engine: _engine.Engine, tmp_path: Path) -> None:
+    memory = of_file(tmp_path / "weights", written=12)
+    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+    LIBC.mmap.restype = ctypes.c_void_p
+    LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    assert LIBC.mmap(memory.address + 6 * PAGE, 6 * PAGE, 3, fixed, -1, 0) == memory.address + 6 * PAGE
+    memory.array[:] = 3
+    save = Save(engine, [memory], tmp_path / "file")
+    save.job.wait_eager()
+    memory.array[:] = 4
+    assert save.finish() == []
+
+
 def test_pages_of_hugetlbfs_are_copied_at_once(engine: _engine.Engine, tmp_path: Path) -> None:
     """Some of them, as a storage has them: the kernel protects only whole ones."""
     pool = Path("/proc/sys/vm/nr_hugepages")
@@ -322,10 +335,13 @@ def test_pages_of_hugetlbfs_are_copied_at_once(engine: _engine.Engine, tmp_path:
         pool.write_text(before) if os.access(pool, os.W_OK) else None
     memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + 5 * PAGE, 600 * PAGE)
     memory.array[:] = 3
-    save = Save(make_engine(ring_bytes=700 * PAGE // CHUNK * CHUNK + CHUNK), [memory], tmp_path / "file")
+    large = make_engine(ring_bytes=64 * CHUNK)
+    assert large.reserve(64 * CHUNK)
+    save = Save(large, [memory], tmp_path / "file")
     save.job.wait_eager()
     memory.array[:] = 4
     assert save.finish() == []
+    assert save.job.stats()["eager_bytes"] == memory.size
 
 
 def test_after_a_fork_the_writes_of_this_process_count_and_those_of_the_child_do_not(

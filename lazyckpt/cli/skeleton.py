@@ -31,6 +31,8 @@ _MAX_NAMES = 10_000
 # for ever where the same ones are inside each other again and again.
 _MAX_DEPTH = 100
 _MAX_TUPLES = 1_000_000
+# What is copied by all calls: a pickle may name one long list again and again, for two bytes each time.
+_ITEMS, _ITEMS_PER_BYTE = 100_000, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +112,7 @@ def read_skeleton(path: str | os.PathLike[str], directory: Directory) -> Any:
     if record.crc32 not in (None, zlib.crc32(data)):
         raise CorruptFileError("record data.pkl: checksum does not match", path=path)
     try:
-        return _Unpickler(io.BytesIO(data), path, directory).load()
+        return _Unpickler(data, path, directory).load()
     except CorruptFileError:
         raise
     except Exception as error:  # a damaged pickle can make the unpickler raise nearly anything
@@ -124,8 +126,9 @@ class _Unpickler(pickle._Unpickler):
     read: Callable[[int], bytes]
     append: Callable[[Any], None]
 
-    def __init__(self, stream: io.BytesIO, path: str | os.PathLike[str], directory: Directory) -> None:
-        super().__init__(stream, encoding="utf-8", errors="replace")
+    def __init__(self, data: bytes, path: str | os.PathLike[str], directory: Directory) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8", errors="replace")
+        self._items = _ITEMS + _ITEMS_PER_BYTE * len(data)
         self._path = path
         self._records = directory.records
         self._opaque: dict[str, type[Opaque]] = {}
@@ -146,6 +149,16 @@ class _Unpickler(pickle._Unpickler):
     def get_extension(self, code: int) -> None:
         """What a program has registered is not this program's to call."""
         raise ValueError("an extension code")
+
+    def load_reduce(self) -> None:
+        function, arguments = self.stack[-2:]
+        if not (isinstance(function, type) and issubclass(function, Opaque)):  # that one copies nothing
+            self._items -= sum(len(argument) for argument in arguments if hasattr(argument, "__len__"))
+            if self._items < 0:
+                raise ValueError("calls copy far more than the pickle has")
+        super().load_reduce()  # type: ignore[misc]
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
 
     def load_build(self) -> None:
         """Attributes are for Opaque alone: those of a Tensor are checked, those of a function would stay."""

@@ -816,6 +816,82 @@ def strange_keys(folder: Path) -> Path:
     return archive(folder, PROTO + b"}" + tensor() + b"Ns" + name("torch.Size") + b"Ns" + b"]Ns.")
 
 
+def _tensor_with(attributes: dict[str, Any], function: str = "torch._utils._rebuild_tensor_v2", *arguments: Any) -> Raw:
+    """A tensor that is given attributes when it is rebuilt."""
+    own = storage("0", 16, "torch.ByteStorage"), 0, (16,), (1,), False, call("collections.OrderedDict")
+    what = name(function), name("torch.Tensor"), arguments or own, attributes
+    return call("torch._tensor._rebuild_from_type_v2", *what)
+
+
+def _memory_at(address: int) -> Raw:
+    """An array that NumPy takes to be at this address."""
+    where = {"data": (address, False), "shape": (16,), "typestr": "|u1", "version": 3}
+    return call("numpy.asarray", _tensor_with({"__array_interface__": where}))
+
+
+@attack
+def tensor_that_shows_memory(folder: Path) -> Path:
+    """An attribute by which NumPy takes any address for an array."""
+    return archive(folder, {"x": _memory_at(4096)})
+
+
+@attack
+def tensor_that_writes_memory(folder: Path) -> Path:
+    """Setting ``Tensor.real`` copies into the memory of the tensor, which is that of an array at any address."""
+    onto = "torch._utils._rebuild_device_tensor_from_numpy", _memory_at(4096), name("torch.uint8"), "cpu", False
+    return archive(
+        folder, {"x": _tensor_with({"real": tensor(0, (16,), (1,), numel=16, kind="torch.ByteStorage")}, *onto)}
+    )
+
+
+@attack
+def parameter_whose_data_are_replaced(folder: Path) -> Path:
+    """The same by the state of a parameter."""
+    hooks = call("collections.OrderedDict")
+    state = {"data": tensor(0, (16,), (1,), numel=16, kind="torch.ByteStorage")}
+    return archive(folder, {"x": call("torch._utils._rebuild_parameter_with_state", tensor(), False, hooks, state)})
+
+
+@attack
+def array_of_too_many_dimensions(folder: Path) -> Path:
+    """NumPy has room for 64 lengths, and shows what lies behind them."""
+    return archive(folder, {"x": array((0,) * 200, dtype("u1"), b"")})
+
+
+@attack
+def rows_of_nothing_as_a_size(folder: Path) -> Path:
+    """An array without a byte has as many rows as it likes."""
+    return archive(folder, {"x": call("torch.Size", array((1 << 40, 0), dtype("u1"), b""))})
+
+
+@attack
+def rows_of_nothing_as_arguments(folder: Path) -> Path:
+    """The same where it is unpacked."""
+    return archive(folder, {"x": Raw(name("collections.OrderedDict") + array((1 << 40, 0), dtype("u1"), b"") + REDUCE)})
+
+
+@attack
+def sets_of_one_list(folder: Path) -> Path:
+    """One list of 50,000 numbers, made into a set 10,000 times for four bytes each."""
+    numbers = b"](" + b"".join(b"M" + struct.pack("<H", n) for n in range(50_000)) + b"e"
+    sets = numbers + TUPLE1 + b"q\x02" + name("builtins.frozenset") + b"q\x01" + b"h\x01h\x02R" * 10_000
+    return archive(folder, PROTO + b"](" + sets + b"e" + STOP)
+
+
+@attack
+def path_of_one_long_name(folder: Path) -> Path:
+    """One name of 50,000 letters, joined to itself 75,000 times for two bytes each."""
+    made = name("pathlib.PosixPath") + b"(" + text("a/" * 25_000) + b"q\x01" + b"h\x01" * 75_000 + b"t" + REDUCE
+    return archive(folder, PROTO + made + STOP)
+
+
+@attack
+def tensor_set_to_more_than_there_is(folder: Path) -> Path:
+    """The legacy way of building a tensor: the arguments of ``Tensor.set_``, which enlarges the storage."""
+    state = opcodes((storage(), 0, (1 << 40,), (1,)))
+    return archive(folder, {"x": Raw(tensor() + state + BUILD)})
+
+
 @attack
 def a_pickle_of_nothing(folder: Path) -> Path:
     """A pickle that ends before it has begun."""

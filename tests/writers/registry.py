@@ -579,6 +579,9 @@ class SlowToPickle:
     __hash__ = None  # type: ignore[assignment]
 
 
+torch.serialization.add_safe_globals([SlowToPickle])  # or the first save would be refused
+
+
 @register
 class StepsOnAnotherThread(Writer):
     """Fused steps go on all the time, before ``save()``, in it and after it. Each adds 1 to everything."""
