@@ -626,12 +626,10 @@ def warn_of_foreign(optimizer: object, error: Exception) -> None:
         return
     _told_of.add(type(optimizer))
     why = "".join(traceback.format_exception_only(error)).strip()  # also of an error that cannot be printed
-    with contextlib.suppress(Warning):  # where a filter makes errors of them, training goes on
-        warnings.warn(
-            f"what {type(optimizer).__name__} trains cannot be told ({why}): its steps wait for all copies, and what no "
-            "other optimizer trains is copied inside save()",
-            stacklevel=5,
-        )
+    _warn_once(
+        f"what {type(optimizer).__name__} trains cannot be told ({why}): its steps wait for all copies, and what no "
+        "other optimizer trains is copied inside save()"
+    )
 
 
 def _warn_once(message: str) -> None:

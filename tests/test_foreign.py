@@ -182,6 +182,7 @@ def wrapped(kind: type[Wrapper], parameters: Any) -> Wrapper:
 @pytest.fixture(autouse=True)
 def each_class_warns_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "_told_of", weakref.WeakSet())
+    monkeypatch.setattr(gate_module, "_warned", set())
 
 
 @pytest.mark.parametrize("witness", ["auto", "versions"])
