@@ -1961,12 +1961,6 @@ _in(
         _attacks("pickles.rows_of_nothing_as_a_size"),
     ),
     (
-        "a tensor may be given attributes that its class has",
-        "                    if type(key) is not str or key.startswith",
-        "                    if False and key.startswith",
-        _attacks("pickles.tensor_that_shows_memory", "pickles.tensor_that_writes_memory"),
-    ),
-    (
         "keys set at once are not looked at",
         "self._check_depth(stack[::2])",
         "pass",
