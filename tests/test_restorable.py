@@ -97,6 +97,28 @@ def test_a_type_of_ones_own_may_be_allowed(tmp_path: Path) -> None:
     assert type(target["own"]) is Own
 
 
+class Emptying:
+    """Writes to the tensors that it is made of."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        assert self.tensors[0].sum() == 3  # small ones have their values
+        for tensor in self.tensors:
+            tensor.zero_()
+
+
+def test_looking_whether_it_can_be_read_changes_nothing(tmp_path: Path) -> None:
+    """Regression: the unpickler was given the live storages, and __setstate__ wrote to the model."""
+    small, large = torch.ones(3), torch.ones(100_000)
+    with torch.serialization.safe_globals([Emptying]), lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={"own": Emptying(small, large)})
+        ckpt.save(1).result()
+    assert small.sum() == 3 and large.sum() == 100_000
+
+
 def test_keys_are_looked_at_too(tmp_path: Path) -> None:
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(x={Phase.WARMUP: 1})
