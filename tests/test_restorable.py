@@ -347,6 +347,71 @@ def test_the_state_of_another_optimizer_touches_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, state, [t for s in other.state.values() for t in s.values()]))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_moments_of_other_parameters_touch_nothing(wrapped: bool, tmp_path: Path) -> None:
+    """Regression: with a subclass of torch's optimizers this was restored, and the next step() raised."""
+
+    class OwnAdamW(torch.optim.AdamW):
+        pass
+
+    class Wrapping(torch.optim.Optimizer):
+        __module__ = "accelerate.optimizer"
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+        def state_dict(self) -> Any:
+            return self.optimizer.state_dict()
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    def tracked(order: int) -> dict[str, Any]:
+        model = nn.Linear(20, 30)
+        optimizer = OwnAdamW([*model.parameters()][::order])
+        model(torch.randn(4, 20)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": Wrapping(optimizer) if wrapped else optimizer}
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(**tracked(1))
+        ckpt.save(1).result()
+    refused(tmp_path, r"optimizer: state\[0\]\['exp_avg'\]: \(30, 20\).*the parameter is \(30,\)", **tracked(-1))
+
+
+@pytest.mark.parametrize("hook", ["before", "instead"])
+def test_an_optimizer_with_load_hooks_is_not_tried(hook: str, tmp_path: Path) -> None:
+    """Regression: restore() refused a state that a hook makes readable."""
+
+    def rename(state: Any, before: str, after: str) -> Any:
+        for of_parameter in state["state"].values():
+            if before in of_parameter:
+                of_parameter[after] = of_parameter.pop(before)
+        return state
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = trained(torch.optim.AdamW)
+        optimizer.register_state_dict_post_hook(lambda _, state: rename(state, "step", "count"))
+        if hook == "before":
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: rename(state, "count", "step"))
+        else:
+            load = optimizer.load_state_dict
+            optimizer.load_state_dict = lambda state: load(rename(state, "count", "step"))  # type: ignore[method-assign]
+        return model, optimizer
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        model, optimizer = make()
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(1).result()
+    model, optimizer = make()
+    optimizer.step()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        assert ckpt.restore() == 1
+    assert [state["step"].item() for state in optimizer.state.values()] == [1, 1]
+
+
 def test_the_position_of_another_loader_touches_nothing(tmp_path: Path) -> None:
     def tracked(generator: torch.Generator | None) -> dict[str, Any]:
         loader = torch.utils.data.DataLoader(list(range(8)), shuffle=True, generator=generator)  # type: ignore[arg-type]

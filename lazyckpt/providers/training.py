@@ -218,8 +218,7 @@ class OptimizerProvider(StateProvider):
                 )
             parameters |= dict(zip(saved_group["params"], self.optimizer.param_groups[number]["params"], strict=False))
         landings = []
-        # Other optimizers keep tensors of another shape under these names: GaLore's moments are of a low rank.
-        known = _PARAMETER_LIKE if type(self.optimizer).__module__.startswith("torch.optim.") else frozenset()
+        known = _PARAMETER_LIKE if _steps_as_torch(self.optimizer) else frozenset()
         for index, state in saved["state"].items():
             if not isinstance(state, dict) or index not in parameters:
                 continue  # state of its own kind, which load_state_dict understands
@@ -243,9 +242,9 @@ class OptimizerProvider(StateProvider):
     def _refusal(self, saved: Any) -> str | None:
         """Why ``load_state_dict`` of torch's own classes would raise, as found on an optimizer that holds no data.
 
-        None for other classes, whose ``load_state_dict`` may do anything."""
+        None for other classes, and where code of the user's may change the state first."""
         kind = type(self.optimizer)
-        if not f"{kind.__module__}.".startswith("torch.optim."):
+        if not f"{kind.__module__}.".startswith("torch.optim.") or _prepares_state(self.optimizer):
             return None
         empty = torch.empty(0, device="meta")
         groups = [
@@ -276,6 +275,21 @@ class OptimizerProvider(StateProvider):
 
     def load_state(self, state: Any) -> None:
         self.optimizer.load_state_dict(state)
+
+
+def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` is that of an optimizer of torch, here or in the one that Accelerate has wrapped. Others keep
+    tensors of another shape under the same names: GaLore's moments are of a low rank."""
+    inner: Any = optimizer
+    if type(optimizer).__module__ == "accelerate.optimizer":
+        inner = inner.optimizer
+    # A wrapper that torch puts around an inherited step has the module of what it wraps.
+    return str(getattr(type(inner).step, "__module__", "")).startswith("torch.optim.")
+
+
+def _prepares_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code of the user's may change a state before torch's ``load_state_dict`` gets it."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks or "load_state_dict" in vars(optimizer))
 
 
 def _is_of_torch(state: Any) -> bool:
