@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lazyckpt
-from lazyckpt.errors import RestoreError, SerializationError
+from lazyckpt.errors import RestoreError, SerializationError, UnsupportedFormatError
 from lazyckpt.providers import restorable, training
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
 
@@ -142,6 +142,39 @@ def test_what_comes_later_is_found_then(tmp_path: Path) -> None:
         run["array"] = np.array([None])  # the same class
         with pytest.raises(SerializationError, match=r"'run\.array' is a numpy\.ndarray of dtype object"):
             ckpt.save(2)
+
+
+def test_a_dtype_with_metadata_is_refused_after_a_plain_one(tmp_path: Path) -> None:
+    """Regression: it has the class of the plain one, which had been accepted."""
+    run: dict[str, Any] = {"a": np.zeros(3)}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        ckpt.save(1).result()
+        run["b"] = np.zeros(3, np.dtype("f8", metadata={"unit": "m"}))
+        for step in (2, 3):
+            with pytest.raises(SerializationError, match=r"'run\.b' is a numpy\.ndarray of dtype float64"):
+                ckpt.save(step)
+
+
+def nested(depth: int) -> tuple[Any, ...]:
+    key: tuple[Any, ...] = ()
+    for _ in range(depth):
+        key = (key,)
+    return key
+
+
+@pytest.mark.parametrize("state", [{"seed": 1 << 3000}, {nested(150): 1}], ids=["integer", "key"])
+def test_what_names_no_class_is_not_taken_for_damage(state: Any, tmp_path: Path) -> None:
+    """Regression: restore() went back to an older checkpoint, with a warning."""
+    run: dict[Any, Any] = {}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        ckpt.save(1).result()
+        run.update(state)
+        path = ckpt.save(2).result()
+        with pytest.raises(UnsupportedFormatError, match=r"more than 255 bytes.*weights_only=False"):
+            ckpt.restore()
+    assert lazyckpt.load(path / "state.pt", weights_only=False)["run"] == state
 
 
 def test_a_state_of_an_optimizer_is_checked_value_by_value(tmp_path: Path) -> None:

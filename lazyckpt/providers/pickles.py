@@ -73,6 +73,8 @@ def _note_kind(obj: Any, kinds: dict[int, Any]) -> None:
     always reads it. A pickler asks for every class, function and object that is no plain container or value."""
     kind = obj if isinstance(obj, type | FunctionType | BuiltinFunctionType) else type(obj)
     if id(kind) not in _READABLE:
+        if kind.__module__ in ("numpy", "numpy.dtypes") and getattr(obj, "metadata", None):
+            kind = obj  # a dtype that restore() does not read, of a class that it reads
         kinds[id(kind)] = kind
 
 
