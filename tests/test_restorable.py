@@ -318,6 +318,97 @@ def test_keys_that_something_takes_are_saved_and_restored(name: str, tmp_path: P
     assert all(map(torch.equal, model.parameters(), fresh.parameters()))
 
 
+def test_keys_that_are_no_text_are_read_in_place(tmp_path: Path) -> None:
+    """Regression: save() failed, since an integer has no dots."""
+
+    class Numbering(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return dict(enumerate(super().state_dict(*args, **kwargs).values()))
+
+    model, fresh = Numbering(2, 2), Numbering(2, 2)
+    for each in (model, fresh):
+        with lazyckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.track(model=each)
+            assert ckpt.save(1).result() if each is model else ckpt.restore() == 1
+    assert torch.equal(model.weight, fresh.weight)
+
+
+def with_buffer(make: Any) -> nn.Module:
+    model = nn.Linear(20, 20)
+    model.register_buffer("table", make())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*(CSR|beta state)")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers_come_back(layout: Any, tmp_path: Path) -> None:
+    """Regression: they were saved, and restore() raised for want of a storage."""
+    model = with_buffer(lambda: torch.eye(3).to_sparse(layout=layout))
+    fresh = with_buffer(lambda: (torch.eye(3) * 2).to_sparse(layout=layout))
+    dense = with_buffer(lambda: torch.zeros(3, 3))
+    empty = with_buffer(lambda: torch.zeros(3, 3).to_sparse_csr())
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(1).result()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=fresh)
+        assert ckpt.restore() == 1
+    assert torch.equal(fresh.table.to_dense(), torch.eye(3)) and torch.equal(fresh.weight, model.weight)
+    refused(tmp_path, r"table: \(3, 3\) float32 sparse_.* in the checkpoint, .* of 0 elements in", model=empty)
+    refused(tmp_path, r"table: \(3, 3\) float32 sparse_.* in the checkpoint, \(3, 3\) float32 in", model=dense)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_buffers_are_refused(layout: Any, tmp_path: Path) -> None:
+    """torch's load_state_dict() cannot fill them."""
+    parts = [torch.ones(2), torch.ones(3)]
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=with_buffer(lambda: torch.nested.nested_tensor(parts, layout=layout)))
+        with pytest.raises(SerializationError, match=r"'model\.table' is in .* it is a nested tensor"):
+            ckpt.save(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_in_a_dict_come_back(layout: Any, tmp_path: Path) -> None:
+    """Also beside what makes save() look whether they can be read."""
+    parts = [torch.ones(2), torch.ones(3)]
+    run: dict[str, Any] = {"t": torch.nested.nested_tensor(parts, layout=layout), "best": np.float64(1)}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        ckpt.save(1).result()
+        run["t"] = torch.nested.nested_tensor([torch.zeros(4), torch.zeros(1)], layout=layout)
+        assert ckpt.restore() == 1
+    assert all(map(torch.equal, run["t"].unbind(), parts))
+
+
+def test_an_extra_state_that_changes_does_not_cost_a_look_at_the_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            self.count += 1
+            return {"n": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["n"]
+
+    claimed: list[int] = []
+    claims = training._claimed
+    monkeypatch.setattr(training, "_claimed", lambda module: (claimed.append(1), claims(module))[1])
+    model = Counting(2, 2)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        for step in range(4):
+            ckpt.save(step).result()
+            assert claimed == [1] * (1 + step // 2)
+            if step == 1:
+                model.register_buffer("late", torch.ones(2))
+
+
 def test_extra_state_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
     class Telling(nn.Linear):
         def get_extra_state(self) -> Any:

@@ -2100,7 +2100,7 @@ _in(
     "lazyckpt/providers/training.py",
     (
         "keys that nothing loads are saved",
-        "if keys := self._unclaimed(parts[None]):",
+        "if keys := self._unclaimed(state):",
         "if keys := []:",
         "test_restorable.py::test_keys_that_nothing_loads_are_refused_at_the_first_save",
     ),
@@ -2111,8 +2111,20 @@ _in(
         "test_restorable.py::test_keys_that_nothing_loads_touch_nothing_when_an_old_checkpoint_is_restored",
     ),
     (
+        "a nested buffer is saved, which nothing loads",
+        "if isinstance(value, torch.Tensor) and value.is_nested}",
+        "if False}",
+        "test_restorable.py::test_nested_buffers_are_refused",
+    ),
+    (
+        "every save looks at all keys",
+        "(found := list(state)) == skeleton.accepted_keys:",
+        "(found := list(state)) is None:",
+        "test_restorable.py::test_an_extra_state_that_changes_does_not_cost_a_look_at_the_keys",
+    ),
+    (
         "keys that a hook takes are refused",
-        "if not _has_custom_loader(self.module, key)]",
+        " and not _has_custom_loader(self.module, key)]",
         "]",
         "test_restorable.py::test_keys_that_something_takes_are_saved_and_restored",
     ),
