@@ -547,6 +547,23 @@ def test_the_position_of_another_loader_touches_nothing(tmp_path: Path) -> None:
     refused(tmp_path, r"loader: the saved position does not fit this DataLoader", **tracked(None))
 
 
+def test_a_position_beyond_the_end_of_a_loader_touches_nothing(tmp_path: Path) -> None:
+    """Regression: the model was overwritten, and the first next() raised."""
+
+    def tracked(size: int) -> dict[str, Any]:
+        loader = lazyckpt.providers.loader.track_loader(torch.utils.data.DataLoader(list(range(size)), batch_size=2))
+        return {"model": nn.Linear(20, 20), "loader": loader}
+
+    saved = tracked(40)
+    batches = iter(saved["loader"])
+    for _ in range(15):
+        next(batches)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(**saved)
+        ckpt.save(1).result()
+    refused(tmp_path, r"loader: .*15 batches of the epoch had been consumed.* only 5", **tracked(10))
+
+
 @pytest.mark.parametrize("part", ["torch", "python", "numpy"])
 def test_random_numbers_of_another_kind_touch_nothing(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2073,6 +2073,30 @@ _in(
     ),
 )
 _in(
+    "lazyckpt/providers/rng.py",
+    (
+        "NumPy reads beyond its words",
+        'or not 0 <= state["pos"] <= 624:',
+        "or False:",
+        "test_rng.py::test_malformed_state_is_one_typed_error_and_changes_nothing",
+    ),
+)
+_in(
+    "lazyckpt/providers/loader.py",
+    (
+        "a position beyond the end is found at the first batch",
+        "yielded > (here := len(self._loader)):",
+        "not (here := 1):",
+        "test_restorable.py::test_a_position_beyond_the_end_of_a_loader_touches_nothing",
+    ),
+    (
+        "a length that may be an estimate is trusted",
+        'all(type(part).__module__.startswith("torch.utils.data.") for part in parts)',
+        "all(True for part in parts)",
+        "test_loader.py::test_a_length_that_may_be_an_estimate_is_not_trusted",
+    ),
+)
+_in(
     "lazyckpt/providers/restorable.py",
     (
         "the check hands out live storages",
