@@ -34,6 +34,13 @@ _MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of torch
 _MAX_SMALL_BYTES = 1024
 _SMALL_RECORDS = {".storage_alignment": rb"[0-9]+", ".data/serialization_id": rb"[\x20-\x7e]*"}
 
+# What pickle writes and the restricted unpickler does not read.
+_BEYOND = re.compile("Unsupported operand|nested too deep")
+_BEYOND_US = (
+    "holds an integer of more than 255 bytes, a key nested more than 100 deep or an unknown opcode; load it with "
+    "weights_only=False, which runs code from the file: only if you trust its origin"
+)
+
 MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
 
 
@@ -98,9 +105,14 @@ class Archive:
             with torch.sparse.check_sparse_tensor_invariants(weights_only or _checks_sparse_tensors()):
                 torch._utils._validate_loaded_sparse_tensors()
             return tree
-        except (LoadError, torch.cuda.OutOfMemoryError):
+        except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
+            # If the checksum is right, the pickle is as it was saved: restore() must not take it for damaged.
+            if weights_only and self._records["data.pkl"].crc32 is not None and _BEYOND.search(str(error)):
+                raise UnsupportedFormatError(f"{_BEYOND_US} ({error})", path=path) from error
+            if isinstance(error, LoadError):
+                raise
             if weights_only and ("weights_only" in str(error) or "allowed global" in str(error)):
                 raise UnsupportedFormatError(f"is not to be unpickled: {error} ({CONSENT})", path=path) from error
             why = "it takes more memory than there is" if isinstance(error, MemoryError) else error

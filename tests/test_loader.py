@@ -394,7 +394,26 @@ def test_another_loader_or_less_data_is_an_error() -> None:
     saved = save(loader)
     with pytest.raises(RestoreError, match="same samplers and generators"):
         restored(QUICK["shuffled"](), saved)
-    small = restored(DataLoader(DATA[:8], batch_size=4, shuffle=True, generator=seeded()), saved)
+    with pytest.raises(RestoreError, match=r"4 batches of the epoch had been consumed, this loader has only 2"):
+        restored(DataLoader(DATA[:8], batch_size=4, shuffle=True, generator=seeded()), saved)
+    for damage in ({"yielded": -1}, {"start": {**loader.state_dict()["start"], "rng": {}}}):
+        with pytest.raises(RestoreError, match="does not fit this DataLoader"):
+            loader.load_state_dict({**loader.state_dict(), **damage})
+
+
+def test_a_length_that_may_be_an_estimate_is_not_trusted() -> None:
+    class Estimating(SequentialSampler):
+        def __len__(self) -> int:
+            return 1
+
+    loader = track_loader(per_batch(Estimating(DATA)))
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    saved = save(loader)
+    following = next(iter(restored(per_batch(Estimating(DATA)), saved)))
+    assert torch.equal(following[:, 0], next(batches)[:, 0])
+    small = restored(per_batch(Estimating(DATA[:8])), saved)
     before = capture_rng()["torch"]
     with pytest.raises(RestoreError, match=r"4 batches .* only 2"):
         next(iter(small))

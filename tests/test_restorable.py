@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lazyckpt
-from lazyckpt.errors import RestoreError, SerializationError
+from lazyckpt.errors import RestoreError, SerializationError, UnsupportedFormatError
 from lazyckpt.providers import restorable, training
 from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
 
@@ -97,6 +97,28 @@ def test_a_type_of_ones_own_may_be_allowed(tmp_path: Path) -> None:
     assert type(target["own"]) is Own
 
 
+class Emptying:
+    """Writes to the tensors that it is made of."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        assert self.tensors[0].sum() == 3  # small ones have their values
+        for tensor in self.tensors:
+            tensor.zero_()
+
+
+def test_looking_whether_it_can_be_read_changes_nothing(tmp_path: Path) -> None:
+    """Regression: the unpickler was given the live storages, and __setstate__ wrote to the model."""
+    small, large = torch.ones(3), torch.ones(100_000)
+    with torch.serialization.safe_globals([Emptying]), lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(x={"own": Emptying(small, large)})
+        ckpt.save(1).result()
+    assert small.sum() == 3 and large.sum() == 100_000
+
+
 def test_keys_are_looked_at_too(tmp_path: Path) -> None:
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(x={Phase.WARMUP: 1})
@@ -120,6 +142,39 @@ def test_what_comes_later_is_found_then(tmp_path: Path) -> None:
         run["array"] = np.array([None])  # the same class
         with pytest.raises(SerializationError, match=r"'run\.array' is a numpy\.ndarray of dtype object"):
             ckpt.save(2)
+
+
+def test_a_dtype_with_metadata_is_refused_after_a_plain_one(tmp_path: Path) -> None:
+    """Regression: it has the class of the plain one, which had been accepted."""
+    run: dict[str, Any] = {"a": np.zeros(3)}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        ckpt.save(1).result()
+        run["b"] = np.zeros(3, np.dtype("f8", metadata={"unit": "m"}))
+        for step in (2, 3):
+            with pytest.raises(SerializationError, match=r"'run\.b' is a numpy\.ndarray of dtype float64"):
+                ckpt.save(step)
+
+
+def nested(depth: int) -> tuple[Any, ...]:
+    key: tuple[Any, ...] = ()
+    for _ in range(depth):
+        key = (key,)
+    return key
+
+
+@pytest.mark.parametrize("state", [{"seed": 1 << 3000}, {nested(150): 1}], ids=["integer", "key"])
+def test_what_names_no_class_is_not_taken_for_damage(state: Any, tmp_path: Path) -> None:
+    """Regression: restore() went back to an older checkpoint, with a warning."""
+    run: dict[Any, Any] = {}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        ckpt.save(1).result()
+        run.update(state)
+        path = ckpt.save(2).result()
+        with pytest.raises(UnsupportedFormatError, match=r"more than 255 bytes.*weights_only=False"):
+            ckpt.restore()
+    assert lazyckpt.load(path / "state.pt", weights_only=False)["run"] == state
 
 
 def test_a_state_of_an_optimizer_is_checked_value_by_value(tmp_path: Path) -> None:
@@ -263,6 +318,97 @@ def test_keys_that_something_takes_are_saved_and_restored(name: str, tmp_path: P
     assert all(map(torch.equal, model.parameters(), fresh.parameters()))
 
 
+def test_keys_that_are_no_text_are_read_in_place(tmp_path: Path) -> None:
+    """Regression: save() failed, since an integer has no dots."""
+
+    class Numbering(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return dict(enumerate(super().state_dict(*args, **kwargs).values()))
+
+    model, fresh = Numbering(2, 2), Numbering(2, 2)
+    for each in (model, fresh):
+        with lazyckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.track(model=each)
+            assert ckpt.save(1).result() if each is model else ckpt.restore() == 1
+    assert torch.equal(model.weight, fresh.weight)
+
+
+def with_buffer(make: Any) -> nn.Module:
+    model = nn.Linear(20, 20)
+    model.register_buffer("table", make())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*(CSR|beta state)")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers_come_back(layout: Any, tmp_path: Path) -> None:
+    """Regression: they were saved, and restore() raised for want of a storage."""
+    model = with_buffer(lambda: torch.eye(3).to_sparse(layout=layout))
+    fresh = with_buffer(lambda: (torch.eye(3) * 2).to_sparse(layout=layout))
+    dense = with_buffer(lambda: torch.zeros(3, 3))
+    empty = with_buffer(lambda: torch.zeros(3, 3).to_sparse_csr())
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(1).result()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=fresh)
+        assert ckpt.restore() == 1
+    assert torch.equal(fresh.table.to_dense(), torch.eye(3)) and torch.equal(fresh.weight, model.weight)
+    refused(tmp_path, r"table: \(3, 3\) float32 sparse_.* in the checkpoint, .* of 0 elements in", model=empty)
+    refused(tmp_path, r"table: \(3, 3\) float32 sparse_.* in the checkpoint, \(3, 3\) float32 in", model=dense)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_buffers_are_refused(layout: Any, tmp_path: Path) -> None:
+    """torch's load_state_dict() cannot fill them."""
+    parts = [torch.ones(2), torch.ones(3)]
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=with_buffer(lambda: torch.nested.nested_tensor(parts, layout=layout)))
+        with pytest.raises(SerializationError, match=r"'model\.table' is in .* it is a nested tensor"):
+            ckpt.save(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_in_a_dict_come_back(layout: Any, tmp_path: Path) -> None:
+    """Also beside what makes save() look whether they can be read."""
+    parts = [torch.ones(2), torch.ones(3)]
+    run: dict[str, Any] = {"t": torch.nested.nested_tensor(parts, layout=layout), "best": np.float64(1)}
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(run=run)
+        ckpt.save(1).result()
+        run["t"] = torch.nested.nested_tensor([torch.zeros(4), torch.zeros(1)], layout=layout)
+        assert ckpt.restore() == 1
+    assert all(map(torch.equal, run["t"].unbind(), parts))
+
+
+def test_an_extra_state_that_changes_does_not_cost_a_look_at_the_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            self.count += 1
+            return {"n": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["n"]
+
+    claimed: list[int] = []
+    claims = training._claimed
+    monkeypatch.setattr(training, "_claimed", lambda module: (claimed.append(1), claims(module))[1])
+    model = Counting(2, 2)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        for step in range(4):
+            ckpt.save(step).result()
+            assert claimed == [1] * (1 + step // 2)
+            if step == 1:
+                model.register_buffer("late", torch.ones(2))
+
+
 def test_extra_state_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
     class Telling(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -325,6 +471,71 @@ def test_the_state_of_another_optimizer_touches_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, state, [t for s in other.state.values() for t in s.values()]))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_moments_of_other_parameters_touch_nothing(wrapped: bool, tmp_path: Path) -> None:
+    """Regression: with a subclass of torch's optimizers this was restored, and the next step() raised."""
+
+    class OwnAdamW(torch.optim.AdamW):
+        pass
+
+    class Wrapping(torch.optim.Optimizer):
+        __module__ = "accelerate.optimizer"
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+        def state_dict(self) -> Any:
+            return self.optimizer.state_dict()
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    def tracked(order: int) -> dict[str, Any]:
+        model = nn.Linear(20, 30)
+        optimizer = OwnAdamW([*model.parameters()][::order])
+        model(torch.randn(4, 20)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": Wrapping(optimizer) if wrapped else optimizer}
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(**tracked(1))
+        ckpt.save(1).result()
+    refused(tmp_path, r"optimizer: state\[0\]\['exp_avg'\]: \(30, 20\).*the parameter is \(30,\)", **tracked(-1))
+
+
+@pytest.mark.parametrize("hook", ["before", "instead"])
+def test_an_optimizer_with_load_hooks_is_not_tried(hook: str, tmp_path: Path) -> None:
+    """Regression: restore() refused a state that a hook makes readable."""
+
+    def rename(state: Any, before: str, after: str) -> Any:
+        for of_parameter in state["state"].values():
+            if before in of_parameter:
+                of_parameter[after] = of_parameter.pop(before)
+        return state
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = trained(torch.optim.AdamW)
+        optimizer.register_state_dict_post_hook(lambda _, state: rename(state, "step", "count"))
+        if hook == "before":
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: rename(state, "count", "step"))
+        else:
+            load = optimizer.load_state_dict
+            optimizer.load_state_dict = lambda state: load(rename(state, "count", "step"))  # type: ignore[method-assign]
+        return model, optimizer
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        model, optimizer = make()
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(1).result()
+    model, optimizer = make()
+    optimizer.step()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        assert ckpt.restore() == 1
+    assert [state["step"].item() for state in optimizer.state.values()] == [1, 1]
+
+
 def test_the_position_of_another_loader_touches_nothing(tmp_path: Path) -> None:
     def tracked(generator: torch.Generator | None) -> dict[str, Any]:
         loader = torch.utils.data.DataLoader(list(range(8)), shuffle=True, generator=generator)  # type: ignore[arg-type]
@@ -334,6 +545,23 @@ def test_the_position_of_another_loader_touches_nothing(tmp_path: Path) -> None:
         ckpt.track(**tracked(torch.Generator()))
         ckpt.save(1).result()
     refused(tmp_path, r"loader: the saved position does not fit this DataLoader", **tracked(None))
+
+
+def test_a_position_beyond_the_end_of_a_loader_touches_nothing(tmp_path: Path) -> None:
+    """Regression: the model was overwritten, and the first next() raised."""
+
+    def tracked(size: int) -> dict[str, Any]:
+        loader = lazyckpt.providers.loader.track_loader(torch.utils.data.DataLoader(list(range(size)), batch_size=2))
+        return {"model": nn.Linear(20, 20), "loader": loader}
+
+    saved = tracked(40)
+    batches = iter(saved["loader"])
+    for _ in range(15):
+        next(batches)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(**saved)
+        ckpt.save(1).result()
+    refused(tmp_path, r"loader: .*15 batches of the epoch had been consumed.* only 5", **tracked(10))
 
 
 @pytest.mark.parametrize("part", ["torch", "python", "numpy"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.rng import capture_rng, restore_rng
+from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
 
 def draw() -> list[Any]:
@@ -67,7 +67,7 @@ def test_structure_is_stable() -> None:
 
 def test_numpy_is_not_imported_for_our_sake() -> None:
     script = (
-        "import sys; from lazyckpt.providers.rng import capture_rng, restore_rng\n"
+        "import sys; from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng\n"
         "sys.modules.pop('numpy.random', None)\n"
         "state = capture_rng(); restore_rng(state)\n"
         "assert state['numpy'] is None and 'numpy.random' not in sys.modules"
@@ -120,13 +120,31 @@ def test_every_cuda_device_is_restored() -> None:
     assert draw_all() == expected
 
 
-MALFORMED = {
+def numpy_with(key: str, value: Any) -> dict[str, Any]:
+    state = {"key": torch.zeros(624, dtype=torch.int64), "pos": 1, "has_gauss": 0, "cached_gaussian": 0.0}
+    return {**state, key: value}
+
+
+WRONG_OF_NUMPY = [
+    ("pos", "x"),
+    ("pos", -1),
+    ("pos", 10**6),  # NumPy would take it, and read beyond its words
+    ("has_gauss", "x"),
+    ("cached_gaussian", "x"),
+    ("key", torch.zeros(624)),
+]
+MALFORMED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "no python": {"python": None},
     "short words": {"python": {"version": 3, "words": torch.zeros(3, dtype=torch.int64), "gauss_next": None}},
     "torch of the wrong size": {"torch": torch.zeros(7, dtype=torch.uint8)},
     "torch of the wrong dtype": {"torch": torch.zeros(5056)},
     "numpy without a key": {"numpy": {"pos": 1}},
+    **{f"numpy with {key} {value!r}": {"numpy": numpy_with(key, value)} for key, value in WRONG_OF_NUMPY},
+    "words with fractions": {"python": {"version": 3, "words": torch.zeros(625), "gauss_next": None}},
+    "a column of words": {
+        "python": {"version": 3, "words": torch.zeros(625, 1, dtype=torch.int64), "gauss_next": None}
+    },
     "cuda not a list": {"cuda": 5},
 }
 
@@ -141,4 +159,6 @@ def test_malformed_state_is_one_typed_error_and_changes_nothing(damage: dict[str
     restore_rng(before)
     with pytest.raises(RestoreError, match="no generator was changed"):
         restore_rng(state)
+    with pytest.raises(RestoreError, match="no generator was changed"):
+        check_rng(state)
     assert draw() == expected

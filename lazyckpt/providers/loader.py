@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import ConfigError, RestoreError
-from lazyckpt.providers.rng import capture_rng, restore_rng
+from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
 _START_KEYS = {"generators", "epochs", "rng", "workers_alive"}
 
@@ -113,10 +113,15 @@ class TrackedLoader:
     def check(self, state: Any) -> None:
         """Raise what ``load_state_dict`` would raise, and change nothing. Reads no contents of tensors."""
         with self._misfits():
-            int(state["yielded"])
-            start = state["start"]
-            if start is not None and start.keys() != _START_KEYS:
-                raise ValueError(f"its start has {sorted(start)} instead of {sorted(_START_KEYS)}")
+            yielded, start = int(state["yielded"]), state["start"]
+            if start is not None:
+                if start.keys() != _START_KEYS:
+                    raise ValueError(f"its start has {sorted(start)} instead of {sorted(_START_KEYS)}")
+                check_rng(start["rng"])
+                if yielded < 0:
+                    raise ValueError(f"{yielded} batches had been consumed")
+                if self._has_exact_length() and yielded > (here := len(self._loader)):
+                    raise ValueError(f"{yielded} batches of the epoch had been consumed, this loader has only {here}")
             parts = self._parts()
             for own in [state["now"]] + [start] * (start is not None):
                 for generator, value in zip(_generators(parts), own["generators"], strict=True):
@@ -126,6 +131,15 @@ class TrackedLoader:
                         )
                 for _, epoch in zip(_with_epoch(parts), own["epochs"], strict=True):
                     int(epoch)
+
+    def _has_exact_length(self) -> bool:
+        """Whether the loader's length is that of every epoch. Samplers of one's own may tell an estimate."""
+        parts = self._parts()
+        return (
+            type(self._loader) is torch.utils.data.DataLoader
+            and not isinstance(self._loader.dataset, torch.utils.data.IterableDataset)
+            and all(type(part).__module__.startswith("torch.utils.data.") for part in parts)
+        )
 
     @contextlib.contextmanager
     def _misfits(self) -> Iterator[None]:

@@ -85,7 +85,7 @@ class TensorProvider(StateProvider):
         return self._tensor.detach()
 
     def landings(self, saved: Any) -> list[Landing]:
-        if not isinstance(saved, torch.Tensor) or describe(saved) != describe(self._tensor):
+        if not isinstance(saved, torch.Tensor) or saved.is_nested or describe(saved) != describe(self._tensor):
             raise RestoreError(f"saved {describe(saved)}, tracked {describe(self._tensor)}")
         return [Landing(saved, self._tensor.detach())]
 
@@ -99,7 +99,17 @@ class TensorProvider(StateProvider):
 
 
 def describe(obj: Any) -> str:
-    """Shape and dtype of a tensor, or the type of anything else; for error messages and comparison."""
-    if isinstance(obj, torch.Tensor):
-        return f"{tuple(obj.shape)} {str(obj.dtype).removeprefix('torch.')}"
-    return type(obj).__name__
+    """Shape, dtype and layout of a tensor, or the type of anything else; for error messages and comparison."""
+    if not isinstance(obj, torch.Tensor):
+        return type(obj).__name__
+    # The other sizes of a nested tensor may be symbols, or refused.
+    shape = f"nested ({obj.size(0)}{', …' * (obj.dim() - 1)})" if obj.is_nested else str(tuple(obj.shape))
+    words = [shape, str(obj.dtype).removeprefix("torch.")]
+    if obj.layout is not torch.strided:
+        words.append(str(obj.layout).removeprefix("torch."))
+    if obj.layout in _COMPRESSED:  # which copy_() fills only with as many elements
+        words.append(f"of {obj._nnz()} elements")
+    return " ".join(words)
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

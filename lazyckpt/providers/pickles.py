@@ -73,6 +73,8 @@ def _note_kind(obj: Any, kinds: dict[int, Any]) -> None:
     always reads it. A pickler asks for every class, function and object that is no plain container or value."""
     kind = obj if isinstance(obj, type | FunctionType | BuiltinFunctionType) else type(obj)
     if id(kind) not in _READABLE:
+        if kind.__module__ in ("numpy", "numpy.dtypes") and getattr(obj, "metadata", None):
+            kind = obj  # a dtype that restore() does not read, of a class that it reads
         kinds[id(kind)] = kind
 
 
@@ -237,7 +239,7 @@ class Skeleton:
         self.kinds: dict[int, Any] = {}
         """The classes and functions that the opcodes name, by ``id``, without those that torch always reads."""
         self.accepted: dict[int, Any] = {}  # such classes and functions as restore() has been seen to read
-        self.accepted_outline = b""  # with the keys that the module's load_state_dict() takes
+        self.accepted_keys: list[Any] | None = None  # that the module's load_state_dict() takes
         self._kept = TensorViews()  # of its storages, in the order of appearance
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
 """Refuses, inside ``save()``, tracked state that ``restore()`` would refuse after a crash.
 
-The test is the way back itself: torch's restricted unpickler, as ``restore()`` uses it, reads the pickle with the live
-storages. It runs when a pickle names a class or function that no accepted pickle of this state has named, which is at
-the first save. After that a save compares the names that the picklers have noted.
+The test is the way back itself: torch's restricted unpickler, as ``restore()`` uses it, reads the pickle. It gets
+storages of its own, since a class that the user allows may write to the tensors it is given. It runs when a pickle
+names a class or function that no accepted pickle of this state has named, which is at the first save. After that a save
+compares the names that the picklers have noted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from lazyckpt.pickle_guard import GuardedPickle
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.pickles import dump, pickle_of
 from lazyckpt.safe_globals import RestrictedUnpickler, sparse_tensors_to_validate
+
+_MAX_COPIED_BYTES = 64 << 10
 
 
 class UnrestorableError(Exception):
@@ -53,16 +56,19 @@ def refuse_unreadable(state: Any, path: str, opcodes: bytes, table: StorageTable
 
 def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
     """Why ``restore()`` could not read ``opcodes``; None if it can."""
-    storages = dict(zip(table.views.keys, table.views.storages, strict=True))
+    live = dict(zip(table.views.keys, table.views.storages, strict=True))
+    copies: dict[str, torch.UntypedStorage] = {}
 
-    def live(saved_id: Any) -> torch.storage.TypedStorage:
+    def copy(saved_id: Any) -> torch.storage.TypedStorage:
         _, kind, key, *_ = saved_id
+        if key not in copies:
+            copies[key] = _copy(live[key])
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        return torch.storage.TypedStorage(wrap_storage=storages[key], dtype=dtype, _internal=True)
+        return torch.storage.TypedStorage(wrap_storage=copies[key], dtype=dtype, _internal=True)
 
     stream = GuardedPickle(pickle_of(opcodes), "")
     unpickler: Any = RestrictedUnpickler(stream, encoding="utf-8")
-    unpickler.persistent_load = live
+    unpickler.persistent_load = copy
     stream.unpickler = unpickler
     try:
         unpickler.load()
@@ -74,6 +80,15 @@ def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
         del stream.unpickler
         sparse_tensors_to_validate().clear()
     return None
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage of the same size on the host: a copy of a small one, since a nested tensor, for one, looks at its
+    sizes to be rebuilt; otherwise zeros, which take no memory until they are touched."""
+    nbytes = storage.nbytes()
+    if nbytes <= _MAX_COPIED_BYTES:
+        return torch.UntypedStorage(nbytes).copy_(storage)
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 def _alone(leaf: Any) -> tuple[bytes, StorageTable]:

@@ -44,6 +44,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     The tensors may be on any device. On a machine with another number of CUDA devices those that both have
     are restored, with a warning. Raises ``RestoreError`` for a state that is malformed.
     """
+    check_rng(state)
     before = capture_rng()
     try:
         _apply(state)
@@ -56,15 +57,37 @@ def check_rng(state: Any) -> None:
     """Raise ``RestoreError`` for a state of another kind. Reads no contents of tensors, and changes no generator."""
     try:
         python, of_numpy, cuda = state["python"], state["numpy"], state["cuda"]
-        random.Random().setstate((python["version"], (0,) * len(python["words"]), python["gauss_next"]))
-        if of_numpy is not None and (found := tuple(of_numpy["key"].shape)) != (624,):
-            raise ValueError(f"NumPy's has the shape {found} instead of (624,)")
-        if (found := tuple(state["torch"].shape)) != (here := tuple(torch.get_rng_state().shape)):
-            raise ValueError(f"torch's has the shape {found} instead of {here}")
-        if not all(isinstance(of_device, torch.Tensor) for of_device in cuda):
-            raise TypeError("a CUDA device's is no tensor")
+        words = _count_words(python["words"], "Python's")
+        random.Random().setstate((python["version"], (0,) * words, python["gauss_next"]))
+        if of_numpy is not None:
+            _check_numpy(of_numpy)
+        here = torch.get_rng_state()
+        if state["torch"].dtype != here.dtype or state["torch"].shape != here.shape:
+            raise ValueError(f"torch's is {_describe(state['torch'])} instead of {_describe(here)}")
+        if not all(isinstance(of_device, torch.Tensor) and of_device.dtype == torch.uint8 for of_device in cuda):
+            raise TypeError("a CUDA device's is no tensor of bytes")
     except Exception as error:
         raise _misfit(error) from error
+
+
+def _check_numpy(state: dict[str, Any]) -> None:
+    """Raises for a state that NumPy would refuse, or would take although it points outside of the words."""
+    if (words := _count_words(state["key"], "NumPy's")) != 624:
+        raise ValueError(f"NumPy's has {words} words instead of 624")
+    if type(state["pos"]) is not int or not 0 <= state["pos"] <= 624:
+        raise ValueError(f"NumPy's has the position {state['pos']!r} in 624 words")
+    if state["has_gauss"] not in (0, 1) or not isinstance(state["cached_gaussian"], float):
+        raise ValueError("NumPy's has a cached number that is none")
+
+
+def _count_words(words: torch.Tensor, whose: str) -> int:
+    if words.dtype != torch.int64 or words.dim() != 1:
+        raise ValueError(f"{whose} words are {_describe(words)}")
+    return len(words)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _misfit(error: Exception) -> RestoreError:

@@ -76,12 +76,12 @@ class ModuleProvider(StateProvider):
 
     def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
         super().refuse_unrestorable(parts, table)
-        skeleton = self._skeletons[None]
-        if skeleton.outline == skeleton.accepted_outline:  # the keys are in it
+        skeleton, state = self._skeletons[None], parts[None]
+        if not isinstance(state, Mapping) or (found := list(state)) == skeleton.accepted_keys:
             return
-        if keys := self._unclaimed(parts[None]):
+        if keys := self._unclaimed(state):
             raise UnrestorableError(keys[0], f"{_UNCLAIMED}{_others(keys)}: {_QUANTISED}")
-        skeleton.accepted_outline = skeleton.outline
+        skeleton.accepted_keys = found
 
     def landings(self, saved: Any) -> list[Landing]:
         live = self.module.state_dict()
@@ -104,7 +104,9 @@ class ModuleProvider(StateProvider):
         buffers under other names, which ``restore()`` reads in place, or a module may take them by code of its own."""
         if _loads_by_itself(self.module, "load_state_dict") or not isinstance(state, Mapping):
             return []
-        keys = [key for key in state.keys() - _claimed(self.module) if not _has_custom_loader(self.module, key)]
+        others = state.keys() - _claimed(self.module)
+        others |= {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.is_nested}
+        keys = [key for key in others if isinstance(key, str) and not _has_custom_loader(self.module, key)]
         if keys:
             own = self._own_storages()
             keys = [key for key in keys if not _views(state[key], own)]
@@ -121,7 +123,10 @@ class ModuleProvider(StateProvider):
         self.module.load_state_dict(state)
 
 
-_UNCLAIMED = "is in state_dict(), but load_state_dict() would refuse it: it is no parameter, buffer or extra state"
+_UNCLAIMED = (
+    "is in state_dict(), but load_state_dict() would refuse it: it is a nested tensor, or no parameter, "
+    "buffer or extra state"
+)
 _QUANTISED = (
     "a quantised layer of bitsandbytes, for one, saves more than it loads. Track only what trains, as an object whose "
     "state_dict() returns it (PEFT: get_peft_model_state_dict) and whose load_state_dict() takes it back"
@@ -133,7 +138,12 @@ def _others(keys: list[str]) -> str:
 
 
 def _views(tensor: Any, storages: set[int]) -> bool:
-    return type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in storages
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.untyped_storage()._cdata in storages
+    )
 
 
 def _claimed(module: torch.nn.Module) -> set[str]:
@@ -218,8 +228,7 @@ class OptimizerProvider(StateProvider):
                 )
             parameters |= dict(zip(saved_group["params"], self.optimizer.param_groups[number]["params"], strict=False))
         landings = []
-        # Other optimizers keep tensors of another shape under these names: GaLore's moments are of a low rank.
-        known = _PARAMETER_LIKE if type(self.optimizer).__module__.startswith("torch.optim.") else frozenset()
+        known = _PARAMETER_LIKE if _steps_as_torch(self.optimizer) else frozenset()
         for index, state in saved["state"].items():
             if not isinstance(state, dict) or index not in parameters:
                 continue  # state of its own kind, which load_state_dict understands
@@ -243,9 +252,9 @@ class OptimizerProvider(StateProvider):
     def _refusal(self, saved: Any) -> str | None:
         """Why ``load_state_dict`` of torch's own classes would raise, as found on an optimizer that holds no data.
 
-        None for other classes, whose ``load_state_dict`` may do anything."""
+        None for other classes, and where code of the user's may change the state first."""
         kind = type(self.optimizer)
-        if not f"{kind.__module__}.".startswith("torch.optim."):
+        if not f"{kind.__module__}.".startswith("torch.optim.") or _prepares_state(self.optimizer):
             return None
         empty = torch.empty(0, device="meta")
         groups = [
@@ -276,6 +285,21 @@ class OptimizerProvider(StateProvider):
 
     def load_state(self, state: Any) -> None:
         self.optimizer.load_state_dict(state)
+
+
+def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` is that of an optimizer of torch, here or in the one that Accelerate has wrapped. Others keep
+    tensors of another shape under the same names: GaLore's moments are of a low rank."""
+    inner: Any = optimizer
+    if type(optimizer).__module__ == "accelerate.optimizer":
+        inner = inner.optimizer
+    # A wrapper that torch puts around an inherited step has the module of what it wraps.
+    return str(getattr(type(inner).step, "__module__", "")).startswith("torch.optim.")
+
+
+def _prepares_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code of the user's may change a state before torch's ``load_state_dict`` gets it."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks or "load_state_dict" in vars(optimizer))
 
 
 def _is_of_torch(state: Any) -> bool:
