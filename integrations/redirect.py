@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyckpt
+from lazyckpt.gate import gate
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -30,13 +32,18 @@ _NAMES = (
 
 
 class Redirected:
-    """What goes into a staged folder instead of to files under ``root``."""
+    """What goes into a staged folder instead of to files under ``root``.
+
+    The gate treats it as a pending copy. Before an optimizer of another thread steps, and before a storage gives its
+    memory back, the values are kept.
+    """
 
     def __init__(self, staged: lazyckpt.StagedFolder, root: str | os.PathLike[str]) -> None:
         self._staged = staged
         self._root = os.path.abspath(root)
         self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
         self._taken: dict[int, list[tuple[_Tensors, str]]] = {}  # where a storage is in what save_file was given
+        self._lock = threading.RLock()  # a second writer waits until the first has kept the values
 
     def name(self, file: Any) -> str | None:
         """The name of ``file`` in the folder; None if it goes elsewhere."""
@@ -62,14 +69,39 @@ class Redirected:
         if len(set(map(_storage, whole.values()))) < len(whole):
             return False
         self.add(name, whole, metadata)
-        for key, tensor in whole.items():
-            self._taken.setdefault(_storage(tensor), []).append((whole, key))
+        with self._lock:
+            for key, tensor in whole.items():
+                self._taken.setdefault(_storage(tensor), []).append((whole, key))
         return True
 
     def keep(self, storage: int) -> None:
         """This storage is about to be written to: what ``save_file`` was given keeps its values."""
-        for tensors, key in self._taken.pop(storage, ()):
-            tensors[key] = tensors[key].clone()
+        with self._lock:
+            for tensors, key in self._taken.get(storage, ()):
+                tensors[key] = tensors[key].clone()
+            self._taken.pop(storage, None)
+
+    # what the gate asks of a pending copy
+
+    def wait(self, owner: object) -> None:
+        """Keeps all values: the owner may change any of the tensors."""
+        self.wait_all()
+
+    def wait_all(self) -> None:
+        """Keeps all values."""
+        for storage in list(self._taken):
+            self.keep(storage)
+
+    def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
+        """Keeps the values of a storage that is about to lose its memory."""
+        self.keep(int(storage._cdata))
+
+    def give_verdict(self) -> None:
+        """Does nothing: no thread waits for this one."""
+
+    def is_held(self) -> bool:
+        """Returns False: no background thread needs the lock."""
+        return False
 
     def stage(self) -> None:
         """Hands everything to the staged folder, but for files that were written since."""
@@ -101,9 +133,11 @@ def safetensors_into(
     try:
         for names, name, _ in replaced:
             names[name] = save_file
+        gate.add(redirected)
         with _KeepsOldValues(redirected):
             yield redirected
     finally:
+        gate.discard(redirected)
         for names, name, before in reversed(replaced):
             names[name] = before
     redirected.stage()
@@ -146,6 +180,7 @@ def _are_plain(tensors: Any, metadata: Any) -> bool:
             and tensor.layout is torch.strided
             and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
             and tensor.is_contiguous()
+            and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
             for key, tensor in tensors.items()
         )
     )
