@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyckpt
 from lazyckpt.gate import gate
+from lazyckpt.wrappers import storages_in
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -29,6 +30,20 @@ _NAMES = (
     ("peft.peft_model", "safe_save_file"),
     ("accelerate.utils.other", "safe_save_file"),
 )
+
+
+class _Given(NamedTuple):
+    """A tensor that ``save_file`` was given, as it was then."""
+
+    tensors: _Tensors
+    key: str
+    version: int
+    address: int
+
+    def changed(self) -> bool:
+        """Whether it was written to, or has other memory, and nobody kept its values before."""
+        tensor = self.tensors[self.key]
+        return _version(tensor) != self.version or tensor.untyped_storage().data_ptr() != self.address
 
 
 class Redirected:
@@ -42,7 +57,7 @@ class Redirected:
         self._staged = staged
         self._root = os.path.abspath(root)
         self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
-        self._taken: dict[int, list[tuple[_Tensors, str]]] = {}  # where a storage is in what save_file was given
+        self._taken: dict[int, list[_Given]] = {}  # by storage: what may still change
         self._lock = threading.RLock()  # a second writer waits until the first has kept the values
 
     def name(self, file: Any) -> str | None:
@@ -60,7 +75,7 @@ class Redirected:
     def add_tensors(self, tensors: Any, filename: Any, metadata: Any) -> bool:
         """Takes what ``save_file`` was given; False if safetensors has to write it, or to say why it does not."""
         name = self.name(filename)
-        if name is None:
+        if name is None or not name.endswith(".safetensors"):  # the staged folder tells the format by the name
             return False
         self._files.pop(name, None)
         if not os.path.isdir(os.path.dirname(os.path.abspath(filename))) or not _are_plain(tensors, metadata):
@@ -71,14 +86,16 @@ class Redirected:
         self.add(name, whole, metadata)
         with self._lock:
             for key, tensor in whole.items():
-                self._taken.setdefault(_storage(tensor), []).append((whole, key))
+                self._taken.setdefault(_storage(tensor), []).append(
+                    _Given(whole, key, _version(tensor), tensor.untyped_storage().data_ptr())
+                )
         return True
 
     def keep(self, storage: int) -> None:
         """This storage is about to be written to: what ``save_file`` was given keeps its values."""
         with self._lock:
-            for tensors, key in self._taken.get(storage, ()):
-                tensors[key] = tensors[key].clone()
+            for given in self._taken.get(storage, ()):
+                given.tensors[given.key] = given.tensors[given.key].clone()
             self._taken.pop(storage, None)
 
     # what the gate asks of a pending copy
@@ -104,10 +121,21 @@ class Redirected:
         return False
 
     def stage(self) -> None:
-        """Hands everything to the staged folder, but for files that were written since."""
+        """Hands everything to the staged folder, but for files that were written since.
+
+        Raises TornSnapshotError if a tensor was written to where ``keep`` did not see it.
+        """
+        changed = {id(given.tensors): given.key for at in self._taken.values() for given in at if given.changed()}
         for name, (obj, metadata) in self._files.items():
-            if not os.path.exists(os.path.join(self._root, name)):
-                self._staged.add(name, obj, metadata)
+            if os.path.exists(os.path.join(self._root, name)):
+                continue
+            if id(obj) in changed:
+                raise lazyckpt.TornSnapshotError(
+                    f"{changed[id(obj)]!r} in {name} was written to after save_file, by another thread or by compiled "
+                    "code. Save the file when that is over, or give save_file a clone",
+                    path=self._root,
+                )
+            self._staged.add(name, obj, metadata)
 
 
 @contextlib.contextmanager
@@ -153,19 +181,25 @@ class _KeepsOldValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for storage in _written(func._schema.arguments, args, kwargs):
-                self._redirected.keep(storage)
+            for value in _written(func._schema.arguments, args, kwargs):
+                self._keep(value)
         return func(*args, **kwargs)
 
+    def _keep(self, value: Any) -> None:
+        """Keeps the values of all storages in ``value``; of all that there are, if it does not show its own."""
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            storages = [storage for level in storages_in([tensor]) for storage in level.identities]
+            if isinstance(tensor, torch.Tensor) and not storages:
+                self._redirected.wait_all()
+            for storage in storages:
+                self._redirected.keep(storage)
 
-def _written(arguments: Any, args: Any, kwargs: Any) -> Iterator[int]:
-    """The storages that an operation writes to."""
+
+def _written(arguments: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operation writes to."""
     for at, argument in enumerate(arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-                    yield _storage(tensor)
+            yield args[at] if at < len(args) else kwargs.get(argument.name)
 
 
 def _are_plain(tensors: Any, metadata: Any) -> bool:
@@ -195,3 +229,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch as st
 import torch
+from torch import nn
 
 import lazyckpt
 from lazyckpt.integrations.redirect import safetensors_into
@@ -65,3 +68,124 @@ def test_an_expanded_tensor_needs_only_what_it_shows(tmp_path: Path) -> None:
     lazyckpt.save({"a": torch.ones(1).expand(9), "b": torch.ones(0, 3)}, tmp_path / "w.safetensors")
     loaded = st.load_file(tmp_path / "w.safetensors")
     assert loaded["a"].tolist() == [1] * 9 and loaded["b"].shape == (0, 3)
+
+
+# writes
+
+
+class Special(nn.Parameter):
+    """As those of quantized or sharded layers: ``state_dict()`` gives plain tensors."""
+
+
+class Wrapper(torch.Tensor):
+    """Holds a tensor instead of memory, as DTensor does."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func(*(arg.inner if isinstance(arg, Wrapper) else arg for arg in args), **(kwargs or {}))
+        return args[0]
+
+
+class Closed(Wrapper):
+    """It tells nobody what is inside."""
+
+    __tensor_flatten__ = None  # type: ignore[assignment]
+
+
+def _written(kind: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], Any]]:
+    plain = torch.zeros(N)
+    other = kind(plain)
+
+    def write() -> None:
+        with torch.no_grad():
+            other.copy_(torch.ones(N))
+
+    return plain, write
+
+
+@pytest.mark.parametrize(
+    "kind", [Special, Wrapper, Closed, lambda t: t.as_subclass(type("Sub", (torch.Tensor,), {}))], ids=str
+)
+def test_a_write_through_a_subclass_keeps_what_the_file_was_given(
+    kind: Callable[[torch.Tensor], torch.Tensor], saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    """Regression: only writes to plain tensors and parameters were seen, and the file held later values."""
+    plain, write = _written(kind)
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": plain}, folder / "w.safetensors")
+        write()
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert plain.sum() == N and st.load_file(folder / "w.safetensors")["a"].sum() == 0
+
+
+def test_a_step_of_another_thread_keeps_what_the_file_was_given(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.zeros(N))
+    parameter.grad = torch.ones(N)
+    thread = threading.Thread(target=torch.optim.SGD([parameter], lr=1.0).step)
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": parameter.detach()}, folder / "w.safetensors")
+        thread.start()
+        thread.join()
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert st.load_file(folder / "w.safetensors")["a"].sum() == 0
+
+
+def test_a_write_that_only_its_version_tells_fails_the_save(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """Regression: other threads, and compiled code, wrote later values into the file."""
+    tensor = torch.zeros(N)
+    thread = threading.Thread(target=tensor.fill_, args=(1,))
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+        thread.start()
+        thread.join()
+
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"'a' in w\.safetensors was written to"):
+        save(saver, tmp_path / "state", hook)
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_write_to_what_was_saved_again_fails_nothing(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    tensor = torch.zeros(N)
+    thread = threading.Thread(target=tensor.fill_, args=(1,))
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+        thread.start()
+        thread.join()
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert st.load_file(folder / "w.safetensors")["a"].sum() == N
+
+
+# names
+
+
+@pytest.mark.parametrize("name", ["w.sft", "w.st", "w.bin", "w"])
+def test_a_name_that_does_not_tell_the_format_is_left_to_safetensors(
+    name: str, saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    """Regression: the staged folder made what torch.save writes of it."""
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": torch.ones(N)}, folder / name)
+        assert (folder / name).exists(), "at once"
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert st.load_file(folder / name)["a"].sum() == N
