@@ -11,12 +11,13 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lazyckpt
 from lazyckpt.gate import gate
@@ -148,10 +149,11 @@ def safetensors_into(
         yield None
         return
     redirected = Redirected(staged, root)
+    add_tensors: Callable[..., bool] | None = redirected.add_tensors
     original = safetensors.torch.save_file
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        if not redirected.add_tensors(tensors, filename, metadata):
+        if add_tensors is None or not add_tensors(tensors, filename, metadata):
             original(tensors, filename, metadata)
 
     places: list[tuple[MutableMapping[str, Any], str]] = [(vars(safetensors.torch), "save_file")]
@@ -159,28 +161,42 @@ def safetensors_into(
     places += [(names, name) for names in namespaces for name, value in names.items() if value is original]
     replaced = [(names, name, names[name]) for names, name in places if name in names]
     try:
-        for names, name, _ in replaced:
-            names[name] = save_file
-        gate.add(redirected)
-        with _KeepsOldValues(redirected):
-            yield redirected
+        try:
+            for names, name, _ in replaced:
+                names[name] = save_file
+            gate.add(redirected)
+            with _KeepsOldValues(redirected):
+                yield redirected
+        finally:
+            gate.discard(redirected)
+            for names, name, before in reversed(replaced):
+                names[name] = before
+        redirected.stage()
     finally:
-        gate.discard(redirected)
-        for names, name, before in reversed(replaced):
-            names[name] = before
-    redirected.stage()
+        add_tensors = None  # a module that was first imported in here has our save_file for good
 
 
 class _KeepsOldValues(TorchDispatchMode):
-    """Looks at every operation of torch on this thread, be it through ``.data`` or in another library."""
+    """Looks at every operation of torch on this thread, be it through ``.data`` or in another library.
+
+    Compiled code runs as ever. What it writes to, only versions tell.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, redirected: Redirected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._redirected = redirected
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if not hasattr(func, "_schema"):  # an operator of higher order, which may write to whatever it is given
+            self._keep(tree_leaves((args, kwargs)))
+        elif func._schema.is_mutable:
             for value in _written(func._schema.arguments, args, kwargs):
                 self._keep(value)
         return func(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import safetensors.torch as st
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import lazyckpt
 from lazyckpt.integrations.redirect import safetensors_into
@@ -189,3 +192,79 @@ def test_a_name_that_does_not_tell_the_format_is_left_to_safetensors(
 
     folder = save(saver, tmp_path / "state", hook)
     assert st.load_file(folder / name)["a"].sum() == N
+
+
+# modules and modes
+
+
+def test_a_module_imported_in_a_hook_keeps_nothing_alive(
+    saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it had our ``save_file`` for good, and that all tensors that it was ever given."""
+    (tmp_path / "imported_in_a_hook.py").write_text("from safetensors.torch import save_file\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {"a": torch.ones(N)}
+    alive = StorageWeakRef(given["a"].untyped_storage())
+
+    def hook(folder: Path) -> None:
+        import imported_in_a_hook as helper  # type: ignore[import-not-found]
+
+        helper.save_file(given, folder / "w.safetensors")
+
+    save(saver, tmp_path / "state", hook)
+    helper = sys.modules["imported_in_a_hook"]
+    given.clear()
+    saver.close()  # its threads let go of the tensors, too
+    gc.collect()
+    assert alive.expired()
+    (tmp_path / "state" / "more").mkdir()
+    helper.save_file({"a": torch.ones(N)}, tmp_path / "state" / "more" / "w.safetensors")
+    assert files(tmp_path / "state" / "more") == ["w.safetensors"], "written at once"
+
+
+def _cond() -> Any:
+    return torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(3),))
+
+
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 1, 16, 16)
+    return flex_attention(q, q, q)
+
+
+def _whole_graph() -> Any:
+    torch._dynamo.reset()
+    return torch.compile(nn.Linear(8, 8), backend="aot_eager", fullgraph=True)(torch.randn(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("run", [_cond, _flex_attention, _whole_graph])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_runs_without_us_runs_in_a_hook(run: Callable[[], Any], saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """Regression: operators of higher order had no rule for our mode, and nothing was compiled whole under it."""
+    save(saver, tmp_path / "state", lambda folder: run())
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_what_compiled_code_writes_does_not_get_into_the_file(
+    compiled_before: bool, saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    tensor = torch.zeros(N)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def write(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    if compiled_before:
+        write(tensor)
+    before = tensor.clone()
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+        write(tensor)
+
+    try:
+        folder = save(saver, tmp_path / "state", hook)
+    except lazyckpt.TornSnapshotError:
+        return
+    assert torch.equal(st.load_file(folder / "w.safetensors")["a"], before)
