@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -31,6 +33,14 @@ _NAMES = (
     ("peft.peft_model", "safe_save_file"),
     ("accelerate.utils.other", "safe_save_file"),
 )
+
+
+class _File(NamedTuple):
+    """What a file is to hold, and the name that it was given first."""
+
+    name: str
+    obj: Any
+    metadata: Mapping[str, str] | None
 
 
 class _Given(NamedTuple):
@@ -57,7 +67,7 @@ class Redirected:
     def __init__(self, staged: lazyckpt.StagedFolder, root: str | os.PathLike[str]) -> None:
         self._staged = staged
         self._root = os.path.abspath(root)
-        self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
+        self._files: dict[bytes, _File] = {}  # by placeholder
         self._taken: dict[int, list[_Given]] = {}  # by storage: what may still change
         self._lock = threading.RLock()  # a second writer waits until the first has kept the values
 
@@ -68,17 +78,20 @@ class Redirected:
         return os.path.relpath(path, self._root) if path.startswith(self._root + os.sep) else None
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
-        """``obj`` is the content of the file from now on, as if it had been written."""
+        """``obj`` is the content of the file from now on. A placeholder shows where a hook moves or copies it."""
+        path = os.path.join(self._root, name)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._root, name))
-        self._files[name] = obj, metadata
+            os.unlink(path)
+        placeholder = f"lazyckpt writes this file when its folder is saved: {uuid.uuid4().hex}\n".encode()
+        with open(path, "xb") as file:
+            file.write(placeholder)
+        self._files[placeholder] = _File(name, obj, metadata)
 
     def add_tensors(self, tensors: Any, filename: Any, metadata: Any) -> bool:
         """Takes what ``save_file`` was given; False if safetensors has to write it, or to say why it does not."""
         name = self.name(filename)
         if name is None or not name.endswith(".safetensors"):  # the staged folder tells the format by the name
             return False
-        self._files.pop(name, None)
         if not os.path.isdir(os.path.dirname(os.path.abspath(filename))) or not _are_plain(tensors, metadata):
             return False
         whole = {key: _alone(tensor) for key, tensor in tensors.items()}
@@ -122,21 +135,38 @@ class Redirected:
         return False
 
     def stage(self) -> None:
-        """Hands everything to the staged folder, but for files that were written since.
+        """Hands the staged folder every file whose placeholder is there, under the name that it has now.
 
         Raises TornSnapshotError if a tensor was written to where ``keep`` did not see it.
         """
         changed = {id(given.tensors): given.key for at in self._taken.values() for given in at if given.changed()}
-        for name, (obj, metadata) in self._files.items():
-            if os.path.exists(os.path.join(self._root, name)):
-                continue
-            if id(obj) in changed:
+        for name, file in self._files_left():
+            if id(file.obj) in changed:
                 raise lazyckpt.TornSnapshotError(
-                    f"{changed[id(obj)]!r} in {name} was written to after save_file, by another thread or by compiled "
-                    "code. Save the file when that is over, or give save_file a clone",
+                    f"{changed[id(file.obj)]!r} in {name} was written to after save_file, by another thread or by "
+                    "compiled code. Save the file when that is over, or give save_file a clone",
                     path=self._root,
                 )
-            self._staged.add(name, obj, metadata)
+            path = os.path.join(self._root, name)
+            os.unlink(path)
+            if name.endswith(".safetensors") == file.name.endswith(".safetensors"):
+                self._staged.add(name, file.obj, file.metadata)
+            elif file.name.endswith(".safetensors"):  # the staged folder would write the other format
+                safetensors.torch.save_file(file.obj, path, file.metadata)
+            else:
+                torch.save(file.obj, path)
+
+    def _files_left(self) -> list[tuple[str, _File]]:
+        """Finds the placeholders under ``root``, in the order in which they were written."""
+        left: dict[bytes, list[str]] = {placeholder: [] for placeholder in self._files}
+        sizes = set(map(len, left))
+        for folder, _, names in os.walk(self._root) if left else ():
+            for path in (os.path.join(folder, name) for name in sorted(names)):
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode) and status.st_size in sizes:
+                    with open(path, "rb") as file:
+                        left.get(file.read(), []).append(os.path.relpath(path, self._root))
+        return [(name, self._files[placeholder]) for placeholder, names in left.items() for name in names]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -268,3 +270,87 @@ def test_what_compiled_code_writes_does_not_get_into_the_file(
     except lazyckpt.TornSnapshotError:
         return
     assert torch.equal(st.load_file(folder / "w.safetensors")["a"], before)
+
+
+# files that are moved
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    os.replace(folder / "w.safetensors", folder / "final.safetensors")
+
+
+def _rename_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    (folder / "tmp").mkdir()
+    (folder / "tmp" / "config.json").write_text("{}")
+    write(folder / "tmp" / "w.safetensors")
+    os.rename(folder / "tmp", folder / "unet")
+
+
+def _copy(folder: Path, write: Callable[[Path], None]) -> None:
+    (folder / "best").mkdir()
+    write(folder / "w.safetensors")
+    shutil.copy(folder / "w.safetensors", folder / "best" / "w.safetensors")
+
+
+def _unlink(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    (folder / "w.safetensors").unlink()
+    (folder / "done").touch()  # the file system may give it the number of the other
+
+
+def _remove_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    (folder / "tmp").mkdir()
+    write(folder / "tmp" / "w.safetensors")
+    shutil.rmtree(folder / "tmp")
+
+
+def _link(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    (folder / "latest.safetensors").symlink_to("w.safetensors")
+
+
+def _write_twice(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    os.rename(folder / "w.safetensors", folder / "old.safetensors")
+    write(folder / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change", [_replace, _rename_folder, _copy, _unlink, _remove_folder, _link, _write_twice], ids=lambda c: c.__name__
+)
+def test_files_are_where_a_hook_leaves_them(
+    change: Callable[[Path, Callable[[Path], None]], None], saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    """Regression: they appeared under the names that ``save_file`` was told, or not at all."""
+    tensor = torch.ones(N)
+
+    def write(path: Path) -> None:
+        st.save_file({"a": tensor}, path)
+
+    (tmp_path / "plain").mkdir()
+    change(tmp_path / "plain", write)
+    folder = save(saver, tmp_path / "state", lambda folder: change(folder, write))
+    assert files(folder) == files(tmp_path / "plain")
+    assert [path.is_symlink() for path in sorted(folder.rglob("*"))] == [
+        path.is_symlink() for path in sorted((tmp_path / "plain").rglob("*"))
+    ]
+    for path in folder.rglob("*.safetensors"):
+        assert torch.equal(st.load_file(path)["a"], tensor)
+
+
+def test_a_name_that_is_no_safetensors_while_it_is_written(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    def hook(folder: Path) -> None:
+        st.save_file({"a": torch.ones(N)}, folder / "w.safetensors.tmp")
+        os.replace(folder / "w.safetensors.tmp", folder / "w.safetensors")
+
+    assert files(save(saver, tmp_path / "state", hook)) == ["w.safetensors"]
+
+
+def test_a_file_with_another_format_under_its_new_name_has_the_old_one(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    def hook(folder: Path) -> None:
+        st.save_file({"a": torch.ones(N)}, folder / "w.safetensors")
+        os.replace(folder / "w.safetensors", folder / "w.bin")
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert files(folder) == ["w.bin"] and st.load_file(folder / "w.bin")["a"].sum() == N
