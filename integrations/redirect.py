@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lazyckpt
+from lazyckpt.gate import gate
+from lazyckpt.wrappers import storages_in
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -29,14 +35,41 @@ _NAMES = (
 )
 
 
+class _File(NamedTuple):
+    """What a file is to hold, and the name that it was given first."""
+
+    name: str
+    obj: Any
+    metadata: Mapping[str, str] | None
+
+
+class _Given(NamedTuple):
+    """A tensor that ``save_file`` was given, as it was then."""
+
+    tensors: _Tensors
+    key: str
+    version: int
+    address: int
+
+    def changed(self) -> bool:
+        """Whether it was written to, or has other memory, and nobody kept its values before."""
+        tensor = self.tensors[self.key]
+        return _version(tensor) != self.version or tensor.untyped_storage().data_ptr() != self.address
+
+
 class Redirected:
-    """What goes into a staged folder instead of to files under ``root``."""
+    """What goes into a staged folder instead of to files under ``root``.
+
+    The gate treats it as a pending copy. Before an optimizer of another thread steps, and before a storage gives its
+    memory back, the values are kept.
+    """
 
     def __init__(self, staged: lazyckpt.StagedFolder, root: str | os.PathLike[str]) -> None:
         self._staged = staged
         self._root = os.path.abspath(root)
-        self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
-        self._taken: dict[int, list[tuple[_Tensors, str]]] = {}  # where a storage is in what save_file was given
+        self._files: dict[bytes, _File] = {}  # by placeholder
+        self._taken: dict[int, list[_Given]] = {}  # by storage: what may still change
+        self._lock = threading.RLock()  # a second writer waits until the first has kept the values
 
     def name(self, file: Any) -> str | None:
         """The name of ``file`` in the folder; None if it goes elsewhere."""
@@ -45,37 +78,95 @@ class Redirected:
         return os.path.relpath(path, self._root) if path.startswith(self._root + os.sep) else None
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
-        """``obj`` is the content of the file from now on, as if it had been written."""
+        """``obj`` is the content of the file from now on. A placeholder shows where a hook moves or copies it."""
+        path = os.path.join(self._root, name)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._root, name))
-        self._files[name] = obj, metadata
+            os.unlink(path)
+        placeholder = f"lazyckpt writes this file when its folder is saved: {uuid.uuid4().hex}\n".encode()
+        with open(path, "xb") as file:
+            file.write(placeholder)
+        self._files[placeholder] = _File(name, obj, metadata)
 
     def add_tensors(self, tensors: Any, filename: Any, metadata: Any) -> bool:
         """Takes what ``save_file`` was given; False if safetensors has to write it, or to say why it does not."""
         name = self.name(filename)
-        if name is None:
+        if name is None or not name.endswith(".safetensors"):  # the staged folder tells the format by the name
             return False
-        self._files.pop(name, None)
         if not os.path.isdir(os.path.dirname(os.path.abspath(filename))) or not _are_plain(tensors, metadata):
             return False
         whole = {key: _alone(tensor) for key, tensor in tensors.items()}
         if len(set(map(_storage, whole.values()))) < len(whole):
             return False
         self.add(name, whole, metadata)
-        for key, tensor in whole.items():
-            self._taken.setdefault(_storage(tensor), []).append((whole, key))
+        with self._lock:
+            for key, tensor in whole.items():
+                self._taken.setdefault(_storage(tensor), []).append(
+                    _Given(whole, key, _version(tensor), tensor.untyped_storage().data_ptr())
+                )
         return True
 
     def keep(self, storage: int) -> None:
         """This storage is about to be written to: what ``save_file`` was given keeps its values."""
-        for tensors, key in self._taken.pop(storage, ()):
-            tensors[key] = tensors[key].clone()
+        with self._lock:
+            for given in self._taken.get(storage, ()):
+                given.tensors[given.key] = given.tensors[given.key].clone()
+            self._taken.pop(storage, None)
+
+    # what the gate asks of a pending copy
+
+    def wait(self, owner: object) -> None:
+        """Keeps all values: the owner may change any of the tensors."""
+        self.wait_all()
+
+    def wait_all(self) -> None:
+        """Keeps all values."""
+        for storage in list(self._taken):
+            self.keep(storage)
+
+    def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
+        """Keeps the values of a storage that is about to lose its memory."""
+        self.keep(int(storage._cdata))
+
+    def give_verdict(self) -> None:
+        """Does nothing: no thread waits for this one."""
+
+    def is_held(self) -> bool:
+        """Returns False: no background thread needs the lock."""
+        return False
 
     def stage(self) -> None:
-        """Hands everything to the staged folder, but for files that were written since."""
-        for name, (obj, metadata) in self._files.items():
-            if not os.path.exists(os.path.join(self._root, name)):
-                self._staged.add(name, obj, metadata)
+        """Hands the staged folder every file whose placeholder is there, under the name that it has now.
+
+        Raises TornSnapshotError if a tensor was written to where ``keep`` did not see it.
+        """
+        changed = {id(given.tensors): given.key for at in self._taken.values() for given in at if given.changed()}
+        for name, file in self._files_left():
+            if id(file.obj) in changed:
+                raise lazyckpt.TornSnapshotError(
+                    f"{changed[id(file.obj)]!r} in {name} was written to after save_file, by another thread or by "
+                    "compiled code. Save the file when that is over, or give save_file a clone",
+                    path=self._root,
+                )
+            path = os.path.join(self._root, name)
+            os.unlink(path)
+            if name.endswith(".safetensors") == file.name.endswith(".safetensors"):
+                self._staged.add(name, file.obj, file.metadata)
+            elif file.name.endswith(".safetensors"):  # the staged folder would write the other format
+                safetensors.torch.save_file(file.obj, path, file.metadata)
+            else:
+                torch.save(file.obj, path)
+
+    def _files_left(self) -> list[tuple[str, _File]]:
+        """Finds the placeholders under ``root``, in the order in which they were written."""
+        left: dict[bytes, list[str]] = {placeholder: [] for placeholder in self._files}
+        sizes = set(map(len, left))
+        for folder, _, names in os.walk(self._root) if left else ():
+            for path in (os.path.join(folder, name) for name in sorted(names)):
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode) and status.st_size in sizes:
+                    with open(path, "rb") as file:
+                        left.get(file.read(), []).append(os.path.relpath(path, self._root))
+        return [(name, self._files[placeholder]) for placeholder, names in left.items() for name in names]
 
 
 @contextlib.contextmanager
@@ -88,10 +179,11 @@ def safetensors_into(
         yield None
         return
     redirected = Redirected(staged, root)
+    add_tensors: Callable[..., bool] | None = redirected.add_tensors
     original = safetensors.torch.save_file
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        if not redirected.add_tensors(tensors, filename, metadata):
+        if add_tensors is None or not add_tensors(tensors, filename, metadata):
             original(tensors, filename, metadata)
 
     places: list[tuple[MutableMapping[str, Any], str]] = [(vars(safetensors.torch), "save_file")]
@@ -99,39 +191,61 @@ def safetensors_into(
     places += [(names, name) for names in namespaces for name, value in names.items() if value is original]
     replaced = [(names, name, names[name]) for names, name in places if name in names]
     try:
-        for names, name, _ in replaced:
-            names[name] = save_file
-        with _KeepsOldValues(redirected):
-            yield redirected
+        try:
+            for names, name, _ in replaced:
+                names[name] = save_file
+            gate.add(redirected)
+            with _KeepsOldValues(redirected):
+                yield redirected
+        finally:
+            gate.discard(redirected)
+            for names, name, before in reversed(replaced):
+                names[name] = before
+        redirected.stage()
     finally:
-        for names, name, before in reversed(replaced):
-            names[name] = before
-    redirected.stage()
+        add_tensors = None  # a module that was first imported in here has our save_file for good
 
 
 class _KeepsOldValues(TorchDispatchMode):
-    """Looks at every operation of torch on this thread, be it through ``.data`` or in another library."""
+    """Looks at every operation of torch on this thread, be it through ``.data`` or in another library.
+
+    Compiled code runs as ever. What it writes to, only versions tell.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, redirected: Redirected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._redirected = redirected
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for storage in _written(func._schema.arguments, args, kwargs):
-                self._redirected.keep(storage)
+        if not hasattr(func, "_schema"):  # an operator of higher order, which may write to whatever it is given
+            self._keep(tree_leaves((args, kwargs)))
+        elif func._schema.is_mutable:
+            for value in _written(func._schema.arguments, args, kwargs):
+                self._keep(value)
         return func(*args, **kwargs)
 
+    def _keep(self, value: Any) -> None:
+        """Keeps the values of all storages in ``value``; of all that there are, if it does not show its own."""
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            storages = [storage for level in storages_in([tensor]) for storage in level.identities]
+            if isinstance(tensor, torch.Tensor) and not storages:
+                self._redirected.wait_all()
+            for storage in storages:
+                self._redirected.keep(storage)
 
-def _written(arguments: Any, args: Any, kwargs: Any) -> Iterator[int]:
-    """The storages that an operation writes to."""
+
+def _written(arguments: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operation writes to."""
     for at, argument in enumerate(arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-                    yield _storage(tensor)
+            yield args[at] if at < len(args) else kwargs.get(argument.name)
 
 
 def _are_plain(tensors: Any, metadata: Any) -> bool:
@@ -146,6 +260,7 @@ def _are_plain(tensors: Any, metadata: Any) -> bool:
             and tensor.layout is torch.strided
             and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
             and tensor.is_contiguous()
+            and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
             for key, tensor in tensors.items()
         )
     )
@@ -160,3 +275,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -108,6 +108,11 @@ class SafetensorsPlan(FilePlan):
             refuse_part(tensor, tensors)
             if tensor.layout is not torch.strided or tensor.is_meta:
                 raise ConfigError(f"{name!r} is not a dense tensor with data")
+            if (needed := _bytes_spanned(tensor)) > tensor.untyped_storage().nbytes():
+                raise ConfigError(
+                    f"{name!r} needs {needed} bytes, but its storage has {tensor.untyped_storage().nbytes()}: it was "
+                    "resized, or sharded training has freed it; gather it before the save"
+                )
             pointer = tensor.untyped_storage().data_ptr()
             if pointer and pointer in owner:
                 raise ConfigError(
@@ -129,6 +134,14 @@ class SafetensorsPlan(FilePlan):
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return [layout.data, layout.header], layout.header_bytes + sum(views.sizes)
+
+
+def _bytes_spanned(tensor: torch.Tensor) -> int:
+    """How many bytes a storage must have for this tensor to lie in it."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((tensor.storage_offset() + last + 1) * tensor.itemsize)
 
 
 def plan_for(name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> FilePlan:

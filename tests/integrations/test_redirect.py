@@ -1,0 +1,356 @@
+"""What hooks may do inside ``safetensors_into`` to the tensors and the files that they gave to ``save_file``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as st
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import lazyckpt
+from lazyckpt.integrations.redirect import safetensors_into
+
+N = 20_000  # elements
+
+
+@pytest.fixture
+def saver() -> Iterator[lazyckpt.Saver]:
+    with lazyckpt.Saver() as saver:
+        yield saver
+
+
+def save(saver: lazyckpt.Saver, path: Path, hook: Callable[[Path], None]) -> Path:
+    """Runs ``hook`` on a staged folder, as the integrations do."""
+    with saver.stage(path) as staged:
+        with safetensors_into(staged, staged.path):
+            hook(staged.path)
+        staged.save().result()
+    return path
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# memory
+
+
+@pytest.mark.parametrize("resize", [lambda s: s.resize_(0), lambda s: s._share_fd_cpu_()], ids=["freed", "shared"])
+def test_memory_that_a_hook_gives_back_is_kept_before(
+    resize: Callable[[torch.UntypedStorage], None], saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    """Regression: the save read memory that was gone, which ended the process."""
+    tensor = torch.ones(N)
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+        resize(tensor.untyped_storage())
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert torch.equal(st.load_file(folder / "w.safetensors")["a"], torch.ones(N))
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(100, -1).T], ids=["contiguous", "transposed"])
+def test_a_tensor_without_memory_is_refused(view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    """Regression: it ended the process."""
+    tensor = view(torch.ones(N))
+    tensor.untyped_storage().resize_(4)
+    with pytest.raises(lazyckpt.SerializationError, match="'a' needs 80000 bytes, but its storage has 4"):
+        lazyckpt.save({"a": tensor}, tmp_path / "w.safetensors")
+
+
+def test_an_expanded_tensor_needs_only_what_it_shows(tmp_path: Path) -> None:
+    lazyckpt.save({"a": torch.ones(1).expand(9), "b": torch.ones(0, 3)}, tmp_path / "w.safetensors")
+    loaded = st.load_file(tmp_path / "w.safetensors")
+    assert loaded["a"].tolist() == [1] * 9 and loaded["b"].shape == (0, 3)
+
+
+# writes
+
+
+class Special(nn.Parameter):
+    """As those of quantized or sharded layers: ``state_dict()`` gives plain tensors."""
+
+
+class Wrapper(torch.Tensor):
+    """Holds a tensor instead of memory, as DTensor does."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func(*(arg.inner if isinstance(arg, Wrapper) else arg for arg in args), **(kwargs or {}))
+        return args[0]
+
+
+class Closed(Wrapper):
+    """It tells nobody what is inside."""
+
+    __tensor_flatten__ = None  # type: ignore[assignment]
+
+
+def _written(kind: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], Any]]:
+    plain = torch.zeros(N)
+    other = kind(plain)
+
+    def write() -> None:
+        with torch.no_grad():
+            other.copy_(torch.ones(N))
+
+    return plain, write
+
+
+@pytest.mark.parametrize(
+    "kind", [Special, Wrapper, Closed, lambda t: t.as_subclass(type("Sub", (torch.Tensor,), {}))], ids=str
+)
+def test_a_write_through_a_subclass_keeps_what_the_file_was_given(
+    kind: Callable[[torch.Tensor], torch.Tensor], saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    """Regression: only writes to plain tensors and parameters were seen, and the file held later values."""
+    plain, write = _written(kind)
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": plain}, folder / "w.safetensors")
+        write()
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert plain.sum() == N and st.load_file(folder / "w.safetensors")["a"].sum() == 0
+
+
+def test_a_step_of_another_thread_keeps_what_the_file_was_given(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.zeros(N))
+    parameter.grad = torch.ones(N)
+    thread = threading.Thread(target=torch.optim.SGD([parameter], lr=1.0).step)
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": parameter.detach()}, folder / "w.safetensors")
+        thread.start()
+        thread.join()
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert st.load_file(folder / "w.safetensors")["a"].sum() == 0
+
+
+def test_a_write_that_only_its_version_tells_fails_the_save(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """Regression: other threads, and compiled code, wrote later values into the file."""
+    tensor = torch.zeros(N)
+    thread = threading.Thread(target=tensor.fill_, args=(1,))
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+        thread.start()
+        thread.join()
+
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"'a' in w\.safetensors was written to"):
+        save(saver, tmp_path / "state", hook)
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_write_to_what_was_saved_again_fails_nothing(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    tensor = torch.zeros(N)
+    thread = threading.Thread(target=tensor.fill_, args=(1,))
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+        thread.start()
+        thread.join()
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert st.load_file(folder / "w.safetensors")["a"].sum() == N
+
+
+# names
+
+
+@pytest.mark.parametrize("name", ["w.sft", "w.st", "w.bin", "w"])
+def test_a_name_that_does_not_tell_the_format_is_left_to_safetensors(
+    name: str, saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    """Regression: the staged folder made what torch.save writes of it."""
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": torch.ones(N)}, folder / name)
+        assert (folder / name).exists(), "at once"
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert st.load_file(folder / name)["a"].sum() == N
+
+
+# modules and modes
+
+
+def test_a_module_imported_in_a_hook_keeps_nothing_alive(
+    saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it had our ``save_file`` for good, and that all tensors that it was ever given."""
+    (tmp_path / "imported_in_a_hook.py").write_text("from safetensors.torch import save_file\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {"a": torch.ones(N)}
+    alive = StorageWeakRef(given["a"].untyped_storage())
+
+    def hook(folder: Path) -> None:
+        import imported_in_a_hook as helper  # type: ignore[import-not-found]
+
+        helper.save_file(given, folder / "w.safetensors")
+
+    save(saver, tmp_path / "state", hook)
+    helper = sys.modules["imported_in_a_hook"]
+    given.clear()
+    saver.close()  # its threads let go of the tensors, too
+    gc.collect()
+    assert alive.expired()
+    (tmp_path / "state" / "more").mkdir()
+    helper.save_file({"a": torch.ones(N)}, tmp_path / "state" / "more" / "w.safetensors")
+    assert files(tmp_path / "state" / "more") == ["w.safetensors"], "written at once"
+
+
+def _cond() -> Any:
+    return torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(3),))
+
+
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 1, 16, 16)
+    return flex_attention(q, q, q)
+
+
+def _whole_graph() -> Any:
+    torch._dynamo.reset()
+    return torch.compile(nn.Linear(8, 8), backend="aot_eager", fullgraph=True)(torch.randn(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("run", [_cond, _flex_attention, _whole_graph])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_runs_without_us_runs_in_a_hook(run: Callable[[], Any], saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """Regression: operators of higher order had no rule for our mode, and nothing was compiled whole under it."""
+    save(saver, tmp_path / "state", lambda folder: run())
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_what_compiled_code_writes_does_not_get_into_the_file(
+    compiled_before: bool, saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    tensor = torch.zeros(N)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def write(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    if compiled_before:
+        write(tensor)
+    before = tensor.clone()
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": tensor}, folder / "w.safetensors")
+        write(tensor)
+
+    try:
+        folder = save(saver, tmp_path / "state", hook)
+    except lazyckpt.TornSnapshotError:
+        return
+    assert torch.equal(st.load_file(folder / "w.safetensors")["a"], before)
+
+
+# files that are moved
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    os.replace(folder / "w.safetensors", folder / "final.safetensors")
+
+
+def _rename_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    (folder / "tmp").mkdir()
+    (folder / "tmp" / "config.json").write_text("{}")
+    write(folder / "tmp" / "w.safetensors")
+    os.rename(folder / "tmp", folder / "unet")
+
+
+def _copy(folder: Path, write: Callable[[Path], None]) -> None:
+    (folder / "best").mkdir()
+    write(folder / "w.safetensors")
+    shutil.copy(folder / "w.safetensors", folder / "best" / "w.safetensors")
+
+
+def _unlink(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    (folder / "w.safetensors").unlink()
+    (folder / "done").touch()  # the file system may give it the number of the other
+
+
+def _remove_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    (folder / "tmp").mkdir()
+    write(folder / "tmp" / "w.safetensors")
+    shutil.rmtree(folder / "tmp")
+
+
+def _link(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    (folder / "latest.safetensors").symlink_to("w.safetensors")
+
+
+def _write_twice(folder: Path, write: Callable[[Path], None]) -> None:
+    write(folder / "w.safetensors")
+    os.rename(folder / "w.safetensors", folder / "old.safetensors")
+    write(folder / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change", [_replace, _rename_folder, _copy, _unlink, _remove_folder, _link, _write_twice], ids=lambda c: c.__name__
+)
+def test_files_are_where_a_hook_leaves_them(
+    change: Callable[[Path, Callable[[Path], None]], None], saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    """Regression: they appeared under the names that ``save_file`` was told, or not at all."""
+    tensor = torch.ones(N)
+
+    def write(path: Path) -> None:
+        st.save_file({"a": tensor}, path)
+
+    (tmp_path / "plain").mkdir()
+    change(tmp_path / "plain", write)
+    folder = save(saver, tmp_path / "state", lambda folder: change(folder, write))
+    assert files(folder) == files(tmp_path / "plain")
+    assert [path.is_symlink() for path in sorted(folder.rglob("*"))] == [
+        path.is_symlink() for path in sorted((tmp_path / "plain").rglob("*"))
+    ]
+    for path in folder.rglob("*.safetensors"):
+        assert torch.equal(st.load_file(path)["a"], tensor)
+
+
+def test_a_name_that_is_no_safetensors_while_it_is_written(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    def hook(folder: Path) -> None:
+        st.save_file({"a": torch.ones(N)}, folder / "w.safetensors.tmp")
+        os.replace(folder / "w.safetensors.tmp", folder / "w.safetensors")
+
+    assert files(save(saver, tmp_path / "state", hook)) == ["w.safetensors"]
+
+
+def test_a_file_with_another_format_under_its_new_name_has_the_old_one(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    def hook(folder: Path) -> None:
+        st.save_file({"a": torch.ones(N)}, folder / "w.safetensors")
+        os.replace(folder / "w.safetensors", folder / "w.bin")
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert files(folder) == ["w.bin"] and st.load_file(folder / "w.bin")["a"].sum() == N
