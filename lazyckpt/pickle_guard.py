@@ -105,7 +105,8 @@ class GuardedPickle(io.BytesIO):
     def _charge(self, nbytes: int) -> None:
         self._budget -= nbytes
         if self._budget < 0:
-            raise CorruptFileError("record data.pkl: makes far more than its bytes can mean", path=self._path)
+            what = "is not to be unpickled: what it makes takes far more memory than its bytes"
+            raise UnsupportedFormatError(f"{what} ({CONSENT})", path=self._path)
 
     def _check_call(self, function: Any, arguments: Any, *, new: bool) -> None:
         direct = True

@@ -120,7 +120,9 @@ def _written(kind: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "kind", [Special, Wrapper, Closed, lambda t: t.as_subclass(type("Sub", (torch.Tensor,), {}))], ids=str
+    "kind",
+    [Special, Wrapper, Closed, lambda t: t.as_subclass(type("Sub", (torch.Tensor,), {}))],
+    ids=["parameter", "wrapper", "closed", "tensor"],
 )
 def test_a_write_through_a_subclass_keeps_what_the_file_was_given(
     kind: Callable[[torch.Tensor], torch.Tensor], saver: lazyckpt.Saver, tmp_path: Path
