@@ -14,6 +14,7 @@ import io
 import pickletools
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from inspect import getattr_static
 from operator import index
 from pickle import BUILD, NEWOBJ, REDUCE, SETITEM, SETITEMS
 from typing import Any, NoReturn
@@ -139,11 +140,12 @@ class GuardedPickle(io.BytesIO):
             raise UnsupportedFormatError(f"record data.pkl: {what}", path=self._path)
 
     def _check_attributes(self, states: tuple[Any, ...]) -> None:
-        """Of tensors. What they have by their class is no attribute of one: to set it would write to memory."""
+        """Of tensors. To set what their class computes, such as ``real``, would write to memory."""
         for state in states:
             for attributes in state if isinstance(state, tuple) else [state]:
                 for key in attributes or ():
-                    if type(key) is not str or key.startswith("__") or hasattr(torch.nn.Parameter, key):
+                    computed = type(key) is not str or hasattr(getattr_static(torch.nn.Parameter, key, None), "__set__")
+                    if computed or key.startswith("__"):
                         self._restricted(f"it sets {key!r} of a tensor")
 
     def _restricted(self, what: str) -> NoReturn:
