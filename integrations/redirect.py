@@ -143,8 +143,8 @@ class Redirected:
         for name, file in self._files_left():
             if id(file.obj) in changed:
                 raise lazyckpt.TornSnapshotError(
-                    f"{changed[id(file.obj)]!r} in {name} was written to after save_file, by another thread or by "
-                    "compiled code. Save the file when that is over, or give save_file a clone",
+                    f"{changed[id(file.obj)]!r} in {name} was written to after save_file, by another thread. "
+                    "Save the file when that is over, or give save_file a clone",
                     path=self._root,
                 )
             path = os.path.join(self._root, name)
@@ -195,7 +195,7 @@ def safetensors_into(
             for names, name, _ in replaced:
                 names[name] = save_file
             gate.add(redirected)
-            with _KeepsOldValues(redirected):
+            with torch.compiler.set_stance("force_eager"), _KeepsOldValues(redirected):
                 yield redirected
         finally:
             gate.discard(redirected)
@@ -209,7 +209,7 @@ def safetensors_into(
 class _KeepsOldValues(TorchDispatchMode):
     """Looks at every operation of torch on this thread, be it through ``.data`` or in another library.
 
-    Compiled code runs as ever. What it writes to, only versions tell.
+    Compiled functions run eagerly meanwhile, since their kernels write without an operation of torch.
     """
 
     supports_higher_order_operators = True
@@ -217,10 +217,6 @@ class _KeepsOldValues(TorchDispatchMode):
     def __init__(self, redirected: Redirected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._redirected = redirected
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1787,6 +1787,12 @@ _in(
         f"{REDIRECT}::test_a_name_that_does_not_tell_the_format_is_left_to_safetensors",
     ),
     (
+        "compiled code in a hook writes later values into the file",
+        'torch.compiler.set_stance("force_eager")',
+        "contextlib.nullcontext()",
+        f"{REDIRECT}::test_what_compiled_code_writes_does_not_get_into_the_file",
+    ),
+    (
         "a module that is imported in a hook keeps its tensors alive",
         "        add_tensors = None  #",
         "        pass  #",
