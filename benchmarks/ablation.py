@@ -37,8 +37,8 @@ SMALL_CHUNK_BYTES = 16 << 10
 class _AllEager(Ownership):
     """Nobody is trusted to leave its storages alone until it steps."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.lazy_owners = dict.fromkeys(self.lazy_owners, 0)
 
 

@@ -111,7 +111,7 @@ class SafetensorsPlan(FilePlan):
             if (needed := _bytes_spanned(tensor)) > tensor.untyped_storage().nbytes():
                 raise ConfigError(
                     f"{name!r} needs {needed} bytes, but its storage has {tensor.untyped_storage().nbytes()}: it was "
-                    "resized, or sharded training has freed it; gather it before the save"
+                    "resized, or sharded training has freed it; give it its memory back before the save"
                 )
             pointer = tensor.untyped_storage().data_ptr()
             if pointer and pointer in owner:
