@@ -70,8 +70,8 @@ class GuardedPickle(io.BytesIO):
         elif len(stack) < 2:
             pass  # the unpickler raises
         elif opcode == BUILD:
-            if type(stack[-2]) is torch.Tensor:  # its state are the arguments of Tensor.set_
-                self._check_view(*stack[-1])
+            if type(stack[-2]) in (torch.Tensor, torch.nn.Parameter) and len(stack[-1]) == 4:
+                self._check_view(*stack[-1])  # these are the arguments of Tensor.set_
             elif not allows_state(stack[-2], stack[-1]):
                 self._restricted(f"it sets the state of a {type(stack[-2]).__name__}")
         elif type(stack[-1]) is not tuple:  # what may be endless when it is unpacked

@@ -893,6 +893,14 @@ def tensor_set_to_more_than_there_is(folder: Path) -> Path:
 
 
 @attack
+def parameter_set_to_more_than_there_is(folder: Path) -> Path:
+    """The same for a parameter."""
+    state = opcodes((storage(), 0, (1 << 40,), (1,)))
+    made = call("torch._utils._rebuild_parameter", tensor(), False, call("collections.OrderedDict"))
+    return archive(folder, {"x": Raw(made + state + BUILD)})
+
+
+@attack
 def a_pickle_of_nothing(folder: Path) -> Path:
     """A pickle that ends before it has begun."""
     return archive(folder, b"")

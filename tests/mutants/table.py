@@ -486,6 +486,12 @@ _in(
 _in(
     "lazyckpt/tasks.py",
     (
+        "a thread that never begins is waited for",
+        "                thread._started = _Born()  # type: ignore[attr-defined]\n",
+        "",
+        "memory/test_memory.py::test_a_thread_that_lacks_memory_to_begin_is_refused",
+    ),
+    (
         "a task that lacks memory to begin is dropped",
         "        except MemoryError:\n            time.sleep(_NO_MEMORY_S)\n",
         "        except MemoryError:\n            task = None\n",
@@ -1984,6 +1990,12 @@ _in(
         "            self._charge(_ITEM_BYTES * len(value))",
         "            pass",
         _attacks("pickles.hash_of_a_wide_tuple", "pickles.sets_of_one_list"),
+    ),
+    (
+        "a tensor may be set to more than its storage",
+        "in (torch.Tensor, torch.nn.Parameter) and len(stack[-1]) == 4:",
+        "in () and len(stack[-1]) == 4:",
+        _attacks("pickles.tensor_set_to_more_than_there_is", "pickles.parameter_set_to_more_than_there_is"),
     ),
     (
         "a path may be joined of one long name again and again",
