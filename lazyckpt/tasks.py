@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 NO_MEMORY = (MemoryError, RuntimeError, TypeError, SystemError)  # what CPython and pybind11 say where there is none
 _NO_MEMORY_S = 0.02  # until it is asked for again
+_BORN_S = 10.0  # a thread that has not begun by then never will
 _DOUBTS = 250  # times that it may be another reason; to count further takes memory
 T = TypeVar("T")
 
@@ -69,6 +70,17 @@ class Task(LastingFuture[None]):
         self.run = run
 
 
+class _Born(threading.Event):
+    """Set by a thread when it begins. Where there is no memory it may end before that, and ``start()`` of threading's
+    own waits for ever."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Raises RuntimeError, as ``start()`` does where the system refuses a thread."""
+        if not super().wait(_BORN_S if timeout is None else timeout):
+            raise RuntimeError("can't start new thread: there is no memory for it")
+        return True
+
+
 class Workers:
     """Threads that take tasks in the order in which they are put; all are started now, so that no task waits for one.
 
@@ -83,9 +95,11 @@ class Workers:
             for number in range(count):
                 # Daemons, since the interpreter would wait for others before it calls _end().
                 thread = threading.Thread(target=_work, args=(self._queue,), name=f"{name}_{number}", daemon=True)
+                thread._started = _Born()  # type: ignore[attr-defined]
                 thread.start()
                 threads.append(thread)
         except RuntimeError:
+            self._queue.put(None)  # for one that begins after all
             self.stop()
             raise
 

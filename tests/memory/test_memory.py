@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,6 +127,25 @@ def test_what_lacks_memory_to_begin_begins_again(tmp_path: Path) -> None:
         saver._background._submit(task)
         saver.wait()
         assert len(calls) == 3
+
+
+def test_a_thread_that_lacks_memory_to_begin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: whoever had started it waited for ever."""
+    begin = threading.Thread._bootstrap  # type: ignore[attr-defined]
+
+    def end_at_birth(self: threading.Thread) -> None:
+        if not self.name.endswith("_2"):
+            begin(self)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", end_at_birth)
+    monkeypatch.setattr(tasks, "_BORN_S", 0.1)
+    before = threading.active_count()
+    with pytest.raises(lazyckpt.ConfigError, match="no memory"):
+        lazyckpt.Saver(host_buffer_bytes=1 << 16, chunk_bytes=1 << 12)
+    monkeypatch.undo()
+    assert threading.active_count() <= before + 1  # it is in threading's list of those that begin
+    with lazyckpt.Saver(host_buffer_bytes=1 << 16, chunk_bytes=1 << 12) as saver:
+        assert saver.save(1, tmp_path / "a.pt").result(30).is_file()
 
 
 def test_metrics_that_lack_memory_are_filled_in_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
