@@ -599,7 +599,11 @@ _LOADS: tuple[tuple[Any, str, Callable[[Gate], Container[Any]]], ...] = (
 
 def is_of_torch(optimizer: object) -> bool:
     """Whether it is exactly one of torch's own optimizers, not of a class derived from them."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return _is_class_of_torch(type(optimizer))
+
+
+def _is_class_of_torch(kind: type[Any]) -> bool:
+    return f"{kind.__module__}.".startswith("torch.optim.")  # that of Adafactor is torch.optim itself
 
 
 def _writes_before_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -666,7 +670,7 @@ def _guard_switches(kind: type[Any]) -> None:
     """Puts the gate in front of the methods with which optimizers of a class write outside of ``step()``.
 
     The class changes, not the instance, so that optimizers are copied and pickled as ever."""
-    if kind in _guarded or kind.__module__.startswith("torch.optim."):
+    if kind in _guarded or _is_class_of_torch(kind):
         return
     for name in dir(kind) if kind.__hash__ is not None else ():
         method = inspect.getattr_static(kind, name)

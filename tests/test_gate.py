@@ -74,6 +74,7 @@ FUSED = OPTIMIZERS["AdamW fused"]
 CLOSURES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     **{name: OPTIMIZERS[name] for name in ("AdamW", "AdamW fused", "AdamW foreach", "SGD momentum")},
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=1e-3, max_iter=2, history_size=2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),  # its __module__ is torch.optim itself
 }
 
 
