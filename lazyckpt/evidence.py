@@ -21,8 +21,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def parameters_in_groups(optimizer: Any) -> list[torch.Tensor]:
-    """The tensors in the optimizer's groups. Raises whatever it likes if they are not as torch's optimizers have
-    them."""
+    """The tensors in the optimizer's groups. An optimizer that is not as torch's are may raise anything."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

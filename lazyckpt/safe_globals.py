@@ -42,20 +42,19 @@ def _is_path(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_date(data: Any) -> bool:
-    if type(data) is not bytes or len(data) != 4:
-        return False
-    try:
-        datetime.date(data[0] << 8 | data[1], data[2], data[3])
-    except ValueError:
-        return False
-    return True
+    return _makes(data, 4, lambda: datetime.date(data[0] << 8 | data[1], data[2], data[3]))
 
 
 def _is_time(data: Any) -> bool:
-    if type(data) is not bytes or len(data) != 6:
+    # The highest bit of the hour is the fold.
+    return _makes(data, 6, lambda: datetime.time(data[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:], "big")))
+
+
+def _makes(data: Any, nbytes: int, make: Callable[[], object]) -> bool:
+    if type(data) is not bytes or len(data) != nbytes:
         return False
-    try:  # the highest bit of the hour is the fold
-        datetime.time(data[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:], "big"))
+    try:
+        make()
     except ValueError:
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from ecosystem.parts import Net, backward, loss_of
 from ecosystem.rows import Recipe, Row, Train, loop
+from writers.registry import SharpnessAware
 
 Parameters = list[nn.Parameter]
 
@@ -109,35 +110,8 @@ def _schedule_free() -> Recipe:
     return Recipe({"model": model, "optimizer": optimizer}, step, after_save=evaluate)
 
 
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization as it is copied from one repository to the next (Foret et al., 2021)."""
-
-    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, **knobs: Any) -> None:
-        super().__init__(params, {"rho": rho, **knobs})
-        self.base_optimizer = base_optimizer(self.param_groups, **knobs)
-        self.param_groups = self.base_optimizer.param_groups
-        self.defaults.update(self.base_optimizer.defaults)
-
-    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        for group in self.param_groups:
-            yield from ((group, p) for p in group["params"] if p.grad is not None)
-
-    @torch.no_grad()
-    def first_step(self, zero_grad: bool = False) -> None:
-        norm = torch.stack([p.grad.norm() for _, p in self._with_gradients() if p.grad is not None]).norm()
-        for group, p in self._with_gradients():
-            self.state[p]["old_p"] = p.data.clone()
-            p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
-        if zero_grad:
-            self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self, zero_grad: bool = False) -> None:
-        for _, p in self._with_gradients():
-            p.data = self.state[p]["old_p"]
-        self.base_optimizer.step()
-        if zero_grad:
-            self.zero_grad()
+class SAM(SharpnessAware):
+    """With what its most copied repository adds (davda54/sam)."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
