@@ -80,14 +80,15 @@ class ModuleProvider(StateProvider):
         if not isinstance(state, Mapping) or (found := list(state)) == skeleton.accepted_keys:
             return
         if keys := self._unclaimed(state):
-            raise UnrestorableError(keys[0], f"{_UNCLAIMED}{_others(keys)}: {_QUANTISED}")
+            others = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+            raise UnrestorableError(keys[0], f"{_refusal_of(state[keys[0]])}{others}. {_TRACK_WHAT_TRAINS}")
         skeleton.accepted_keys = found
 
     def landings(self, saved: Any) -> list[Landing]:
         live = self.module.state_dict()
         compare(saved, live)
         if keys := self._unclaimed(live):
-            raise RestoreError("\n".join(f"{key}: {_UNCLAIMED}" for key in keys))
+            raise RestoreError("\n".join(f"{key}: {_refusal_of(saved[key])}" for key in keys))
         own = self._own_storages()
         return [Landing(saved[name], tensor) for name, tensor in live.items() if _views(tensor, own)]
 
@@ -123,18 +124,16 @@ class ModuleProvider(StateProvider):
         self.module.load_state_dict(state)
 
 
-_UNCLAIMED = (
-    "is in state_dict(), but load_state_dict() would refuse it: it is a nested tensor, or no parameter, "
-    "buffer or extra state"
-)
-_QUANTISED = (
-    "a quantised layer of bitsandbytes, for one, saves more than it loads. Track only what trains, as an object whose "
-    "state_dict() returns it (PEFT: get_peft_model_state_dict) and whose load_state_dict() takes it back"
+_TRACK_WHAT_TRAINS = (
+    "Track only what trains: an object whose state_dict() returns it and whose load_state_dict() takes it back. For "
+    "QLoRA these are get_peft_model_state_dict and set_peft_model_state_dict of PEFT"
 )
 
 
-def _others(keys: list[str]) -> str:
-    return f" (and {len(keys) - 1} more keys)" if len(keys) > 1 else ""
+def _refusal_of(value: Any) -> str:
+    is_nested = isinstance(value, torch.Tensor) and value.is_nested
+    why = "a nested tensor" if is_nested else "no parameter, buffer or extra state"
+    return f"is in state_dict(), but load_state_dict() would refuse it: it is {why}"
 
 
 def _views(tensor: Any, storages: set[int]) -> bool:
