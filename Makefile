@@ -41,6 +41,7 @@ test: setup
 check: setup build/types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h tests/*/*.cc tests/*/*.h
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
 	$(DOCS) build --strict --quiet

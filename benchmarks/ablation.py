@@ -25,8 +25,8 @@ from benchmarks.settings import HASTE, Settings
 from benchmarks.train import Contest, contest
 from benchmarks.workload import Training
 from lazyckpt import _engine
-from lazyckpt.background import Flight
-from lazyckpt.ownership import Ownership
+from lazyckpt.capture.ownership import Ownership
+from lazyckpt.pipeline.background import Flight
 
 ALL_ON, FLOOR = "everything on", "floor"
 ACCUMULATION = (1, 4, 16, 64)  # micro-batches in a step

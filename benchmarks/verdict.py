@@ -27,7 +27,7 @@ from benchmarks.report import Table
 from benchmarks.settings import Settings
 from benchmarks.workload import CONTEXT, Training
 from lazyckpt import Checkpointer, CheckpointMetrics, SaveHandle
-from lazyckpt.verdict import Verdict
+from lazyckpt.capture.verdict import Verdict
 
 ARMS = {"pages": "pages", "versions": "versions", "at once (unsound)": "versions"}
 UNSOUND = "at once (unsound)"
@@ -56,7 +56,7 @@ class Arm:
         self.saved += 1
         if self.name != UNSOUND:
             return self.checkpointer.save(self.saved)
-        with mock.patch("lazyckpt.snapshot.Verdict", _GivenAtOnce):
+        with mock.patch("lazyckpt.capture.snapshot.Verdict", _GivenAtOnce):
             return self.checkpointer.save(self.saved)
 
 

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 import lazyckpt
-from lazyckpt import commit, in_place, settings
-from lazyckpt.gate import gate
+from lazyckpt import settings
+from lazyckpt.capture.gate import gate
 from lazyckpt.integrations.redirect import safetensors_into
+from lazyckpt.storage import commit, in_place
 
 try:
     import accelerate

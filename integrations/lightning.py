@@ -34,8 +34,8 @@ from typing import Any
 import torch
 
 import lazyckpt
-from lazyckpt import commit
-from lazyckpt.gate import gate
+from lazyckpt.capture.gate import gate
+from lazyckpt.storage import commit
 
 try:
     from fsspec.core import url_to_fs

@@ -39,8 +39,8 @@ from typing import Any
 import torch
 
 import lazyckpt
-from lazyckpt import commit
 from lazyckpt.integrations.redirect import safetensors_into
+from lazyckpt.storage import commit
 
 _NEEDED = "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
 _INSTALL = "pip install 'transformers[torch]>=5.23,<6'"

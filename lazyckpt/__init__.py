@@ -4,8 +4,10 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from lazyckpt._version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from lazyckpt.advice import Advice, advise
+    from lazyckpt.capture.gate import CUDAGraph, guard, wait_captured
     from lazyckpt.checkpointer import Checkpointer
     from lazyckpt.config import Config
     from lazyckpt.errors import (
@@ -23,15 +25,13 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from lazyckpt.functional import load, save
-    from lazyckpt.gate import CUDAGraph, guard, wait_captured
-    from lazyckpt.handle import SaveHandle
     from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
-    from lazyckpt.preemption import CommitOnSignal, commit_on
+    from lazyckpt.observe.advice import Advice, advise
+    from lazyckpt.pipeline.handle import SaveHandle
+    from lazyckpt.pipeline.preemption import CommitOnSignal, commit_on
     from lazyckpt.providers.objects import StateProvider
     from lazyckpt.saver import Saver
     from lazyckpt.staged import StagedFolder
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Advice",
@@ -67,7 +67,7 @@ __all__ = [
 
 # Where they are. What is not asked for is not imported: torch takes seconds, and the command line seldom needs it.
 _HOMES = {
-    "advice": ("Advice", "advise"),
+    "observe.advice": ("Advice", "advise"),
     "checkpointer": ("Checkpointer",),
     "config": ("Config",),
     "errors": (
@@ -85,10 +85,10 @@ _HOMES = {
         "UnsupportedFormatError",
     ),
     "functional": ("load", "save"),
-    "gate": ("CUDAGraph", "guard", "wait_captured"),
-    "handle": ("SaveHandle",),
+    "capture.gate": ("CUDAGraph", "guard", "wait_captured"),
+    "pipeline.handle": ("SaveHandle",),
     "metrics": ("CheckpointMetrics", "ChunkEvent"),
-    "preemption": ("CommitOnSignal", "commit_on"),
+    "pipeline.preemption": ("CommitOnSignal", "commit_on"),
     "providers.objects": ("StateProvider",),
     "saver": ("Saver",),
     "staged": ("StagedFolder",),

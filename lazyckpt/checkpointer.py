@@ -9,25 +9,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from lazyckpt import catalog, commit, paths
-from lazyckpt.background import Target, warn
-from lazyckpt.catalog import STATE, Catalog, Checkpoint
+from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB
 from lazyckpt.errors import ClosedError, ConfigError, LazyCkptError, LoadError, ReadError, save_error
-from lazyckpt.gate import gate
-from lazyckpt.handle import SaveHandle
-from lazyckpt.interval import interval
-from lazyckpt.plan import ZipPlan
+from lazyckpt.observe.interval import interval
+from lazyckpt.pipeline.background import Target, warn
+from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.plan import ZipPlan
+from lazyckpt.pipeline.reentry import alone
 from lazyckpt.providers.base import TensorView
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
-from lazyckpt.reentry import alone
-from lazyckpt.restore import restore_newest, restore_one
-from lazyckpt.retry import patiently
+from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
+from lazyckpt.storage import catalog, commit, paths
+from lazyckpt.storage.catalog import STATE, Catalog, Checkpoint
+from lazyckpt.storage.retry import patiently
 
 RNG = "rng"
 _READ_AHEAD_BYTES = 64 * MIB

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from lazyckpt import commit, devices, paths
-from lazyckpt.archive import Archive, MapLocation
-from lazyckpt.catalog import STATE, read_checkpoint
-from lazyckpt.containers import safetensors, sniff
+from lazyckpt.capture import devices
 from lazyckpt.errors import LoadError, SaveError, SerializationError, UnsupportedFormatError, save_error
-from lazyckpt.plan import plan_for, unsavable
+from lazyckpt.formats import safetensors, sniff
+from lazyckpt.pipeline.plan import plan_for, unsavable
 from lazyckpt.providers.sharded import ShardedTensorError
-from lazyckpt.reading import Reading, process_engine
+from lazyckpt.reading.archive import Archive, MapLocation
+from lazyckpt.reading.ranges import Reading, process_engine
+from lazyckpt.storage import commit, paths
+from lazyckpt.storage.catalog import STATE, read_checkpoint
 
 _swept: set[Path] = set()  # folders in which nothing is left of those who died in the middle of a save
 

@@ -17,26 +17,28 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from lazyckpt import _engine, commit, devices, mounts, paths
-from lazyckpt.background import Background, Flight, Target
+from lazyckpt import _engine
+from lazyckpt.capture import devices
+from lazyckpt.capture.eager import EagerShare
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.snapshot import FrozenParameters, Snapshot
+from lazyckpt.capture.torn import TornStorages
+from lazyckpt.capture.warmup import Warmup
 from lazyckpt.config import Config, auto_ring_bytes
-from lazyckpt.eager import EagerShare
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
-from lazyckpt.gate import gate
-from lazyckpt.handle import SaveHandle, in_flight, wait_for
-from lazyckpt.in_place import InPlaceStaging
-from lazyckpt.ownership import Ownership
-from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
+from lazyckpt.observe.trace import Trace
+from lazyckpt.pipeline.background import Background, Flight, Target
+from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.plan import FilePlan, ObjectProvider, ZipPlan, plan_for, unsavable
+from lazyckpt.pipeline.reentry import alone, other_thread, refuse
+from lazyckpt.pipeline.tasks import NO_MEMORY, lacks_memory
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.sharded import ShardedTensorError
-from lazyckpt.reentry import alone, other_thread, refuse
-from lazyckpt.snapshot import FrozenParameters, Snapshot
 from lazyckpt.staged import StagedFolder
-from lazyckpt.tasks import NO_MEMORY, lacks_memory
-from lazyckpt.torn import TornStorages
-from lazyckpt.trace import Trace
-from lazyckpt.warmup import Warmup
+from lazyckpt.storage import commit, mounts, paths
+from lazyckpt.storage.in_place import InPlaceStaging
 
 _EAGER_FIRST_S = 0.002
 

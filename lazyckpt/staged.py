@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lazyckpt import commit
-from lazyckpt.background import Target
 from lazyckpt.errors import ConfigError
-from lazyckpt.handle import SaveHandle
-from lazyckpt.plan import FilePlan, ObjectProvider, ZipPlan, plan_for
+from lazyckpt.pipeline.background import Target
+from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.plan import FilePlan, ObjectProvider, ZipPlan, plan_for
+from lazyckpt.pipeline.reentry import alone
 from lazyckpt.providers.naming import name_in
-from lazyckpt.reentry import alone
+from lazyckpt.storage import commit
 
 if TYPE_CHECKING:
     from lazyckpt.saver import Saver

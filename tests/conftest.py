@@ -21,8 +21,11 @@ from duplicates import DUPLICATES
 import lazyckpt
 from fake_cuda import FakeCuda, compiler
 from fake_cuda.memory import Gpu
-from lazyckpt import _engine, commit, devices, safe_globals
-from lazyckpt.gate import gate
+from lazyckpt import _engine
+from lazyckpt.capture import devices
+from lazyckpt.capture.gate import gate
+from lazyckpt.formats import safe_globals
+from lazyckpt.storage import commit
 from trials import Trials
 
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
@@ -329,10 +332,10 @@ def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 def small_tensors_are_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the page witness leaves to the eager copy: small models show the same, sooner. Not those of less than
     two pages, which may hold no whole one."""
-    monkeypatch.setattr("lazyckpt.snapshot.WATCHED_MIN_BYTES", 2 * 4096 - 1)
+    monkeypatch.setattr("lazyckpt.capture.snapshot.WATCHED_MIN_BYTES", 2 * 4096 - 1)
 
 
 @pytest.fixture
 def nothing_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torn snapshot leaves everything as lazy as it was, so that a test can tear one after the other."""
-    monkeypatch.setattr("lazyckpt.torn.TornStorages.without", lambda self, owners, *_: owners)
+    monkeypatch.setattr("lazyckpt.capture.torn.TornStorages.without", lambda self, owners, *_: owners)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import lazyckpt
-from lazyckpt.advice import optimal_interval_s
 from lazyckpt.cli import app
 from lazyckpt.cli.advise import measure
 from lazyckpt.cli.trace import TraceFile
-from lazyckpt.trace_file import SAVES, TRAINING
+from lazyckpt.observe.advice import optimal_interval_s
+from lazyckpt.observe.trace_file import SAVES, TRAINING
 
 GIB = 1 << 30
 KNOWN: dict[str, Any] = {"state_bytes": 3_500_000_000, "iteration_s": 0.8, "write_bytes_per_s": 1.2e9}

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.archive import Archive
-from lazyckpt.devices import HOST
+from lazyckpt.capture.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.formats.safe_globals import sparse_tensors_to_validate
 from lazyckpt.functional import process_engine
-from lazyckpt.safe_globals import sparse_tensors_to_validate
+from lazyckpt.reading.archive import Archive
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import lazyckpt
-from lazyckpt import averages
-from lazyckpt.gate import Gate, gate
+from lazyckpt.capture import averages
+from lazyckpt.capture.gate import Gate, gate
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -311,7 +311,7 @@ def test_an_update_that_is_captured_makes_it_eager(make_run: Any, monkeypatch: p
     average = AveragedModel(run.model)
     run.ckpt.track(ema=average)
     with monkeypatch.context() as patch:
-        patch.setattr("lazyckpt.devices.capturing", lambda: True)
+        patch.setattr("lazyckpt.capture.devices.capturing", lambda: True)
         average.update_parameters(run.model)
     handle = run.ckpt.save(1)
     handle.result()

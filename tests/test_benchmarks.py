@@ -13,7 +13,7 @@ import lazyckpt
 from benchmarks import frameworks
 from benchmarks.frameworks import NONE, TRAINERS, Block
 from benchmarks.workload import Training
-from lazyckpt.gate import gate
+from lazyckpt.capture.gate import gate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SMALL = 10_000_000  # bytes of the smallest model

@@ -24,10 +24,11 @@ from benchmarks.gpu.__main__ import run
 from benchmarks.gpu.part import Part
 from benchmarks.report import Table
 from fake_cuda import FakeCuda
-from lazyckpt import _engine, devices
+from lazyckpt import _engine
+from lazyckpt.capture import devices
 from lazyckpt.cli.trace import read_trace
 from lazyckpt.config import Config
-from lazyckpt.trace import COPIES, LARGEST, WRITES
+from lazyckpt.observe.trace import COPIES, LARGEST, WRITES
 
 ROOT = Path(__file__).parent.parent
 ROUNDED_S = 1e-6  # moments in a trace are microseconds since 1970

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import lazyckpt
-from lazyckpt import catalog, commit
-from lazyckpt.catalog import Catalog, Checkpoint, chain, checksum, read_checkpoint, retention, superfluous
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.storage import catalog, commit
+from lazyckpt.storage.catalog import Catalog, Checkpoint, chain, checksum, read_checkpoint, retention, superfluous
 
 NOW = datetime.now(timezone.utc)
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import catalog, commit
-from lazyckpt.background import Background
-from lazyckpt.gate import gate
+from lazyckpt.capture.gate import gate
+from lazyckpt.pipeline.background import Background
+from lazyckpt.storage import catalog, commit
 
 HELD_S = 0.05
 

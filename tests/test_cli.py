@@ -33,7 +33,7 @@ from lazyckpt.cli.output import progress, size
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import MAX_DEPTH, Tree
 from lazyckpt.config import auto_ring_bytes
-from lazyckpt.containers.torch_zip_reader import read_directory
+from lazyckpt.formats.torch_zip_reader import read_directory
 
 
 def flip(path: Path, offset: int) -> None:

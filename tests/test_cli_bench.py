@@ -10,9 +10,9 @@ import torch
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt import commit
 from lazyckpt.cli import bench
 from lazyckpt.config import MIB
+from lazyckpt.storage import commit
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import torch
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt import catalog
 from lazyckpt.cli import prune
+from lazyckpt.storage import catalog
 
 HEX = f"{0:032x}"
 

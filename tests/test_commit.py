@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, commit
+from lazyckpt import _engine
+from lazyckpt.storage import commit
 
 HEX = f"{0:032x}"  # ends the names that are given to what is not there yet
 
@@ -313,7 +314,7 @@ def test_files_have_the_users_permissions(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lazyckpt import commit
+from lazyckpt.storage import commit
 staging = commit.Staging(Path(sys.argv[1]) / "step-00000007")
 (staging.path / "state.pt").write_text("half")
 print(staging.path.name, flush=True)
@@ -361,7 +362,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> 
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from lazyckpt import commit\n"
+        "from lazyckpt.storage import commit\n"
         "commit.Staging(Path(sys.argv[1]) / 'step-00000007')\n"
         "child = os.fork()\n"
         "if child == 0:\n"
@@ -486,7 +487,7 @@ def test_a_sweep_and_many_saves_at_once(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from lazyckpt import commit\n"
+        "from lazyckpt.storage import commit\n"
         "print('ready', flush=True)\n"
         "end = time.monotonic() + 3\n"
         "while time.monotonic() < end: commit.sweep(Path(sys.argv[1]))\n"
@@ -507,7 +508,7 @@ def test_a_sweep_and_many_saves_at_once(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_the_previous_checkpoint_and_a_leftover(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, torch, lazyckpt\n"
-        "from lazyckpt import commit\n"
+        "from lazyckpt.storage import commit\n"
         "ckpt = lazyckpt.Checkpointer(sys.argv[1])\n"
         "ckpt.track(x={'t': torch.zeros(5000)})\n"
         "ckpt.save(1).result()\n"

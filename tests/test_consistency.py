@@ -15,7 +15,7 @@ import torch
 
 import lazyckpt
 from fake_cuda import Mode
-from lazyckpt.snapshot import Snapshot
+from lazyckpt.capture.snapshot import Snapshot
 from trainings import MAKE, Device, Host, Place, Training, values_in
 from trials import Trials
 

@@ -21,8 +21,11 @@ import torch
 import lazyckpt
 from fake_cuda import Capture, Mode
 from fake_cuda.memory import Gpu, raw
-from lazyckpt import _engine, commit, devices, reading
+from lazyckpt import _engine
 from lazyckpt import saver as saver_module
+from lazyckpt.capture import devices
+from lazyckpt.reading.ranges import ranges as reading
+from lazyckpt.storage import commit
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
 
@@ -558,7 +561,7 @@ def test_a_call_that_fails_in_restore_is_named(gpu: Gpu, name: str, tmp_path: Pa
     assert {name: gpu.content(t) for name, t in training.model.state_dict().items()} == picture["model"]
 
 
-# lazyckpt.devices as it is
+# lazyckpt.capture.devices as it is
 
 
 def test_where_storages_are() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import eager
+from lazyckpt.capture import eager
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -158,7 +158,7 @@ def test_not_of_what_was_torn(make_run: Any) -> None:
     average = Ema(run.model)
     run.ckpt.track(ema=average)
     lazy = {p.untyped_storage() for p in average.parameters()}
-    lazyckpt.torn.TornStorages().add(lazy)
+    lazyckpt.capture.torn.TornStorages().add(lazy)
     saves_untold(run, lambda: average.update(run.model))
 
 

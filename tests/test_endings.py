@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import commit
-from lazyckpt.background import Background
+from lazyckpt.pipeline.background import Background
+from lazyckpt.storage import commit
 
 TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 256 << 10}
 HELD_S = 0.3
@@ -27,7 +27,7 @@ HELD_S = 0.3
 DRIVER = f"""
 import atexit, json, os, sys, threading, time
 import torch, lazyckpt
-from lazyckpt.background import Background
+from lazyckpt.pipeline.background import Background
 torch.set_num_threads(1)
 persist = Background._persist
 def slowly(self, flight):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.evidence import Evidence, addresses
-from lazyckpt.gate import gate
+from lazyckpt.capture.evidence import Evidence, addresses
+from lazyckpt.capture.gate import gate
 
 SGD = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
 FUSED = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731

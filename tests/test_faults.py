@@ -25,12 +25,14 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, background, catalog, commit, functional
+from lazyckpt import _engine, functional
 from lazyckpt.checkpointer import Checkpointer
-from lazyckpt.containers.base import SOURCE
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
+from lazyckpt.formats.base import SOURCE
 from lazyckpt.functional import process_engine
-from lazyckpt.handle import SaveHandle, in_flight
+from lazyckpt.pipeline import background
+from lazyckpt.pipeline.handle import SaveHandle, in_flight
+from lazyckpt.storage import catalog, commit
 from trials import Trials
 
 pytestmark = [

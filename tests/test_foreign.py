@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import gate as gate_module
+from lazyckpt.capture import gate as gate_module
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

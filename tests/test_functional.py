@@ -21,8 +21,8 @@ import safetensors.torch
 import torch
 
 import lazyckpt
-from lazyckpt import commit
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.storage import commit
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 import lazyckpt
-from lazyckpt import gate as gate_module
-from lazyckpt.gate import Gate, gate
-from lazyckpt.snapshot import Snapshot
+from lazyckpt.capture import gate as gate_module
+from lazyckpt.capture.gate import Gate, gate
+from lazyckpt.capture.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import gate as gate_module
-from lazyckpt.gate import _Call, gate
+from lazyckpt.capture import gate as gate_module
+from lazyckpt.capture.gate import _Call, gate
 
 SOON_S = 0.1  # in which what does not wait would have happened
 WAIT_S = 20.0  # a test that waits as long has failed

@@ -17,9 +17,9 @@ import torch
 from mounting import mount
 
 import lazyckpt
-from lazyckpt import commit, in_place, mounts
 from lazyckpt.errors import SaveError
-from lazyckpt.in_place import InPlaceStaging
+from lazyckpt.storage import commit, in_place, mounts
+from lazyckpt.storage.in_place import InPlaceStaging
 
 TINY = {"chunk_bytes": 4096, "host_buffer_bytes": 16384, "io_depth": 2, "copy_threads": 1}
 CALLS = ("mkdir", "rmdir", "rename", "link", "unlink", "fsync")

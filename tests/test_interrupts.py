@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.gate import gate
-from lazyckpt.handle import in_flight
-from lazyckpt.tasks import wait_for
+from lazyckpt.capture.gate import gate
+from lazyckpt.pipeline.handle import in_flight
+from lazyckpt.pipeline.tasks import wait_for
 from trials import TORTURE, Trials
 
 PACKAGE = str(Path(lazyckpt.__file__).parent)

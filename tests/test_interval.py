@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.interval import AutoInterval
 from lazyckpt.metrics import CheckpointMetrics
+from lazyckpt.observe.interval import AutoInterval
 
 
 class Simulation:

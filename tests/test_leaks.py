@@ -23,9 +23,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import commit
-from lazyckpt.gate import gate
-from lazyckpt.handle import in_flight
+from lazyckpt.capture.gate import gate
+from lazyckpt.pipeline.handle import in_flight
+from lazyckpt.storage import commit
 from trials import Trials
 
 pytestmark = pytest.mark.usefixtures("quick_garbage_collection", "small_tensors_are_lazy")

@@ -17,7 +17,7 @@ from mounting import mount
 
 import commands
 import lazyckpt
-from lazyckpt import catalog, commit, mounts
+from lazyckpt.storage import catalog, commit, mounts
 
 TINY = {"chunk_bytes": 4096, "host_buffer_bytes": 16384, "io_depth": 2, "copy_threads": 1}
 MODEL = "model.safetensors"

@@ -18,7 +18,7 @@ import torch
 
 import lazyckpt
 from commands import run
-from lazyckpt import commit, retry
+from lazyckpt.storage import commit, retry
 
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 STATE = {"x": torch.arange(1000.0)}

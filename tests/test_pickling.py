@@ -21,9 +21,10 @@ from duplicates import DUPLICATES
 from torch.utils.data import DataLoader
 
 import lazyckpt
-from lazyckpt import commit, errors, exporters
+from lazyckpt import errors, exporters
 from lazyckpt.providers.loader import TrackedLoader
 from lazyckpt.providers.sharded import ShardedTensorError
+from lazyckpt.storage import commit
 
 RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 Duplicate = Callable[[Any], Any]

@@ -22,9 +22,10 @@ import torch._dynamo  # optimizers would import it, in every child
 import torch.profiler
 
 import lazyckpt
-from lazyckpt import _engine, preemption
-from lazyckpt.background import Background
-from lazyckpt.catalog import Catalog
+from lazyckpt import _engine
+from lazyckpt.pipeline import preemption
+from lazyckpt.pipeline.background import Background
+from lazyckpt.storage.catalog import Catalog
 from trials import Trials
 
 TINY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 256 << 10}

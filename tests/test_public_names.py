@@ -45,7 +45,7 @@ def test_names_that_are_not_there() -> None:
         [sys.executable, "-c", "import lazyckpt; lazyckpt.Chekpointer"], capture_output=True, text=True
     )
     assert done.stderr.splitlines()[-1].startswith("AttributeError: module 'lazyckpt' has no attribute 'Chekpointer'")
-    broken = "import lazyckpt, sys; sys.modules['torch'] = None; lazyckpt.gate"
+    broken = "import lazyckpt, sys; sys.modules['torch'] = None; lazyckpt.saver"
     done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True)
     assert "ModuleNotFoundError: import of torch halted" in done.stderr.splitlines()[-1]
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, readback
+from lazyckpt import _engine
 from lazyckpt.errors import SaveError
+from lazyckpt.pipeline import readback
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
 

@@ -29,7 +29,7 @@ from test_interrupts import (
 )
 
 import lazyckpt
-from lazyckpt.gate import gate
+from lazyckpt.capture.gate import gate
 from trials import TORTURE, Trials
 
 # A hang ends the run, with the stack of every thread.
@@ -376,7 +376,7 @@ def test_a_forked_child_is_not_inside_what_its_parent_is(training: Training) -> 
     def fork_elsewhere() -> None:
         def run() -> None:
             if (child := os.fork()) == 0:
-                os._exit(len(lazyckpt.reentry._inside))
+                os._exit(len(lazyckpt.pipeline.reentry._inside))
             said.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
         thread = threading.Thread(target=run)
@@ -386,4 +386,4 @@ def test_a_forked_child_is_not_inside_what_its_parent_is(training: Training) -> 
     said: list[int] = []
     hook.call = fork_elsewhere
     training.save()
-    assert said == [0] and not lazyckpt.reentry._inside
+    assert said == [0] and not lazyckpt.pipeline.reentry._inside

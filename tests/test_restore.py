@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 import lazyckpt
-from lazyckpt import catalog, restore, retry
-from lazyckpt.archive import Archive
-from lazyckpt.catalog import checksum
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
+from lazyckpt.reading.archive import Archive
+from lazyckpt.reading.ranges import restore
+from lazyckpt.storage import catalog, retry
+from lazyckpt.storage.catalog import checksum
 from trials import Trials
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import safe_globals
 from lazyckpt.errors import UnsupportedFormatError
+from lazyckpt.formats import safe_globals
 
 ZONE = datetime.timezone(datetime.timedelta(hours=2), "X")
 READABLE: dict[str, Any] = {
@@ -134,7 +134,7 @@ def test_the_list_of_other_threads_is_not_changed(tmp_path: Path, monkeypatch: p
         thread.join()
         return real(*args, **kwargs)
 
-    monkeypatch.setattr("lazyckpt.pickle_guard.allows_call", allows_call)
+    monkeypatch.setattr("lazyckpt.formats.pickle_guard.allows_call", allows_call)
     assert lazyckpt.load(tmp_path / "a.pt", weights_only=True)["x"] == 1
     assert len(meanwhile) > 0 and torch.serialization.get_safe_globals() == before
 
@@ -158,9 +158,9 @@ def test_a_number_of_numpy_does_not_cost_the_place_to_land(tmp_path: Path, monke
         ckpt.track(model=model, run={"best": np.float64(0.5), "from": Path("a"), "names": frozenset("ab"), "raw": b""})
         ckpt.save(1).result()
         landed: list[int] = []
-        real = lazyckpt.restore._choose
+        real = lazyckpt.reading.restore._choose
         monkeypatch.setattr(
-            "lazyckpt.restore._choose", lambda *args: (found := real(*args), landed.append(len(found[0])))[0]
+            "lazyckpt.reading.restore._choose", lambda *args: (found := real(*args), landed.append(len(found[0])))[0]
         )
         assert ckpt.restore() == 1
     assert landed == [2]

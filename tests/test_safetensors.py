@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lazyckpt
-from lazyckpt.containers.base import CRC32_HEX, LITERAL, SOURCE, Extent
-from lazyckpt.containers.safetensors import Layout, read_header
 from lazyckpt.errors import ConfigError, CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.formats.base import CRC32_HEX, LITERAL, SOURCE, Extent
+from lazyckpt.formats.safetensors import Layout, read_header
 from trials import Trials
 
 DTYPE_NAMES = [
@@ -162,7 +162,7 @@ def test_header_has_room_for_its_padding() -> None:
 
 
 def test_header_too_long_for_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.containers.safetensors._MAX_HEADER_BYTES", 5000)
+    monkeypatch.setattr("lazyckpt.formats.safetensors._MAX_HEADER_BYTES", 5000)
     Layout(["n" * 3000], [torch.int8], [(1,)])
     with pytest.raises(ConfigError, match="8192 bytes"):
         Layout(["n" * 5000], [torch.int8], [(1,)])

@@ -18,8 +18,8 @@ import safetensors.torch
 import torch
 
 import lazyckpt
-from lazyckpt import commit
-from lazyckpt.gate import gate
+from lazyckpt.capture.gate import gate
+from lazyckpt.storage import commit
 
 TINY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 
@@ -103,7 +103,7 @@ def test_a_step_right_after_saving_does_not_change_what_is_saved(training: Train
             expected = [p.detach().clone() for p in training.model.parameters()]
             handle = saver.save(training.model.state_dict(), tmp_path / "a.pt")
             assert handle._snapshot is not None and handle._snapshot.job is not None
-            assert number == 0 or handle._snapshot.job.pending_chunks(lazyckpt.snapshot.ALL_OWNERS) > 0
+            assert number == 0 or handle._snapshot.job.pending_chunks(lazyckpt.capture.snapshot.ALL_OWNERS) > 0
             training.step()
             saved = torch.load(handle.result(timeout=30)).values()
             assert all(torch.equal(a, b) for a, b in zip(saved, expected, strict=True))

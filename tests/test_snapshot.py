@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import devices, snapshot
-from lazyckpt.gate import gate
-from lazyckpt.snapshot import LAZY_MIN_BYTES, frozen_parameters
+from lazyckpt.capture import devices, snapshot
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.snapshot import LAZY_MIN_BYTES, frozen_parameters
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

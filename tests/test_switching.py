@@ -14,7 +14,7 @@ import pytest
 import schedulefree
 import torch
 
-from lazyckpt.gate import _guard_switches, gate
+from lazyckpt.capture.gate import _guard_switches, gate
 
 HELD_S = 0.05
 AT_MOST_S = 5.0

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attacks.zips import CENTRAL, END, LOCAL, patched
-from lazyckpt.containers import sniff
-from lazyckpt.containers.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent, FileReader
-from lazyckpt.containers.torch_zip import LOCAL_HEADER, Layout, small_records
-from lazyckpt.containers.torch_zip_reader import Directory, read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.formats import sniff
+from lazyckpt.formats.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent, FileReader
+from lazyckpt.formats.torch_zip import LOCAL_HEADER, Layout, small_records
+from lazyckpt.formats.torch_zip_reader import Directory, read_directory
 
 GIB = 2**30
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, torn
-from lazyckpt.gate import gate
+from lazyckpt import _engine
+from lazyckpt.capture import torn
+from lazyckpt.capture.gate import gate
 
 pytestmark = [pytest.mark.timeout(60, method="thread"), pytest.mark.usefixtures("small_tensors_are_lazy")]
 

@@ -19,10 +19,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from typer.testing import CliRunner, Result
 
 import lazyckpt
-from lazyckpt import trace, trace_file
+from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.cli import app
 from lazyckpt.cli.trace import read_trace
-from lazyckpt.snapshot import Snapshot
+from lazyckpt.observe import trace, trace_file
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lazyckpt
+from lazyckpt.capture.gate import gate
 from lazyckpt.errors import RestoreError, SerializationError
-from lazyckpt.gate import gate
-from lazyckpt.handle import in_flight
+from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.loader import track_loader
 from lazyckpt.providers.pickles import dump
@@ -298,7 +298,9 @@ def test_an_error_of_the_system_between_layout_and_background_is_raised(
     """Regression: save() returned as if all were well, and only the handle knew."""
     training = Training(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(lazyckpt.background.Background, "launch", lambda *_: (_ for _ in ()).throw(OSError(12, "none")))
+        patch.setattr(
+            lazyckpt.pipeline.background.Background, "launch", lambda *_: (_ for _ in ()).throw(OSError(12, "none"))
+        )
         with pytest.raises(lazyckpt.SaveError, match=r"step 1.*none"):
             training.ckpt.save(1)
     training.check(2)

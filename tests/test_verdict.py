@@ -26,8 +26,9 @@ import torch
 from test_interrupts import Interrupt
 
 import lazyckpt
-from lazyckpt import _engine, handle
-from lazyckpt.gate import gate
+from lazyckpt import _engine
+from lazyckpt.capture.gate import gate
+from lazyckpt.pipeline import handle
 
 pytestmark = pytest.mark.timeout(60, method="thread")  # a hang ends the run, with the stack of every thread
 
@@ -673,8 +674,8 @@ def test_a_process_that_ends_without_close_publishes(ending: str, tmp_path: Path
 def test_a_process_does_not_wait_for_ever_for_a_daemon(tmp_path: Path) -> None:
     """Regression: a daemon that sleeps for ever after its save() kept the process from ending."""
     body = """
-import lazyckpt.snapshot
-lazyckpt.snapshot._PATIENCE_AT_EXIT_S = 0.5
+import lazyckpt.capture.snapshot
+lazyckpt.capture.snapshot._PATIENCE_AT_EXIT_S = 0.5
 saved = []
 def work():
     saved.append(save())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.gate import gate
+from lazyckpt.capture.gate import gate
 
 KIB = 1 << 10
 CHUNK = 64 * KIB

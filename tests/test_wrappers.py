@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import lazyckpt
-from lazyckpt.evidence import addresses
-from lazyckpt.gate import gate
-from lazyckpt.ownership import Ownership
-from lazyckpt.wrappers import address_inside, links_of, storages_in
+from lazyckpt.capture.evidence import addresses
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.ownership import Ownership
+from lazyckpt.providers.wrappers import address_inside, links_of, storages_in
 
 MATRIX = 256 * 256 * 4
 HELD_S = 0.05
@@ -502,7 +502,7 @@ def test_plain_tensors_are_not_looked_into(make_run: Any, monkeypatch: pytest.Mo
     """Their type alone tells them from wrappers."""
     monkeypatch.setattr(gate, "steps", weakref.WeakKeyDictionary())  # without the optimizers of other tests
     asked: list[torch.Tensor] = []
-    monkeypatch.setattr("lazyckpt.wrappers.links_of", lambda tensor: asked.append(tensor) or [])
+    monkeypatch.setattr("lazyckpt.providers.wrappers.links_of", lambda tensor: asked.append(tensor) or [])
     run = make_run(model=matrices())
     assert eager_matrices(run) == 0
     assert asked == []

@@ -17,11 +17,11 @@ import typer
 from typer.core import TyperGroup
 
 import lazyckpt
-from lazyckpt import paths
 from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, pin, prune, trace, verify
 from lazyckpt.cli.flags import Command, Flags
 from lazyckpt.cli.output import print_error, print_json, prose
 from lazyckpt.errors import LazyCkptError
+from lazyckpt.storage import paths
 
 _EXIT_TROUBLE = 2
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT

@@ -18,11 +18,12 @@ import typer
 from rich.text import Text
 
 import lazyckpt
-from lazyckpt import _engine, commit
+from lazyckpt import _engine
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, count, plain, print_json, progress, show, size, stdout
 from lazyckpt.config import MIB, available_memory_bytes
 from lazyckpt.errors import ConfigError
+from lazyckpt.storage import commit
 
 if TYPE_CHECKING:
     import torch
@@ -163,10 +164,10 @@ def _measure(folder: Path, nbytes: int, raw: _Raw) -> dict[str, list[float]]:
 
 
 def _restore(state: dict[str, torch.Tensor], path: Path) -> None:
-    from lazyckpt.archive import Archive
     from lazyckpt.providers.training import provider_for
-    from lazyckpt.reading import process_engine
-    from lazyckpt.restore import restore_archive
+    from lazyckpt.reading.archive import Archive
+    from lazyckpt.reading.ranges import process_engine
+    from lazyckpt.reading.restore import restore_archive
 
     with Archive(path, "cpu", weights_only=True, engine=process_engine(), lands=True) as archive:
         restore_archive(archive, provider_for("state", state), path)

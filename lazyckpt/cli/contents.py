@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lazyckpt import commit
-from lazyckpt.catalog import STATE, Catalog, Checkpoint, is_folder_name, read_checkpoint
 from lazyckpt.cli.skeleton import Storage, Tensor, dtype_name, read_skeleton, strides_of
 from lazyckpt.cli.tree import Tree
-from lazyckpt.containers import safetensors, sniff
-from lazyckpt.containers.base import FileReader, unique_keys
-from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
+from lazyckpt.formats import safetensors, sniff
+from lazyckpt.formats.base import FileReader, unique_keys
+from lazyckpt.formats.torch_zip_reader import read_directory
+from lazyckpt.storage import commit
+from lazyckpt.storage.catalog import STATE, Catalog, Checkpoint, is_folder_name, read_checkpoint
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
 _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from lazyckpt import commit
 from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.contents import SUFFIXES, document_in, read
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
+from lazyckpt.storage import commit
 
 if TYPE_CHECKING:
     import torch
 
     from lazyckpt.cli.hollow import Hollow
-    from lazyckpt.plan import FilePlan
+    from lazyckpt.pipeline.plan import FilePlan
 
 _MAX_PARTS = 100  # that are looked into for the shell
 _UNITS = {"": 1, "B": 1} | {
@@ -80,7 +80,7 @@ def convert(
     With --max-shard-size, DST is a new folder of safetensors files; archives go to DIR/pytorch_model.bin.
     """
     from lazyckpt.cli.hollow import Hollow  # imports torch, which takes seconds
-    from lazyckpt.plan import plan_for
+    from lazyckpt.pipeline.plan import plan_for
 
     sharded, name = max_shard_size is not None, dst.name
     if sharded:  # into a folder, in which DST may name what the model would be in one file

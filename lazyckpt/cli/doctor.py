@@ -13,11 +13,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 import lazyckpt
-from lazyckpt import _engine, mounts
+from lazyckpt import _engine
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, plain, print_json, show, size, stdout
 from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
 from lazyckpt.errors import ConfigError
+from lazyckpt.storage import mounts
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CAP_IPC_LOCK = 14

@@ -10,8 +10,8 @@ import torch
 
 from lazyckpt.cli.skeleton import Opaque, Storage, Tensor
 from lazyckpt.cli.stream import Origin
-from lazyckpt.dtypes import Dtype
 from lazyckpt.errors import ConfigError, CorruptFileError
+from lazyckpt.formats.dtypes import Dtype
 
 
 class Hollow:

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from lazyckpt import catalog
 from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.ls import catalog_of
 from lazyckpt.cli.output import age, plain, print_json, size, stdout
 from lazyckpt.errors import LoadError
+from lazyckpt.storage import catalog
 
 
 def _steps(directory: Path, *, pinned: bool) -> Found:

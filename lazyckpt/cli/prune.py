@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from lazyckpt import commit
-from lazyckpt.catalog import Checkpoint, Verdict, pin_of, read_checkpoint, retention
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.ls import catalog_of, leftovers
 from lazyckpt.cli.output import age, columns, count, plain, print_json, show, size, stdout
 from lazyckpt.config import Config
 from lazyckpt.errors import LoadError
+from lazyckpt.storage import commit
+from lazyckpt.storage.catalog import Checkpoint, Verdict, pin_of, read_checkpoint, retention
 
 
 def prune(

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lazyckpt.containers.base import FileReader, Record, count_elements
-from lazyckpt.containers.torch_zip_reader import Directory
-from lazyckpt.dtypes import DTYPES, Dtype
 from lazyckpt.errors import CorruptFileError
+from lazyckpt.formats.base import FileReader, Record, count_elements
+from lazyckpt.formats.dtypes import DTYPES, Dtype
+from lazyckpt.formats.torch_zip_reader import Directory
 
 _MAX_DIMENSIONS = 1000
 _MAX_NAMES = 10_000

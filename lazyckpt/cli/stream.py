@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 
-from lazyckpt.containers.base import LITERAL, SOURCE, Extent, Record
 from lazyckpt.errors import SaveError, save_error
-from lazyckpt.plan import FilePlan
+from lazyckpt.formats.base import LITERAL, SOURCE, Extent, Record
+from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
-from lazyckpt.reading import CHUNK_BYTES, Reading, process_engine
+from lazyckpt.reading.ranges import CHUNK_BYTES, Reading, process_engine
 
 _BATCH_BYTES = 16 << 20  # at most, unless one storage is larger
 

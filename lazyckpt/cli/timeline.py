@@ -8,7 +8,7 @@ from typing import Any
 from lazyckpt.cli.output import duration, plain, size
 from lazyckpt.cli.trace import Span, TracedCheckpoint
 from lazyckpt.errors import ConfigError
-from lazyckpt.trace_file import COMMITS, COPIES, RING, TRAINING, WRITES
+from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, TRAINING, WRITES
 
 # Okabe and Ito: told apart by everybody. Vermilion is kept for what the training waits for.
 _TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")

@@ -15,7 +15,7 @@ from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, count, plain, print_json, show, size, stdout
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
-from lazyckpt.trace_file import (
+from lazyckpt.observe.trace_file import (
     BEGIN,
     COMMITS,
     COPIES,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from lazyckpt.cli.output import count
 from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name, strides_of
-from lazyckpt.dtypes import DTYPES, Dtype
+from lazyckpt.formats.dtypes import DTYPES, Dtype
 
 MAX_DEPTH = 32
 STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a row, by its kind

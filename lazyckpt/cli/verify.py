@@ -12,18 +12,19 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from lazyckpt import _engine, commit
-from lazyckpt.catalog import Catalog, FileEntry, read_checkpoint
+from lazyckpt import _engine
 from lazyckpt.cli.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
 from lazyckpt.cli.skeleton import read_skeleton
 from lazyckpt.cli.tree import Tree
-from lazyckpt.containers import safetensors, sniff
-from lazyckpt.containers.base import FileReader, Record
-from lazyckpt.containers.torch_zip_reader import read_directory
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
-from lazyckpt.reading import Reading, process_engine
+from lazyckpt.formats import safetensors, sniff
+from lazyckpt.formats.base import FileReader, Record
+from lazyckpt.formats.torch_zip_reader import read_directory
+from lazyckpt.reading.ranges import Reading, process_engine
+from lazyckpt.storage import commit
+from lazyckpt.storage.catalog import Catalog, FileEntry, read_checkpoint
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
 

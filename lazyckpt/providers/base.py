@@ -1,12 +1,12 @@
 """State providers: what turns one kind of state into a stream of segments, and back (DataStates-LLM, V-A3).
 
-A provider knows its state; the containers and the engine behind it know bytes. The stream of a provider is
+A provider knows its state; the formats and the engine behind it know bytes. The stream of a provider is
 
     TensorViews   the storages of its tensors: never copied, never serialised, only pointed to
     Bytes         the rest of its state: pickle opcodes that leave one object on the unpickler's stack
 
 and `Deferred`, the third kind of segment, is what a container adds: checksums that are known only when the
-bytes before them are copied (the CRC rows of ``containers.base``).
+bytes before them are copied (the CRC rows of ``formats.base``).
 
 To make a provider of your own, derive from ``StateProvider`` (objects.py); from ``Provider``
 itself only to write the opcodes yourself.

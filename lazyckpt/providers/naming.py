@@ -9,7 +9,7 @@ import torch
 
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.wrappers import links_of
+from lazyckpt.providers.wrappers import links_of
 
 
 def name_of_storage(provider: CompositeProvider, storage: torch.UntypedStorage) -> str | None:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import LoadError
-from lazyckpt.pickle_guard import GuardedPickle
+from lazyckpt.formats.pickle_guard import GuardedPickle
+from lazyckpt.formats.safe_globals import RestrictedUnpickler, sparse_tensors_to_validate
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.pickles import dump, pickle_of
-from lazyckpt.safe_globals import RestrictedUnpickler, sparse_tensors_to_validate
 
 _MAX_COPIED_BYTES = 64 << 10
 

@@ -31,9 +31,9 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from attacks import ATTACKS, CANARY, Attack, victim
-from lazyckpt.catalog import checksum
 from lazyckpt.cli import app
 from lazyckpt.errors import LazyCkptError
+from lazyckpt.storage.catalog import checksum
 
 SECRET = "the secret outside"
 _TIME_LIMIT_S = 30

@@ -38,7 +38,8 @@ import torch
 import torch._dynamo  # optimizers would import it, a second for each child
 
 import lazyckpt
-from lazyckpt import _engine, commit, mounts
+from lazyckpt import _engine
+from lazyckpt.storage import commit, mounts
 
 WORDS = 2500  # of a tensor; with three, a checkpoint takes 60 kB
 FEW_WORDS = 40  # and a few kB: few enough blocks that each subset of them can be looked at

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import lazyckpt
 from crash.actor import value_of
-from lazyckpt import commit, in_place
-from lazyckpt.catalog import Catalog
+from lazyckpt.storage import commit, in_place
+from lazyckpt.storage.catalog import Catalog
 
 STEP = re.compile(r"step-\d{8}")
 

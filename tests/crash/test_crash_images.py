@@ -18,7 +18,7 @@ import pytest
 from crash.actor import FEW_WORDS, WORDS, Server, Task
 from crash.history import History, Violation, contents
 from crash.images import Image, Record, is_name, subsets
-from lazyckpt import commit
+from lazyckpt.storage import commit
 from trials import Trials
 
 SCENARIOS = ("first", "second", "again", "retention", "reopened", "lone", "lone_over", "saver_file", "staged", "filled")

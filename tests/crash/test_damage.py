@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt.cli import app
-from lazyckpt.containers import safetensors
-from lazyckpt.containers.torch_zip_reader import read_directory
+from lazyckpt.formats import safetensors
+from lazyckpt.formats.torch_zip_reader import read_directory
 from trials import Trials
 
 STATE = {"a": torch.arange(3000), "b": torch.linspace(0, 1, 501), "c": torch.zeros(0), "d": [torch.ones(7), "text"]}

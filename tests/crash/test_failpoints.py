@@ -17,7 +17,7 @@ import pytest
 
 from crash.actor import Server, Task, role
 from crash.history import History, Violation, staged_in
-from lazyckpt import commit
+from lazyckpt.storage import commit
 from trials import Trials
 
 SCENARIOS = ("first", "second", "again", "retention", "lone", "lone_over", "saver_file", "staged", "filled")

@@ -25,7 +25,7 @@ import pytest
 
 from crash.actor import Server, Task
 from crash.history import History, Violation, staged_in
-from lazyckpt import commit
+from lazyckpt.storage import commit
 from trials import Trials
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN

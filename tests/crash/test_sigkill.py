@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.catalog import Catalog
+from lazyckpt.storage.catalog import Catalog
 from trials import Trials
 
 TRAINER = Path(__file__).with_name("trainer.py")

@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 
 import lazyckpt
-from lazyckpt import background
 from lazyckpt.metrics import CheckpointMetrics
+from lazyckpt.pipeline import background
 
 STEPS = 12
 EVERY = 2  # steps between checkpoints

@@ -1,5 +1,5 @@
 """torch's tensors on the fake devices. torch has no CUDA here: its CPU tensors stand for tensors on a device
-(lazyckpt/devices.py is told so). What is saved of them is device memory, which kernels of the test fill, on the
+(lazyckpt/capture/devices.py is told so). What is saved of them is device memory, which kernels of the test fill, on the
 training stream, in place of those torch would launch.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fake_cuda import FakeCuda
-from lazyckpt import _engine, devices
+from lazyckpt import _engine
+from lazyckpt.capture import devices
 
 
 class Gpu:
@@ -67,7 +68,7 @@ class Gpu:
         """What a tensor on a device will hold all over, when its stream is done."""
         return self._bytes.get(tensor.untyped_storage()._cdata)
 
-    # lazyckpt.devices
+    # lazyckpt.capture.devices
 
     def locate(
         self, storages: Iterable[torch.UntypedStorage], where: list[torch.device], engine: _engine.Engine

@@ -20,9 +20,9 @@ torch.set_num_threads(1)  # imported before what is instrumented: torch itself w
 with atheris.instrument_imports(include=["lazyckpt"]):
     from fuzz.judge import judge
     from fuzz.mutate import mutate, seeds
-    from lazyckpt import archive, catalog, pickle_guard  # noqa: F401
+    from lazyckpt import pickle_guard  # noqa: F401
     from lazyckpt.cli import skeleton, tree  # noqa: F401
-    from lazyckpt.containers import safetensors, torch_zip_reader  # noqa: F401
+    from lazyckpt.formats import safetensors, torch_zip_reader  # noqa: F401
 
 
 def _mutated(data: bytes, max_size: int, seed: int) -> bytes:

@@ -18,7 +18,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.snapshot import Snapshot
+from lazyckpt.capture.snapshot import Snapshot
 
 Pending = Callable[[lazyckpt.SaveHandle], int]
 

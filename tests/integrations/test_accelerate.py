@@ -39,8 +39,8 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 
 import lazyckpt  # noqa: E402
 import lazyckpt.run  # noqa: E402
-from lazyckpt import commit, in_place  # noqa: E402
 from lazyckpt.integrations.accelerate import StateSaver, enable  # noqa: E402
+from lazyckpt.storage import commit, in_place  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("plain_accelerate.py")
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
@@ -1176,7 +1176,7 @@ def test_the_last_failure_is_told_at_the_end_of_a_script_without_end_training(tm
         "import os, sys\n"
         "from accelerate import Accelerator\n"
         "accelerator = Accelerator(cpu=True)\n"
-        "from lazyckpt import commit\n"
+        "from lazyckpt.storage import commit\n"
         "def publish(self): raise OSError(28, 'No space left on device')\n"
         "commit.Staging.publish = publish\n"
         "accelerator.save_state(sys.argv[1])\n"

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lazyckpt
 import lazyckpt.integrations
-from lazyckpt import commit
+from lazyckpt.storage import commit
 
 pytest.importorskip("lightning", minversion="2.6")
 
@@ -1522,7 +1522,7 @@ def run_script(folder: Path, installed: Path, text: str) -> subprocess.Completed
 SLOW_DISK = f"""
 import sys, time, torch
 from pathlib import Path
-from lazyckpt import commit
+from lazyckpt.storage import commit  # noqa: E402
 folder, staging = Path(sys.argv[1]), commit.FileStaging
 def late(target):
     time.sleep({SLOW_S})

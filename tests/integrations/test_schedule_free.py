@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 schedulefree = pytest.importorskip("schedulefree")
 
 import lazyckpt  # noqa: E402
-from lazyckpt import background  # noqa: E402
+from lazyckpt.pipeline import background  # noqa: E402
 from lazyckpt.saver import Saver  # noqa: E402
 
 Graph = Callable[[Any], Any]

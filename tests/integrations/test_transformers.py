@@ -36,12 +36,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 import lazyckpt  # noqa: E402
-from lazyckpt import background, commit  # noqa: E402
 from lazyckpt.integrations.transformers import (  # noqa: E402
     STAGING,
     LazyCheckpointCallback,
     LazyCheckpointTrainerMixin,
 )
+from lazyckpt.pipeline import background  # noqa: E402
+from lazyckpt.storage import commit  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 # Half of the state of bert(): the rest stays uncopied while the disk is held back.

@@ -17,8 +17,9 @@ from typing import Any
 
 import scarce
 
-from lazyckpt import _engine, commit
-from lazyckpt.handle import SaveHandle
+from lazyckpt import _engine
+from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.storage import commit
 
 
 def each(part: Callable[[], Any], *refused: type[Exception], count: int = 1) -> Iterator[int]:

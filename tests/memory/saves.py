@@ -25,9 +25,9 @@ import torch
 import torch._dynamo  # optimizers would import it, a second for each child
 
 import lazyckpt
-from lazyckpt.catalog import Catalog
-from lazyckpt.gate import gate
-from lazyckpt.handle import in_flight
+from lazyckpt.capture.gate import gate
+from lazyckpt.pipeline.handle import in_flight
+from lazyckpt.storage.catalog import Catalog
 
 LIMIT_S = 10  # of a save
 ERRORS = (MemoryError, RuntimeError)  # LazyCkptError is one, too

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import lazyckpt
-from lazyckpt import background, tasks
+from lazyckpt.pipeline import background, tasks
 from memory import build
 from trials import Trials
 

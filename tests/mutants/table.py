@@ -63,7 +63,7 @@ SAFETENSORS = (
 # commit.py: the steps of durability
 
 _in(
-    "lazyckpt/commit.py",
+    "lazyckpt/storage/commit.py",
     (
         "a staging folder that another run removed is not made again",
         "if inside is None or inside.exists():",
@@ -295,7 +295,7 @@ IMAGES = "crash/test_crash_images.py::test_every_crash_image"
 FILLED = "test_in_place.py::test_a_folder_that_cannot_be_renamed_is_filled"
 
 _in(
-    "lazyckpt/in_place.py",
+    "lazyckpt/storage/in_place.py",
     (
         "the old marker stays while the files of the new one come",
         "        (target / file).unlink(missing_ok=True)\n",
@@ -364,7 +364,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/mounts.py",
+    "lazyckpt/storage/mounts.py",
     ("the working folder is taken away", "held.add(Path.cwd())", "pass", FILLED),
     ("the way to a mount point is renamed", "folder == path or folder in path.parents", "folder == path", FILLED),
     ("bind mounts of one disk are taken for one", 'Path("/proc/self/mountinfo")', 'Path("/none")', FILLED),
@@ -392,7 +392,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/mounts.py",
+    "lazyckpt/storage/mounts.py",
     (
         "a file of an image is copied to be removed",
         "return file_system(folder)[0] in OVERLAYS",
@@ -401,7 +401,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/commit.py",
+    "lazyckpt/storage/commit.py",
     (
         "a step of an image is not replaced",
         "if error.errno == errno.EXDEV and not self._keep_others:",
@@ -456,7 +456,7 @@ _in(
 # readback.py: what the disk gives back
 
 _in(
-    "lazyckpt/background.py",
+    "lazyckpt/pipeline/background.py",
     (
         "nothing is read back",
         "if self._config.verify_after_write:",
@@ -484,7 +484,7 @@ _in(
 # tasks.py: nothing is lost for lack of memory
 
 _in(
-    "lazyckpt/tasks.py",
+    "lazyckpt/pipeline/tasks.py",
     (
         "a thread that never begins is waited for",
         "                thread._started = _Born()  # type: ignore[attr-defined]\n",
@@ -520,7 +520,7 @@ _in(
 # handle.py: what is held by who saved
 
 _in(
-    "lazyckpt/handle.py",
+    "lazyckpt/pipeline/handle.py",
     (
         "wait_captured of a handle does not wait",
         "released = snapshot.job.wait_released(timeout)",
@@ -544,7 +544,7 @@ _in(
 # background.py: when they are taken
 
 _in(
-    "lazyckpt/background.py",
+    "lazyckpt/pipeline/background.py",
     (
         "a checkpoint does not wait for the ones before it",
         "tasks.wait_for([flight.previous])",
@@ -673,7 +673,7 @@ _in(
 # snapshot.py, ownership.py, gate.py, saver.py: one instant
 
 _in(
-    "lazyckpt/snapshot.py",
+    "lazyckpt/capture/snapshot.py",
     ("a step does not wait", "job.wait_captured(owners)", "pass", WAITS),
     (
         "a storage gives back what is being copied",
@@ -778,7 +778,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/wrappers.py",
+    "lazyckpt/providers/wrappers.py",
     (
         "a wrapper that gives other tensors at each call is lazy",
         "if not stable or",
@@ -805,7 +805,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/averages.py",
+    "lazyckpt/capture/averages.py",
     (
         "an average owns the model that trains, too",
         "return obj if average is None or average.module is None else getattr(obj, average.module, None)",
@@ -814,7 +814,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/ownership.py",
+    "lazyckpt/capture/ownership.py",
     (
         "lazy without a step since the last save",
         "gated = steps != steps_before.get(id(owner), 0) or",
@@ -913,7 +913,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/evidence.py",
+    "lazyckpt/capture/evidence.py",
     (
         "a gradient is no evidence of anything",
         " and parameter.grad is not None",
@@ -967,7 +967,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/gate.py",
+    "lazyckpt/capture/gate.py",
     (
         "there is no gate in front of a step",
         ("            self._begin_writing([step], (optimizer,))\n            return None"),
@@ -1309,7 +1309,7 @@ _in(
 )
 
 _in(
-    "lazyckpt/reentry.py",
+    "lazyckpt/pipeline/reentry.py",
     (
         "a handler saves inside a save",
         "    if outer is not None:\n",
@@ -1342,7 +1342,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/handle.py",
+    "lazyckpt/pipeline/handle.py",
     (
         "a handle is waited for inside a save",
         "if timeout is None and not self.done():",
@@ -1463,7 +1463,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/plan.py",
+    "lazyckpt/pipeline/plan.py",
     (
         "a safetensors file holds a part of a tensor",
         "            refuse_part(tensor, tensors)\n",
@@ -1479,7 +1479,7 @@ _in(
 # preemption.py, integrations: who else has to wait
 
 _in(
-    "lazyckpt/preemption.py",
+    "lazyckpt/pipeline/preemption.py",
     (
         "a signal does not wait for the commit",
         "wait_for(handles, self._deadline)",
@@ -1706,7 +1706,7 @@ _in(
 )
 EAGER = "test_eager.py::test_not_of_what_no_guard_would_help"
 _in(
-    "lazyckpt/eager.py",
+    "lazyckpt/capture/eager.py",
     (
         "a warning advises to guard what nothing writes to",
         "if first.get(identity, crc) != crc",
@@ -1728,7 +1728,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/snapshot.py",
+    "lazyckpt/capture/snapshot.py",
     (
         "a warning advises to guard what an optimizer has in its groups",
         "compress(count(), map(not_, map(self._owned.__contains__, self._identities)))",
@@ -1885,7 +1885,7 @@ _in(
 # archive.py, reading.py, restore.py, catalog.py, functional.py, cli/verify.py: nothing damaged or hostile gets in
 
 _in(
-    "lazyckpt/reading.py",
+    "lazyckpt/reading/ranges.py",
     (
         "a record's checksum is not compared",
         "if bad:",
@@ -1903,7 +1903,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/archive.py",
+    "lazyckpt/reading/archive.py",
     (
         "nor the pickle's",
         "record.crc32 not in (None, zlib.crc32(data))",
@@ -1978,7 +1978,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/pickle_guard.py",
+    "lazyckpt/formats/pickle_guard.py",
     (
         "a key may be nested for ever",
         "            if depth > _MAX_DEPTH:",
@@ -2055,7 +2055,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/pickle_guard.py",
+    "lazyckpt/formats/pickle_guard.py",
     (
         "an operand that looks like an opcode is taken for one",
         "return self._opcode == at",
@@ -2088,7 +2088,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/safe_globals.py",
+    "lazyckpt/formats/safe_globals.py",
     (
         "NumPy's own types may be changed",
         "and arguments[1:] == (False, True)",
@@ -2299,7 +2299,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/restore.py",
+    "lazyckpt/reading/restore.py",
     (
         "a passing error of the machine counts as damage",
         (
@@ -2373,7 +2373,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/retry.py",
+    "lazyckpt/storage/retry.py",
     (
         "what cannot be read just now is not tried again",
         "for pause_s in _PAUSES_S:",
@@ -2382,7 +2382,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/catalog.py",
+    "lazyckpt/storage/catalog.py",
     (
         "a checkpoint that cannot be read just now has no number",
         "    except ReadError as error:\n        what =",
@@ -2583,7 +2583,7 @@ _in(
 # containers: a file has one meaning
 
 _in(
-    "lazyckpt/containers/torch_zip_reader.py",
+    "lazyckpt/formats/torch_zip_reader.py",
     ("a zip may begin with anything", "if file.read(0, min(file.size, 4)) != LOCAL_MAGIC:", "if False:", ARCHIVES),
     ("may end with anything", "if magic != END_MAGIC:", "if False:", ARCHIVES),
     (
@@ -2675,7 +2675,7 @@ _in(
     ("an archive needs no pickle", 'if "data.pkl" not in names:', "if False:", ARCHIVES),
 )
 _in(
-    "lazyckpt/containers/safetensors.py",
+    "lazyckpt/formats/safetensors.py",
     (
         "a header may have any length",
         "if nbytes > _MAX_HEADER_BYTES or data_offset > file.size:",
@@ -2715,7 +2715,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/containers/base.py",
+    "lazyckpt/formats/base.py",
     (
         "opening a pipe waits for its writer",
         " | os.O_NONBLOCK)",
@@ -3368,7 +3368,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/snapshot.py",
+    "lazyckpt/capture/snapshot.py",
     (
         "any optimizer is trusted to the stream",
         "self._wait(owners, on_device=is_of_torch(owner))",
@@ -3377,16 +3377,16 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/gate.py",
+    "lazyckpt/capture/gate.py",
     ("replays do not wait", "with gate.step(*self._steps):", "with contextlib.nullcontext():", DEVICES),
 )
 _in(
-    "lazyckpt/ownership.py",
+    "lazyckpt/capture/ownership.py",
     ("replayed steps are lazy", " and gate.replayed.get(owner, True)", "", DEVICES),
 )
 
 _in(
-    "lazyckpt/warmup.py",
+    "lazyckpt/capture/warmup.py",
     (
         "a process that only restores takes memory",
         "            gate.warmups.add(self)\n",
@@ -3432,7 +3432,7 @@ ANY_WRITE = PAGES + "test_a_write_to_any_watched_page_fails_the_checkpoint"
 TWO = PAGES + "test_two_snapshots_of_the_same_pages_keep_each_others_evidence"
 
 _in(
-    "lazyckpt/snapshot.py",
+    "lazyckpt/capture/snapshot.py",
     (
         "the background gives the verdict at once",
         "        if not self.verdict.is_thread_alive():\n",
@@ -3495,7 +3495,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/verdict.py",
+    "lazyckpt/capture/verdict.py",
     (
         "the main thread gives no verdict between two bytecodes",
         "self._reading = _engine.VersionReading(tensors) if owed and self.thread is threading.main_thread() else None",
@@ -3522,7 +3522,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/gate.py",
+    "lazyckpt/capture/gate.py",
     (
         "a handler of a signal is taken to wait",
         "if any(_only_waits(stack, call) for call in mine):",
@@ -3543,7 +3543,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/handle.py",
+    "lazyckpt/pipeline/handle.py",
     (
         "two threads wait for each other for ever",
         "raise obstacle._impatience()",
@@ -3570,7 +3570,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/background.py",
+    "lazyckpt/pipeline/background.py",
     (
         "drain() does not say what it waits for",
         "wait_for(self._tasks, saves=self._in_flight)",
@@ -3591,7 +3591,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/torn.py",
+    "lazyckpt/capture/torn.py",
     (
         "the save after a torn one is as lazy as that",
         "self._copy_all = True",

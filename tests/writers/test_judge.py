@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, commit, snapshot
-from lazyckpt.snapshot import Snapshot
+from lazyckpt import _engine
+from lazyckpt.capture import snapshot
+from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.storage import commit
 from writers import registry
 from writers.judge import Hang, Violation, flat, judge, limit
 from writers.trial import HELD, Plan, Round, Trial, witnesses

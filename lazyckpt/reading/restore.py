@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from lazyckpt import _engine, devices
-from lazyckpt.archive import Archive
-from lazyckpt.catalog import SCANS, STATE, Catalog, Checkpoint, read_checkpoint
+from lazyckpt import _engine
+from lazyckpt.capture import devices
 from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
-from lazyckpt.retry import patiently
+from lazyckpt.reading.archive import Archive
+from lazyckpt.storage.catalog import SCANS, STATE, Catalog, Checkpoint, read_checkpoint
+from lazyckpt.storage.retry import patiently
 
 
 def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:

@@ -1,6 +1,6 @@
 """File formats: how a checkpoint is laid out in a standard file, and how one is read back.
 
-Start with ``containers.base``; then one module per format. This package knows nothing of
+Start with ``formats.base``; then one module per format. This package knows nothing of
 modules, optimizers or pickles, and touches no tensor's bytes.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from lazyckpt.containers.base import FileReader
 from lazyckpt.errors import UnsupportedFormatError
+from lazyckpt.formats.base import FileReader
 
 # torch.save before 1.6 begins with the pickle of this number (torch.serialization.MAGIC_NUMBER), as LONG1 of
 # 10 bytes, behind the PROTO opcode; from protocol 4 on also behind a FRAME

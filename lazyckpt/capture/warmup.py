@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lazyckpt import devices
-from lazyckpt.gate import gate, unwrapped
-from lazyckpt.wrappers import storages_in
+from lazyckpt.capture import devices
+from lazyckpt.capture.gate import gate, unwrapped
+from lazyckpt.providers.wrappers import storages_in
 
 
 class Warmup:

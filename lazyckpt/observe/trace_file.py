@@ -17,8 +17,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lazyckpt import commit
 from lazyckpt.errors import ConfigError
+from lazyckpt.storage import commit
 
 MAX_BYTES = 256 << 20
 """Of a trace file; what comes after that is not recorded."""

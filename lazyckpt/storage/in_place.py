@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lazyckpt import commit, mounts
+from lazyckpt.storage import commit, mounts
 
 MARKER = ".lazyckpt-marker"  # in the temporary folder: the name of the marker
 

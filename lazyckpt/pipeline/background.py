@@ -20,16 +20,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lazyckpt import _engine, commit, readback, tasks
+from lazyckpt import _engine
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, LazyCkptError, LoadError, SaveError, TornSnapshotError, save_error
-from lazyckpt.gate import gate
-from lazyckpt.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
-from lazyckpt.plan import FilePlan
-from lazyckpt.snapshot import Snapshot
-from lazyckpt.tasks import NO_MEMORY, Task, Workers, lacks_memory
-from lazyckpt.trace import Trace, Traced
+from lazyckpt.observe.trace import Trace, Traced
+from lazyckpt.pipeline import readback, tasks
+from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.plan import FilePlan
+from lazyckpt.pipeline.tasks import NO_MEMORY, Task, Workers, lacks_memory
+from lazyckpt.storage import commit
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from lazyckpt import _engine, devices
-from lazyckpt.containers.base import FileReader, Record
-from lazyckpt.containers.torch_zip_reader import read_directory
+from lazyckpt import _engine
+from lazyckpt.capture import devices
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.pickle_guard import CONSENT, GuardedPickle
-from lazyckpt.reading import Reading
-from lazyckpt.safe_globals import WITHOUT_STORAGES, RestrictedUnpickler, sparse_tensors_to_validate
+from lazyckpt.formats.base import FileReader, Record
+from lazyckpt.formats.pickle_guard import CONSENT, GuardedPickle
+from lazyckpt.formats.safe_globals import WITHOUT_STORAGES, RestrictedUnpickler, sparse_tensors_to_validate
+from lazyckpt.formats.torch_zip_reader import read_directory
+from lazyckpt.reading.ranges import Reading
 
 _MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of torch
 _MAX_SMALL_BYTES = 1024

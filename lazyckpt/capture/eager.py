@@ -22,8 +22,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazyckpt import _engine
+from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.providers.base import TensorView
-from lazyckpt.snapshot import Snapshot
 
 MIN_SHARE = 0.2
 MIN_BYTES = 64 << 20  # memory is copied at 6 GB/s or more: less than this keeps save() for at most 10 ms

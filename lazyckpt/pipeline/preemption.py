@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 
 _log = logging.getLogger("lazyckpt")
 _late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # what missed a deadline

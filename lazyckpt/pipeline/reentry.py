@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError
-from lazyckpt.gate import gate
 
 
 class _HasCallers(Protocol):

@@ -1,4 +1,4 @@
-"""What containers and the engine tell each other: programs on the way out, records on the way back.
+"""What formats and the engine tell each other: programs on the way out, records on the way back.
 
 A container lays a file out once, from names and sizes alone, as a *program*: a few ``Extent``, each a
 table of rows that the engine runs with live pointers. A program holds no pointer and no tensor, so it can be

@@ -18,10 +18,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lazyckpt
-from lazyckpt import commit
-from lazyckpt.containers.base import FileReader, unique_keys
+from lazyckpt._version import __version__
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError, load_error
+from lazyckpt.formats.base import FileReader, unique_keys
+from lazyckpt.storage import commit
 
 FORMAT = 1
 STATE = "state.pt"
@@ -69,7 +69,7 @@ def manifest(*, step: int, sequence: int, parent: int | None, files: list[tuple[
     """What manifest.json says; ``files`` are name, bytes, CRC-32. docs/format.md describes it."""
     told = {
         "format": FORMAT,
-        "lazyckpt": lazyckpt.__version__,
+        "lazyckpt": __version__,
         "sequence": sequence,
         "parent": parent,
         "step": step,

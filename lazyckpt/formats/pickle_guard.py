@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
-from lazyckpt.safe_globals import RestrictedUnpickler, allows_call, allows_state
+from lazyckpt.formats.safe_globals import RestrictedUnpickler, allows_call, allows_state
 
 _WATCHED = frozenset((REDUCE, NEWOBJ, BUILD, SETITEM, SETITEMS))
 _MAX_DEPTH = 100

@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lazyckpt import _engine, mounts
+from lazyckpt import _engine
+from lazyckpt.storage import mounts
 
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"

@@ -32,9 +32,9 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lazyckpt import averages, devices
+from lazyckpt.capture import averages, devices
+from lazyckpt.capture.evidence import Evidence
 from lazyckpt.errors import SaveError
-from lazyckpt.evidence import Evidence
 
 # Methods of a storage after which it has other memory. To hold on to the storage does not help: what it had is freed at
 # once, and whoever reads that may end the process. Sharded training resizes; share_memory(), and whoever sends a tensor
@@ -48,7 +48,7 @@ _GIVE_WAY_S = 1.0
 _PATIENCE_S = 60.0
 
 _TORCH = Path(torch.__file__).parent
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _WAITS = frozenset(
     function.__code__.co_filename for function in (threading.Event.wait, Future.exception, contextlib.suppress.__init__)
 )

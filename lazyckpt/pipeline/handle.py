@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import ClosedError, SaveError
-from lazyckpt.gate import gate
 from lazyckpt.metrics import CheckpointMetrics
-from lazyckpt.reentry import refuse
-from lazyckpt.snapshot import Snapshot
-from lazyckpt.tasks import Condition, LastingFuture
+from lazyckpt.pipeline.reentry import refuse
+from lazyckpt.pipeline.tasks import Condition, LastingFuture
 
 _PATIENCE_S = 30.0  # with another thread's verdict, once nothing else is missing
 _LOOK_S = 1.0

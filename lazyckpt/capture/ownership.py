@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lazyckpt import averages
-from lazyckpt.evidence import addresses, parameters_in_groups
-from lazyckpt.gate import Gate, Guarded, warn_of_foreign
-from lazyckpt.wrappers import Link, Storages, storages_in
+from lazyckpt.capture import averages
+from lazyckpt.capture.evidence import addresses, parameters_in_groups
+from lazyckpt.capture.gate import Gate, Guarded, warn_of_foreign
+from lazyckpt.providers.wrappers import Link, Storages, storages_in
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
 

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lazyckpt.containers.base import FileReader, Record
-from lazyckpt.containers.torch_zip import (
+from lazyckpt.errors import UnsupportedFormatError
+from lazyckpt.formats.base import FileReader, Record
+from lazyckpt.formats.torch_zip import (
     CENTRAL_ENTRY,
     CENTRAL_MAGIC,
     DESCRIPTOR,
@@ -37,7 +38,6 @@ from lazyckpt.containers.torch_zip import (
     MAX_16,
     MAX_32,
 )
-from lazyckpt.errors import UnsupportedFormatError
 
 _MAX_DIRECTORY_BYTES = 64 * 2**20  # a million records
 _JOIN_READS_WITHIN_BYTES = 16 * 1024

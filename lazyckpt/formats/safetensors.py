@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lazyckpt.containers.base import PAGE_BYTES, Extent, ExtentBuilder, FileReader, Record, count_elements, unique_keys
-from lazyckpt.dtypes import DTYPES, Dtype
 from lazyckpt.errors import ConfigError, UnsupportedFormatError
+from lazyckpt.formats.base import PAGE_BYTES, Extent, ExtentBuilder, FileReader, Record, count_elements, unique_keys
+from lazyckpt.formats.dtypes import DTYPES, Dtype
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""What one file of a save holds: state → storages (providers/), storages → layout (containers/).
+"""What one file of a save holds: state → storages (providers/), storages → layout (formats/).
 
 A plan is kept from save to save, and with it what stays the same: the pickle without its storages, the layout.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from lazyckpt.containers import safetensors, torch_zip
-from lazyckpt.containers.base import Extent
 from lazyckpt.errors import ConfigError
+from lazyckpt.formats import safetensors, torch_zip
+from lazyckpt.formats.base import Extent
 from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.objects import StateProvider

@@ -24,17 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lazyckpt import _engine, devices
-from lazyckpt.gate import gate, is_of_torch
+from lazyckpt import _engine
+from lazyckpt.capture import devices
+from lazyckpt.capture.gate import gate, is_of_torch
+from lazyckpt.capture.ownership import Ownership, parameters_of
+from lazyckpt.capture.torn import CURE, TornStorages, is_torn
+from lazyckpt.capture.verdict import Verdict, wait_durable
 from lazyckpt.metrics import CheckpointMetrics
-from lazyckpt.ownership import Ownership, parameters_of
 from lazyckpt.providers.base import TensorView, TensorViews
-from lazyckpt.torn import CURE, TornStorages, is_torn
-from lazyckpt.verdict import Verdict, wait_durable
-from lazyckpt.wrappers import Link, storages_in
+from lazyckpt.providers.wrappers import Link, storages_in
 
 if TYPE_CHECKING:
-    from lazyckpt.eager import Copied
+    from lazyckpt.capture.eager import Copied
 
 LAZY_MIN_BYTES = 4096
 WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are copied sooner than watched

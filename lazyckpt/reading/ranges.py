@@ -11,8 +11,8 @@ from functools import cache
 
 from lazyckpt import _engine
 from lazyckpt.config import MIB
-from lazyckpt.containers.base import Record
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
+from lazyckpt.formats.base import Record
 
 CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
 _RING_BYTES = 16 * CHUNK_BYTES
@@ -50,7 +50,7 @@ class Reading:
         cuda: set[int] = set()
         streams = None
         if ordinals is not None:
-            from lazyckpt import devices
+            from lazyckpt.capture import devices
 
             cuda = set(ordinals) - {devices.HOST}
             streams = devices.current_streams(cuda) if cuda else None

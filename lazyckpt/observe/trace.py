@@ -26,10 +26,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lazyckpt.config import PAGE_BYTES
-from lazyckpt.containers.base import SOURCE, Extent
+from lazyckpt.formats.base import SOURCE, Extent
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter
 from lazyckpt.providers.base import TensorView, TensorViews
-from lazyckpt.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter
 
 LARGEST = 5  # tensors that are named, as in DataStates-LLM, figure 15
 _SHORTEST_S = 10e-6  # waits at the gate: one that finds everything copied is none

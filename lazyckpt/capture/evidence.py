@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt.wrappers import address_inside, storages_in
+from lazyckpt.providers.wrappers import address_inside, storages_in
 
 _requires_grad = attrgetter("requires_grad")
 

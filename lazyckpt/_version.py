@@ -1,0 +1,3 @@
+"""The version, for those who must not import the face of the package."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The way back: from a file to the objects that it holds."""
