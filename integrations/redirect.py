@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lazyckpt
-from lazyckpt.gate import gate
-from lazyckpt.wrappers import storages_in
+from lazyckpt.capture.gate import gate
+from lazyckpt.providers.wrappers import storages_in
 
 _Tensors = dict[str, torch.Tensor]
 

@@ -30,10 +30,10 @@ from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
 from lazyckpt.cli import verify
 from lazyckpt.cli.output import progress, size
-from lazyckpt.cli.skeleton import read_skeleton
-from lazyckpt.cli.tree import MAX_DEPTH, Tree
 from lazyckpt.config import auto_ring_bytes
 from lazyckpt.formats.torch_zip_reader import read_directory
+from lazyckpt.reading.skeleton import read_skeleton
+from lazyckpt.reading.tree import MAX_DEPTH, Tree
 
 
 def flip(path: Path, offset: int) -> None:

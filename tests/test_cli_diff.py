@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt.cli import norms
 from lazyckpt.formats.torch_zip_reader import read_directory
+from lazyckpt.tools import norms
 
 
 def entries(a: Path, b: Path, code: int = 1) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from lazyckpt.cli.contents import checkpoint_in
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, count, duration, plain, print_json, show, size, stdout
 from lazyckpt.cli.trace import TraceFile, read_trace
 from lazyckpt.errors import ConfigError, LoadError
 from lazyckpt.observe.advice import Advice
 from lazyckpt.observe.advice import advise as compute
+from lazyckpt.tools.contents import checkpoint_in
 
 _SIZES: dict[str, float] = {
     "": 1,

@@ -13,17 +13,17 @@ import typer
 from rich.text import Text
 
 from lazyckpt.cli.completion import Found, completed_from
-from lazyckpt.cli.contents import SUFFIXES, document_in, read
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 from lazyckpt.storage import commit
+from lazyckpt.tools.contents import SUFFIXES, document_in, read
 
 if TYPE_CHECKING:
     import torch
 
-    from lazyckpt.cli.hollow import Hollow
     from lazyckpt.pipeline.plan import FilePlan
+    from lazyckpt.tools.hollow import Hollow
 
 _MAX_PARTS = 100  # that are looked into for the shell
 _UNITS = {"": 1, "B": 1} | {
@@ -79,8 +79,8 @@ def convert(
 
     With --max-shard-size, DST is a new folder of safetensors files; archives go to DIR/pytorch_model.bin.
     """
-    from lazyckpt.cli.hollow import Hollow  # imports torch, which takes seconds
     from lazyckpt.pipeline.plan import plan_for
+    from lazyckpt.tools.hollow import Hollow  # imports torch, which takes seconds
 
     sharded, name = max_shard_size is not None, dst.name
     if sharded:  # into a folder, in which DST may name what the model would be in one file
@@ -188,7 +188,7 @@ def _shards(
 
 def _write(dst: Path, plans: dict[str, FilePlan], texts: dict[str, str], loader: Hollow, *, folder: bool) -> None:
     """``dst`` appears when all of it is durable. Raises SaveError."""
-    from lazyckpt.cli import stream
+    from lazyckpt.tools import stream
 
     nbytes = sum(record.nbytes for record in loader.records.values())
     try:

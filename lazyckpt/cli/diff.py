@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from lazyckpt.cli.contents import documents_in, read
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import TreeLine, count, plain, print_json, print_tree, progress, stdout
-from lazyckpt.cli.skeleton import Opaque
-from lazyckpt.cli.tree import STYLES, Node, drawn_rows, join_single_children, short, shown_shape
+from lazyckpt.reading.skeleton import Opaque
+from lazyckpt.reading.tree import STYLES, Node, drawn_rows, join_single_children, short, shown_shape
+from lazyckpt.tools.contents import documents_in, read
 
 if TYPE_CHECKING:
-    from lazyckpt.cli.norms import Norms
+    from lazyckpt.tools.norms import Norms
 
 
 def diff(
@@ -73,7 +73,7 @@ class _Comparison:
     """Of two documents. ``root`` has what differs and nothing else."""
 
     def __init__(self, name: str, a: Path, b: Path) -> None:
-        from lazyckpt.cli import norms  # imports torch, which takes seconds
+        from lazyckpt.tools import norms  # imports torch, which takes seconds
 
         self._norms = norms
         self.name, self.a, self.b = name, a, b

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lazyckpt.cli.contents import Contents, checkpoint_in, document_in, read
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import TreeLine, age, count, plain, print_json, print_tree, size, stdout
-from lazyckpt.cli.tree import STYLES, Node, drawn_rows, short, shown_shape
+from lazyckpt.reading.tree import STYLES, Node, drawn_rows, short, shown_shape
 from lazyckpt.storage.catalog import STATE, Checkpoint
+from lazyckpt.tools.contents import Contents, checkpoint_in, document_in, read
 
 
 def inspect(

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from lazyckpt.cli.contents import inside
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import age, columns, plain, print_json, show, size, stdout
 from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import commit
 from lazyckpt.storage.catalog import Catalog, Checkpoint, pin_of
+from lazyckpt.tools.contents import inside
 
 
 def ls(

@@ -13,18 +13,15 @@ import typer
 from rich.text import Text
 
 from lazyckpt import _engine
-from lazyckpt.cli.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
-from lazyckpt.cli.skeleton import read_skeleton
-from lazyckpt.cli.tree import Tree
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
-from lazyckpt.formats import safetensors, sniff
 from lazyckpt.formats.base import FileReader, Record
-from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.reading.ranges import Reading, process_engine
+from lazyckpt.reading.records import records_of, tensor_names
 from lazyckpt.storage import commit
 from lazyckpt.storage.catalog import Catalog, FileEntry, read_checkpoint
+from lazyckpt.tools.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
 
@@ -236,16 +233,6 @@ def _verify_file(file: Path, entry: FileEntry | None = None, *, prefix: str = ""
     return report
 
 
-def records_of(file: Path) -> list[Record]:
-    """In file order; they do not overlap."""
-    kind = sniff(file)
-    if kind == "torch_legacy":
-        raise UnsupportedFormatError("written by torch before 1.6: such a file has no checksums", path=file)
-    if kind == "safetensors":
-        return [info.record for info in safetensors.read_header(file).tensors.values()]
-    return sorted(read_directory(file).records.values(), key=lambda record: record.offset)
-
-
 def _checksums(file: Path, records: list[Record], nbytes: int, advance: Advance) -> tuple[int, list[int]]:
     """CRC-32 of the whole file and of each record, from one reading."""
     whole = 0
@@ -284,17 +271,3 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
             batch, total = [], 0
     if batch:
         yield batch
-
-
-def tensor_names(file: Path) -> dict[str, str]:
-    """Record to the name of a tensor in it, as far as the pickle tells."""
-    if sniff(file) != "torch_zip":
-        return {}
-    names: dict[str, str] = {}
-    try:
-        for node in Tree(file.name, read_skeleton(file, read_directory(file))).root.walk():
-            if node.storage is not None:
-                names.setdefault(node.storage.record.name, node.path)
-    except (LoadError, ValueError):
-        pass  # damage in the pickle: the records have no names then
-    return names

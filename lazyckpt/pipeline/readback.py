@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lazyckpt import _engine
 from lazyckpt.errors import LoadError
+from lazyckpt.reading.records import records_of, tensor_names
 
 _MAX_NAMES = 5
 
@@ -29,8 +30,6 @@ def compare(job: _engine.Job, folder: Path, names: list[str]) -> None:
 
 def _tensors_at(file: Path, places: list[tuple[int, int]]) -> str:
     """The tensors in these places, as far as the damaged file tells: its header or directory may be in one of them."""
-    from lazyckpt.cli.verify import records_of, tensor_names  # only here: it takes the libraries of the command line
-
     try:
         records = records_of(file)
     except LoadError:

@@ -21,8 +21,8 @@ with atheris.instrument_imports(include=["lazyckpt"]):
     from fuzz.judge import judge
     from fuzz.mutate import mutate, seeds
     from lazyckpt import pickle_guard  # noqa: F401
-    from lazyckpt.cli import skeleton, tree  # noqa: F401
     from lazyckpt.formats import safetensors, torch_zip_reader  # noqa: F401
+    from lazyckpt.reading import skeleton, tree  # noqa: F401
 
 
 def _mutated(data: bytes, max_size: int, seed: int) -> bytes:

@@ -11,9 +11,9 @@ import safetensors.torch
 from conftest import describe_graph, torch_load_with_our_globals
 
 import lazyckpt
-from lazyckpt.cli.contents import read
 from lazyckpt.cli.inspect import _to_json
 from lazyckpt.errors import LazyCkptError
+from lazyckpt.tools.contents import read
 
 
 class Violation(AssertionError):

@@ -2528,7 +2528,7 @@ _in(
 )
 
 _in(
-    "lazyckpt/cli/stream.py",
+    "lazyckpt/tools/stream.py",
     (
         "what is converted appears before it is written",
         "            job.wait_settled()\n            job.raise_error()\n            written",
@@ -2550,7 +2550,7 @@ _in(
 )
 
 _in(
-    "lazyckpt/cli/contents.py",
+    "lazyckpt/tools/contents.py",
     (
         "an index leads out of its folder",
         ' or "/" in file or',
@@ -2571,7 +2571,7 @@ _in(
     ),
 )
 _in(
-    "lazyckpt/cli/tree.py",
+    "lazyckpt/reading/tree.py",
     (
         "records of two files are one",
         "place = tensor.storage.file, record.name",

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lazyckpt.cli.output import count
-from lazyckpt.cli.skeleton import Opaque, Storage, Tensor, dtype_name, strides_of
 from lazyckpt.formats.dtypes import DTYPES, Dtype
+from lazyckpt.reading.skeleton import Opaque, Storage, Tensor, dtype_name, strides_of
 
 MAX_DEPTH = 32
 STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a row, by its kind
@@ -54,7 +53,7 @@ class Node:
 
 
 class Tree:
-    """``root`` is the tree of ``obj``, which is made of what ``cli.skeleton`` gives. ``join``: a module with one entry
+    """``root`` is the tree of ``obj``, which is made of what ``skeleton`` gives. ``join``: a module with one entry
     is one row with it.
 
     Raises ValueError if it cannot be shown.
@@ -232,6 +231,10 @@ def shown_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
+def _items(value: Any) -> str:
+    return f"{len(value):,} item" if len(value) == 1 else f"{len(value):,} items"
+
+
 def short(value: Any, *, nested: bool = False) -> str:
     """A value in a few characters; what is inside a container inside a container is left out."""
     if isinstance(value, str):
@@ -246,11 +249,11 @@ def short(value: Any, *, nested: bool = False) -> str:
         left, right = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
         few = ["…"] if nested and value else [short(item, nested=True) for item in itertools.islice(value, _MAX_ITEMS)]
         if len(value) > _MAX_ITEMS:
-            few.append(f"… {count(len(value), 'item')}")
+            few.append(f"… {_items(value)}")
         comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
         return f"{left}{', '.join(few)}{comma}{right}"
     if isinstance(value, Mapping):
-        return f"{{… {count(len(value), 'item')}}}" if value else "{}"
+        return f"{{… {_items(value)}}}" if value else "{}"
     if isinstance(value, Opaque) and value.global_name.endswith(_SMALL_ARRAY) and isinstance(value.state, tuple):
         return f"NumPy array {short(value.state[1]) if len(value.state) > 1 else '?'}"
     if isinstance(value, Opaque):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from lazyckpt import _engine
-from lazyckpt.cli.skeleton import Tensor
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.base import FileReader
+from lazyckpt.reading.skeleton import Tensor
 
 _PIECE_BYTES = 4 << 20  # read of either file at once; compared in float64, which takes some times as much
 _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "u1": "uint8"} | {

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lazyckpt.cli.skeleton import Opaque, Storage, Tensor
-from lazyckpt.cli.stream import Origin
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
+from lazyckpt.reading.skeleton import Opaque, Storage, Tensor
+from lazyckpt.tools.stream import Origin
 
 
 class Hollow:
-    """Makes objects of what ``cli.skeleton`` told. Their tensors have memory that nobody touches: it costs nothing."""
+    """Makes objects of what ``skeleton`` told. Their tensors have memory that nobody touches: it costs nothing."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

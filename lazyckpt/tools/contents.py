@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.cli.skeleton import Storage, Tensor, dtype_name, read_skeleton, strides_of
-from lazyckpt.cli.tree import Tree
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.formats import safetensors, sniff
 from lazyckpt.formats.base import FileReader, unique_keys
 from lazyckpt.formats.torch_zip_reader import read_directory
+from lazyckpt.reading.skeleton import Storage, Tensor, dtype_name, read_skeleton, strides_of
+from lazyckpt.reading.tree import Tree
 from lazyckpt.storage import commit
 from lazyckpt.storage.catalog import STATE, Catalog, Checkpoint, is_folder_name, read_checkpoint
 
@@ -31,7 +31,7 @@ _MAX_INDEX_BYTES = 100_000_000
 
 @dataclass
 class Contents:
-    """``obj`` is what was saved, as ``cli.skeleton`` tells it; ``nbytes`` the length of its file or files; ``metadata``
+    """``obj`` is what was saved, as ``skeleton`` tells it; ``nbytes`` the length of its file or files; ``metadata``
     is None if the format has none."""
 
     file: Path

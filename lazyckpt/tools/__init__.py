@@ -1,0 +1,1 @@
+"""What looks at checkpoints from outside a training: their contents, checksums, differences and conversions."""
