@@ -24,7 +24,7 @@ from fake_cuda.memory import Gpu, raw
 from lazyckpt import _engine
 from lazyckpt import saver as saver_module
 from lazyckpt.capture import devices
-from lazyckpt.reading.ranges import ranges as reading
+from lazyckpt.reading import ranges as reading
 from lazyckpt.storage import commit
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")

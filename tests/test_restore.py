@@ -19,8 +19,8 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
+from lazyckpt.reading import restore
 from lazyckpt.reading.archive import Archive
-from lazyckpt.reading.ranges import restore
 from lazyckpt.storage import catalog, retry
 from lazyckpt.storage.catalog import checksum
 from trials import Trials
