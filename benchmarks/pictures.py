@@ -28,8 +28,8 @@ class Picture:
             self.lines.setdefault(line, []).append((x, list(y)))
 
 
-def draw(picture: Picture, title: str, path: Path) -> bool:
-    """An SVG; False if matplotlib is not installed."""
+def draw(picture: Picture, title: str, path: Path, *beside: Picture) -> bool:
+    """Writes an SVG with the picture, and those `beside` it to its right; False if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -37,14 +37,20 @@ def draw(picture: Picture, title: str, path: Path) -> bool:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    words = any(isinstance(x, str) for points in picture.lines.values() for x, _ in points)
+    panels = (picture, *beside)
     style = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": title, "axes.spines.top": False}
     with pyplot.rc_context({**style, "axes.spines.right": False, "axes.edgecolor": "#999999"}):
-        figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-        (_marks if words else _lines)(axes, picture)
-        axes.grid(axis="x" if words else "y", color="#E5E5E5", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.set_title(title, loc="left", fontsize=10)
+        size = (7 + 2 * len(beside), 3.6)
+        figure, row = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+        for axes, panel in zip(row[0], panels, strict=True):
+            words = any(isinstance(x, str) for points in panel.lines.values() for x, _ in points)
+            (_marks if words else _lines)(axes, panel)
+            axes.grid(axis="x" if words else "y", color="#E5E5E5", linewidth=0.6)
+            axes.set_axisbelow(True)
+        for axes in row[0][1:]:  # the words stand beside the first
+            axes.tick_params(labelleft=False)
+            axes.set_ylabel("")
+        row[0][0].set_title(title, loc="left", fontsize=10)
         if len(picture.lines) > 1:
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         figure.savefig(path, metadata={"Date": None})
