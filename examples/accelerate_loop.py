@@ -1,10 +1,9 @@
-"""Train a small network on Python's own source under Accelerate, save every few steps, resume where it stopped.
+"""Train a small network under Accelerate with a checkpoint every few steps.
 
     accelerate launch examples/accelerate_loop.py [--folder runs/accelerate] [--steps 60] [--every 10]
 
-Kill it at any instant and run it again: it goes on from the newest checkpoint, with the losses of a run that was never
-stopped. Without the two lines that say lazyckpt it is a plain script; such a one is run as it is by
-`accelerate launch -m lazyckpt.run script.py`, and what is saved is what accelerate itself would have saved.
+Kill it at any moment and run it again: it resumes with the losses of an uninterrupted run. ``accelerate launch -m
+lazyckpt.run script.py`` runs a script without the two lines of lazyckpt, and saves in the same way.
 """
 
 import argparse
@@ -36,7 +35,7 @@ class NextByte(nn.Module):
 
 
 class Position:
-    """How far the run is; saved with the rest, since only the script knows."""
+    """The progress of the run, saved with the rest because only the script knows it."""
 
     def __init__(self):
         self.epoch = self.batch = self.step = 0
@@ -49,7 +48,7 @@ class Position:
 
 
 def train(folder, steps, every, width):
-    """Returns the loss of every step that this run took."""
+    """Returns the loss of every step of this run."""
     folder = Path(folder)
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
@@ -60,8 +59,8 @@ def train(folder, steps, every, width):
     set_seed(SEED)
     text = b"".join(f.read_bytes() for f in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py")))
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, CONTEXT + 1, CONTEXT).long()
-    # Given a generator, the loader takes no random numbers from the one that dropout uses: a resumed run starts
-    # an epoch once more than one that was not stopped.
+    # With its own generator, the loader does not consume dropout's random numbers. A resumed run starts one epoch more
+    # than an uninterrupted one.
     loader = torch.utils.data.DataLoader(windows, BATCH, shuffle=True, drop_last=True, generator=torch.Generator())
     model = NextByte(width)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
@@ -72,7 +71,7 @@ def train(folder, steps, every, width):
 
     saved = [int(path.name.removeprefix("checkpoint_")) for path in folder.glob("checkpoints/checkpoint_*")]
     if saved:
-        accelerator.load_state()  # the newest; only whole ones are there
+        accelerator.load_state()  # the newest; all of them are whole
         accelerator.project_configuration.iteration = max(saved) + 1
         accelerator.print(f"resumed after step {position.step}")
 
@@ -83,7 +82,7 @@ def train(folder, steps, every, width):
             with accelerator.accumulate(model):
                 loss = model(batch)
                 accelerator.backward(loss)
-                optimizer.step()  # waits only for what is not copied yet
+                optimizer.step()  # waits only for tensors that are not copied yet
                 scheduler.step()
                 optimizer.zero_grad()
             position.batch += 1
@@ -91,13 +90,13 @@ def train(folder, steps, every, width):
                 position.step += 1
                 losses[position.step] = loss.item()
                 if position.step % every == 0:
-                    accelerator.save_state()  # back in milliseconds; durable soon after
+                    accelerator.save_state()  # returns in milliseconds; durable soon after
                     accelerator.print(f"step {position.step}, loss {loss.item():.3f}")
                 if position.step == steps:
                     break
         else:
             position.epoch, position.batch = position.epoch + 1, 0
-    accelerator.end_training()  # waits until all is durable
+    accelerator.end_training()  # waits until everything is durable
 
     if checkpoints is not None and checkpoints.last_save is not None:  # the main process saves
         metrics = checkpoints.last_save.metrics

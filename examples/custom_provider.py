@@ -1,9 +1,9 @@
-"""State of one's own in a checkpoint: a replay buffer beside the network that learns from it.
+"""Save an object of your own with a StateProvider: a replay buffer, besides a network.
 
-    python examples/custom_provider.py [FOLDER]    # default runs/custom_provider; a second
+    python examples/custom_provider.py [FOLDER]    # default runs/custom_provider; takes a second
 
-It fills the buffer, saves, goes on changing it at once, and restores into new objects, as a new process would. The
-restored buffer is the one at save(): same contents, same place to write next, same samples drawn from then on.
+The script saves, changes the buffer at once, and restores into new objects. The restored buffer has the contents, the
+position and the random samples of the moment of save().
 """
 
 import sys
@@ -17,11 +17,11 @@ CAPACITY, WIDTH, BATCH = 1000, 32, 64
 
 
 class ReplayBuffer:
-    """The last `capacity` pairs of what was seen and what it was worth."""
+    """Holds the last `capacity` pairs of an observation and its worth."""
 
     def __init__(self, capacity, seed):
         self.seen, self.worth = torch.zeros(capacity, WIDTH), torch.zeros(capacity)
-        self.added = 0  # since the beginning; the next pair goes to added % capacity
+        self.added = 0  # in total; the next pair goes to added % capacity
         self.random = torch.Generator().manual_seed(seed)
 
     def add(self, seen, worth):
@@ -39,11 +39,11 @@ class ReplayBufferProvider(lazyckpt.StateProvider):
         super().__init__()
         self.buffer = buffer
 
-    def state(self):  # live tensors, not copies: no optimizer owns them, so save() copies them before it returns
+    def state(self):  # live tensors: save() copies them before it returns, since no optimizer owns them
         b = self.buffer
         return {"seen": b.seen, "worth": b.worth, "added": b.added, "random": b.random.get_state()}
 
-    def landings(self, saved):  # optional: refuse what does not fit, before anything is touched (no bytes yet)
+    def landings(self, saved):  # optional: refuses a checkpoint before anything is overwritten (no tensor is read yet)
         if saved["seen"].shape != self.buffer.seen.shape:
             raise lazyckpt.RestoreError(f"{len(saved['seen'])} pairs saved, {len(self.buffer.seen)} expected")
         return super().landings(saved)
@@ -59,10 +59,10 @@ def main(folder):
     optimizer = torch.optim.AdamW(network.parameters())
     with lazyckpt.Checkpointer(folder, keep_last=1) as ckpt:
         ckpt.track(network=network, optimizer=optimizer, replay=ReplayBufferProvider(buffer))
-        for step in range(1, CAPACITY + 200):  # more than it holds: the oldest pairs are overwritten
+        for step in range(1, CAPACITY + 200):  # overwrites the oldest pairs
             buffer.add(torch.randn(WIDTH), step)
         handle = ckpt.save(step)
-        expected, buffer.seen[:] = buffer.sample(BATCH), -1  # at once: the checkpoint has its copy
+        expected, buffer.seen[:] = buffer.sample(BATCH), -1  # the checkpoint already has its copy
         path = handle.result()
     print(f"saved step {step} to {path}: {handle.metrics.eager_bytes:,} bytes copied before save() returned")
     print(f"plain torch.load finds {', '.join(torch.load(path / 'state.pt')['replay'])}")

