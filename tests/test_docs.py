@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lazyckpt
+from benchmarks import engines
 from commands import commands
 from ecosystem import table
 
@@ -30,6 +31,13 @@ def test_every_error_has_a_section() -> None:
 def test_the_table_of_what_works_has_the_rows_of_make_ecosystem() -> None:
     assert len(rows := [row.name for row in table.rows()]) > 50
     assert table.names_in_docs() == rows
+
+
+def test_the_picture_of_engines_shows_the_table() -> None:
+    """`python -m benchmarks.engines` draws it."""
+    picture = (DOCS / "img" / "engines.svg").read_text()
+    assert len(shown := engines.figures()) == 10
+    assert [name for name in shown if f">{name}<" not in picture] == []
 
 
 def test_every_knob_is_explained() -> None:
