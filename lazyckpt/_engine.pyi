@@ -1,5 +1,5 @@
-"""The native engine (csrc/bindings.cc): bytes, files and devices; nothing of tensors, pickles or file formats. Beside
-it (csrc/tensors.cc), what every save asks of every tensor.
+"""The native engine (csrc/python/bindings.cc): bytes, files and devices; nothing of tensors, pickles or file formats.
+Beside it (csrc/python/tensors.cc), what every save asks of every tensor.
 
 Failures of the operating system are OSError with errno and path. Waits release the GIL and heed Ctrl-C.
 """

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SOURCE = Path(__file__).parent.parent / "csrc" / "checksum.cc"
+SOURCE = Path(__file__).parent.parent / "csrc" / "engine" / "checksum.cc"
 BUILDS = {
     "x86 with libdeflate": ("-DLAZYCKPT_HAVE_LIBDEFLATE", "-ldeflate"),
     "x86 with zlib": (),
@@ -26,7 +26,19 @@ Copy = Callable[[int, int, int, int], int]  # CRC so far, to, from, bytes
 @pytest.fixture(scope="module", params=BUILDS)
 def copy_crc32(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Copy:
     library = tmp_path_factory.mktemp("checksum") / "checksum.so"
-    command = ("c++", "-std=c++20", "-O2", "-shared", "-fPIC", SOURCE, "-o", library, *BUILDS[request.param], "-lz")
+    command = (
+        "c++",
+        "-std=c++20",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        f"-I{SOURCE.parent.parent}",
+        SOURCE,
+        "-o",
+        library,
+        *BUILDS[request.param],
+        "-lz",
+    )
     subprocess.run(list(map(str, command)), check=True, timeout=60)
     # CopyCrc32(uint32_t, void*, const void*, size_t)
     function = ctypes.CDLL(str(library))["_ZN8lazyckpt9CopyCrc32EjPvPKvm"]

@@ -92,14 +92,14 @@ def assertion(name: str, value: str) -> str:
 
 
 def program(folder: Path) -> str:
-    """csrc/cuda_driver.h against cuda.h: every constant, every struct, every function under the name it is found by."""
-    header = (folder / "cuda_driver.h").read_text()
+    """Checks cuda_driver.h against cuda.h: each constant, each struct, each function under its exact name."""
+    header = (folder / "device" / "cuda_driver.h").read_text()
     functions = re.findall(r'\b(cu\w+) =\s+Find_\{this, "(\w+)"', header)
     assert len(functions) == header.count("Find_{this,") > 20
     lines = ["#define __CUDA_API_VERSION_INTERNAL  // every version under its exact name, none renamed by a macro"]
     lines += ["#include <cuda.h>", "#include <type_traits>"]
     lines += [line for name, value in constants(header) for line in (assertion(name, value), f"#undef {name}")]
-    lines += ['#include "cuda_driver.h"', SAME]
+    lines += ['#include "device/cuda_driver.h"', SAME]
     lines += [f"FUNCTION({member}, {symbol});" for member, symbol in functions]
     for struct, body in re.findall(r"struct (CU\w+) \{(.*?)\};", header, re.DOTALL):
         lines += [f"FIELD({struct}, {field});" for field in re.findall(r"(\w+);", body)]
@@ -123,8 +123,8 @@ def test_what_is_declared_otherwise_is_noticed(
     toolkit: list[str], tmp_path: Path, right: str, wrong: str, complaint: str
 ) -> None:
     altered = tmp_path / "csrc"
-    altered.mkdir()
-    for name in ("cuda_driver.h", "status.h"):
+    (altered / "device").mkdir(parents=True)
+    for name in ("device/cuda_driver.h", "status.h"):
         (altered / name).write_text((CSRC / name).read_text().replace(right, wrong))
     errors = compiles(program(altered), [f"-I{altered}", *toolkit], tmp_path)
     assert "error:" in errors and complaint in errors

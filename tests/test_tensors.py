@@ -1,4 +1,4 @@
-"""csrc/tensors.cc: what every save asks of every tensor."""
+"""csrc/python/tensors.cc: what every save asks of every tensor."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from fake_cuda import build
 ROOT = Path(__file__).parent.parent.parent
 THREAD, ADDRESS = "thread", "address,undefined"
 _LIBRARIES = ("-luring", "-ldeflate", "-lz", "-lpthread", "-ldl")
-_PYTHON_ONLY = ("bindings.o", "probe.o", "py_engine.o", "py_job.o", "py_reader.o", "py_versions.o", "tensors.o")
 # liburing maps and unmaps its queues by bare system calls, so that a new queue at an old one's address looks like it.
-_THREAD_SUPPRESSIONS = "race:/usr/include/liburing.h\nrace:/usr/include/liburing/*\nrace_top:csrc/io_uring.cc\n"
+_THREAD_SUPPRESSIONS = "race:/usr/include/liburing.h\nrace:/usr/include/liburing/*\nrace_top:csrc/io/uring.cc\n"
 # An editable installation is found before sys.path, also by the processes that tests start.
 _SITECUSTOMIZE = """
 import sys
@@ -45,12 +44,12 @@ class Sanitized:
         headers = (ROOT / "csrc", importlib.import_module("pybind11").get_include(), sysconfig.get_path("include"))
         self._flags += [f"-I{path}" for path in headers]
         # The largest first.
-        sources = sorted((ROOT / "csrc").glob("*.cc"), key=lambda s: s.stat().st_size, reverse=True)
+        sources = sorted((ROOT / "csrc").glob("*/*.cc"), key=lambda s: s.stat().st_size, reverse=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             self._objects = list(pool.map(self._compile, sources))
 
     def _compile(self, source: Path) -> Path:
-        target = self._folder / "objects" / f"{source.stem}.o"
+        target = self._folder / "objects" / f"{source.parent.name}-{source.stem}.o"
         subprocess.run([compiler(), *self._flags, "-c", source, "-o", target], check=True)
         return target
 
@@ -61,7 +60,9 @@ class Sanitized:
     def stress(self) -> Path:
         """The program of stress.cc."""
         driver = self._compile(ROOT / "tests" / "sanitize" / "stress.cc")
-        return self._link(self._folder / "stress", driver, *(o for o in self._objects if o.name not in _PYTHON_ONLY))
+        return self._link(
+            self._folder / "stress", driver, *(o for o in self._objects if not o.name.startswith("python-"))
+        )
 
     def package(self) -> Path:
         """A folder with the package as it is installed, for PYTHONPATH."""

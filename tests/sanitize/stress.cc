@@ -17,10 +17,10 @@
 #include <random>
 #include <thread>
 
-#include "checksum.h"
-#include "engine.h"
-#include "page_witness.h"
-#include "reader.h"
+#include "engine/checksum.h"
+#include "engine/engine.h"
+#include "witness/page_witness.h"
+#include "engine/reader.h"
 
 using namespace lazyckpt;
 

@@ -1,4 +1,4 @@
-#include "ring.h"
+#include "engine/ring.h"
 
 #include <linux/mempolicy.h>
 #include <sys/mman.h>

@@ -9,13 +9,13 @@
 #include <optional>
 #include <string>
 
-#include "checksum.h"
-#include "page_witness.h"
-#include "probe.h"
-#include "py_engine.h"
-#include "py_versions.h"
-#include "ring.h"
-#include "tensors.h"
+#include "engine/checksum.h"
+#include "engine/ring.h"
+#include "python/engine_handle.h"
+#include "python/probe.h"
+#include "python/tensors.h"
+#include "python/versions.h"
+#include "witness/page_witness.h"
 
 namespace lazyckpt {
 namespace {

@@ -6,8 +6,8 @@
 #include <limits>
 #include <new>
 
-#include "checksum.h"
-#include "engine.h"
+#include "engine/checksum.h"
+#include "engine/engine.h"
 
 namespace lazyckpt {
 namespace {

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "py_engine.h"
-#include "reader.h"
+#include "engine/reader.h"
+#include "python/engine_handle.h"
 
 namespace lazyckpt {
 namespace {

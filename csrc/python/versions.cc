@@ -1,4 +1,4 @@
-#include "py_versions.h"
+#include "python/versions.h"
 
 #include <cstdint>
 #include <memory>

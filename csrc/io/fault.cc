@@ -12,7 +12,7 @@
 #include <sstream>
 #include <thread>
 
-#include "io_backend.h"
+#include "io/backend.h"
 
 namespace lazyckpt {
 namespace {

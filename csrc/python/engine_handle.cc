@@ -1,4 +1,4 @@
-#include "py_engine.h"
+#include "python/engine_handle.h"
 
 namespace lazyckpt {
 

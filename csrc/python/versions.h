@@ -1,7 +1,7 @@
 // The version counters of tensors, as they are at a point of program order of the main thread.
 #pragma once
 
-#include "py_engine.h"
+#include "python/engine_handle.h"
 
 namespace lazyckpt {
 

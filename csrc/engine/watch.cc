@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "checksum.h"
-#include "engine.h"
+#include "engine/checksum.h"
+#include "engine/engine.h"
 
 namespace lazyckpt {
 

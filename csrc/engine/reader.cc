@@ -1,4 +1,4 @@
-#include "reader.h"
+#include "engine/reader.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -17,9 +17,9 @@
 #include <system_error>
 #include <thread>
 
-#include "checksum.h"
-#include "io_backend.h"
-#include "ring.h"
+#include "engine/checksum.h"
+#include "engine/ring.h"
+#include "io/backend.h"
 
 namespace lazyckpt {
 namespace {

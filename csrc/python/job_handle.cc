@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "checksum.h"
-#include "py_engine.h"
-#include "reader.h"
+#include "engine/checksum.h"
+#include "engine/reader.h"
+#include "python/engine_handle.h"
 
 namespace lazyckpt {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "device.h"
+#include "device/device.h"
 
 namespace lazyckpt {
 namespace {

@@ -1,4 +1,4 @@
-#include "probe.h"
+#include "python/probe.h"
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -9,9 +9,9 @@
 #include <cerrno>
 #include <cstring>
 
-#include "cuda_driver.h"
-#include "io_backend.h"
-#include "page_witness.h"
+#include "device/cuda_driver.h"
+#include "io/backend.h"
+#include "witness/page_witness.h"
 
 namespace lazyckpt {
 namespace {

@@ -1,4 +1,4 @@
-#include "checksum.h"
+#include "engine/checksum.h"
 
 #include <zlib.h>
 

@@ -1,6 +1,6 @@
 #include <cerrno>
 
-#include "io_backend.h"
+#include "io/backend.h"
 
 #ifdef LAZYCKPT_HAVE_LIBURING
 

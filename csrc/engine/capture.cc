@@ -11,8 +11,8 @@
 #include <new>
 #include <utility>
 
-#include "checksum.h"
-#include "engine.h"
+#include "engine/checksum.h"
+#include "engine/engine.h"
 
 namespace lazyckpt {
 namespace {

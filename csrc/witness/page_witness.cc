@@ -1,4 +1,4 @@
-#include "page_witness.h"
+#include "witness/page_witness.h"
 
 #include <fcntl.h>
 #include <linux/userfaultfd.h>

@@ -3,7 +3,7 @@
 #include <bit>
 #include <cerrno>
 
-#include "engine.h"
+#include "engine/engine.h"
 
 namespace lazyckpt {
 namespace {

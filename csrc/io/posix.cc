@@ -10,7 +10,7 @@
 #include <system_error>
 #include <thread>
 
-#include "io_backend.h"
+#include "io/backend.h"
 
 namespace lazyckpt {
 namespace {

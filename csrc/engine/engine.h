@@ -12,11 +12,11 @@
 #include <thread>
 #include <vector>
 
-#include "device.h"
-#include "io_backend.h"
-#include "job.h"
-#include "page_witness.h"
-#include "ring.h"
+#include "device/device.h"
+#include "engine/job.h"
+#include "engine/ring.h"
+#include "io/backend.h"
+#include "witness/page_witness.h"
 
 namespace lazyckpt {
 

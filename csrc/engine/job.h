@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "device.h"
-#include "page_witness.h"
+#include "device/device.h"
 #include "status.h"
+#include "witness/page_witness.h"
 
 namespace lazyckpt {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <span>
 
-#include "cuda_driver.h"
+#include "device/cuda_driver.h"
 #include "status.h"
 
 namespace lazyckpt {
