@@ -1,12 +1,11 @@
+// A CUDA device behind Device: streams, events, batches of copies, pinned memory.
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
-#include <new>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "device/device.h"
 
@@ -25,7 +24,7 @@ class CudaDevice final : public Device {
   ~CudaDevice() override {
     if (context_ == nullptr) return;
     (void)Inside([this] {
-      for (CUevent event : events_) (void)Call(driver_->cuEventDestroy, event);
+      if (mark_ != nullptr) (void)Call(driver_->cuEventDestroy, mark_);
       for (CUstream stream : streams_)
         if (stream != nullptr) (void)Call(driver_->cuStreamDestroy, stream);
       return Status::Ok();
@@ -41,10 +40,10 @@ class CudaDevice final : public Device {
       numa_node_ = -1;  // a driver before CUDA 12.2
     batches_ = TakesBatches();
     return Inside([this] {
-      // A blocking stream would wait for the default stream, and that for it.
+      // A blocking stream and the default stream would wait for each other.
       for (CUstream& stream : streams_)
         if (Status made = Call(driver_->cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING); !made.ok()) return made;
-      return TakeEvent(&mark_);
+      return CreateEvent(&mark_);
     });
   }
 
@@ -62,7 +61,7 @@ class CudaDevice final : public Device {
 
   Status RunAfterCopies(Lane lane, uint64_t stream) override {
     return Inside([&] {
-      // Recorded anew, behind the copies: no event is handed from thread to thread that might not be recorded yet.
+      // Record behind the copies now: an event handed from another thread might not be recorded yet.
       std::lock_guard lock(marking_);
       Status status = Call(driver_->cuEventRecord, mark_, StreamOf(lane));
       if (status.ok()) status = Call(driver_->cuStreamWaitEvent, Stream(stream), mark_, CU_EVENT_WAIT_DEFAULT);
@@ -76,7 +75,7 @@ class CudaDevice final : public Device {
     CUstreamCaptureStatus found = CU_STREAM_CAPTURE_STATUS_NONE;
     const CUresult result = driver_->Result(driver_->cuStreamIsCapturing, Stream(stream), &found);
     const Status left = Leave(before);
-    // Asked of the default stream while another one is being captured, it is an error to ask.
+    // The driver answers for the default stream with an error while another stream is being captured.
     *capturing = result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || found != CU_STREAM_CAPTURE_STATUS_NONE;
     return *capturing || result == CUDA_SUCCESS ? left : Named(driver_->Check("cuStreamIsCapturing", result));
   }
@@ -84,25 +83,34 @@ class CudaDevice final : public Device {
   Status Start(Lane lane, std::span<const DeviceCopy> copies, bool pinned, Ticket* ticket) override {
     CUevent event = nullptr;
     const Status status = Inside([&] {
-      Status done = TakeEvent(&event);
+      Status done = CreateEvent(&event);
       if (done.ok()) done = Enqueue(copies, lane, pinned);
       if (done.ok()) done = Call(driver_->cuEventRecord, event, StreamOf(lane));
       return done;
     });
     *ticket = event;
-    if (!status.ok() && event != nullptr) {  // some of them may be under way
+    if (!status.ok() && event != nullptr) {  // some copies may be under way
       (void)Inside([&] { return Call(driver_->cuEventRecord, event, StreamOf(lane)); });
       (void)Finish(lane, event);
+      *ticket = nullptr;
     }
     return status;
   }
 
   Status Finish(Lane, Ticket ticket) override {
     auto* event = static_cast<CUevent>(ticket);
-    const auto wait = [&] { return Call(driver_->cuEventSynchronize, event); };
-    const Status status = Inside(wait);
-    if (!status.ok()) (void)Inside(wait);  // whatever failed, the copies may be under way; a lost device fails again
-    GiveBack(event);
+    bool over = false;
+    const Status status = Inside([&] {
+      const Status waited = Call(driver_->cuEventSynchronize, event);
+      over = waited.ok();
+      if (over) (void)Call(driver_->cuEventDestroy, event);
+      return waited;
+    });
+    if (over) return status;
+    (void)Inside([&] {  // the copies may be under way all the same; a lost device fails again
+      (void)Call(driver_->cuEventSynchronize, event);
+      return Call(driver_->cuEventDestroy, event);
+    });
     return status;
   }
 
@@ -147,8 +155,8 @@ class CudaDevice final : public Device {
     return status.ok() ? status : Status(status.error(), status.operation(), "cuda:" + std::to_string(ordinal_));
   }
 
-  // Works with the device's context current, since the handle of the default stream names no device. And in a mode in
-  // which a graph that another thread captures is no obstacle, nor spoiled.
+  // Calls `work` with the device's context current, since the handle of the default stream names no device, and in a
+  // mode in which graphs that other threads capture neither fail the calls nor are invalidated by them.
   template <class F>
   Status Inside(F work) const {
     CUcontext before = nullptr;
@@ -157,11 +165,7 @@ class CudaDevice final : public Device {
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     status = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
     if (status.ok()) {
-      try {
-        status = work();
-      } catch (const std::bad_alloc&) {
-        status = Status::NoMemory();
-      }
+      status = work();
       const Status restored = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
       if (status.ok()) status = restored;
     }
@@ -174,8 +178,8 @@ class CudaDevice final : public Device {
     return status.ok() && *before != context_ ? Call(driver_->cuCtxSetCurrent, context_) : status;
   }
 
-  // Any call may return the error of earlier work, having done what it was asked to or not. To set is as good twice;
-  // to pop would take away a context of the caller's.
+  // Any call may return the error of earlier work, whether or not it did its own. Setting a context twice is safe;
+  // popping twice would remove one of the caller's.
   Status Leave(CUcontext before) const {
     if (before == context_) return Status::Ok();
     const Status status = Call(driver_->cuCtxSetCurrent, before);
@@ -186,19 +190,19 @@ class CudaDevice final : public Device {
   bool TakesBatches() const {
     const char* const wanted = std::getenv("LAZYCKPT_CUDA_BATCHES");  // "0" where a driver crashes on them
     if (!driver_->has_batches() || (wanted != nullptr && std::string_view(wanted) == "0")) return false;
-    // Without this, as under WSL, a batch into registered memory fails later and breaks the context of the process.
+    // Without this (WSL), a batch into registered memory fails later and breaks the context of the process.
     constexpr auto kByHostAddress = CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM;
     int by_host_address = 0;
     return Call(driver_->cuDeviceGetAttribute, &by_host_address, kByHostAddress, device_).ok() && by_host_address != 0;
   }
 
   Status Enqueue(std::span<const DeviceCopy> copies, Lane lane, bool pinned) {
-    // Not all devices take batches that touch pageable memory.
+    // Some devices refuse batches that touch pageable memory.
     while (pinned && batches_ && copies.size() >= kBatchFrom) {
       const auto batch = copies.first(std::min(copies.size(), kBatchMost));
       const CUresult result = EnqueueBatch(batch, lane);
       if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_NOT_SUPPORTED) {
-        batches_ = false;  // this driver takes none; one by one is slower, and as right
+        batches_ = false;  // this driver takes no batches
         break;
       }
       if (result != CUDA_SUCCESS) return Named(driver_->Check(driver_->cuMemcpyBatchAsync.name, result));
@@ -225,7 +229,7 @@ class CudaDevice final : public Device {
     }
     CUdeviceptr* const to = lane == Lane::kRestore ? device.data() : host.data();
     CUdeviceptr* const from = lane == Lane::kRestore ? host.data() : device.data();
-    // In the order of the stream: any other lets the driver read before the stream has waited.
+    // STREAM order: with any other the driver may read before the stream has waited.
     CUmemcpyAttributes attributes{};
     attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
     size_t first = 0, failed = 0;
@@ -233,39 +237,19 @@ class CudaDevice final : public Device {
                            size_t{1}, &failed, StreamOf(lane));
   }
 
-  Status TakeEvent(CUevent* event) {
-    {
-      std::lock_guard lock(pool_);
-      if (!idle_.empty()) {
-        *event = idle_.back();
-        idle_.pop_back();
-        return Status::Ok();
-      }
-    }
-    std::lock_guard lock(pool_);
-    events_.reserve(events_.size() + 1);
-    idle_.reserve(events_.size() + 1);  // GiveBack() needs no memory
-    const Status status = Call(driver_->cuEventCreate, event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC);
-    if (status.ok()) events_.push_back(*event);
-    return status;
-  }
-
-  void GiveBack(CUevent event) {
-    std::lock_guard lock(pool_);
-    idle_.push_back(event);
+  Status CreateEvent(CUevent* event) const {
+    return Call(driver_->cuEventCreate, event, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC);
   }
 
   const std::shared_ptr<const Driver> driver_;
   const int ordinal_;
-  std::atomic<bool> batches_ = false;  // until the driver refuses one
+  std::atomic<bool> batches_ = false;  // false once the driver has refused one
   CUdevice device_ = 0;
   int numa_node_ = -1;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
   std::mutex marking_;  // from the record of mark_ to the last wait for it
   CUevent mark_ = nullptr;
-  std::mutex pool_;
-  std::vector<CUevent> events_, idle_;
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The functions of the CUDA driver that the engine uses, found at run time: nothing links to CUDA, and one build serves
-// machines with and without it. The declarations repeat those of the Toolkit's cuda.h (12.8) under their own names.
+// The functions of the CUDA driver that the engine uses, looked up at run time: nothing links to CUDA, so one build
+// serves machines with and without it. The declarations repeat those of the Toolkit's cuda.h (12.8), under the same
+// names.
 #pragma once
 
 #include <atomic>
@@ -59,16 +60,16 @@ struct Function {
   CUresult (*address)(Parameters...);
 };
 
-// The driver, as a table. Thread-safe. Once it says that it is shut down, at the end of the process, nothing is called
-// any more. The library is never closed: torch uses it, too.
+// A table of the driver's functions. Thread-safe. After the driver reports that it is shut down, at the end of the
+// process, no function is called any more. The library is never closed, since torch uses it, too.
 class Driver {
  private:
   void* library_;
-  std::string missing_;  // the first function that this driver lacks
+  std::string missing_;  // the first required function that this driver lacks
   mutable std::atomic<bool> gone_ = false;
 
   void* Find(const char* name) const;
-  struct Find_ {  // lets a member find itself by its name
+  struct Find_ {  // converts to the Function of that name
     Driver* driver;
     const char* name;
     bool required = true;
@@ -83,7 +84,7 @@ class Driver {
   explicit Driver(void* library);
 
  public:
-  // nullptr where there is no driver, or one that is too old: `status` says why.
+  // Returns nullptr, with the reason, if there is no driver or it is too old.
   static std::shared_ptr<const Driver> Load(Status* status);
   Driver(const Driver&) = delete;
 
@@ -95,7 +96,7 @@ class Driver {
     return result;
   }
 
-  // Errors name the function and what the driver calls the error.
+  // EIO with the name of the function and the driver's name for the error.
   template <class... Parameters, class... Arguments>
   Status Call(const Function<Parameters...>& function, Arguments... arguments) const {
     return Check(function.name, Result(function, arguments...));
@@ -105,7 +106,7 @@ class Driver {
   int version() const { return version_; }  // 1000 * major + 10 * minor, of CUDA
   bool has_batches() const { return cuMemcpyBatchAsync.address != nullptr && version_ >= 12080; }
 
-  // Exact names: those without a suffix take 32-bit pointers, or are older than the semantics described in cuda.h.
+  // Exact names: some without a suffix take 32-bit pointers or have older semantics than cuda.h describes.
   const Function<unsigned> cuInit = Find_{this, "cuInit"};
   const Function<int*> cuDriverGetVersion = Find_{this, "cuDriverGetVersion"};
   const Function<CUresult, const char**> cuGetErrorName = Find_{this, "cuGetErrorName"};
@@ -132,7 +133,7 @@ class Driver {
   const Function<void*> cuMemHostUnregister = Find_{this, "cuMemHostUnregister"};
   const Function<void**, size_t, unsigned> cuMemHostAlloc = Find_{this, "cuMemHostAlloc"};
   const Function<void*> cuMemFreeHost = Find_{this, "cuMemFreeHost"};
-  // CUDA 12.8's, with failIdx. CUDA 13 declares another one under this name, which the library exports with _v2.
+  // CUDA 12.8's, with failIdx. CUDA 13 declares another function under this name, exported with _v2.
   const Function<CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, size_t*, CUstream>
       cuMemcpyBatchAsync = Find_{this, "cuMemcpyBatchAsync", false};
 

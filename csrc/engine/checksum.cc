@@ -24,14 +24,14 @@ uint32_t CopyBlock(uint32_t crc, std::byte* to, const std::byte* from, size_t si
 constexpr size_t kLineBytes = 64;
 
 #ifdef __SSE2__
-constexpr size_t kBlockBytes = 2 << 10;  // with its copy well within the nearest cache
+constexpr size_t kStrideBytes = 2 << 10;  // with its copy well within the L1 cache
 
-// One block, past the cache: the lines of `to` are not brought in before they are written, and push nothing out.
-// The checksum is that of a second copy, of the very same loads: whoever writes to `from` meanwhile, it fits.
+// Copies one stride past the cache: lines of `to` are neither loaded before they are written nor kept. The checksum is
+// computed from a second copy of the same loads, so it fits the copy even if `from` changes.
 uint32_t StreamBlock(uint32_t crc, std::byte* to, const std::byte* from) {
-  constexpr size_t kAheadBytes = 4096;  // the processor's own look ahead ends with the page
-  alignas(kLineBytes) std::array<std::byte, kBlockBytes> copy;
-  for (size_t at = 0; at < kBlockBytes; at += kLineBytes) {
+  constexpr size_t kAheadBytes = 4096;  // the processor prefetches only up to the end of a page
+  alignas(kLineBytes) std::array<std::byte, kStrideBytes> copy;
+  for (size_t at = 0; at < kStrideBytes; at += kLineBytes) {
     __builtin_prefetch(from + at + kAheadBytes, 0, 2);
     for (size_t i = at; i < at + kLineBytes; i += sizeof(__m128i)) {
       const __m128i word = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
@@ -39,15 +39,15 @@ uint32_t StreamBlock(uint32_t crc, std::byte* to, const std::byte* from) {
       _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), word);
     }
   }
-  return Crc32(crc, copy.data(), kBlockBytes);
+  return Crc32(crc, copy.data(), kStrideBytes);
 }
 
-void FinishStream() { _mm_sfence(); }  // such stores may else be seen after a later release
+void FinishStream() { _mm_sfence(); }  // orders streaming stores before a later release
 #else
-constexpr size_t kBlockBytes = 256 << 10;  // with its copy within a core's own L2 cache
+constexpr size_t kStrideBytes = 256 << 10;  // with its copy within the L2 cache of a core
 
 uint32_t StreamBlock(uint32_t crc, std::byte* to, const std::byte* from) {
-  return CopyBlock(crc, to, from, kBlockBytes);
+  return CopyBlock(crc, to, from, kStrideBytes);
 }
 
 void FinishStream() {}
@@ -72,11 +72,11 @@ uint32_t CopyCrc32(uint32_t crc, void* to, const void* from, size_t size) {
   const auto* in = static_cast<const std::byte*>(from);
   size_t n = std::min(size, -reinterpret_cast<uintptr_t>(to) % kLineBytes);
   while (size > 0) {
-    crc = n == kBlockBytes ? StreamBlock(crc, out, in) : CopyBlock(crc, out, in, n);
+    crc = n == kStrideBytes ? StreamBlock(crc, out, in) : CopyBlock(crc, out, in, n);
     out += n;
     in += n;
     size -= n;
-    n = std::min(size, kBlockBytes);
+    n = std::min(size, kStrideBytes);
   }
   FinishStream();
   return crc;

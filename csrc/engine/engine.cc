@@ -1,10 +1,10 @@
+// An engine from Create to the end, and what its callers do to a job.
 #include "engine/engine.h"
 
 #include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <filesystem>
 #include <system_error>
@@ -13,10 +13,11 @@
 namespace lazyckpt {
 namespace {
 
-// Those that this process may use.
+// The cores that this process may use.
 unsigned Cores() {
   cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof cores, &cores) != 0) return std::thread::hardware_concurrency();  // over a thousand
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0)
+    return std::thread::hardware_concurrency();  // EINVAL: over a thousand
   return static_cast<unsigned>(CPU_COUNT(&cores));
 }
 
@@ -32,18 +33,9 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
     *status = Status(EINVAL, "engine options", "");
     return nullptr;
   }
-  engine->io_ = MakeBackend(options.backend, options.io_depth, &engine->fallback_);
+  engine->io_ = MakeBackend(options.backend, options.io_depth, options.fault, &engine->fallback_);
   if (engine->io_ == nullptr) {
     *status = engine->fallback_;
-    return nullptr;
-  }
-#ifdef LAZYCKPT_FAULTS
-  if (!options.fault.empty()) engine->io_ = MakeFaultBackend(std::move(engine->io_), options.fault);
-#else
-  if (!options.fault.empty()) engine->io_ = nullptr;
-#endif
-  if (engine->io_ == nullptr) {
-    *status = Status(EINVAL, "fault specification", "");
     return nullptr;
   }
   if (options.watch_pages) {
@@ -64,7 +56,7 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
     }
     e->writer_ = std::thread([e] { e->WriteLoop(); });
     pthread_setname_np(e->writer_.native_handle(), "lazyckpt-write");
-  } catch (const std::system_error& error) {  // the machine refuses threads; the destructor joins those there are
+  } catch (const std::system_error& error) {  // thread limit reached; the destructor joins the others
     *status = Status(error.code().value(), "start of an engine thread", "");
     return nullptr;
   }
@@ -78,14 +70,14 @@ Engine::~Engine() {
     for (size_t i = 0; i < jobs_.size();) {
       const auto job = jobs_[i];
       FailLocked(*job, Status(ECANCELED, "engine closed", ""));
-      if (i < jobs_.size() && jobs_[i] == job) ++i;  // it is not settled yet
+      if (i < jobs_.size() && jobs_[i] == job) ++i;  // not settled yet
     }
   }
   changed_.notify_all();
   for (auto& t : copiers_) t.join();
   for (const auto& gpu : gpus_)
     if (gpu != nullptr) StopLanes(*gpu);
-  if (io_ != nullptr) io_->Wake();  // after the copies: the last one may have settled what the writer waits for
+  if (io_ != nullptr) io_->Wake();  // after the copies: the last one may have settled a job that the writer waits for
   if (writer_.joinable()) writer_.join();
   for (const auto& pin : pins_) pinner_->Unpin(pin);
   if (bounce_ != nullptr) pinner_->FreePinned(bounce_);
@@ -99,7 +91,7 @@ bool Engine::Reserve(size_t bytes) {
     enough = ring_.Grow(std::min(AlignUp(bytes, options_.chunk_bytes), options_.max_ring_bytes));
     grown = ring_.capacity() > before;
   }
-  if (grown) io_->Wake();  // the writer thread faults the new pages in
+  if (grown) io_->Wake();
   return enough;
 }
 
@@ -119,52 +111,6 @@ void Engine::GiveBack(std::span<std::byte> region) {
   changed_.notify_all();
 }
 
-bool Engine::Attach(int ordinal, Status* status) {
-  std::lock_guard attaching(attaching_);
-  *status = Status::Ok();
-  if (ordinal < 0 || static_cast<size_t>(ordinal) >= kMaxDevices) {
-    *status = Status(EINVAL, "ordinal of a device", "");
-    return false;
-  }
-  if (gpus_[ordinal] != nullptr) return true;
-  if (driver_ == nullptr) driver_ = cuda::Driver::Load(status);
-  if (driver_ == nullptr) return false;
-  auto gpu = std::make_unique<Gpu>();
-  gpu->device = OpenCudaDevice(driver_, ordinal, status);
-  if (gpu->device == nullptr) return false;
-  try {
-    for (const Lane lane : {Lane::kEager, Lane::kLazy}) {
-      CopyLane& l = gpu->lanes[static_cast<size_t>(lane)];
-      l.lane = lane;
-      l.flights.reserve(options_.copies_ahead);
-      l.thread = std::thread([this, &g = *gpu, &l] { LandLoop(g, l); });
-      pthread_setname_np(l.thread.native_handle(), "lazyckpt-land");
-    }
-  } catch (const std::system_error& error) {
-    StopLanes(*gpu);
-    *status = Status(error.code().value(), "start of an engine thread", "");
-    return false;
-  }
-  {
-    std::lock_guard lock(mutex_);
-    if (pinner_ == nullptr) pinner_ = gpu->device.get();
-    gpus_[ordinal] = std::move(gpu);
-  }
-  io_->Wake();  // the writer thread pins the ring
-  return true;
-}
-
-void Engine::StopLanes(Gpu& gpu) {
-  {
-    std::lock_guard lock(mutex_);
-    for (CopyLane& lane : gpu.lanes) lane.stop = true;
-  }
-  for (CopyLane& lane : gpu.lanes) {
-    lane.changed.notify_one();
-    if (lane.thread.joinable()) lane.thread.join();
-  }
-}
-
 std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
                                    std::vector<StreamRef> streams, Status* status) {
   auto job = std::make_shared<Job>();
@@ -174,7 +120,7 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bo
   for (size_t i = 0; i < files; ++i) job->files.emplace_back().job = job.get();
   *status = CopyAfter(job->streams);
   if (!status->ok()) return nullptr;
-  uint64_t ready = 0;  // devices
+  uint64_t ready = 0;  // devices with a stream
   for (const StreamRef& s : job->streams) ready |= uint64_t{1} << s.device;
   for (const Source& s : job->sources) {
     if (s.device < 0 || (static_cast<size_t>(s.device) < kMaxDevices && (ready >> s.device & 1) != 0)) continue;
@@ -194,19 +140,10 @@ void Engine::Go(Job& job) {
     job.held = false;
     opened = std::any_of(job.files.begin(), job.files.end(), [](const File& f) { return f.fd >= 0; });
   }
-  // The writer thread may preempt this one: let Open() wake it, on another thread and later. It is before the copy
-  // threads where that was quicker, so that none of them stands in line yet when it sleeps again.
+  // Before Open(), leave the writer asleep: it may preempt this thread, and Open() wakes it from another one. After
+  // Open(), wake it before the copy threads, so that it sleeps again before they compete for the core.
   if (opened) io_->Wake();
   changed_.notify_all();
-}
-
-Status Engine::CopyAfter(std::span<const StreamRef> streams) {
-  for (const StreamRef& s : streams) {
-    Gpu* gpu = s.device >= 0 && static_cast<size_t>(s.device) < kMaxDevices ? gpus_[s.device].get() : nullptr;
-    if (gpu == nullptr) return Status(EINVAL, "a device that is not attached", "");
-    if (Status status = gpu->device->CopyAfter(s.handle); !status.ok()) return status;
-  }
-  return Status::Ok();
 }
 
 Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t size) {
@@ -247,12 +184,6 @@ bool Engine::WaitEager(Job& job, Clock::time_point deadline) {
   return HelpUntil([&job] { return job.captured(0); }, deadline);
 }
 
-// If that fails, so does the checkpoint, and the caller waits on the host until nothing reads the sources any more.
-void Engine::RunAfterCopies(Job& job, Lane lane, const StreamRef& stream) {
-  Status status = gpus_[stream.device]->device->RunAfterCopies(lane, stream.handle);
-  if (!status.ok()) Fail(job, std::move(status));
-}
-
 bool Engine::WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline) {
   return HelpUntil([&job, owners] { return job.captured(owners); }, deadline);
 }
@@ -283,7 +214,7 @@ bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {
 bool Engine::WaitSettled(Job& job, Clock::time_point deadline) {
   const auto settled = [&job] { return job.settled(); };
   const bool done = copiers_.empty() ? HelpUntil(settled, deadline) : WaitUntil(settled, deadline);
-  if (done) EndWatch(job);  // of a job that failed, nobody may have waited for WaitReleased
+  if (done) EndWatch(job);  // for a failed job WaitReleased may never have been called
   return done;
 }
 
@@ -298,6 +229,30 @@ void Engine::Fail(Job& job, Status error) {
     FailLocked(job, std::move(error));
   }
   io_->Wake();
+}
+
+void Engine::FailLocked(Job& job, Status error) {
+  if (!job.error.ok() || job.durable()) return;
+  job.error = std::move(error);
+  const auto of_job = [&job](const IoTag* t) { return t->job == &job; };
+  queue_.erase_if(of_job);
+  ready_.erase_if(of_job);
+  while (Chunk* chunk = landed_.take(of_job)) EndCopy(chunk);
+  syncs_.erase_if(of_job);
+  for (const auto& chunk : job.chunks)
+    if (chunk->state == Chunk::State::kBlocked || chunk->state == Chunk::State::kReady) Release(chunk.get());
+  CloseIfSettled(job);
+  changed_.notify_all();
+}
+
+void Engine::CloseIfSettled(Job& job) {
+  if (!job.settled()) return;
+  for (File& file : job.files) {
+    if (file.fd >= 0) close(file.fd);  // synced, or to be discarded: its result says nothing
+    file.fd = -1;
+  }
+  // Last, since it may drop the last reference.
+  std::erase_if(jobs_, [&job](const std::shared_ptr<Job>& j) { return j.get() == &job; });
 }
 
 }  // namespace lazyckpt

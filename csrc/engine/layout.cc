@@ -1,6 +1,5 @@
-// A checkpoint's program, cut into chunks in the order in which they are copied.
+// Cuts the program of a job into chunks and queues them in copy order.
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 
 #include "engine/engine.h"
@@ -10,14 +9,11 @@ namespace {
 
 size_t Crc32Size(RowKind kind) { return kind == RowKind::kCrc32Le ? 4 : 8; }
 
-// Every byte of every file has one chunk, and every byte of every source has been laid out.
+// Whether every byte of every file is in one chunk and every source is laid out.
 bool IsComplete(const Job& job) {
-  std::vector<std::vector<const Chunk*>> chunks(job.files.size());
-  for (const auto& c : job.chunks) chunks[c->file].push_back(c.get());
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    std::sort(chunks[i].begin(), chunks[i].end(), [](const Chunk* a, const Chunk* b) { return a->offset < b->offset; });
+  for (size_t i = 0; i < job.files.size(); ++i) {
     uint64_t end = 0;
-    for (const Chunk* c : chunks[i]) {
+    for (const Chunk* c : job.ChunksInFileOrder(i)) {
       if (c->offset != end) return false;
       end += c->size;
     }
@@ -34,8 +30,8 @@ Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Ro
   std::lock_guard lock(mutex_);
   if (!job.error.ok()) return job.error;
   Status status = LayOut(job, file, offset, rows, blob, first_source);
-  if (!status.ok()) FailLocked(job, status);  // part of it may be in the ring
-  // A thread that is woken only to find the job held may stand in save()'s way.
+  if (!status.ok()) FailLocked(job, status);  // some of its chunks may be in the ring
+  // Do not wake threads for a held job: they would compete with save() for cores.
   if (!job.held || !status.ok()) changed_.notify_all();
   return status;
 }
@@ -73,7 +69,7 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
     const bool lazy = kind == RowKind::kSource && job.sources[arg].owners != 0;
     for (uint64_t done = 0; done < size;) {
       if (job.open == nullptr) OpenChunk(job, file, offset);
-      // Eager and lazy bytes share at most a block, so that save() waits for eager chunks alone.
+      // Eager and lazy bytes share at most one block, so that save() waits for few lazy bytes.
       if (eager && job.open->has_lazy && !job.open->eager) SplitAtLastBlock(job);
       Chunk* chunk = job.open;
       if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
@@ -110,7 +106,7 @@ void Engine::OpenChunk(Job& job, size_t file, uint64_t offset) {
   job.open = chunk;
 }
 
-// At the end of the open chunk.
+// Appends to the open chunk.
 void Engine::AddPiece(Job& job, Piece piece) {
   Chunk* chunk = job.open;
   piece.at = static_cast<uint32_t>(chunk->size);
@@ -126,7 +122,7 @@ void Engine::AddPiece(Job& job, Piece piece) {
   chunk->size += piece.size;
 }
 
-// Queues the open chunk, but for what lies behind its last block boundary: that begins the next one, and may be shared.
+// Queues the open chunk up to its last block boundary. The rest begins the next chunk, which eager bytes may share.
 void Engine::SplitAtLastBlock(Job& job) {
   Chunk* chunk = job.open;
   const size_t end = chunk->size / kBlockBytes * kBlockBytes;
@@ -141,7 +137,8 @@ void Engine::SplitAtLastBlock(Job& job) {
       moved.literal += keep;
     else
       moved.source_offset += keep;
-    if (moved.kind == RowKind::kSource && keep > 0) {  // it is the last part so far: a source is laid out in one go
+    if (moved.kind == RowKind::kSource &&
+        keep > 0) {  // it is the source's last part so far, since a source is laid out in one go
       Source& source = job.sources[moved.source];
       source.parts[last.part].size = keep;
       moved.part = static_cast<uint32_t>(source.parts.size());
@@ -152,7 +149,7 @@ void Engine::SplitAtLastBlock(Job& job) {
     last.size = keep;
     if (keep == 0) chunk->pieces.pop_back();
   }
-  chunk->size = end;  // its owners may be one too many now, who then waits for a chunk more; its devices, too
+  chunk->size = end;  // `owners` and `devices` may now name one too many, which then waits for one chunk more
   const size_t file = chunk->file;
   const uint64_t offset = chunk->offset + end;
   QueueOpenChunk(job);
@@ -174,11 +171,11 @@ Status Engine::Seal(Job& job) {
       } else {
         job.sealed = true;
         QueueSyncs(job);
-        CloseIfSettled(job);  // a checkpoint of no files is durable at once
+        CloseIfSettled(job);  // a job without files is durable at once
       }
     }
   }
-  if (held && status.ok()) return status;  // Go() tells the others
+  if (held && status.ok()) return status;  // Go() wakes the others
   changed_.notify_all();
   io_->Wake();
   return status;
@@ -198,9 +195,9 @@ void Engine::QueueOpenChunk(Job& job) {
     ++job.eager_left;
     job.eager_devices |= chunk->devices;
   }
-  for (uint64_t bits = chunk->owners; bits != 0; bits &= bits - 1) {
-    ++job.owner_waiting[std::countr_zero(bits)];
-    ++job.owner_left[std::countr_zero(bits)];
+  for (const int owner : Bits{chunk->owners}) {
+    ++job.owner_waiting[owner];
+    ++job.owner_left[owner];
   }
   const Turn own = !chunk->eager ? Turn::kLazy : chunk->devices != 0 ? Turn::kEagerDevice : Turn::kEagerHost;
   const Turn turn = chunk->turn = std::max(chunk->turn, own);

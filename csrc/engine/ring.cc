@@ -23,7 +23,7 @@ Ring::~Ring() {
 
 Status Ring::Map(size_t max_bytes, size_t slice_bytes) {
   const size_t size = AlignUp(std::max(max_bytes, kBlockBytes), kHugePageBytes);
-  // One huge page more, so that the ring can begin on one; what is left over at both ends is given back.
+  // Map one more huge page so that the ring can begin on one, and unmap the rest at both ends.
   void* raw =
       mmap(nullptr, size + kHugePageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return Status(errno, "mmap of the staging ring", "");
@@ -33,7 +33,7 @@ Status Ring::Map(size_t max_bytes, size_t slice_bytes) {
   base_ = static_cast<std::byte*>(raw) + before;
   mapped_ = size;
   if (const size_t after = kHugePageBytes - before; after > 0) munmap(base_ + size, after);
-  madvise(base_, mapped_, MADV_HUGEPAGE);  // an optimisation: kernels without it still work
+  madvise(base_, mapped_, MADV_HUGEPAGE);  // only for speed
   if (madvise(base_, mapped_, MADV_DONTFORK) != 0) return Status(errno, "madvise(MADV_DONTFORK)", "");
   slice_bytes_ = slice_bytes;
   return Status::Ok();
@@ -85,13 +85,13 @@ void Ring::Free(std::byte* region) {
 }
 
 void Ring::Prefault(size_t from, size_t to) const {
-  // One huge page at a time: the address space is locked meanwhile, and a fork or an mmap of training would wait.
+  // One huge page at a time: a fork or an mmap of training waits for each call.
   constexpr size_t kStep = kHugePageBytes;
   to = std::min(to, mapped_);
   for (size_t at = from; at < to; at += kStep) {
     const size_t n = std::min(kStep, to - at);
 #ifdef MADV_POPULATE_WRITE
-    if (madvise(base_ + at, n, MADV_POPULATE_WRITE) != 0) return;  // Linux < 5.14: the copies fault pages in
+    if (madvise(base_ + at, n, MADV_POPULATE_WRITE) != 0) return;  // Linux < 5.14: copies fault the pages in
 #else
     (void)n;
 #endif
@@ -103,7 +103,7 @@ void Ring::Prefer(int node, size_t from, size_t to, bool move) const {
   std::array<unsigned long, 16> nodes{};
   if (node < 0 || static_cast<size_t>(node) >= nodes.size() * kBits) return;
   nodes[node / kBits] = 1ul << node % kBits;
-  // The kernel counts one bit less than it is told.
+  // The kernel uses one bit less than it is told.
   syscall(SYS_mbind, base_ + from, to - from, MPOL_PREFERRED, nodes.data(), nodes.size() * kBits + 1,
           move ? MPOL_MF_MOVE : 0);
 }

@@ -5,22 +5,19 @@
 #include <deque>
 #include <span>
 
+#include "io/backend.h"
 #include "status.h"
 
 namespace lazyckpt {
 
-inline constexpr size_t kBlockBytes = 4096;  // O_DIRECT: offsets, lengths and addresses are multiples of this
-
-inline constexpr size_t AlignUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
-
 // A FIFO of byte regions in one anonymous mapping.
 //
-// Regions are contiguous, start and end on kBlockBytes, and never overlap while live: space is reused only
-// behind the oldest live region, in the order of allocation. No region crosses a slice, because a slice is what
-// io_uring and CUDA register at once.
+// Regions are contiguous, start and end on kBlockBytes, and never overlap while live. Space is reused in the order of
+// allocation, behind the oldest live region. No region crosses a slice, since io_uring and CUDA register one slice at
+// once.
 //
-// The bookkeeping is not thread-safe: one mutex of the owner guards it. The memory of a region belongs to
-// whoever allocated it until Free. The mapping is not inherited by fork.
+// The owner's mutex guards the bookkeeping. The memory of a region belongs to the thread that allocated it until Free.
+// A forked child does not inherit the mapping.
 class Ring {
  public:
   static constexpr size_t kSliceBytes = size_t{1} << 30;
@@ -30,29 +27,29 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Reserves addresses for max_bytes; memory is used only up to the capacity, 0 at first.
+  // Reserves addresses for max_bytes. Memory is used only up to the capacity, which is 0 at first.
   Status Map(size_t max_bytes, size_t slice_bytes = kSliceBytes);
 
-  // Raises the capacity, up to what was mapped. Only an empty ring grows; otherwise false.
+  // Raises the capacity, up to max_bytes; false if a region is live.
   bool Grow(size_t capacity_bytes);
 
-  // A region of `bytes` rounded up to kBlockBytes in the first `within` bytes of the ring, or nullptr while there is no
-  // room. Constant time.
+  // Returns a region of `bytes`, rounded up to kBlockBytes, in the first `within` bytes of the ring, or nullptr while
+  // there is no room. Constant time. Throws std::bad_alloc before it changes anything.
   std::byte* Allocate(size_t bytes, size_t within);
 
-  // Gives back a region that Allocate returned. Out of order is fine; its space is reused in order.
+  // Returns a region from Allocate, in any order.
   void Free(std::byte* region);
 
-  // Faults pages [from, to) in, in huge pages where the kernel has them. Any thread, any time.
+  // Faults in the pages [from, to), as huge pages where the kernel has them. Any thread may call.
   void Prefault(size_t from, size_t to) const;
 
-  // Pages [from, to) will be on a NUMA node, if that has room. move: so will those that are there, unless somebody
-  // pinned them; it takes milliseconds. Elsewhere is as right, only slower.
+  // Prefers a NUMA node for the pages [from, to). `move` also moves pages that exist and are not pinned, which takes
+  // milliseconds. A failure only costs speed.
   void Prefer(int node, size_t from, size_t to, bool move) const;
-  int NodeOf(size_t offset) const;  // where this page is; faults it in. -1: not known
+  int NodeOf(size_t offset) const;  // the node of this page, which it faults in; -1: unknown
 
   size_t capacity() const { return capacity_; }
-  size_t used() const;  // bytes between the oldest live region and the newest, gaps included
+  size_t used() const;  // bytes from the oldest live region to the newest, with gaps
   size_t slice_bytes() const { return slice_bytes_; }
   std::byte* base() const { return base_; }
 
@@ -62,14 +59,14 @@ class Ring {
     size_t size;
     bool live;
   };
-  // Where a region of `size` may start at or after `offset` without crossing a slice.
+  // The first place at or after `offset` where a region of `size` does not cross a slice.
   size_t SkipSliceEnd(size_t offset, size_t size) const;
 
   std::byte* base_ = nullptr;
   size_t mapped_ = 0;
   size_t slice_bytes_ = kSliceBytes;
   size_t capacity_ = 0;
-  std::deque<Region> regions_;  // oldest first; the front is always live
+  std::deque<Region> regions_;  // oldest first; the front is live
 };
 
 }  // namespace lazyckpt

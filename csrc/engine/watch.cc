@@ -1,7 +1,7 @@
-// Which pages of a checkpoint the kernel watches, and when.
+// Has the kernel watch the pages of lazy host sources until they are copied.
 //
-// A checkpoint begins: Watch. Each chunk is laid out: KeepEdges; copied: CopyWatched.
-// Nothing is copied any more: EndWatch.
+// Watch runs when a job begins, KeepEdges when a chunk is laid out, CopyWatched when it is copied, EndWatch when
+// nothing is copied any more.
 #include <algorithm>
 #include <array>
 #include <span>
@@ -13,7 +13,7 @@
 
 namespace lazyckpt {
 
-// From here on, what is written to lazy sources is noticed.
+// Detects writes to lazy sources from here on. A source whose pages cannot be watched becomes eager.
 void Engine::Watch(Job& job) {
   for (Source& s : job.sources) {
     if (s.owners == 0 || s.device >= 0) continue;
@@ -31,7 +31,7 @@ void Engine::Watch(Job& job) {
   }
 }
 
-// Nothing of it is copied any more: training writes to these pages at full speed again.
+// Lifts the remaining protection, so that training writes at full speed, and names the torn sources.
 void Engine::EndWatch(Job& job) {
   if (witness_ == nullptr) return;
   witness_->Close(&job.window);
@@ -46,7 +46,7 @@ void Engine::EndWatch(Job& job) {
   job.torn = std::move(torn);
 }
 
-// A page that a watched piece shares with something else tells nothing of the piece: its bytes of that are copied now.
+// Copies the bytes of watched pieces that lie in shared pages, since a write to such a page proves nothing.
 void Engine::KeepEdges(Chunk* chunk) {
   const auto edges_of = [chunk](const Piece& p) -> std::array<std::span<const std::byte>, 2> {
     if (p.kind != RowKind::kSource || chunk->job->sources[p.source].watched < 0) return {};
@@ -56,7 +56,7 @@ void Engine::KeepEdges(Chunk* chunk) {
   for (const Piece& p : chunk->pieces)
     for (const auto& edge : edges_of(p)) bytes += edge.size();
   if (bytes == 0) return;
-  idle_edges_.reserve(++used_edges_ + idle_edges_.size());  // Release() needs no memory
+  idle_edges_.reserve(++used_edges_ + idle_edges_.size());  // Release() allocates nothing
   if (!idle_edges_.empty()) {
     chunk->edges = std::move(idle_edges_.back());
     idle_edges_.pop_back();
@@ -66,7 +66,7 @@ void Engine::KeepEdges(Chunk* chunk) {
     for (const auto& edge : edges_of(p)) chunk->edges.insert(chunk->edges.end(), edge.begin(), edge.end());
 }
 
-// The pieces of watched sources; false if one was written to. Many at once: see PageWitness::CheckAndOpen.
+// Copies the pieces of watched sources; false if one was written to. Works in batches: see PageWitness::CheckAndOpen.
 bool Engine::CopyWatched(Job& job, Chunk* chunk) {
   std::array<PageWitness::Copied, 64> copied;
   std::array<Piece*, 64> pieces;

@@ -1,4 +1,4 @@
-// Test build only: an IoBackend that fails on purpose. See MakeFaultBackend for the grammar of its spec.
+// Test build only: an IoBackend that fails on purpose. backend.h has the grammar of its spec.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -21,8 +21,7 @@ constexpr int kShort = -1;
 constexpr int kStall = -2;
 constexpr int kKill = -3;
 constexpr int kLost = -4;
-constexpr size_t kBlock = 4096;
-constexpr int64_t kOff = 100;
+constexpr int64_t kOff = 100;  // bytes by which a short answer misses the block boundary
 constexpr auto kStallTime = std::chrono::milliseconds(50);
 
 const std::map<std::string, int> kEffects = {{"EIO", EIO},       {"ENOSPC", ENOSPC}, {"EACCES", EACCES},
@@ -68,8 +67,8 @@ class FaultBackend final : public IoBackend {
       return Status::Ok();
     }
     IoRequest passed = request;
-    if (effect == kShort && request.size > kBlock) {
-      passed.size = std::max(request.size / 2 / kBlock, size_t{1}) * kBlock;
+    if (effect == kShort && request.size > kBlockBytes) {
+      passed.size = std::max(request.size / 2 / kBlockBytes, size_t{1}) * kBlockBytes;
       shortened_.insert(request.tag);
     }
     if (log_ >= 0) {
@@ -93,7 +92,7 @@ class FaultBackend final : public IoBackend {
       std::lock_guard lock(mutex_);
       for (const IoResult& r : *results) Log(r.result >= 0 ? "end" : "failed", traced_[r.tag]);
     }
-    // Off the block boundary, as a disk with small sectors may stop.
+    // A disk with small sectors may stop off the block boundary.
     for (IoResult& r : *results)
       if (shortened_.erase(r.tag) > 0 && r.result > kOff) r.result -= kOff;
   }
@@ -135,7 +134,7 @@ class FaultBackend final : public IoBackend {
     uint64_t size;
   };
 
-  // One line, written at once: others append to the same file.
+  // Writes one line at once, since others append to the same file.
   void Log(const char* what, const Traced& t) {
     std::ostringstream line;
     line << what << ' ' << t.number << ' ' << t.name << ' ' << t.path << ' ' << t.offset << ' ' << t.size << '\n';
@@ -173,8 +172,8 @@ class FaultBackend final : public IoBackend {
   using Plan = std::map<std::string, std::map<int, int>>;  // operation -> its number -> effect
   Plan plan_, stalls_;
   std::map<std::string, int> count_;
-  std::set<void*> shortened_;       // of the thread that submits and waits
-  std::vector<IoResult> answered_;  // by nobody below
+  std::set<void*> shortened_;       // by tag; used by the thread that submits and waits
+  std::vector<IoResult> answered_;  // here, not by inner_
 
   int log_ = -1;
   int operations_ = 0;                // traced

@@ -1,6 +1,6 @@
+// Threads that block in pread, pwrite and fdatasync.
 #include <fcntl.h>
 #include <pthread.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace {
 
 class PosixBackend final : public IoBackend {
  public:
-  // `waker`, if not null, is woken by every result: somebody waits there, and then calls Drain.
+  // `waker`: if not null, each result wakes it; its thread then calls Drain.
   explicit PosixBackend(IoBackend* waker = nullptr) : waker_(waker) {}
 
   Status Init(unsigned depth) {
@@ -29,7 +29,7 @@ class PosixBackend final : public IoBackend {
         pthread_setname_np(threads_.back().native_handle(), "lazyckpt-io");
       }
     } catch (const std::system_error& error) {
-      // The machine refuses threads (a limit on processes): fewer are enough.
+      // The machine refuses threads (a limit on processes); fewer do.
       if (threads_.empty()) return Status(error.code().value(), "start of an I/O thread", "");
     }
     return Status::Ok();
@@ -62,7 +62,7 @@ class PosixBackend final : public IoBackend {
     TakeResults(results);
   }
 
-  // Wait that does not block.
+  // Wait, without blocking.
   void Drain(std::vector<IoResult>* results) {
     std::lock_guard lock(mutex_);
     TakeResults(results);
@@ -122,14 +122,14 @@ class PosixBackend final : public IoBackend {
   std::condition_variable work_;
   std::condition_variable done_;
   std::vector<IoRequest> requests_;  // a ring, as long as there may be requests in flight
-  size_t first_ = 0, waiting_ = 0;   // of those in it that no thread has taken
-  std::vector<IoResult> results_;    // has room for as many
+  size_t first_ = 0, waiting_ = 0;   // the requests in it that no thread has taken
+  std::vector<IoResult> results_;    // has room for as many as requests_
   bool woken_ = false;
   bool stop_ = false;
   std::vector<std::thread> threads_;
 };
 
-// io_uring, and a thread pool for pooled requests, which is made when it is first needed.
+// io_uring, and a thread pool for pooled requests, made by the first PreparePool.
 class PooledBackend final : public IoBackend {
  public:
   PooledBackend(std::unique_ptr<IoBackend> uring, unsigned depth) : uring_(std::move(uring)), depth_(depth) {}
@@ -172,46 +172,11 @@ class PooledBackend final : public IoBackend {
   const std::unique_ptr<IoBackend> uring_;
   const unsigned depth_;
   std::mutex mutex_;
-  std::unique_ptr<PosixBackend> owned_;  // wakes uring_ to its end: destroyed before it
+  std::unique_ptr<PosixBackend> owned_;  // its threads wake uring_, so it is destroyed first
   std::atomic<PosixBackend*> pool_ = nullptr;
 };
 
 }  // namespace
-
-bool IsOnFuse(const std::string& folder) {
-  constexpr auto kFuseSuperMagic = 0x65735546;
-  struct statfs info{};
-  return statfs(folder.c_str(), &info) == 0 && info.f_type == kFuseSuperMagic;
-}
-
-Status IoBackend::Create(const std::string& path, bool want_direct, int* fd, bool* direct) {
-  constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;  // which follows no link
-  *direct = want_direct;
-  *fd = open(path.c_str(), kFlags | (want_direct ? O_DIRECT : 0), 0666);  // the umask decides
-  if (*fd < 0 && errno == EINVAL && want_direct) {
-    // No O_DIRECT here (tmpfs, some network file systems). Some kernels leave the file behind.
-    unlink(path.c_str());
-    *direct = false;
-    *fd = open(path.c_str(), kFlags, 0666);
-  }
-  return *fd < 0 ? Status(errno, "open", path) : Status::Ok();
-}
-
-Status IoBackend::Allocate(int fd, uint64_t size, const std::string& path) {
-  if (size == 0) return Status::Ok();
-  int r;
-  while ((r = fallocate(fd, 0, 0, static_cast<off_t>(size))) != 0 && errno == EINTR) {
-  }
-  if (r == 0 || errno == EOPNOTSUPP || errno == ENOSYS) return Status::Ok();
-  return Status(errno, "fallocate", path);
-}
-
-Status IoBackend::Truncate(int fd, uint64_t size, const std::string& path) {
-  int r;
-  while ((r = ftruncate(fd, static_cast<off_t>(size))) != 0 && errno == EINTR) {
-  }
-  return r == 0 ? Status::Ok() : Status(errno, "ftruncate", path);
-}
 
 std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth, Status* status) {
   auto backend = std::make_unique<PosixBackend>();
@@ -220,20 +185,8 @@ std::unique_ptr<IoBackend> MakePosixBackend(unsigned depth, Status* status) {
   return backend;
 }
 
-std::unique_ptr<IoBackend> MakeBackend(const std::string& kind, unsigned depth, Status* status) {
-  *status = Status::Ok();
-  if (kind == "posix") return MakePosixBackend(depth, status);
-  if (kind != "io_uring" && kind != "auto") {
-    *status = Status(EINVAL, "I/O backend \"" + kind + "\"", "");
-    return nullptr;
-  }
-  auto uring = MakeUringBackend(depth, status);
-  if (kind == "io_uring") return uring;
-  if (uring != nullptr) return std::make_unique<PooledBackend>(std::move(uring), depth);
-  Status posix;
-  auto backend = MakePosixBackend(depth, &posix);
-  if (backend == nullptr) *status = posix;
-  return backend;
+std::unique_ptr<IoBackend> MakePooledBackend(std::unique_ptr<IoBackend> uring, unsigned depth) {
+  return std::make_unique<PooledBackend>(std::move(uring), depth);
 }
 
 }  // namespace lazyckpt

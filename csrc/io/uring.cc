@@ -16,7 +16,7 @@
 namespace lazyckpt {
 namespace {
 
-// io_uring takes lengths of 32 bits; a longer request comes back short and the caller asks for the rest.
+// io_uring takes 32-bit lengths; a longer request comes back short, and the caller submits the rest.
 constexpr size_t kMaxRequestBytes = size_t{1} << 30;
 
 class UringBackend final : public IoBackend {
@@ -27,10 +27,10 @@ class UringBackend final : public IoBackend {
   }
 
   Status Init(unsigned depth) {
-    // Two entries more than requests: the poll for wake-ups, and one so that the queue is never full.
+    // Two more entries than requests: one for the wake-up poll, one so that the queue is never full.
     if (const int r = io_uring_queue_init(depth + 2, &ring_, 0); r < 0) return Status(-r, "io_uring_setup", "");
     ring_ready_ = true;
-    // Came with the reads and writes that are used below.
+    // Linux 5.6 brought this feature together with the reads and writes used below.
     if ((ring_.features & IORING_FEAT_RW_CUR_POS) == 0) return Status(ENOSYS, "io_uring before Linux 5.6", "");
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) return Status(errno, "eventfd", "");
@@ -61,7 +61,7 @@ class UringBackend final : public IoBackend {
     io_uring_sqe_set_data(sqe, request.tag);
     Status status = Flush();
     if (!status.ok()) {
-      // The entry stays in the queue, and a later submission would run it: with memory that is no longer its own.
+      // The entry stays in the queue. A later submission would run it on memory that is then reused.
       io_uring_prep_nop(sqe);
       io_uring_sqe_set_data(sqe, nullptr);
     }
@@ -72,7 +72,7 @@ class UringBackend final : public IoBackend {
     io_uring_cqe* cqe = nullptr;
     int r = 0;
     if (!ArmWake().ok() || ((r = io_uring_wait_cqe(&ring_, &cqe)) < 0 && r != -EINTR))
-      usleep(1000);  // nobody could wake us: look for results now and then
+      usleep(1000);  // Wake cannot reach this thread, so poll
     unsigned head;
     unsigned seen = 0;
     bool woken = false;
@@ -109,7 +109,7 @@ class UringBackend final : public IoBackend {
   }
 
  private:
-  // A poll, not a read: the kernel must not write into this object after its end.
+  // A poll, not a read, so that the kernel never writes into this object after its end.
   Status ArmWake() {
     if (wake_ == Poll::kArmed) return Status::Ok();
     if (wake_ == Poll::kNone) {
@@ -124,7 +124,7 @@ class UringBackend final : public IoBackend {
     return status;
   }
 
-  // The queue is full only of what the kernel did not take.
+  // The queue is full only if the kernel has not taken its entries.
   Status NextEntry(io_uring_sqe** sqe) {
     if ((*sqe = io_uring_get_sqe(&ring_)) != nullptr) return Status::Ok();
     if (Status s = Flush(); !s.ok()) return s;
@@ -134,7 +134,7 @@ class UringBackend final : public IoBackend {
 
   Status Flush() {
     int r;
-    // EAGAIN: the kernel is short of memory for a moment; EBUSY: completions wait to be reaped.
+    // EAGAIN: the kernel is short of memory for a moment.
     while ((r = io_uring_submit(&ring_)) == -EINTR || r == -EAGAIN) usleep(r == -EAGAIN ? 100 : 0);
     return r < 0 ? Status(-r, "io_uring_submit", "") : Status::Ok();
   }

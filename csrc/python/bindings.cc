@@ -1,6 +1,5 @@
-// The Python module of the engine; _engine.pyi describes it.
+// The Python module of the engine; lazyckpt/_engine.pyi describes it.
 #include <fcntl.h>
-#include <pybind11/stl/filesystem.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -14,21 +13,19 @@
 #include "python/engine_handle.h"
 #include "python/probe.h"
 #include "python/tensors.h"
-#include "python/versions.h"
 #include "witness/page_witness.h"
 
 namespace lazyckpt {
 namespace {
 
-// Swaps two names in one step; os.rename cannot.
-void RenameExchange(const py::object& one, const py::object& other) {
+// Swaps two names atomically, which os.rename cannot do.
+void RenameExchange(const std::filesystem::path& a, const std::filesystem::path& b) {
   constexpr unsigned kRenameExchange = 2;
-  const std::string a = PathOf(one), b = PathOf(other);
   if (syscall(SYS_renameat2, AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), kRenameExchange) != 0)
-    Raise(Status(errno, "renameat2", b));
+    Raise(Status(errno, "renameat2", b.string()));
 }
 
-// For tests: the bookkeeping of a ring without its memory being used.
+// The bookkeeping of a ring, for tests. Uses none of its memory.
 class RingHandle {
  public:
   RingHandle(size_t capacity, size_t slice) {
@@ -63,29 +60,17 @@ PYBIND11_MODULE(_engine, m) {
 
   EngineClass engine_class(m, "Engine");
   engine_class
-      .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
-                       const std::string& backend, std::optional<bool> direct, bool register_buffers, bool pin_ring,
-                       size_t copies_in_flight, size_t copies_ahead, bool watch_pages, bool copy_on_write,
-                       const std::string& fault) {
-             EngineOptions o;
-             o.max_ring_bytes = ring_bytes;
-             o.chunk_bytes = chunk_bytes;
-             o.io_depth = io_depth;
-             o.copy_threads = copy_threads;
-             o.backend = backend;
-             o.direct = direct;
-             o.register_buffers = register_buffers;
-             o.pin_ring = pin_ring;
-             o.copies_in_flight = copies_in_flight;
-             o.copies_ahead = copies_ahead;
-             o.watch_pages = watch_pages;
-             o.copy_on_write = copy_on_write;
-             o.fault = fault;
-             return new EngineHandle(o);
-           }),
-           py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
-           "direct"_a = py::none(), "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
-           "copies_ahead"_a = 64, "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
+      .def(
+          py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
+                      const std::string& backend, std::optional<bool> direct, bool register_buffers, bool pin_ring,
+                      size_t copies_in_flight, size_t copies_ahead, bool watch_pages, bool copy_on_write,
+                      const std::string& fault) {
+            return new EngineHandle({ring_bytes, chunk_bytes, io_depth, copy_threads, backend, direct, register_buffers,
+                                     pin_ring, copies_in_flight, copies_ahead, watch_pages, copy_on_write, fault});
+          }),
+          py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
+          "direct"_a = py::none(), "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
+          "copies_ahead"_a = 64, "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
       .def("attach",
            [](EngineHandle& e, int ordinal) {
@@ -122,7 +107,7 @@ PYBIND11_MODULE(_engine, m) {
       .def_property_readonly("used", &RingHandle::used);
 
   DefineJob(m, engine_class);
-  DefineReader(m);
+  DefineRangeReader(m);
   DefineVersions(m);
 
   m.def(

@@ -1,56 +1,22 @@
-// Between Python and the engine: arguments, errors, the GIL, and who owns an engine. Only the files that include this
-// one know pybind11.
+// Who owns an engine in Python, and how calls into it release the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
-#include <span>
-#include <string>
-#include <vector>
 
 #include "engine/engine.h"
+#include "python/arguments.h"
 
 namespace lazyckpt {
 
-namespace py = pybind11;
-
-// What a function of Python's C API has returned; nullptr is the error that is set.
-py::object Returned(PyObject* result);
-
-// Of a str, bytes or os.PathLike.
-std::string PathOf(const py::object& path);
-
-// The one place where a Status becomes an exception: OSError, so that errno and file name reach the user.
-void Raise(const Status& status);
-
-template <class T>
-std::span<const T> Flat(const py::buffer_info& info, const char* name) {
-  if (info.ndim != 1 || info.itemsize != static_cast<py::ssize_t>(sizeof(T)) ||
-      (info.size > 1 && info.strides[0] != info.itemsize))
-    throw py::value_error(std::string(name) + ": expected a flat array of " + std::to_string(sizeof(T)) +
-                          "-byte items");
-  return {static_cast<const T*>(info.ptr), static_cast<size_t>(info.size)};
-}
-
-template <class T>
-std::vector<T> ToVector(const py::buffer& buffer, const char* name) {
-  const py::buffer_info info = buffer.request();
-  const auto flat = Flat<T>(info, name);
-  return {flat.begin(), flat.end()};
-}
-
-// Flat pairs of device and handle.
-std::vector<StreamRef> ToStreams(const std::optional<py::buffer>& streams);
-
-// Lets go of the GIL while it lives. If the interpreter ends meanwhile, Python ends a thread that asks for the GIL by
-// unwinding its stack, which a destructor does not survive (pybind11's would end the process): it sleeps, as it would
-// from Python 3.14 on.
+// Releases the GIL while it lives. If the interpreter has ended, Python unwinds the stack of a thread that asks for the
+// GIL, and an exception out of a destructor (as in pybind11's own class) ends the process. So the thread sleeps
+// forever, as Python 3.14 makes it do.
 class NoGil {
  public:
   NoGil() : state_(PyEval_SaveThread()) {}
@@ -67,7 +33,18 @@ class NoGil {
   PyThreadState* state_;
 };
 
-// Waits in short steps, so that Ctrl-C works. `wait` is called without the GIL.
+// Calls `work` without the GIL and raises the Status that it returns.
+template <class F>
+void CallWithoutGil(F work) {
+  Status status;
+  {
+    NoGil no_gil;
+    status = work();
+  }
+  Raise(status);
+}
+
+// Calls `wait` without the GIL, in steps of 100 ms, so that Ctrl-C works. Returns false at the timeout.
 template <class F>
 bool Interruptible(std::optional<double> timeout_s, F wait) {
   const auto end = timeout_s ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
@@ -85,8 +62,8 @@ bool Interruptible(std::optional<double> timeout_s, F wait) {
   }
 }
 
-// An engine belongs to the process that made it. A forked child inherits the memory but none of the threads:
-// there it refuses to work and leaks rather than waits for threads that do not exist.
+// Owns an engine. A forked child inherits its memory but none of its threads, so there every call raises RuntimeError,
+// and the engine is leaked instead of destroyed.
 class EngineHandle {
  public:
   explicit EngineHandle(const EngineOptions& options);
@@ -103,8 +80,8 @@ class EngineHandle {
 
 using EngineClass = py::class_<EngineHandle, std::shared_ptr<EngineHandle>>;
 
-// Job, and what makes one: the engine's begin().
-void DefineJob(py::module_& m, EngineClass& engine);
-void DefineReader(py::module_& m);
+void DefineJob(py::module_& m, EngineClass& engine);  // and Engine.begin()
+void DefineRangeReader(py::module_& m);
+void DefineVersions(py::module_& m);
 
 }  // namespace lazyckpt

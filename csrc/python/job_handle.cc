@@ -1,6 +1,7 @@
-// A checkpoint under way, as Python has it.
+// Job in Python: one checkpoint under way.
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -10,23 +11,25 @@
 #include <vector>
 
 #include "engine/checksum.h"
-#include "engine/reader.h"
+#include "engine/range_reader.h"
 #include "python/engine_handle.h"
 
 namespace lazyckpt {
 namespace {
 
-constexpr unsigned kReadBackDepth = 4;  // reads in flight, 2 MiB each: next to the writes of the next checkpoint
+// 0 for a moment that has not come.
+double SecondsSince(const Job& job, Clock::time_point t) {
+  return t < job.begin ? 0.0 : std::chrono::duration<double>(t - job.begin).count();
+}
+
+constexpr unsigned kReadBackDepth = 4;  // reads in flight, 2 MiB each, besides the writes of the next checkpoint
 
 class JobHandle {
  public:
-  JobHandle() = default;
-  JobHandle(const JobHandle&) = delete;
-
-  void Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
-             const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
-             const std::optional<py::buffer>& streams) {
-    engine_ = engine;
+  JobHandle(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
+            const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
+            const std::optional<py::buffer>& streams)
+      : engine_(engine) {
     const auto p = ToVector<uint64_t>(pointers, "pointers");
     const auto s = ToVector<uint64_t>(sizes, "sizes");
     const auto o = ToVector<uint64_t>(owners, "owners");
@@ -44,66 +47,48 @@ class JobHandle {
       for (size_t i = 0; i < d.size(); ++i) sources[i].device = static_cast<int>(d[i]);
     }
     const auto current = ToStreams(streams);
-    Status status;
-    {
-      NoGil no_gil;
+    CallWithoutGil([&] {
+      Status status;
       job_ = engine_->get().Begin(std::move(sources), files, eager_by_caller, current, &status);
-    }
-    Raise(status);
+      return status;
+    });
   }
+  JobHandle(const JobHandle&) = delete;
   ~JobHandle() {
-    if (job_ == nullptr) return;
     if (!engine_->alive()) {
-      // Some thread of the parent may have been changing it at the fork: not even fit to be destroyed.
+      // A thread of the parent may have been changing it at the fork, so it cannot even be destroyed.
       new std::shared_ptr<Job>(std::move(job_));
       return;
     }
-    // A job that nobody holds any more cannot be committed. Its sources are about to be freed.
+    // Nobody can commit the job any more, and its sources are about to be freed.
     NoGil no_gil;
     Engine& e = engine_->get();
     e.Fail(*job_, Status(ECANCELED, "checkpoint abandoned", ""));
     e.WaitReleased(*job_, Clock::time_point::max());
   }
 
-  // The rows of a file count its sources from 0; first_source is where they begin among those of the checkpoint.
   void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob, size_t first_source) {
-    const py::buffer_info info = rows.request();  // nobody resizes it meanwhile
+    const py::buffer_info info = rows.request();  // keeps the array from being resized
     const auto flat = Flat<int64_t>(info, "rows");
     if (flat.size() % 3 != 0) throw py::value_error("rows: expected triples");
     static_assert(sizeof(Row) == 3 * sizeof(int64_t));
     const std::span parsed(reinterpret_cast<const Row*>(flat.data()), flat.size() / 3);
     const std::string_view literals = blobs_.emplace_back(blob);
-    Status status;
-    {
-      NoGil no_gil;
-      status = engine_->get().Append(*job_, file, offset, parsed, literals, first_source);
-    }
-    Raise(status);
+    CallWithoutGil([&] { return engine_->get().Append(*job_, file, offset, parsed, literals, first_source); });
   }
 
   void Seal() {
-    Status status;
-    {
-      NoGil no_gil;
-      status = engine_->get().Seal(*job_);
-    }
-    Raise(status);
+    CallWithoutGil([&] { return engine_->get().Seal(*job_); });
   }
 
-  void Go() { engine_->get().Go(*job_); }  // with the GIL: who lets go of it here may wait for it
+  void Go() { engine_->get().Go(*job_); }  // keeps the GIL: this thread might wait to get it back
 
-  void Open(size_t file, const py::object& name, uint64_t size) {
-    const std::string path = PathOf(name);
-    Status status;
-    {
-      NoGil no_gil;
-      status = engine_->get().Open(*job_, file, path, size);
-    }
-    Raise(status);
+  void Open(size_t file, const std::filesystem::path& path, uint64_t size) {
+    CallWithoutGil([&] { return engine_->get().Open(*job_, file, path.string(), size); });
   }
 
   bool WaitEager(std::optional<double> timeout_s) {
-    return Interruptible(timeout_s, [this](auto end) { return engine_->get().WaitEager(*job_, end); });
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitEager(*job_, end); });
   }
   bool WaitCaptured(uint64_t owners, std::optional<double> timeout_s) {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitCaptured(*job_, owners, end); });
@@ -119,12 +104,9 @@ class JobHandle {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitSettled(*job_, end); });
   }
 
-  void Fail(int error, const py::str& why) {
-    const char* text = PyUnicode_AsUTF8(why.ptr());
-    if (text == nullptr) PyErr_Clear();
-    Status status(error, text == nullptr ? "failed" : text, "");
+  void Fail(int error, const std::string& why) {
     NoGil no_gil;
-    engine_->get().Fail(*job_, std::move(status));
+    engine_->get().Fail(*job_, Status(error, why, ""));
   }
 
   void RaiseError() const {
@@ -152,25 +134,21 @@ class JobHandle {
     });
   }
 
-  // (bytes, CRC-32) of each file, from its chunks in file order. Valid when durable.
+  // (bytes, CRC-32) of each file, from its chunks.
   std::vector<std::pair<uint64_t, uint32_t>> Files() const {
     return engine_->get().Locked([this] {
       RequireDurable();
-      std::vector<std::vector<const Chunk*>> chunks(job_->files.size());
-      for (const auto& c : job_->chunks) chunks[c->file].push_back(c.get());
       std::vector<std::pair<uint64_t, uint32_t>> files;
-      for (size_t i = 0; i < chunks.size(); ++i) {
-        std::sort(chunks[i].begin(), chunks[i].end(),
-                  [](const Chunk* a, const Chunk* b) { return a->offset < b->offset; });
+      for (size_t i = 0; i < job_->files.size(); ++i) {
         uint32_t crc = 0;
-        for (const Chunk* c : chunks[i]) crc = Crc32Combine(crc, c->crc, c->size);
+        for (const Chunk* c : job_->ChunksInFileOrder(i)) crc = Crc32Combine(crc, c->crc, c->size);
         files.emplace_back(job_->files[i].size, crc);
       }
       return files;
     });
   }
 
-  // (offset, bytes) of each chunk of a durable file that the disk gives back otherwise than it was copied.
+  // (offset, bytes) of each chunk of a durable file whose bytes on the disk are not those that were copied.
   std::vector<std::pair<uint64_t, size_t>> ReadBack(size_t file) const {
     Engine& e = engine_->get();
     std::vector<ReadRange> ranges;
@@ -186,7 +164,7 @@ class JobHandle {
       }
     });
     ReadOptions options;
-    options.threads = 1;  // training needs the other cores
+    options.threads = 1;  // leaves the other cores to training
     options.io_depth = kReadBackDepth;
     options.backend = e.options().backend;
     options.direct = e.options().direct;
@@ -194,17 +172,16 @@ class JobHandle {
     options.past_cache = true;
     const size_t n = ranges.size();
     std::vector<std::pair<uint64_t, size_t>> differ;
-    Status status;
-    {
-      NoGil no_gil;
-      const auto reader = Reader::Start(path, options, std::move(ranges), &status);
+    CallWithoutGil([&] {
+      Status status;
+      const auto reader = RangeReader::Start(path, options, std::move(ranges), &status);
       if (status.ok()) status = reader->ReadInto(std::vector<std::byte*>(n), std::vector<int>(n, -1));
       for (size_t i = 0; i < n && status.ok(); ++i) {
         const ReadRange& r = reader->ranges()[i];
         if (r.crc != copied[i]) differ.emplace_back(r.offset, r.size);
       }
-    }
-    Raise(status);
+      return status;
+    });
     return differ;
   }
 
@@ -212,9 +189,7 @@ class JobHandle {
     const Job& j = *job_;
     std::unordered_map<std::string, double> out;
     engine_->get().Locked([&] {
-      const auto since = [&j](Clock::time_point t) {
-        return t < j.begin ? 0.0 : std::chrono::duration<double>(t - j.begin).count();
-      };
+      const auto since = [&j](Clock::time_point t) { return SecondsSince(j, t); };
       Clock::time_point first_write = Clock::time_point::max();
       uint64_t bytes = 0;
       size_t eager = 0;
@@ -238,16 +213,14 @@ class JobHandle {
     return py::cast(out);
   }
 
-  // (file, offset, bytes, copy begin, copy end, write begin, write end, waited for the ring); seconds since the job
-  // began.
+  // (file, offset, bytes, copy begin, copy end, write begin, write end, waited for the ring) of each chunk; seconds
+  // since the job began.
   py::list Timeline() const {
     using Event = std::tuple<size_t, uint64_t, size_t, double, double, double, double, double>;
     const Job& j = *job_;
     std::vector<Event> events = engine_->get().Locked([&] {
       std::vector<Event> all;
-      const auto since = [&j](Clock::time_point t) {
-        return t < j.begin ? 0.0 : std::chrono::duration<double>(t - j.begin).count();
-      };
+      const auto since = [&j](Clock::time_point t) { return SecondsSince(j, t); };
       for (const auto& c : j.chunks)
         all.emplace_back(c->file, c->offset, c->size, since(c->copy_begin), since(c->copy_end), since(c->write_begin),
                          since(c->write_end), c->ring_wait_s);
@@ -263,7 +236,7 @@ class JobHandle {
 
   std::shared_ptr<EngineHandle> engine_;
   std::shared_ptr<Job> job_;
-  std::vector<py::bytes> blobs_;  // the engine reads them until its sources are released
+  std::vector<py::bytes> blobs_;  // the engine reads them until the sources are released
 };
 
 }  // namespace
@@ -275,23 +248,12 @@ void DefineJob(py::module_& m, EngineClass& engine) {
       [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
          const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
          const std::optional<py::buffer>& streams) {
-        // Empty until Python has it: where pybind11 lacks memory for that, it frees a job without its destructor.
-        auto* job = new JobHandle;
-        py::object made = py::cast(job, py::return_value_policy::take_ownership);
-        job->Begin(e, pointers, sizes, owners, files, eager_by_caller, devices, streams);
-        return made;
+        return std::make_unique<JobHandle>(e, pointers, sizes, owners, files, eager_by_caller, devices, streams);
       },
       "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false, "devices"_a = py::none(),
       "streams"_a = py::none());
 
-  // pybind11 3.1 does not ask whether there was memory for the object.
-  const auto allocate = [](PyTypeObject* type, Py_ssize_t n) {
-    PyObject* made = PyType_GenericAlloc(type, n);
-    if (made == nullptr) throw py::error_already_set();
-    return made;
-  };
-  py::class_<JobHandle>(
-      m, "Job", py::custom_type_setup([allocate](PyHeapTypeObject* type) { type->ht_type.tp_alloc = allocate; }))
+  py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
       .def("go", &JobHandle::Go)
       .def("seal", &JobHandle::Seal)

@@ -16,19 +16,27 @@
 namespace lazyckpt {
 namespace {
 
-std::string ProbeDirect(const std::string& dir) {
+// Opens a new file with O_DIRECT and asks for its alignment.
+void ProbeDirect(const std::string& dir, std::map<std::string, std::string>* facts) {
   std::string path = dir + "/.lazyckpt-probe-XXXXXX";
   const int made = mkstemp(path.data());
-  if (made < 0) return std::string("unknown: ") + std::strerror(errno);
-  close(made);
+  if (made < 0) {
+    (*facts)["o_direct"] = std::string("unknown: ") + std::strerror(errno);
+    return;
+  }
   const int fd = open(path.c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC);
-  const int error = errno;
+  (*facts)["o_direct"] = fd >= 0 ? "yes" : std::string("no: ") + std::strerror(errno);
   if (fd >= 0) close(fd);
+#ifdef STATX_DIOALIGN
+  struct statx info{};
+  if (statx(made, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0)
+    (*facts)["alignment_bytes"] = std::to_string(info.stx_dio_offset_align);
+#endif
+  close(made);
   unlink(path.c_str());
-  return fd >= 0 ? "yes" : std::string("no: ") + std::strerror(error);
 }
 
-// Makes no context on any device: that takes memory there.
+// Creates no context, which would take memory on the device.
 void ProbeCuda(std::map<std::string, std::string>* facts) {
   Status status;
   const auto driver = cuda::Driver::Load(&status);
@@ -56,7 +64,7 @@ void ProbeCuda(std::map<std::string, std::string>* facts) {
     nodes += std::to_string(node);
   }
   (*facts)["cuda_numa_nodes"] = nodes;
-  // Containers forbid it, and mbind with it, unless they have CAP_SYS_NICE.
+  // Containers without CAP_SYS_NICE forbid it, and mbind, too.
   const bool placed = syscall(SYS_get_mempolicy, nullptr, nullptr, 0ul, nullptr, 0ul) == 0;
   (*facts)["numa_placement"] = placed ? "yes" : std::string("no: ") + std::strerror(errno);
 }
@@ -72,21 +80,11 @@ std::map<std::string, std::string> Probe(const std::string& dir) {
 #else
   facts["crc32"] = "zlib";
 #endif
-  facts["o_direct"] = ProbeDirect(dir);
+  ProbeDirect(dir, &facts);
   facts["fuse"] = IsOnFuse(dir) ? "yes" : "no";
   for (const auto& [fact, mode] :
        {std::pair("page_witness", WitnessMode::kReport), {"copy_on_write", WitnessMode::kCopy}})
     facts[fact] = PageWitness::OfProcess(mode, &status) != nullptr ? "yes" : "no: " + status.message();
-#ifdef STATX_DIOALIGN
-  struct statx info{};
-  std::string path = dir + "/.lazyckpt-probe-XXXXXX";
-  if (const int fd = mkstemp(path.data()); fd >= 0) {
-    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0)
-      facts["alignment_bytes"] = std::to_string(info.stx_dio_offset_align);
-    close(fd);
-    unlink(path.c_str());
-  }
-#endif
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0)
     facts["memlock_bytes"] = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);

@@ -6,7 +6,8 @@
 
 namespace lazyckpt {
 
-// Facts as text, for people: "io_uring", "o_direct", "alignment_bytes", "memlock_bytes", ... of the folder `dir`.
+// Facts as text for people, by name ("io_uring", "o_direct", "alignment_bytes", "memlock_bytes", …), about the machine
+// and the folder `dir`.
 std::map<std::string, std::string> Probe(const std::string& dir);
 
 }  // namespace lazyckpt

@@ -1,4 +1,5 @@
-#include "python/versions.h"
+// Reads the version counters of tensors on the main thread, between two bytecodes. The GIL guards everything here.
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <memory>
@@ -6,16 +7,17 @@
 #include <utility>
 #include <vector>
 
+#include "python/engine_handle.h"
+
 namespace lazyckpt {
 namespace {
 
-// All of this is guarded by the GIL.
 class VersionReading {
  public:
   explicit VersionReading(py::list tensors) : tensors_(std::move(tensors)) {}
 
   bool requested = false;
-  std::optional<std::vector<int64_t>> read;  // as many as there are tensors, once they were read
+  std::optional<std::vector<int64_t>> read;  // one for each tensor, once they were read
 
   const py::list& tensors() const { return tensors_; }
 
@@ -26,13 +28,13 @@ class VersionReading {
 using Readings = std::vector<std::shared_ptr<VersionReading>>;
 
 Readings& Requested() {
-  static auto* readings = new Readings;  // for good: a pending call may come at the very end
+  static auto* readings = new Readings;  // never deleted: a pending call may run while the process ends
   return *readings;
 }
 
-bool is_pending = false;  // one callback for the process: its queue has 32 places
+bool is_pending = false;  // one callback serves the process, since Python queues at most 32
 
-// What the callback asks, found once.
+// What the callback asks, looked up once.
 struct Torch {
   py::object module = py::module_::import("torch");
   py::object graph_task = module.attr("_C").attr("_current_graph_task_id");
@@ -46,13 +48,13 @@ const Torch& Ask() {
   static const Torch* all = nullptr;
   if (all == nullptr) {
     const auto* made = new Torch;
-    if (all == nullptr) all = made;  // else another thread was quicker
+    if (all == nullptr) all = made;  // otherwise another thread was faster
   }
   return *all;
 }
 
-// A custom function, or a dispatch mode, runs Python in the middle of an operation: the bytes are new by then and the
-// version is not. In backward other threads of autograd may write.
+// Whether Python runs in the middle of an operation, because of a custom function or a dispatch mode: the bytes may be
+// new and the version old. Also true in a backward pass, where other threads of autograd may write.
 bool InsideAnOperation(const Torch& ask) {
   if (ask.graph_task().cast<int64_t>() != -1 || ask.dispatch_modes().cast<int64_t>() != 0) return true;
   py::object frame =
@@ -75,7 +77,7 @@ void ReadAll(const Torch& ask, VersionReading* reading) {
   reading->read = std::move(read);
 }
 
-// On the main thread, between two bytecodes. Whoever asked asks again if nothing was read.
+// The callback. Reads nothing inside an operation; the requests must be made again then.
 int AtPointOfProgramOrder(void*) {
   is_pending = false;
   const Readings readings = std::exchange(Requested(), {});
@@ -85,7 +87,7 @@ int AtPointOfProgramOrder(void*) {
     for (const auto& reading : readings) reading->requested = false;
     const Torch& ask = Ask();
     if (!InsideAnOperation(ask)) {
-      const py::object disabled = ask.no_torch_function();  // under torch.device(...) each read would run Python
+      const py::object disabled = ask.no_torch_function();  // otherwise each read runs Python under torch.device(...)
       disabled.attr("__enter__")();
       try {
         for (const auto& reading : readings) ReadAll(ask, reading.get());
@@ -94,7 +96,7 @@ int AtPointOfProgramOrder(void*) {
       }
       disabled.attr("__exit__")(py::none(), py::none(), py::none());
     }
-  } catch (...) {  // nothing is raised in the midst of somebody's code
+  } catch (...) {  // never raise in the middle of other code
     PyErr_Clear();
   }
   PyErr_Restore(type, value, trace);
@@ -116,7 +118,7 @@ std::optional<std::vector<int64_t>> Versions(const VersionReading& reading) { re
 void DefineVersions(py::module_& m) {
   py::class_<VersionReading, std::shared_ptr<VersionReading>>(m, "VersionReading")
       .def(py::init([](py::list tensors) {
-        (void)Ask();  // not in the callback: it imports
+        (void)Ask();  // imports, which the callback must not do
         return std::make_shared<VersionReading>(std::move(tensors));
       }))
       .def("request", &Request)

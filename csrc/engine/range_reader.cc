@@ -1,4 +1,4 @@
-#include "engine/reader.h"
+#include "engine/range_reader.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -13,7 +13,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <numeric>
 #include <system_error>
 #include <thread>
 
@@ -23,21 +22,6 @@
 
 namespace lazyckpt {
 namespace {
-
-struct Part {
-  size_t range;
-  uint64_t at;  // in the file
-  uint64_t in_range;
-  size_t size;
-  uint32_t crc = 0;
-};
-
-// What is read at once: one or more parts of ranges that lie close together in the file.
-struct Unit {
-  uint64_t begin;  // block-aligned
-  uint64_t end;    // block-aligned
-  size_t first_part, last_part;
-};
 
 class Descriptor {
  public:
@@ -56,7 +40,7 @@ class Descriptor {
 
 }  // namespace
 
-class Reader::Work {
+class RangeReader::Work {
  public:
   Work(const std::string& path, const ReadOptions& options, std::vector<ReadRange> ranges)
       : path_(path), options_(options), ranges_(std::move(ranges)) {}
@@ -84,25 +68,25 @@ class Reader::Work {
     if (fuse && options_.backend == "auto") options_.backend = "posix";
     if (options_.direct.value_or(!fuse)) direct_.Open(path_, O_RDONLY | O_DIRECT);
     if (options_.past_cache)
-      (void)posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_DONTNEED);  // for where there is no O_DIRECT
+      (void)posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_DONTNEED);  // in case O_DIRECT does not work
     else
       MapFile();
-    LayOut();
+    plan_ = PlanReads(ranges_);
 
     unsigned threads = options_.threads;
     if (threads == 0) threads = std::clamp(std::thread::hardware_concurrency(), 1u, 4u);
     staging_ = options_.staging;
-    if (staging_.size() < kReadBytes && !units_.empty()) {
+    if (staging_.size() < kReadBytes && !plan_.units.empty()) {
       if (Status mapped = own_staging_.Map(8 * kReadBytes); !mapped.ok()) return mapped;
       staging_ = {own_staging_.base(), 8 * kReadBytes};
     }
-    const size_t depth = std::min({size_t{options_.io_depth}, staging_.size() / kReadBytes, units_.size()});
+    const size_t depth = std::min({size_t{options_.io_depth}, staging_.size() / kReadBytes, plan_.units.size()});
     threads = static_cast<unsigned>(std::min<size_t>(threads, depth));
     if (threads > 0) depth_ = depth / threads;
     try {
       for (unsigned i = 0; i < threads; ++i) workers_.emplace_back([this] { Run(); });
     } catch (const std::system_error&) {
-      // Fewer threads than hoped for are enough.
+      // Fewer threads do; without any, ReadInto reads.
     }
     return Status::Ok();
   }
@@ -112,7 +96,7 @@ class Reader::Work {
       ReadRange& r = ranges_[i];
       r.to = to[i];
       r.device = devices[i];
-      // New memory comes in small pages unless somebody asks; only whole huge pages inside the range are touched.
+      // Ask for huge pages, since new memory comes in small ones; only whole huge pages inside the range.
       constexpr size_t kHuge = 2 << 20;
       const auto begin = AlignUp(reinterpret_cast<uintptr_t>(r.to), kHuge);
       const auto end = (reinterpret_cast<uintptr_t>(r.to) + r.size) / kHuge * kHuge;
@@ -128,7 +112,7 @@ class Reader::Work {
     for (auto& t : workers_) t.join();
     workers_.clear();
     if (!error_.ok()) return error_;
-    for (const Part& p : parts_) {
+    for (const ReadPart& p : plan_.parts) {
       ReadRange& r = ranges_[p.range];
       r.crc = Crc32Combine(r.crc, p.crc, p.size);
     }
@@ -140,50 +124,52 @@ class Reader::Work {
  private:
   struct Flight {
     std::byte* buffer;
-    const Unit* unit;
+    const ReadUnit* unit;
     size_t done;
     unsigned retries;
   };
 
-  // Only to ask which pages are in memory; never dereferenced.
+  // The reads of one thread. Its end waits for those in flight: no read outlives its buffer.
+  struct Flights {
+    Flights(size_t depth, std::byte* staging) : all(depth) {
+      results.reserve(depth);
+      idle.reserve(depth);
+      for (size_t i = 0; i < depth; ++i) {
+        all[i].buffer = staging + i * kReadBytes;
+        idle.push_back(&all[i]);
+      }
+    }
+    ~Flights() {
+      while (pending > 0) Reap();
+    }
+    void Reap() {
+      results.clear();
+      io->Wait(&results);
+      pending -= results.size();
+    }
+
+    std::unique_ptr<IoBackend> io;  // made for the first read
+    std::vector<Flight> all;
+    std::vector<Flight*> idle;
+    std::vector<IoResult> results;
+    size_t pending = 0;  // submitted and not reaped
+  };
+
+  // Only mincore() uses the map, to find out which pages are in memory.
   void MapFile() {
     if (file_size_ == 0 || direct_.get() < 0) return;
     void* map = mmap(nullptr, file_size_, PROT_READ, MAP_SHARED, buffered_.get(), 0);
     if (map != MAP_FAILED) map_ = static_cast<std::byte*>(map);
   }
 
-  bool Resident(const Unit& unit) const {
+  bool Resident(const ReadUnit& unit) const {
     if (direct_.get() < 0) return true;
-    if (options_.past_cache) return false;
     if (map_ == nullptr) return false;
     const uint64_t end = std::min(unit.end, file_size_);
     std::array<unsigned char, kReadBytes / kBlockBytes> pages;
     if (mincore(map_ + unit.begin, end - unit.begin, pages.data()) != 0) return false;
     const size_t n = (end - unit.begin + kBlockBytes - 1) / kBlockBytes;
     return std::all_of(pages.begin(), pages.begin() + n, [](unsigned char p) { return (p & 1) != 0; });
-  }
-
-  void LayOut() {
-    std::vector<size_t> order(ranges_.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(), [this](size_t a, size_t b) { return ranges_[a].offset < ranges_[b].offset; });
-    for (const size_t i : order) {
-      const ReadRange& r = ranges_[i];
-      for (uint64_t done = 0; done < r.size;) {
-        const uint64_t at = r.offset + done;
-        if (units_.empty() || at >= units_.back().begin + kReadBytes || at > units_.back().end + kMaxGapBytes ||
-            at < units_.back().begin) {
-          const uint64_t begin = at / kBlockBytes * kBlockBytes;
-          units_.push_back({begin, begin, parts_.size(), parts_.size()});
-        }
-        Unit& unit = units_.back();
-        const uint64_t n = std::min(r.size - done, unit.begin + kReadBytes - at);
-        parts_.push_back({i, at, done, n});
-        unit.end = std::max(unit.end, static_cast<uint64_t>(AlignUp(at + n, kBlockBytes)));
-        unit.last_part = parts_.size();
-        done += n;
-      }
-    }
   }
 
   void Fail(Status error) {
@@ -195,26 +181,26 @@ class Reader::Work {
     places_known_.notify_all();
   }
 
-  // False if there will be no places, because the read failed or was given up.
+  // Waits for ReadInto to say where bytes go. False if the read failed or was given up.
   bool AwaitPlaces() {
     std::unique_lock lock(mutex_);
     places_known_.wait(lock, [this] { return have_places_ || failed_; });
     return !failed_;
   }
 
-  // Reads from the page cache. What belongs on the host passes the beginning of the buffer, which stays in the CPU's
-  // cache: a read straight into `to` would first bring the lines of `to` into it. Parts for devices come before that,
-  // each at its place in the unit.
-  void ReadBuffered(const Unit& unit, std::byte* buffer) {
+  // Reads from the page cache. Host bytes pass the beginning of the buffer, which stays in the CPU's cache: a read
+  // straight into `to` would first load the lines of `to` into it. Parts for devices come first, each at its place in
+  // the unit.
+  void ReadBuffered(const ReadUnit& unit, std::byte* buffer) {
     if (!AwaitPlaces()) return;
     for (const bool on_device : {true, false}) {
       for (size_t i = unit.first_part; i < unit.last_part && !failed_; ++i)
-        if ((ranges_[parts_[i].range].device >= 0) == on_device) ReadPart(unit, parts_[i], buffer);
+        if ((ranges_[plan_.parts[i].range].device >= 0) == on_device) ReadBufferedPart(unit, plan_.parts[i], buffer);
       if (on_device && !failed_) Upload(unit, buffer);
     }
   }
 
-  void ReadPart(const Unit& unit, Part& p, std::byte* buffer) {
+  void ReadBufferedPart(const ReadUnit& unit, ReadPart& p, std::byte* buffer) {
     const bool on_device = ranges_[p.range].device >= 0;
     for (size_t done = 0; done < p.size;) {
       const size_t want = std::min(p.size - done, kBufferedBytes);
@@ -227,9 +213,8 @@ class Reader::Work {
     }
   }
 
-  // Copies the parts of a unit that belong on devices: in one call for neighbours on the same device, since each call
-  // waits for its copies. Meanwhile the other threads read, and the disk reads for this one.
-  void Upload(const Unit& unit, std::byte* buffer) try {
+  // Copies the parts of a unit for devices, neighbours on one device in one call, since each call waits for its copies.
+  void Upload(const ReadUnit& unit, std::byte* buffer) {
     std::vector<DeviceCopy> copies;
     int device = -1;
     const auto send = [&] {
@@ -238,7 +223,7 @@ class Reader::Work {
       copies.clear();
     };
     for (size_t i = unit.first_part; i < unit.last_part; ++i) {
-      const Part& p = parts_[i];
+      const ReadPart& p = plan_.parts[i];
       const ReadRange& range = ranges_[p.range];
       if (range.device < 0) continue;
       if (range.device != device) send();
@@ -247,91 +232,70 @@ class Reader::Work {
       copies.push_back({buffer + (p.at - unit.begin), to, p.size});
     }
     send();
-  } catch (const std::bad_alloc&) {
-    Fail(Status::NoMemory());
   }
 
   void Deliver(const Flight& flight) {
     if (!AwaitPlaces()) return;
     for (size_t i = flight.unit->first_part; i < flight.unit->last_part; ++i) {
-      Part& p = parts_[i];
+      ReadPart& p = plan_.parts[i];
       p.crc = Land(p, 0, flight.buffer + (p.at - flight.unit->begin), p.size, 0);
     }
     Upload(*flight.unit, flight.buffer);
   }
 
-  // Bytes of a part from `done` on: to where they belong, if that is on the host, and into its checksum.
-  uint32_t Land(const Part& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const {
+  // Adds bytes of a part, from `done` on, to its checksum, and copies them to their place if that is on the host.
+  uint32_t Land(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const {
     const ReadRange& range = ranges_[p.range];
     if (range.to == nullptr || range.device >= 0) return Crc32(crc, from, size);
     return CopyCrc32(crc, range.to + p.in_range + done, from, size);
   }
 
+  // The one place of a reader thread that catches std::bad_alloc; Flights ends the reads in flight before.
   void Run() {
     try {
       ReadUnits();
-    } catch (const std::bad_alloc&) {  // before anything was submitted: afterwards nothing needs memory
+    } catch (const std::bad_alloc&) {
       Fail(Status::NoMemory());
     }
   }
 
   void ReadUnits() {
-    std::byte* const staging = staging_.data() + next_worker_++ * depth_ * kReadBytes;
+    Flights flights(depth_, staging_.data() + next_worker_++ * depth_ * kReadBytes);
     Status status;
-    std::unique_ptr<IoBackend> io;
-    std::vector<Flight> flights(depth_);
-    std::vector<Flight*> idle;
-    for (size_t i = 0; i < depth_; ++i) {
-      flights[i].buffer = staging + i * kReadBytes;
-      idle.push_back(&flights[i]);
-    }
-    std::vector<IoResult> results;
-    results.reserve(depth_);
     for (;;) {
-      while (!idle.empty() && !failed_) {
+      while (!flights.idle.empty() && !failed_) {
         const size_t next = next_unit_++;
-        if (next >= units_.size()) break;
-        const Unit& unit = units_[next];
+        if (next >= plan_.units.size()) break;
+        const ReadUnit& unit = plan_.units[next];
         if (Resident(unit)) {
-          ReadBuffered(unit, idle.back()->buffer);
+          ReadBuffered(unit, flights.idle.back()->buffer);
           continue;
         }
-        if (io == nullptr) {
-          io = MakeBackend(options_.backend, static_cast<unsigned>(depth_), &status);
-          if (io == nullptr) return Fail(status);
-          if (!options_.fault.empty()) {
-#ifdef LAZYCKPT_FAULTS
-            io = MakeFaultBackend(std::move(io), options_.fault);
-#else
-            io = nullptr;
-#endif
-            if (io == nullptr) return Fail(Status(EINVAL, "fault specification", path_));
-          }
-        }
-        Flight* flight = idle.back();
-        idle.pop_back();
-        flight->unit = &unit;
-        flight->done = 0;
-        flight->retries = 0;
-        if (!Submit(io.get(), flight)) idle.push_back(flight);
+        if (flights.io == nullptr)
+          flights.io = MakeBackend(options_.backend, static_cast<unsigned>(depth_), options_.fault, &status);
+        if (flights.io == nullptr) return Fail(status);
+        Flight* flight = flights.idle.back();
+        flights.idle.pop_back();
+        *flight = {flight->buffer, &unit, 0, 0};
+        if (!Submit(&flights, flight)) flights.idle.push_back(flight);
       }
-      if (idle.size() == depth_) return;
-      // One at a time: its buffer is reading again before the next one is delivered.
-      if (results.empty()) {
-        io->Wait(&results);
+      if (flights.idle.size() == depth_) return;
+      // One result at a time: its buffer reads again before the next one is delivered.
+      if (flights.results.empty()) {
+        flights.Reap();
         continue;
       }
-      const IoResult result = results.back();
-      results.pop_back();
+      const IoResult result = flights.results.back();
+      flights.results.pop_back();
       auto* flight = static_cast<Flight*>(result.tag);
-      if (Complete(io.get(), flight, result.result)) idle.push_back(flight);
+      if (Complete(&flights, flight, result.result)) flights.idle.push_back(flight);
     }
   }
 
-  // False if the flight goes on: a short read, or one that was interrupted.
-  bool Complete(IoBackend* io, Flight* flight, int64_t result) {
-    const Unit& unit = *flight->unit;
-    if (result == -EINVAL) {  // a file system that takes O_DIRECT and then will not read so
+  // False if the flight goes on, since the read was short or interrupted.
+  bool Complete(Flights* flights, Flight* flight, int64_t result) {
+    const ReadUnit& unit = *flight->unit;
+    if (result == -EINVAL) {  // the file system opens with O_DIRECT but does not read so
       ReadBuffered(unit, flight->buffer);
       return true;
     }
@@ -340,28 +304,28 @@ class Reader::Work {
     if (result > 0) flight->done += static_cast<size_t>(result);
     if (!failed_ && flight->done < std::min(unit.end, file_size_) - unit.begin) {
       flight->done -= flight->done % kBlockBytes;
-      // The file ends earlier than it did when the read began, or the disk moves nothing.
+      // The file was cut after Start, or the disk moves nothing.
       if (result == 0 || (flight->done == before && ++flight->retries > kMaxRetries))
         Fail(Status(ENODATA, "short read", path_));
-      else if (Submit(io, flight))
+      else if (Submit(flights, flight))
         return false;
     }
     Deliver(*flight);
     return true;
   }
 
-  bool Submit(IoBackend* io, Flight* flight) {
-    const Unit& unit = *flight->unit;
+  bool Submit(Flights* flights, Flight* flight) {
+    const ReadUnit& unit = *flight->unit;
     const size_t size = unit.end - unit.begin - flight->done;
-    Status status = io->Submit(
+    Status status = flights->io->Submit(
         {IoRequest::Op::kRead, direct_.get(), flight->buffer + flight->done, size, unit.begin + flight->done, flight});
+    flights->pending += status.ok() ? 1 : 0;
     if (!status.ok()) Fail(status);
     return status.ok();
   }
 
   static constexpr size_t kBufferedBytes = 256 << 10;  // of the page cache: within a core's own L2 cache
   static constexpr unsigned kMaxRetries = 1000;        // of requests for one unit that moved nothing
-  static constexpr uint64_t kMaxGapBytes = 64 << 10;   // reading over a gap is cheaper than another request
 
   const std::string path_;
   ReadOptions options_;
@@ -369,13 +333,12 @@ class Reader::Work {
   Descriptor buffered_, direct_;
   uint64_t file_size_ = 0;
   std::byte* map_ = nullptr;
-  // In huge pages: a read into scattered small ones is cut into many requests, at a third of the speed.
+  // A ring, for its huge pages: a read into scattered small pages is split into many requests, at a third of the speed.
   Ring own_staging_;
   std::span<std::byte> staging_;
   size_t depth_ = 0;  // reads in flight, for each thread
   std::atomic<unsigned> next_worker_ = 0;
-  std::vector<Part> parts_;  // in file order, and so in the order of each range
-  std::vector<Unit> units_;
+  ReadPlan plan_;
   std::vector<std::thread> workers_;
   std::atomic<size_t> next_unit_ = 0;
   std::mutex mutex_;
@@ -385,22 +348,22 @@ class Reader::Work {
   Status error_;
 };
 
-Reader::Reader(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+RangeReader::RangeReader(std::unique_ptr<Work> work) : work_(std::move(work)) {}
 
-Reader::~Reader() = default;
+RangeReader::~RangeReader() = default;
 
-std::unique_ptr<Reader> Reader::Start(const std::string& path, const ReadOptions& options,
-                                      std::vector<ReadRange> ranges, Status* status) {
+std::unique_ptr<RangeReader> RangeReader::Start(const std::string& path, const ReadOptions& options,
+                                                std::vector<ReadRange> ranges, Status* status) {
   auto work = std::make_unique<Work>(path, options, std::move(ranges));
   *status = work->Start();
   if (!status->ok()) return nullptr;
-  return std::unique_ptr<Reader>(new Reader(std::move(work)));
+  return std::unique_ptr<RangeReader>(new RangeReader(std::move(work)));
 }
 
-Status Reader::ReadInto(const std::vector<std::byte*>& to, const std::vector<int>& devices) {
+Status RangeReader::ReadInto(const std::vector<std::byte*>& to, const std::vector<int>& devices) {
   return work_->ReadInto(to, devices);
 }
 
-const std::vector<ReadRange>& Reader::ranges() const { return work_->ranges(); }
+const std::vector<ReadRange>& RangeReader::ranges() const { return work_->ranges(); }
 
 }  // namespace lazyckpt

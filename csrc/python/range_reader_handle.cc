@@ -1,22 +1,20 @@
-// A read under way, as Python has it.
-#include <pybind11/stl/filesystem.h>
-
+// RangeReader in Python.
 #include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "engine/reader.h"
+#include "engine/range_reader.h"
 #include "python/engine_handle.h"
 
 namespace lazyckpt {
 namespace {
 
-class ReaderHandle {
+class RangeReaderHandle {
  public:
-  ReaderHandle(std::shared_ptr<EngineHandle> engine, const std::filesystem::path& path, const py::buffer& offsets,
-               const py::buffer& sizes, unsigned threads, unsigned io_depth)
+  RangeReaderHandle(std::shared_ptr<EngineHandle> engine, const std::filesystem::path& path, const py::buffer& offsets,
+                    const py::buffer& sizes, unsigned threads, unsigned io_depth)
       : engine_(std::move(engine)) {
     const auto o = ToVector<uint64_t>(offsets, "offsets");
     const auto s = ToVector<uint64_t>(sizes, "sizes");
@@ -35,12 +33,12 @@ class ReaderHandle {
     Status status;
     {
       NoGil no_gil;
-      reader_ = Reader::Start(path.string(), options, std::move(ranges), &status);
+      reader_ = RangeReader::Start(path.string(), options, std::move(ranges), &status);
     }
     if (!status.ok()) Close();
     Raise(status);
   }
-  ~ReaderHandle() { Close(); }
+  ~RangeReaderHandle() { Close(); }
 
   py::list ReadInto(const py::buffer& pointers, const std::optional<py::buffer>& devices,
                     const std::optional<py::buffer>& streams) {
@@ -56,7 +54,7 @@ class ReaderHandle {
     for (const int device : d)
       if (device >= 0 && std::none_of(current.begin(), current.end(), [&](auto& s) { return s.device == device; }))
         throw py::value_error("a place on a device without a stream");
-    if (reader_ == nullptr) throw std::runtime_error("a Reader reads once");
+    if (reader_ == nullptr) throw std::runtime_error("a RangeReader reads once");
     if (p.size() != reader_->ranges().size()) throw py::value_error("pointers and offsets differ in length");
     std::vector<std::byte*> to;
     for (const uint64_t pointer : p) to.push_back(reinterpret_cast<std::byte*>(pointer));
@@ -75,7 +73,7 @@ class ReaderHandle {
 
  private:
   void Close() {
-    if (!engine_->alive()) return (void)reader_.release();  // its threads did not survive the fork
+    if (!engine_->alive()) return (void)reader_.release();  // a forked child has none of its threads
     {
       NoGil no_gil;
       reader_.reset();
@@ -85,18 +83,18 @@ class ReaderHandle {
 
   const std::shared_ptr<EngineHandle> engine_;
   std::span<std::byte> staging_;
-  std::unique_ptr<Reader> reader_;
+  std::unique_ptr<RangeReader> reader_;
 };
 
 }  // namespace
 
-void DefineReader(py::module_& m) {
+void DefineRangeReader(py::module_& m) {
   using namespace pybind11::literals;
-  py::class_<ReaderHandle>(m, "Reader")
+  py::class_<RangeReaderHandle>(m, "RangeReader")
       .def(py::init<std::shared_ptr<EngineHandle>, const std::filesystem::path&, const py::buffer&, const py::buffer&,
                     unsigned, unsigned>(),
            "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
-      .def("read_into", &ReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
+      .def("read_into", &RangeReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
 }
 
 }  // namespace lazyckpt
