@@ -1,4 +1,4 @@
-"""The one pass over memory, byte by byte, in each of the ways in which it is built."""
+"""The pass that copies and checksums, byte by byte, in each build of it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_byte_arrives_and_none_beside(
 
 
 def test_a_source_at_the_end_of_memory(copy_crc32: Copy) -> None:
-    """What is behind it is fetched ahead, and that must not be a fault."""
+    """Prefetching beyond the source must not fault."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

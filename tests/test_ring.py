@@ -1,4 +1,4 @@
-"""The staging ring never hands out memory that is still in use, and always hands out what is free."""
+"""The staging ring never hands out memory in use and always hands out free memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rounded(nbytes: int) -> int:
 
 
 class RingModel(RuleBasedStateMachine):
-    """Random allocations and frees against what a ring promises."""
+    """Compares random allocations and frees with a model of the ring."""
 
     regions = Bundle("regions")
 
@@ -91,7 +91,7 @@ test_random_allocations = RingModel.TestCase
 @example(blocks=4, slice_blocks=4, sizes=[3 * BLOCK, 2 * BLOCK, 3 * BLOCK])
 @settings(max_examples=300, deadline=None)
 def test_first_in_first_out_never_gets_stuck(blocks: int, slice_blocks: int, sizes: list[int]) -> None:
-    """The engine frees the oldest and tries again: whatever fits an empty ring gets its turn."""
+    """Freeing the oldest region and retrying makes room for every size that fits an empty ring."""
     ring = _engine.Ring(blocks * BLOCK, slice_blocks * BLOCK)
     live: list[int] = []
     for size in sizes:
@@ -107,7 +107,7 @@ def test_first_in_first_out_never_gets_stuck(blocks: int, slice_blocks: int, siz
 
 
 def test_wraps_while_the_oldest_region_is_live() -> None:
-    """As in DataStates' code, where the second region after a wrap overlapped the live one."""
+    """In DataStates' code the second region after a wrap overlapped the live one."""
     ring = _engine.Ring(8 * BLOCK, 8 * BLOCK)
     a, b, c = (ring.allocate(2 * BLOCK), ring.allocate(3 * BLOCK), ring.allocate(2 * BLOCK))
     assert (a, b, c) == (0, 2 * BLOCK, 5 * BLOCK)
@@ -134,7 +134,7 @@ def test_uses_every_byte_of_its_capacity() -> None:
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_checkpoints_in_flight_share_a_wrapping_ring(backend: str, seed: int, tmp_path: Path) -> None:
-    """Several checkpoints, each many times the ring, in flight at once: every byte of every file is right."""
+    """Several jobs, each many times the ring, are in flight at once. Every byte of every file is right."""
     rng = np.random.default_rng(seed)
     engine = _engine.Engine(ring_bytes=5 * BLOCK, chunk_bytes=2 * BLOCK, io_depth=3, copy_threads=2, backend=backend)
     jobs = []

@@ -1,5 +1,5 @@
-"""The engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: by itself, driven
-by sanitize/stress.cc; and in Python, with Python's and torch's own objects watched, under the tests that touch it."""
+"""The engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: alone, driven by
+sanitize/stress.cc, and in Python, under the tests that touch it, with Python's and torch's objects watched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sanitized]:
-    """The engine with this sanitizer, built once."""
+    """Builds the engine once for each sanitizer."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
     known: dict[str, Sanitized] = {}
@@ -55,7 +55,7 @@ SAVES_AND_LOADS = ("test_snapshot.py", "test_saver.py", "test_safetensors.py")
 
 
 def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
-    """Each report fails it, also of the processes that tests start."""
+    """Any report fails the test, including those of processes that tests start."""
     sanitized = built(ADDRESS)
     environment = for_python(sanitized)
     options = ["-q", "-m", "not slow and not alone", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
