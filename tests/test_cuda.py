@@ -268,7 +268,7 @@ def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path
     with driver.hold(copies=True):
         job = state.begin(engine)
         job.open(0, str(tmp_path / "file"), 0)
-        # Behind the device's in the file: only its checksum has to wait.
+        # Host bytes follow the device's in the file, and only the chunk with a checksum waits.
         end = time.monotonic() + 10
         while time.monotonic() < end and not any(event[6] > 0 for event in job.timeline()):
             time.sleep(0.01)
@@ -328,7 +328,7 @@ def test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned(driver: Fa
     engine = make_engine(ring_bytes=1 << 30)
     state.save(engine, tmp_path / "file")
     assert driver.live()["registered_bytes"] < 512 << 20, "it waited for most of sixteen ranges"
-    wait_until(lambda: driver.live()["registered_bytes"] == 1 << 30)  # nobody has to ask for the others
+    wait_until(lambda: driver.live()["registered_bytes"] == 1 << 30)  # the rest is pinned without a request
 
 
 @pytest.mark.parametrize("which", [1, 2])
@@ -338,7 +338,7 @@ def test_the_contexts_of_the_caller_stay(driver: FakeCuda, which: int) -> None:
     contexts = [ctypes.c_void_p(), ctypes.c_void_p()]
     engine = make_engine()
     assert engine.attach(0)
-    wait_until(lambda: driver.live()["registered_bytes"] == 64 * CHUNK)  # no other thread calls the driver then
+    wait_until(lambda: driver.live()["registered_bytes"] == 64 * CHUNK)  # from then on no other thread calls the driver
     for device, context in enumerate(contexts):
         assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
         assert lib.cuCtxPushCurrent_v2(context) == 0
@@ -535,7 +535,7 @@ def test_every_call_that_fails_fails_its_checkpoint_alone(
         except OSError as error:
             raised = str(error)
         for pointer in state.pointers:
-            driver.device_free(pointer, 0)  # behind what training enqueued, but before no copy
+            driver.device_free(pointer, 0)  # after the work of training; it must not precede a copy
         driver.synchronize()
         called = driver.calls().get(name, 0) - before
         if raised:
@@ -551,7 +551,7 @@ def test_every_call_that_fails_fails_its_checkpoint_alone(
             nth += 1
         elif failures or too_late == 50:
             break
-        else:  # the copies were done before anybody waited for them, and nobody asked
+        else:  # the copies were done before anybody waited, so the call did not happen
             too_late += 1
     assert failures > 0
 

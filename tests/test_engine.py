@@ -49,7 +49,7 @@ class Program:
             self.files,
             eager_by_caller,
         )
-        weakref.finalize(job, tuple, self.sources)  # which the caller keeps until nothing reads them
+        weakref.finalize(job, tuple, self.sources)  # the caller keeps them alive
         return job
 
     def start(self, engine: _engine.Engine, *, eager_by_caller: bool = False) -> _engine.Job:
@@ -143,7 +143,7 @@ def programs(draw: st.DrawFn) -> Program:
         [draw(st.sampled_from([0, 1, 2, 3, 1 << 63])) for _ in sizes],
         files=draw(st.integers(1, 3)),
     )
-    # Parts that touch nothing before them but in the file's own order; they are run in the order of this list.
+    # Parts begin at block boundaries. They are appended in the order of this list, not in that of the file.
     parts = draw(st.lists(st.integers(0, program.files - 1), min_size=1, max_size=6))
     parts += [f for f in range(program.files) if f not in parts]
     order_in_file = {f: draw(st.permutations([i for i, g in enumerate(parts) if g == f])) for f in range(program.files)}
@@ -179,7 +179,7 @@ def programs(draw: st.DrawFn) -> Program:
             end += sum(n for _, n, _ in contents[number][0])
     for number, file in enumerate(parts):
         rows, blob = contents[number]
-        cut = draw(st.integers(0, len(rows)))  # an extent that continues the one before, at any byte
+        cut = draw(st.integers(0, len(rows)))  # where an extent continues the one before
         middle = offsets[number] + sum(n for _, n, _ in rows[:cut])
         if rows[:cut]:
             program.extents.append((file, offsets[number], rows[:cut], bytes(blob)))
@@ -459,7 +459,7 @@ def test_malformed_arguments() -> None:
     with pytest.raises(ValueError, match="flat"):
         engine.begin(array("I", [0, 0]), array("I", [0, 0]), array("I", [0, 0]), 1)
     strided = np.arange(6, dtype=np.uint64)[::2]
-    with pytest.raises(ValueError, match="flat"):  # was read as if its items were neighbours
+    with pytest.raises(ValueError, match="flat"):  # regression: the items were read as neighbours
         engine.begin(strided, strided, strided, 1)
     with pytest.raises(ValueError, match="contiguous"):
         _engine.crc32(memoryview(b"abcdef")[::2])
@@ -473,7 +473,7 @@ def test_malformed_arguments() -> None:
         {"chunk_bytes": 2 << 30},
         {"ring_bytes": BLOCK},
         {"io_depth": 0},
-        {"backend": "aio"},  # was taken for io_uring
+        {"backend": "aio"},  # regression: io_uring was used
         {"backend": ""},
         {"fault": "nonsense"},
         {"fault": "write:x:EIO"},
@@ -500,7 +500,7 @@ def test_a_file_is_created_once_and_never_overwritten(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             job.raise_error()
     assert existing.read_bytes() == b"precious"
-    gc.collect()  # engines of tests before this one
+    gc.collect()  # closes engines of earlier tests
     before = descriptors()
     job = simple([10]).begin(engine)
     job.open(0, str(tmp_path / "a"), 100)
@@ -571,7 +571,7 @@ def test_what_has_settled_is_on_the_disk(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["begun", "appended", "sealed", "opened", "writing"])
 def test_a_dropped_job_releases_everything(backend: str, stage: str, tmp_path: Path) -> None:
     engine = make_engine(backend=backend, fault="write:2:stall,write:3:stall")
-    gc.collect()  # engines of tests before this one
+    gc.collect()  # closes engines of earlier tests
     before = descriptors()
     program = simple([20 * BLOCK, 300], [1, 0])
     job = program.begin(engine)
@@ -586,7 +586,7 @@ def test_a_dropped_job_releases_everything(backend: str, stage: str, tmp_path: P
             time.sleep(0.001)
     del job
     gc.collect()
-    program.sources.clear()  # nobody reads them any more
+    program.sources.clear()  # nothing reads them any more
     wait_for(lambda: engine.ring_used_bytes == 0)
     wait_for(lambda: descriptors() == before)
     (tmp_path / "file").unlink(missing_ok=True)
@@ -631,7 +631,7 @@ def test_a_failed_truncate_does_not_stall_other_jobs(backend: str, tmp_path: Pat
 def test_a_job_that_fails_twice_is_let_go(backend: str, tmp_path: Path) -> None:
     """Regression: a job that failed while its truncate was failing kept its descriptor, and the engine never closed."""
     engine = make_engine(backend=backend, fault="truncate:1:stall,truncate:1:EIO")
-    gc.collect()  # engines of tests before this one
+    gc.collect()  # closes engines of earlier tests
     before = descriptors()
     program = simple([100])
     job = program.begin(engine)
@@ -650,7 +650,7 @@ def test_a_job_that_fails_twice_is_let_go(backend: str, tmp_path: Path) -> None:
 def test_a_thousand_jobs_leave_nothing_behind(backend: str, shm: Path) -> None:
     engine = make_engine(backend=backend, ring_bytes=64 * BLOCK)
     program = simple([100, 5000])
-    gc.collect()  # engines of tests before this one
+    gc.collect()  # closes engines of earlier tests
     before = descriptors()
     for number in range(1000):
         job = program.start(engine)
@@ -828,7 +828,7 @@ def test_what_does_not_fit_into_the_ring_makes_room_before_the_copy_threads_may(
 
 
 def test_the_last_eager_chunk_is_left_to_the_caller() -> None:
-    engine = roomy_engine(copy_threads=1)  # of two, one may take it while the other still copies the last but one
+    engine = roomy_engine(copy_threads=1)  # with two, one may take the last while the other copies
     program = simple([2 * BLOCK - 4] * 3)
     job = program.start(engine, eager_by_caller=True)
     job.go()

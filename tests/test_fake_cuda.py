@@ -208,17 +208,6 @@ def test_devices(cuda: FakeCuda, drv: Driver) -> None:
     expect(cuda, "cuDeviceGet: no such device")
 
 
-def test_calls_before_init() -> None:
-    script = """
-        context = ctypes.c_void_p()
-        assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 3
-        assert len(f.violations()) == 1
-        assert lib.cuInit(0) == 0 and lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-    """
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
-
-
 def test_what_is_alive_is_counted(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
     stream, event = drv.stream(), drv.event()
     cuda.stream(0)  # not the caller's
@@ -917,21 +906,6 @@ def test_the_null_stream_while_a_blocking_stream_is_captured(cuda: FakeCuda, drv
     expect(cuda, "the NULL stream was used")
 
 
-def test_a_capture_ends_where_it_began(cuda: FakeCuda, drv: Driver) -> None:
-    stream = cuda.stream(0)
-    cuda.begin_capture(stream)
-
-    def end() -> int:
-        with pytest.raises(FakeError) as failed:
-            cuda.end_capture(stream)
-        return failed.value.code
-
-    assert in_thread(end) == CAPTURE_WRONG_THREAD
-    cuda.end_capture(stream)
-    with pytest.raises(FakeError):
-        cuda.begin_capture(0)  # the NULL stream cannot be captured
-
-
 # Errors
 
 
@@ -1002,52 +976,3 @@ def test_a_forked_child_calls_nothing(tmp_path: Path) -> None:
     done = run_script(script, FAKE_CUDA_REPORT=str(report))
     assert done.returncode == 0, done.stderr
     assert report.read_text() == "cuInit was called in a forked child\n"
-
-
-def test_a_process_ends_in_mid_copy() -> None:
-    script = """
-        lib.cuInit(0)
-        context, stream = ctypes.c_void_p(), ctypes.c_void_p()
-        lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
-        lib.cuCtxSetCurrent(context)
-        lib.cuStreamCreate(ctypes.byref(stream), 1)
-        host = ctypes.create_string_buffer(1 << 20)
-        lib.cuMemHostRegister_v2(host, ctypes.c_size_t(1 << 20), 1)
-        f.configure(bandwidth=1e6)
-        f.kernel(stream.value, microseconds=1e6)
-        size, tensor = ctypes.c_size_t(1 << 20), ctypes.c_uint64(f.device_malloc(0, 1 << 20))
-        assert lib.cuMemcpyDtoHAsync_v2(host, tensor, size, stream) == 0
-    """
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-
-
-def test_many_threads(cuda: FakeCuda, drv: Driver) -> None:
-    """Each thread has its own tensor, streams and memory."""
-    cuda.configure(delay_us=50, call_us=50)
-    contexts = [drv.made("cuDevicePrimaryCtxRetain", device) for device in (0, 1)]
-    wrong: list[Any] = []
-
-    def work(number: int) -> None:
-        device = number % 2
-        drv.cuCtxSetCurrent(contexts[device])
-        pages, address = host_memory(64 << 10)
-        drv.cuMemHostRegister_v2(address, 64 << 10, PORTABLE)
-        tensor, stream, side = cuda.device_malloc(device, 4096), cuda.stream(device), drv.stream()
-        for i in range(16):
-            cuda.kernel(stream, [(tensor, 4096, 16 * number + i)], device=device)
-            drv.order(stream, side)
-            drv.cuMemcpyDtoHAsync_v2(address + 4096 * i, tensor, 4096, side)
-            drv.order(side, stream)
-        drv.finish(side)
-        drv.cuMemHostUnregister(address)
-        wrong.extend(i for i in range(16) if set(pages[4096 * i : 4096 * i + 4096]) != {16 * number + i})
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert wrong == []
-    assert cuda.statistics()["copies"] == 96

@@ -82,7 +82,7 @@ class Save:
         sources: list[Memory],
         path: Path,
         owners: int = 1,
-        expected: bytes | None = None,  # where reading the sources would change what is tried
+        expected: bytes | None = None,  # if reading the sources would change the case
     ) -> None:
         self.path, self.sources = path, sources
         self.expected = expected or b"".join(source.array.tobytes() for source in sources)
@@ -171,7 +171,7 @@ def test_what_lies_in_pages_with_others_is_of_the_moment_of_the_save(
     save = Save(engine, [memory], tmp_path / "a")
     neighbours.array[: shift + 32] = 255
     neighbours.array[-32 - 64 :] = 255
-    assert save.finish() == ([] if shift else [0])  # without a shift the first page is the storage's own
+    assert save.finish() == ([] if shift else [0])  # without a shift the first page belongs to the storage alone
 
 
 @pytest.mark.parametrize("shift", [0, 64])
@@ -463,7 +463,7 @@ def test_what_another_snapshot_watches_between_two_neighbours_is_left_to_it(tmp_
     )
     first = Save(engines[0], [between], tmp_path / "a")
     between.array[PAGE] = 1
-    second = Save(engines[1], [left, right], tmp_path / "b")  # what was written before it tears the first alone
+    second = Save(engines[1], [left, right], tmp_path / "b")  # earlier writes tear the first alone
     assert second.finish() == []
     assert first.finish() == [0]
     first = Save(engines[0], [between], tmp_path / "c")
@@ -546,7 +546,7 @@ def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObje
         save = Save(engine, sources, folder / str(number))
         position = data.draw(st.integers(0, at - 1))
         whole.array[position] ^= 255
-        torn = save.finish()  # and the file is that of the save, unless it is torn
+        torn = save.finish()  # checks the file unless it is torn
         page = (whole.address + position) // PAGE * PAGE
         expected = []
         for i, (source, start) in enumerate(zip(sources, starts, strict=True)):

@@ -59,7 +59,7 @@ def read_file(
         return _engine.RangeReader(engine, path, offsets, sizes, threads=threads, io_depth=io_depth).read_into(pointers)
     finally:
         assert engine.ring_used_bytes == 0
-        del engine  # not kept alive, with its threads and descriptors, by the traceback of a failure
+        del engine  # a traceback must not keep it alive
 
 
 def read(path: Path, ranges: list[tuple[int, int]], **knobs: object) -> tuple[list[np.ndarray], list[int]]:
@@ -180,7 +180,7 @@ def test_malformed_arguments(big: tuple[Path, bytes]) -> None:
     with pytest.raises(ValueError, match="length"):
         read_file(path, array("Q", [0]), array("Q"), array("Q"))
     evict(big[0])
-    for knobs in ({"fault": "nonsense"}, {"backend": "aio"}):  # the first was taken for a success, without reading
+    for knobs in ({"fault": "nonsense"}, {"backend": "aio"}):  # regression: the first succeeded without reading
         with pytest.raises(OSError) as caught:
             read_file(path, array("Q", [0]), array("Q", [10]), array("Q", [0]), **knobs)  # type: ignore[arg-type]
         assert caught.value.errno == errno.EINVAL
@@ -243,7 +243,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, dire
     thread.start()
     fault = "read:1:stall" if direct else ""
     try:
-        # Read buffered it may win the race; what it may not do is wait, or return other bytes.
+        # A buffered read may win the race; it must not hang or return other bytes.
         parts, _ = read(path, [(0, 3 * UNIT)], backend=backend, direct=direct, threads=1, fault=fault)
         assert not direct and not parts[0].any()
     except OSError as error:

@@ -46,7 +46,7 @@ class RingModel(RuleBasedStateMachine):
         assert self.ring is not None
         offset = self.ring.allocate(nbytes)
         if offset is None:
-            # An empty ring may refuse only what can never fit.
+            # An empty ring refuses only sizes that never fit.
             assert self.live or rounded(nbytes) > min(self.capacity, self.slice)
             return None
         end = offset + rounded(nbytes)
@@ -112,9 +112,9 @@ def test_wraps_while_the_oldest_region_is_live() -> None:
     a, b, c = (ring.allocate(2 * BLOCK), ring.allocate(3 * BLOCK), ring.allocate(2 * BLOCK))
     assert (a, b, c) == (0, 2 * BLOCK, 5 * BLOCK)
     ring.free(a)
-    assert ring.allocate(2 * BLOCK) == 0  # 8 - 7 blocks are too few at the end
-    assert ring.allocate(1) is None  # [0, 2) and [2, 5) are live, and the block at the end lies behind
-    ring.free(c)  # out of order: b still holds everything behind it
+    assert ring.allocate(2 * BLOCK) == 0  # one block at the end is too little
+    assert ring.allocate(1) is None  # [0, 2) and [2, 5) are live
+    ring.free(c)  # out of order: b still holds the space behind it
     assert ring.allocate(1) is None
     ring.free(b)
     assert ring.allocate(3 * BLOCK) == 2 * BLOCK
@@ -152,7 +152,7 @@ def test_checkpoints_in_flight_share_a_wrapping_ring(backend: str, seed: int, tm
         job.append(0, 0, rows, b"")
         job.seal()
         jobs.append((job, sources, tmp_path / f"{seed}-{number}"))
-    # Opened in another order than begun; the bytes wait in the ring, and others wait for the ring.
+    # Open the files in another order: their bytes wait in the ring, and other bytes wait for the ring.
     for job, sources, path in jobs:
         job.open(0, str(path), sum(s.nbytes + 4 for s in sources))
     for job, sources, path in jobs:

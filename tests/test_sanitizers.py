@@ -49,7 +49,7 @@ def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Pat
     trials.report(f"rounds of the engine's stress, -fsanitize={sanitizer}", rounds, tmp_path)
 
 
-# What hands memory to the engine, or is handed objects of Python's by it.
+# Tests that hand memory to the engine or receive Python objects from it.
 ENGINE = ("test_tensors.py", "test_ring.py", "test_engine.py", "test_reader.py", "test_cuda.py")
 SAVES_AND_LOADS = ("test_snapshot.py", "test_saver.py", "test_safetensors.py")
 
@@ -60,7 +60,7 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trial
     environment = for_python(sanitized)
     options = ["-q", "-m", "not slow and not alone", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
     # The first reads freed memory: see docs/durability.md. The second forks while threads allocate, and
-    # AddressSanitizer, unlike malloc, does not let go of its locks in the child.
+    # AddressSanitizer, unlike malloc, does not release its locks in the child.
     options += ["-k", "not storage_is_resized and not a_forked_child_calls_nothing"]
     files = (str(TESTS / t) for t in ENGINE + SAVES_AND_LOADS)
     done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)

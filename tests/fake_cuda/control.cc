@@ -50,31 +50,21 @@ FAKE_EXPORT void fake_deinit() { Machine::Get().Deinitialize(); }
 
 FAKE_EXPORT int fake_configure(const char* key, double value) {
   Locked locked;
-  Config& config = locked.m.config;
-  const std::string name = key;
-  if (name == "bandwidth") {
-    config.bandwidth = value;
-  } else if (name == "latency_us") {
-    config.latency_us = value;
-  } else if (name == "delay_us") {
-    config.delay_us = value;
-  } else if (name == "call_us") {
-    config.call_us = value;
-  } else if (name == "driver_version") {
-    config.driver_version = static_cast<int>(value);
-  } else if (name == "host_pointers") {
-    config.host_pointers = value != 0;
-  } else if (name == "numa_nodes") {
-    config.numa_nodes = static_cast<int>(value);
-  } else if (name == "registration_limit") {
-    config.registration_limit = value;
-  } else if (name == "registration_error") {
-    config.registration_error = static_cast<int>(value);
-  } else if (name == "mode") {
-    config.mode = static_cast<Mode>(value);
-  } else {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
+  Config& c = locked.m.config;
+  const std::map<std::string, double*> numbers{{"bandwidth", &c.bandwidth},
+                                               {"latency_us", &c.latency_us},
+                                               {"delay_us", &c.delay_us},
+                                               {"call_us", &c.call_us},
+                                               {"registration_limit", &c.registration_limit}};
+  const std::map<std::string, int*> integers{{"driver_version", &c.driver_version},
+                                             {"host_pointers", &c.host_pointers},
+                                             {"numa_nodes", &c.numa_nodes},
+                                             {"registration_error", &c.registration_error}};
+  if (std::string(key) == "mode") return c.mode = static_cast<Mode>(value), CUDA_SUCCESS;
+  if (const auto number = numbers.find(key); number != numbers.end()) return *number->second = value, CUDA_SUCCESS;
+  const auto integer = integers.find(key);
+  if (integer == integers.end()) return CUDA_ERROR_INVALID_VALUE;
+  *integer->second = static_cast<int>(value);
   return CUDA_SUCCESS;
 }
 
