@@ -208,6 +208,9 @@ def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], by
     (wrappers.py).
     """
 
+def prefetches_tensors() -> bool:
+    """Returns whether the pass over all tensors loads them into the cache ahead, for tests."""
+
 def page_witness(copy_on_write: bool = False) -> str:
     """Returns why watch_pages, or copy_on_write with it, does not work here; empty if it does."""
 

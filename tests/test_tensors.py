@@ -136,6 +136,11 @@ def test_errors_of_those_asked_come_through() -> None:
     assert _engine.look_at_tensors([]) is not None
 
 
+def test_tensors_are_prefetched() -> None:
+    """Fails if this torch lays its tensors out in a way that the search does not find; saves are slower then."""
+    assert _engine.prefetches_tensors()
+
+
 def test_two_threads_may_be_the_first_to_ask() -> None:
     """Regression: a thread released the GIL while it looked up torch's names; another waited for it with the GIL."""
     script = """

@@ -11,6 +11,7 @@
 #include "engine/checksum.h"
 #include "engine/ring.h"
 #include "python/engine_handle.h"
+#include "python/prefetch.h"
 #include "python/probe.h"
 #include "python/tensors.h"
 #include "witness/page_witness.h"
@@ -129,6 +130,7 @@ PYBIND11_MODULE(_engine, m) {
       "pointer"_a, "size"_a);
   m.def("crc32_combine", &Crc32Combine);
   m.def("look_at_tensors", [](const py::object& tensors) { return Returned(LookAtTensors(tensors.ptr())); });
+  m.def("prefetches_tensors", &Prefetch::Works);
   m.def("storages_in", [](const py::object& tree) { return Returned(StoragesIn(tree.ptr())); });
   m.def(
       "page_witness",

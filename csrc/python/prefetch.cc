@@ -64,6 +64,8 @@ void Fetch(const void* address, int lines) {
 
 Prefetch::Prefetch(PyObject* tensors) : tensors_(tensors) {}
 
+bool Prefetch::Works() { return Parts().implementation != 0 && Parts().in_implementation != 0; }
+
 void Prefetch::operator()(Py_ssize_t now) const {
   if (PyObject* object = At(now + 3 * kStep); object != nullptr) Fetch(object, 1);
   if (const void* implementation = ImplementationOf(At(now + 2 * kStep)); implementation != nullptr)

@@ -10,6 +10,7 @@ namespace lazyckpt {
 class Prefetch {
  public:
   explicit Prefetch(PyObject* tensors);
+  static bool Works();                    // whether the parts of a tensor were found in this torch
   void operator()(Py_ssize_t now) const;  // the tensor `now` is about to be asked
 
  private:
