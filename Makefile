@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
-ENGINE := $(wildcard csrc/*.cc csrc/*.h) csrc/CMakeLists.txt
+ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 
 .PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem clean
 setup: $(READY)
@@ -42,7 +42,7 @@ check: setup build/types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h tests/*/*.cc tests/*/*.h
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*/*.cc csrc/*/*.h tests/*/*.cc tests/*/*.h
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
 	$(DOCS) build --strict --quiet
 
@@ -58,7 +58,7 @@ build/types:
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/*/*.cc tests/*/*.h
+	$(BIN)/clang-format -i csrc/*.h csrc/*/*.cc csrc/*/*.h tests/*/*.cc tests/*/*.h
 
 # BENCH: further arguments, as in `make bench-full BENCH=--resume`, which goes on where the last one ended.
 # Without the peers, which take a minute to install; an arm whose package is missing is reported as missing.

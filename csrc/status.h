@@ -1,4 +1,4 @@
-// Errors are values: no exception crosses an engine thread.
+// The engine's errors are values; no exception leaves an engine thread.
 #pragma once
 
 #include <cerrno>
@@ -10,8 +10,8 @@
 
 namespace lazyckpt {
 
-// OK, or an errno value with the operation that failed and the path it failed on. Nothing here throws: without memory
-// for the words the errno has to do.
+// OK, or an errno value with the operation and the path that failed. Copying and making one never throws: if memory
+// runs out, the words are dropped and the errno stays.
 class [[nodiscard]] Status {
  public:
   Status() = default;

@@ -1,7 +1,6 @@
-"""The native engine (csrc/bindings.cc): bytes, files and devices; nothing of tensors, pickles or file formats. Beside
-it (csrc/tensors.cc), what every save asks of every tensor.
+"""The native engine (csrc/README.md): bytes, files and devices; and one pass over all tensors (csrc/python/tensors.h).
 
-Failures of the operating system are OSError with errno and path. Waits release the GIL and heed Ctrl-C.
+Failures of the operating system raise OSError with errno and path. Waits release the GIL and react to Ctrl-C.
 """
 
 import os
@@ -12,13 +11,16 @@ from typing_extensions import Buffer
 
 StrPath = str | os.PathLike[str]
 
-FAULTS: bool  # whether this is the test build, with fault injection
+FAULTS: bool  # whether this is the test build, which can inject faults
 
 class Engine:
-    """A staging ring and the threads that copy and write. Belongs to the process that made it: in a forked child
-    every call raises RuntimeError. copies_in_flight: chunks on their way from a device, eager and lazy ones each;
-    copies_ahead: at most so many while a thread waits for copies.
-    direct: O_DIRECT; None: except on FUSE. With the backend "auto" a thread pool writes to FUSE."""
+    """A staging ring and the threads that copy and write.
+
+    Belongs to the process that made it; in a forked child every call raises RuntimeError.
+    copies_in_flight: chunks on their way from a device, for eager and for lazy ones each; copies_ahead: the limit while
+    a thread waits for copies. direct: use O_DIRECT; None means except on FUSE. With the backend "auto" a thread pool
+    writes to FUSE.
+    """
 
     def __init__(
         self,
@@ -38,10 +40,10 @@ class Engine:
         fault: str = "",
     ) -> None: ...
     def reserve(self, bytes: int) -> bool:
-        """Raises the ring's capacity, up to ring_bytes; False while the ring is in use."""
+        """Raises the ring's capacity, up to ring_bytes. Returns False while the ring is in use."""
 
     def attach(self, device: int) -> bool:
-        """Makes the memory of a CUDA device readable, from then on; False where there is no CUDA driver."""
+        """Makes the memory of a CUDA device readable. Returns False if there is no CUDA driver."""
 
     def begin(
         self,
@@ -53,16 +55,19 @@ class Engine:
         devices: Buffer | None = None,
         streams: Buffer | None = None,
     ) -> Job:
-        """A checkpoint of sources (three arrays of uint64). owners: bits of the gates that protect it; 0: eager.
-        eager_by_caller: wait_eager() and go() will be called at once; copy threads begin after that.
+        """Starts a job with sources (three arrays of uint64).
 
-        devices (int64): the attached CUDA device of each source, or -1: host memory, as without it. streams (uint64):
-        device, handle, device, handle, … of the caller's current stream of every such device. What is copied is what
-        these streams make of it by now.
+        owners: the gates that protect a source, as bits; 0: eager. With eager_by_caller the caller calls wait_eager()
+        and go() at once, and copy threads begin after go().
 
-        With watch_pages, a write to a page of a source with owners in host memory, from now until it is copied, fails
-        the job: see Job.torn(). Sources whose pages cannot be watched become eager. With copy_on_write besides, it is
-        the writer who waits, until the page is copied aside, and the job goes on."""
+        devices (int64): the attached CUDA device of each source; -1, the default: host memory. streams (uint64): pairs
+        of device and handle, the caller's current stream of every such device. The copies hold what work already
+        enqueued on these streams makes of the sources.
+
+        With watch_pages, a write to a page of a lazy host source before its copy fails the job; see Job.torn(). Sources
+        whose pages cannot be watched become eager. With copy_on_write, too, the writer waits until the page is copied
+        aside, and the job goes on.
+        """
 
     @property
     def ring_bytes(self) -> int: ...
@@ -72,87 +77,94 @@ class Engine:
     def backend(self) -> str: ...
     @property
     def unpinned(self) -> str:
-        """Why the ring could not be pinned for the attached devices; empty if it was."""
+        """Why the ring is not pinned for devices; empty if it is."""
 
     @property
     def bounces(self) -> bool:
-        """Whether copies from and to devices pass a small pinned buffer, since the ring could not be pinned."""
+        """Whether copies from and to devices pass a small pinned buffer instead of a pinned ring."""
 
     @property
     def fallback(self) -> str:
         """Why io_uring is not used; empty if it is."""
 
 class Job:
-    """One checkpoint. Dropping it abandons it. Sources must stay alive until wait_released()."""
+    """One checkpoint under way. Dropping it abandons it. Sources must stay alive until wait_released()."""
 
     def append(self, file: int, offset: int, rows: Buffer, blob: bytes, first_source: int = 0) -> None:
-        """Lays out and begins to copy one extent (containers/base.py), whose source 0 is `first_source` of the job.
-        OSError(EINVAL), and the job fails, if the program does not fit its sources or its blob."""
+        """Lays out one extent (formats/base.py) and starts to copy it. Its source 0 is `first_source` of the job.
+
+        Raises OSError(EINVAL), and fails the job, if the program does not fit its sources or its blob.
+        """
 
     def go(self) -> None:
-        """The copy threads may begin, where eager_by_caller held them back."""
+        """Lets the copy threads begin, if eager_by_caller held them back."""
 
     def seal(self) -> None:
-        """Nothing more will be appended. OSError(EINVAL), and the job fails, if a file has a hole or an overlap, or
-        if a source was left out."""
+        """Ends the layout.
+
+        Raises OSError(EINVAL), and fails the job, if a file has a hole or an overlap, or if a source was left out.
+        """
 
     def open(self, file: int, path: StrPath, size: int) -> None:
-        """Creates the file (it must not exist) and reserves `size` bytes on the disk. If it fails, so does the job."""
+        """Creates a file that must not exist and reserves `size` bytes on the disk. A failure fails the job, too."""
 
     def wait_eager(self, timeout_s: float | None = None) -> bool:
-        """Returns when every eager byte is in the ring, or the job has failed; copies while it waits. Of bytes on
-        devices, when their copies are enqueued: what is put into begin()'s streams from then on waits for them."""
+        """Copies until every eager host byte is in the ring, or the job has failed. Returns False at the timeout.
+
+        Of eager bytes on devices, the copies are enqueued; later work on begin()'s streams waits for them.
+        """
 
     def wait_captured(self, owners: int, timeout_s: float | None = None) -> bool:
-        """The same for the lazy bytes of these owners."""
+        """Copies until the lazy bytes of these owners are in the ring, or the job has failed."""
 
     def wait_enqueued(self, owners: int, streams: Buffer, timeout_s: float | None = None) -> bool:
-        """As wait_captured(), but it is ``streams`` (as in begin()) that wait for the devices, from here on. If one of
-        them is being captured into a graph: wait_captured(), with no other call of the driver by this thread."""
+        """Like wait_captured(), but later work on ``streams`` (as in begin()) waits for the devices, not the caller.
+
+        If a stream is being captured into a graph, waits on the host and makes no other call of the driver.
+        """
 
     def wait_released(self, timeout_s: float | None = None) -> bool:
-        """Until nobody reads the sources any more."""
+        """Waits until nothing reads the sources any more."""
 
     def wait_settled(self, timeout_s: float | None = None) -> bool:
-        """Until every file is synced, or the job has failed and the kernel is done with it."""
+        """Waits until every file is synced, or the job has failed and the kernel is done with it."""
 
     def fail(self, errno: int, why: str) -> None: ...
     def raise_error(self) -> None:
-        """Raises the OSError that failed the job, if one did."""
+        """Raises the OSError with which the job failed, if it did."""
 
     def torn(self) -> list[int]:
-        """The sources that were written to before they were copied; known once wait_released() has returned."""
+        """Returns the sources that were written before they were copied, once wait_released() has returned."""
 
     def pending_chunks(self, owners: int) -> int:
-        """Chunks with lazy bytes of these owners that are not copied yet."""
+        """Counts chunks with lazy bytes of these owners that are not copied yet."""
 
     def source_crcs(self) -> list[int]: ...
     def files(self) -> list[tuple[int, int]]:
-        """(bytes, CRC-32) of each file; RuntimeError before it is durable."""
+        """Returns (bytes, CRC-32) of each file. RuntimeError before the files are durable."""
 
     def read_back(self, file: int) -> list[tuple[int, int]]:
-        """Reads a durable file from the disk, past the page cache. (offset, bytes) of each chunk whose CRC-32 is not
-        the one that was computed while it was copied."""
+        """Reads a durable file from the disk, past the page cache. Returns (offset, bytes) of each chunk whose CRC-32
+        differs from the one computed during its copy."""
 
     def stats(self) -> dict[str, float]:
-        """Bytes and seconds: "begin" on the clock of time.perf_counter(), moments since then, durations."""
+        """Returns bytes and seconds: "begin" on the clock of time.perf_counter(), moments since then, durations."""
 
     def timeline(self) -> list[tuple[int, int, int, float, float, float, float, float]]:
-        """The fields of metrics.ChunkEvent of each chunk, in the order of the layout."""
+        """Returns the fields of metrics.ChunkEvent for each chunk, in layout order."""
 
 class VersionReading:
-    """The version counters of tensors, read by the main thread between two bytecodes, where it is not inside of an
-    operation."""
+    """The version counters of tensors. The main thread reads them between two bytecodes, outside any operation."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None: ...
     def request(self) -> None:
-        """Asks the main thread, unless it was asked and has not answered."""
+        """Asks the main thread to read, unless a request is pending."""
 
     def versions(self) -> list[int] | None:
-        """What it has read; None if it has not come to it, or was inside of an operation: request it again then."""
+        """Returns what was read, or None if nothing was read yet; request again, the thread may have been busy."""
 
 class Ring:
-    """The ring's bookkeeping alone, for tests."""
+    """The bookkeeping of a staging ring, for tests."""
 
     def __init__(self, capacity: int, slice_bytes: int) -> None: ...
     def allocate(self, bytes: int) -> int | None: ...
@@ -161,33 +173,49 @@ class Ring:
     @property
     def used(self) -> int: ...
 
-class Reader:
-    """Ranges of one file (two arrays of uint64). The disk begins at once, into at most `io_depth` staging buffers,
-    in the engine's ring if that has room; nothing lands before read_into(). Dropping it gives up."""
+class RangeReader:
+    """Reads ranges of one file (two arrays of uint64).
+
+    The disk starts at once, into at most `io_depth` staging buffers, in the engine's ring if that has room. No byte
+    reaches its place before read_into(). Dropping it gives up.
+    """
 
     def __init__(
         self, engine: Engine, path: StrPath, offsets: Buffer, sizes: Buffer, *, threads: int = 0, io_depth: int = 0
     ) -> None: ...
     def read_into(self, pointers: Buffer, devices: Buffer | None = None, streams: Buffer | None = None) -> list[int]:
-        """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. Once.
+        """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. May be called once.
 
-        devices and streams are as in Engine.begin(): places on a device are written to after what the stream holds."""
+        devices and streams are as in Engine.begin(). A place on a device is written after the work already enqueued on
+        its stream.
+        """
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_at(pointer: int, size: int) -> int: ...
 def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch.UntypedStorage]] | None:
-    """All that a pickle says of them besides their storages' keys and bytes, as bytes that are equal only if that is;
-    and their storages, each once, by _cdata. None if one is not plain: has attributes, hooks, is nested, sparse,
-    negated or conjugated, or is neither on a CPU nor on CUDA."""
+    """Describes tensors in one pass: (description, storages by _cdata).
+
+    Two descriptions are equal only if a pickle says the same of the tensors, apart from their bytes and the keys of
+    their storages. Returns None if a tensor is not plain: it has attributes or hooks, is nested, sparse, negated or
+    conjugated, or is neither on a CPU nor on CUDA.
+    """
 
 def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes, list[torch.Tensor]]:
-    """The tensors with a storage in dicts, lists and tuples, however deep; the _cdata of their storages; the bytes of
-    these; 1 for each tensor that is contiguous, fills its storage and is no inference tensor, 0 for others; and the
-    wrapper subclasses, which hold other tensors instead of memory (wrappers.py)."""
+    """Finds the tensors with a storage in dicts, lists and tuples, at any depth.
+
+    Returns the tensors; the _cdata and the bytes of their storages; a byte for each tensor, 1 if it is contiguous,
+    fills its storage and is no inference tensor; and the wrapper subclasses, which hold other tensors instead of memory
+    (wrappers.py).
+    """
+
+def prefetches_tensors() -> bool:
+    """Returns whether the pass over all tensors loads them into the cache ahead, for tests."""
 
 def page_witness(copy_on_write: bool = False) -> str:
-    """Why watch_pages, or copy_on_write with it, does not work here; empty if it does."""
+    """Returns why watch_pages, or copy_on_write with it, does not work here; empty if it does."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
-def rename_exchange(a: StrPath, b: StrPath) -> None: ...
+def rename_exchange(a: StrPath, b: StrPath) -> None:
+    """Swaps two names atomically."""
+
 def probe(folder: StrPath) -> dict[str, str]: ...

@@ -1,4 +1,4 @@
-"""A wheel as users get it: built without fault injection, installed elsewhere, imported from another folder."""
+"""A wheel as users get it: built without fault injection, installed and imported elsewhere."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_wheel_needs_only_the_c_and_cpp_libraries(wheel: Path, tmp_path: Path) -
 
 
 def test_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    """In an empty environment that borrows nothing but torch and its like from this one."""
+    """The environment is empty and borrows only torch and its dependencies from this one."""
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False, symlinks=True)
     python = environment / "bin" / "python"
@@ -97,7 +97,7 @@ def test_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) 
 
 
 def test_the_engine_is_hardened(wheel: Path, tmp_path: Path) -> None:
-    """What csrc/CMakeLists.txt asks for, as far as the compiler knows it, is in the file that users get."""
+    """The wheel has the hardening of csrc/CMakeLists.txt, as far as the compiler supports it."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".so"))
         library = archive.extract(name, tmp_path)
@@ -120,7 +120,7 @@ def test_the_engine_is_hardened(wheel: Path, tmp_path: Path) -> None:
 
 
 def load_bias(headers: str, address: int) -> int:
-    """Address less offset in the file, of the segment that holds ``address``."""
+    """Returns the address minus the file offset of the segment that holds ``address``."""
     for line in headers.splitlines():
         if line.split()[:1] == ["LOAD"]:
             offset, begin, _, size = (int(number, 16) for number in line.split()[1:5])
@@ -130,7 +130,7 @@ def load_bias(headers: str, address: int) -> int:
 
 
 def test_what_setup_installs_is_pinned() -> None:
-    """Each package that the tests need; the same torch as in pyproject.toml; from wherever pip is told to look."""
+    """Every package that the tests need is pinned, with the same torch as pyproject.toml and no index."""
     text = (ROOT / "constraints.txt").read_text()
     pins = dict(re.findall(r"^([a-z0-9-]+)==([^ \n]+)", text, re.MULTILINE))
     needed = (ROOT / "pyproject.toml").read_text().partition("\ndev = [")[2].partition("\n]")[0]

@@ -1,4 +1,4 @@
-"""The one pass over memory, byte by byte, in each of the ways in which it is built."""
+"""The pass that copies and checksums, byte by byte, in each build of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SOURCE = Path(__file__).parent.parent / "csrc" / "checksum.cc"
+SOURCE = Path(__file__).parent.parent / "csrc" / "engine" / "checksum.cc"
 BUILDS = {
     "x86 with libdeflate": ("-DLAZYCKPT_HAVE_LIBDEFLATE", "-ldeflate"),
     "x86 with zlib": (),
@@ -26,7 +26,19 @@ Copy = Callable[[int, int, int, int], int]  # CRC so far, to, from, bytes
 @pytest.fixture(scope="module", params=BUILDS)
 def copy_crc32(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Copy:
     library = tmp_path_factory.mktemp("checksum") / "checksum.so"
-    command = ("c++", "-std=c++20", "-O2", "-shared", "-fPIC", SOURCE, "-o", library, *BUILDS[request.param], "-lz")
+    command = (
+        "c++",
+        "-std=c++20",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        f"-I{SOURCE.parent.parent}",
+        SOURCE,
+        "-o",
+        library,
+        *BUILDS[request.param],
+        "-lz",
+    )
     subprocess.run(list(map(str, command)), check=True, timeout=60)
     # CopyCrc32(uint32_t, void*, const void*, size_t)
     function = ctypes.CDLL(str(library))["_ZN8lazyckpt9CopyCrc32EjPvPKvm"]
@@ -57,7 +69,7 @@ def test_every_byte_arrives_and_none_beside(
 
 
 def test_a_source_at_the_end_of_memory(copy_crc32: Copy) -> None:
-    """What is behind it is fetched ahead, and that must not be a fault."""
+    """Prefetching beyond the source must not fault."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

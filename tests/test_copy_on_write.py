@@ -1,4 +1,4 @@
-"""Who writes to a watched page before it is copied waits a moment, and neither tears nor fails the checkpoint."""
+"""A writer to a watched page waits until the page is copied, and neither tears nor fails the checkpoint."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_two_snapshots_of_the_same_pages_get_each_its_own(first_ends: bool, tmp_
 
 
 def test_memory_that_is_thrown_away_fails_the_checkpoint(engine: _engine.Engine, tmp_path: Path) -> None:
-    """There is no fault to hold."""
+    """Discarding pages causes no fault that could be held."""
     memory = Memory.of(30 * PAGE)
     save = Save(engine, [memory], tmp_path / "a")
     memory.mapping.madvise(mmap.MADV_DONTNEED)
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_fails_lets_writers_go(engine: _engine.Engine, tmp_pat
 
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
 def test_both_modes_in_one_process_take_turns(order: tuple[bool, bool], tmp_path: Path) -> None:
-    """A mapping belongs to one of them; the other takes it over when nothing is under way, else it copies at once."""
+    """A mapping belongs to one mode. The other takes it over if no window is open, and copies at once otherwise."""
     memory = Memory.of(30 * PAGE)
     engines = [
         make_engine()
@@ -142,7 +142,7 @@ def test_both_modes_in_one_process_take_turns(order: tuple[bool, bool], tmp_path
 
 
 def test_memory_that_the_other_mode_registered_since_is_registered_anew(tmp_path: Path) -> None:
-    """Regression: the kernel protects it for either mode, and tells the one whose it is."""
+    """Regression: the kernel protects the memory for either mode but reports to the one that registered it."""
     memory = Memory.of(30 * PAGE)
     copies = make_engine()
     reports = _engine.Engine(watch_pages=True, ring_bytes=4 * CHUNK, chunk_bytes=CHUNK, io_depth=2, copy_threads=1)

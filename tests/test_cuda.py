@@ -1,5 +1,5 @@
-"""Copies out of CUDA devices: the engine against a driver that allows every order which the streams permit, and reports
-whatever they do not permit (tests/fake_cuda)."""
+"""The engine and CUDA devices: a fake driver (tests/fake_cuda) runs every order that the streams permit and reports
+whatever they do not permit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL = (1 << 64) - 1
 
 @pytest.fixture
 def driver(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """The fake, found by every engine; whatever they took from it is given back at the end."""
+    """The fake, which every engine opens. At the end the engines have returned everything that they took from it."""
     monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(cuda.path))
     yield cuda
     left = cuda.live()
@@ -56,7 +56,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class State:
-    """Sources on devices and on the host, random bytes, and one file of them, each followed by its checksum."""
+    """Sources on devices and on the host with random bytes, and a file of them, each followed by its checksum."""
 
     def __init__(self, driver: FakeCuda, sources: list[tuple[int, int, int]], seed: int = 0) -> None:
         """``sources``: device, bytes, owners."""
@@ -80,7 +80,7 @@ class State:
         return array("Q", [number for pair in self.streams.items() for number in pair])
 
     def overwrite(self, byte: int, owners: bool | None = None, microseconds: float = 0) -> None:
-        """A kernel on every device's stream that writes to the first halves: of lazy ones, of eager ones, of all."""
+        """Launches a kernel on every device's stream that writes to the first halves of lazy, eager or all sources."""
         for device, stream in self.streams.items():
             writes = [
                 (pointer, -(-data.nbytes // 2), byte)
@@ -119,8 +119,15 @@ class State:
     def expected(self) -> bytes:
         return b"begin" + b"".join(d.tobytes() + _engine.crc32(d).to_bytes(4, "little") for d in self.data)
 
+    def save(self, engine: _engine.Engine, path: Path) -> None:
+        self.commit(self.begin(engine), path)
+
+    def commit(self, job: _engine.Job, path: Path) -> None:
+        job.open(0, str(path), 0)
+        self.check(job, path)
+
     def check(self, job: _engine.Job, path: Path) -> None:
-        """The file is whole, and what the state was at begin()."""
+        """Checks that the file is whole and holds the state as it was at begin()."""
         assert job.wait_settled(30)
         job.raise_error()
         assert path.read_bytes() == self.expected()
@@ -128,7 +135,7 @@ class State:
 
 
 def mixed(driver: FakeCuda, seed: int = 0, devices: int = 2) -> State:
-    """Large and small, eager and lazy, of two owners, on two devices and the host."""
+    """Returns large and small, eager and lazy sources of two owners on two devices and the host."""
     random = np.random.default_rng(seed)
     sources = [
         (int(random.integers(HOST, devices)), int(random.integers(1, 3 * CHUNK)), int(random.choice([0, 1, 2])))
@@ -139,7 +146,7 @@ def mixed(driver: FakeCuda, seed: int = 0, devices: int = 2) -> State:
 
 
 def train_through(state: State, engine: _engine.Engine, path: Path) -> None:
-    """A save while kernels write before and behind it; the file holds what they had written by then."""
+    """Saves while kernels write before and after it; the file holds the bytes at the moment of the save."""
     state.overwrite(1, microseconds=3000)
     job = state.begin(engine)
     job.wait_eager()
@@ -157,8 +164,8 @@ def train_through(state: State, engine: _engine.Engine, path: Path) -> None:
 def test_a_checkpoint_is_what_the_streams_made_of_it_at_save(
     driver: FakeCuda, mode: Mode, seed: int, tmp_path: Path
 ) -> None:
-    """Kernels before it are in it, kernels after it are not: neither those that write to eager memory at once, nor
-    those that write to lazy memory behind the gate. And the host waits for none of them."""
+    """The file holds the writes of earlier kernels and none of later ones, to eager memory at once or to lazy memory
+    behind the gate. The host waits for no kernel."""
     driver.configure(mode=mode)
     state = mixed(driver, seed)
     state.streams = {0: driver.stream(0), 1: 0} if seed % 2 else {0: 0, 1: driver.stream(1, blocking=True)}
@@ -168,7 +175,7 @@ def test_a_checkpoint_is_what_the_streams_made_of_it_at_save(
 
 
 def test_many_threads_and_each_waits_for_its_own(driver: FakeCuda, tmp_path: Path) -> None:
-    """Each with a stream of its own, on one device, in one engine."""
+    """Each thread has its own stream, on one device, in one engine."""
     engine = make_engine()
     states = [State(driver, [(0, 2 * CHUNK, 1), (0, CHUNK, 2), (0, 100, 0)], seed) for seed in range(4)]
 
@@ -181,7 +188,6 @@ def test_many_threads_and_each_waits_for_its_own(driver: FakeCuda, tmp_path: Pat
         trainings = [pool.submit(train, engine, state, tmp_path / f"{n}") for n, state in enumerate(states)]
     for training in trainings:
         training.result()
-    del engine
 
 
 def test_neither_save_nor_step_waits_for_the_device(driver: FakeCuda, tmp_path: Path) -> None:
@@ -197,13 +203,11 @@ def test_neither_save_nor_step_waits_for_the_device(driver: FakeCuda, tmp_path: 
         assert not second.wait_captured(1, 0.05)
         state.overwrite(9)
     for number, each in enumerate((job, second)):
-        each.open(0, str(tmp_path / str(number)), 0)
-        state.check(each, tmp_path / str(number))
-    del job, second, each, engine
+        state.commit(each, tmp_path / str(number))
 
 
 def test_more_than_the_ring_waits_for_the_disk_on_the_host(driver: FakeCuda, tmp_path: Path) -> None:
-    """What is not enqueued cannot be waited for on the device: save() and the gate wait."""
+    """A device can wait only for enqueued copies, so save() and the gate wait for the others."""
     state = State(driver, [(0, 20 * CHUNK, 0), (1, 20 * CHUNK, 1)])
     engine = make_engine(ring_bytes=2 * CHUNK)
     job = state.begin(engine)
@@ -215,30 +219,27 @@ def test_more_than_the_ring_waits_for_the_disk_on_the_host(driver: FakeCuda, tmp
     job.wait_enqueued(1, state.refs())
     state.overwrite(8, owners=True)
     state.check(job, tmp_path / "file")
-    del job, engine
 
 
 @pytest.mark.parametrize(("knobs", "depth"), [({}, 4), ({"copies_in_flight": 7}, 7)])
 def test_four_chunks_are_in_flight_on_a_stream(
     driver: FakeCuda, knobs: dict[str, Any], depth: int, tmp_path: Path
 ) -> None:
-    """Or another number, as long as no thread waits for them."""
+    """The number is an option, and applies while no thread waits for the copies."""
     state = State(driver, [(0, 30 * CHUNK, 1)])
     engine = make_engine(**knobs)
     with driver.hold(copies=True):
         job = state.begin(engine)
         wait_until(lambda: driver.statistics()["peak_in_flight"] == depth)
         time.sleep(0.1)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
+    state.commit(job, tmp_path / "file")
     assert driver.statistics()["peak_in_flight"] == depth
-    del job, engine
 
 
 @pytest.mark.parametrize("knobs", [{}, {"copies_ahead": 9}])
 def test_a_thread_that_waits_enqueues_more(driver: FakeCuda, knobs: dict[str, int], tmp_path: Path) -> None:
-    """Regression: save() waited for a busy device if it had more than four chunks of eager bytes there, and a step
-    until all but the last four had landed. Up to 64 chunks wait on the device instead."""
+    """Regression: save() and steps waited for a busy device that had more than four chunks to copy. Now up to 64 chunks
+    wait on the device instead."""
     most = knobs.get("copies_ahead", 64)
     engine = make_engine(ring_bytes=4 * most * CHUNK, **knobs)
     eager = State(driver, [(0, (most - 1) * CHUNK, 0)])
@@ -253,15 +254,12 @@ def test_a_thread_that_waits_enqueues_more(driver: FakeCuda, knobs: dict[str, in
         for state in (eager, lazy):
             state.overwrite(9)
     for number, (state, job) in enumerate(zip((eager, lazy), jobs, strict=True)):
-        job.open(0, str(tmp_path / str(number)), 0)
-        state.check(job, tmp_path / str(number))
+        state.commit(job, tmp_path / str(number))
     with driver.hold(copies=True):
         job = more.begin(engine)
         assert not job.wait_enqueued(1, more.refs(), 0.2)
-    job.open(0, str(tmp_path / "more"), 0)
-    more.check(job, tmp_path / "more")
+    more.commit(job, tmp_path / "more")
     assert driver.statistics()["peak_in_flight"] == most
-    del job, jobs, engine
 
 
 def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path: Path) -> None:
@@ -270,7 +268,7 @@ def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path
     with driver.hold(copies=True):
         job = state.begin(engine)
         job.open(0, str(tmp_path / "file"), 0)
-        # Behind the device's in the file: only its checksum has to wait.
+        # Host bytes follow the device's in the file, and only the chunk with a checksum waits.
         end = time.monotonic() + 10
         while time.monotonic() < end and not any(event[6] > 0 for event in job.timeline()):
             time.sleep(0.01)
@@ -278,12 +276,12 @@ def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path
         assert not job.wait_eager(0.05), "of six chunks four are in flight"
     job.wait_eager()
     state.check(job, tmp_path / "file")
-    del job, engine
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_copy_engine_runs_dry_now_and_then(driver: FakeCuda, waits: bool, tmp_path: Path) -> None:
-    """Unless somebody waits for the copies. What training reads from the device would come after all of them."""
+    """Otherwise values that training reads from the device would arrive after all copies. A waiting thread disables
+    this."""
     driver.delay("cuEventSynchronize", 3e4)  # copies land one by one
     state = State(driver, [(0, 16 * CHUNK, 1)])
     engine = make_engine(copies_ahead=8)
@@ -300,34 +298,27 @@ def test_the_copy_engine_runs_dry_now_and_then(driver: FakeCuda, waits: bool, tm
     if waits:
         waiter.join()
     state.check(job, tmp_path / "file")
-    del job, engine
 
 
 def test_many_small_copies_are_one_call(driver: FakeCuda, tmp_path: Path) -> None:
-    """Of at most 256: drivers crashed on longer ones."""
+    """A call has at most 256 copies, since drivers crashed on longer ones."""
     state = State(driver, [(0, 1 + n % 20, 1) for n in range(1000)])
     engine = make_engine()
-    job = state.begin(engine)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
+    state.save(engine, tmp_path / "file")
     assert driver.calls()["cuMemcpyBatchAsync"] > 0
     assert driver.calls().get("cuMemcpyDtoHAsync_v2", 0) == 0
     assert driver.statistics()["largest_batch"] == 256
-    del job, engine
 
 
 @pytest.mark.parametrize("code", [1, 801])
 def test_a_driver_that_refuses_a_batch_is_given_no_other(driver: FakeCuda, code: int, tmp_path: Path) -> None:
-    """What the first batches did not enqueue is enqueued one by one, in the same order of the stream."""
+    """The remaining copies are enqueued one by one, in the same order of the stream."""
     driver.fail("cuMemcpyBatchAsync", nth=2, code=code, sticky=True)
     engine = make_engine()
     for number in range(3):
         state = State(driver, [(0, 50 + n, 1) for n in range(300)], number)
-        job = state.begin(engine)
-        job.open(0, str(tmp_path / str(number)), 0)
-        state.check(job, tmp_path / str(number))
+        state.save(engine, tmp_path / str(number))
     assert 2 <= driver.calls()["cuMemcpyBatchAsync"] <= 3  # two chunks may have been enqueued at once
-    del job, engine
 
 
 def test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned(driver: FakeCuda, tmp_path: Path) -> None:
@@ -335,22 +326,19 @@ def test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned(driver: Fa
     driver.delay("cuMemHostRegister_v2", 2e5)
     state = State(driver, [(0, 3 * CHUNK, 1), (0, CHUNK, 0)])
     engine = make_engine(ring_bytes=1 << 30)
-    job = state.begin(engine)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
+    state.save(engine, tmp_path / "file")
     assert driver.live()["registered_bytes"] < 512 << 20, "it waited for most of sixteen ranges"
-    wait_until(lambda: driver.live()["registered_bytes"] == 1 << 30)  # nobody has to ask for the others
-    del job, engine
+    wait_until(lambda: driver.live()["registered_bytes"] == 1 << 30)  # the rest is pinned without a request
 
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_the_contexts_of_the_caller_stay(driver: FakeCuda, which: int) -> None:
-    """Whatever a call returns that puts the caller's context back: it is done again, and takes nothing else away."""
+    """If a call that restores the caller's context fails, it is repeated and removes no other context."""
     lib = driver.lib
     contexts = [ctypes.c_void_p(), ctypes.c_void_p()]
     engine = make_engine()
     assert engine.attach(0)
-    wait_until(lambda: driver.live()["registered_bytes"] == 64 * CHUNK)  # no other thread calls the driver then
+    wait_until(lambda: driver.live()["registered_bytes"] == 64 * CHUNK)  # from then on no other thread calls the driver
     for device, context in enumerate(contexts):
         assert lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
         assert lib.cuCtxPushCurrent_v2(context) == 0
@@ -365,15 +353,13 @@ def test_the_contexts_of_the_caller_stay(driver: FakeCuda, which: int) -> None:
     assert driver.context_depth() == 0
     for device in (0, 1):
         assert lib.cuDevicePrimaryCtxRelease_v2(device) == 0
-    del engine
 
 
 @pytest.mark.parametrize("reason", ["no such function", "an older driver", "other addresses", "switched off"])
 def test_without_batches_they_are_copied_one_by_one(
     driver: FakeCuda, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An older driver has other arguments. Where registered memory has other addresses on the device, as under WSL, the
-    driver would take a batch and break the context of the process later."""
+    """Older drivers have other arguments. Under WSL, a batch would break the context of the process later."""
     if reason == "no such function":
         driver = FakeCuda(build("cuMemcpyBatchAsync"))
         driver.reset()
@@ -386,33 +372,27 @@ def test_without_batches_they_are_copied_one_by_one(
         monkeypatch.setenv("LAZYCKPT_CUDA_BATCHES", "0")
     state = State(driver, [(0, 50 + n, 1) for n in range(300)])
     engine = make_engine()
-    job = state.begin(engine)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
+    state.save(engine, tmp_path / "file")
     assert driver.calls()["cuMemcpyDtoHAsync_v2"] >= 300
     assert driver.calls().get("cuMemcpyBatchAsync", 0) == 0
     assert driver.violations() == []
-    del job, engine
 
 
 def test_the_ring_is_pinned_once_in_slices(driver: FakeCuda, tmp_path: Path) -> None:
     state = State(driver, [(0, 70 << 20, 1)])
     engine = make_engine(ring_bytes=160 << 20, chunk_bytes=24 << 20)
     for number in range(2):
-        job = state.begin(engine)
-        job.open(0, str(tmp_path / str(number)), 0)
-        state.check(job, tmp_path / str(number))
+        state.save(engine, tmp_path / str(number))
         (tmp_path / str(number)).unlink()
     assert engine.unpinned == ""
     assert driver.live()["registered_bytes"] == 160 << 20
     assert driver.calls()["cuMemHostRegister_v2"] == 3
     assert driver.statistics()["pageable_copies"] == 0
-    del job, engine
 
 
 @pytest.fixture
 def unpinnable(driver: FakeCuda) -> FakeCuda:
-    """Devices that pin no memory but what they make themselves, as some do where computing is confidential."""
+    """Devices that refuse to pin existing memory, as in confidential computing."""
     driver.configure(registration_limit=0, registration_error=801)
     return driver
 
@@ -422,7 +402,7 @@ def unpinnable(driver: FakeCuda) -> FakeCuda:
 def test_where_pinning_is_refused_a_small_buffer_is_pinned(
     unpinnable: FakeCuda, mode: Mode, allocates: bool, tmp_path: Path
 ) -> None:
-    """Copies pass it, or are slow where that is refused, too; their order is the same."""
+    """Copies pass the buffer, or are slow if that is refused, too. Their order is the same."""
     unpinnable.configure(mode=mode)
     if not allocates:
         unpinnable.fail("cuMemHostAlloc", code=2, sticky=True)
@@ -439,8 +419,8 @@ def test_where_pinning_is_refused_a_small_buffer_is_pinned(
 
 
 def test_what_does_not_fit_the_small_buffer_is_not_enqueued(unpinnable: FakeCuda, tmp_path: Path) -> None:
-    """It holds four chunks, and each until its bytes are in the ring: the step waits on the host for the others, and on
-    the device for the last four."""
+    """The buffer holds four chunks until their bytes are in the ring. The step waits on the host for earlier chunks and
+    on the device for the last four."""
     state = State(unpinnable, [(0, 6 * CHUNK, 1), (1, 6 * CHUNK, 2)])
     engine = make_engine()
     with unpinnable.hold(copies=True):
@@ -450,37 +430,30 @@ def test_what_does_not_fit_the_small_buffer_is_not_enqueued(unpinnable: FakeCuda
     for owners in (1, 2):
         assert job.wait_enqueued(owners, state.refs(), 30)
     state.overwrite(9)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
-    del job, engine
+    state.commit(job, tmp_path / "file")
 
 
 def test_the_small_buffer_keeps_bytes_until_they_are_in_the_ring(unpinnable: FakeCuda, tmp_path: Path) -> None:
-    """However soon the next ones may land there: of many large chunks, by several threads."""
+    """Several threads copy many large chunks, and the next copies arrive at once."""
     unpinnable.configure(bandwidth=1e12, latency_us=0, delay_us=0)
     state = State(unpinnable, [(0, 24 << 20, 1)])
     for number in range(3):
         engine = make_engine(ring_bytes=32 << 20, chunk_bytes=1 << 20)
-        job = state.begin(engine)
-        job.open(0, str(tmp_path / f"{number}"), 0)
-        state.check(job, tmp_path / f"{number}")
-        del job, engine
+        state.save(engine, tmp_path / f"{number}")
+        del engine
 
 
 def test_a_limit_in_the_middle_leaves_the_rest_to_the_small_buffer(driver: FakeCuda, tmp_path: Path) -> None:
     driver.configure(registration_limit=64 << 20)
     state = State(driver, [(0, 100 << 20, 1)])
     engine = make_engine(ring_bytes=128 << 20, chunk_bytes=24 << 20)
-    job = state.begin(engine)
-    job.open(0, str(tmp_path / "file"), 0)
-    state.check(job, tmp_path / "file")
+    state.save(engine, tmp_path / "file")
     assert "cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY" in engine.unpinned and engine.bounces
     assert driver.statistics()["pageable_copies"] == 0
-    del job, engine
 
 
 def placed_mib(node: int) -> float:
-    """Of this process's memory: what is preferably on a node."""
+    """Returns the MiB of this process that prefer a node."""
     lines = Path("/proc/self/numa_maps").read_text().splitlines()
     preferred = [line for line in lines if re.search(rf" prefer(?: \(many\))?:{node} ", line)]
     return sum(int(pages) for line in preferred for pages in re.findall(r" anon=(\d+)", line)) * BLOCK / (1 << 20)
@@ -492,7 +465,8 @@ def placed_mib(node: int) -> float:
 )
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_ring_is_placed_next_to_the_devices(driver: FakeCuda, nodes: int) -> None:
-    """If they are next to the same node; what is pinned once a device of another node is there is placed anywhere."""
+    """If all devices are next to one node, the ring prefers it; later ranges do not once a device of another node is
+    attached."""
     driver.configure(numa_nodes=nodes)
     driver.delay("cuMemHostRegister_v2", 2e5)
     engine = make_engine(ring_bytes=128 << 20)
@@ -503,7 +477,6 @@ def test_the_ring_is_placed_next_to_the_devices(driver: FakeCuda, nodes: int) ->
     while driver.live()["registered_bytes"] < 128 << 20 and time.monotonic() < end:
         time.sleep(0.01)
     assert (placed_mib(0) == 128) == (nodes == 1)
-    del engine
 
 
 FUNCTIONS = [
@@ -526,7 +499,7 @@ FUNCTIONS = [
 
 
 def attempt(state: State, engine: _engine.Engine, path: Path) -> None:
-    """A checkpoint with all that belongs to it; raises what made it fail."""
+    """Runs a whole save; raises the error that made it fail."""
     job = state.begin(engine)
     try:
         job.wait_eager()
@@ -546,8 +519,8 @@ def attempt(state: State, engine: _engine.Engine, path: Path) -> None:
 def test_every_call_that_fails_fails_its_checkpoint_alone(
     driver: FakeCuda, name: str, pinnable: bool, tmp_path: Path
 ) -> None:
-    """In turn the first, second, … call of each function. Nothing reads the sources afterwards (they are freed at
-    once), nothing is left behind, and the next checkpoint is whole."""
+    """The first, second, … call of each function fails in turn. Afterwards nothing reads the sources (they are freed at
+    once), nothing leaks, and the next checkpoint is whole."""
     if not pinnable:
         driver.configure(registration_limit=0)
     failures, nth, too_late = 0, 1, 0
@@ -562,7 +535,7 @@ def test_every_call_that_fails_fails_its_checkpoint_alone(
         except OSError as error:
             raised = str(error)
         for pointer in state.pointers:
-            driver.device_free(pointer, 0)  # behind what training enqueued, but before no copy
+            driver.device_free(pointer, 0)  # after the work of training; it must not precede a copy
         driver.synchronize()
         called = driver.calls().get(name, 0) - before
         if raised:
@@ -570,23 +543,21 @@ def test_every_call_that_fails_fails_its_checkpoint_alone(
             assert f"{name}: CUDA_ERROR_UNKNOWN" in raised
         driver.fail(name, 1 << 40)  # if it was not reached
         again = State(driver, [(0, 3 * CHUNK, 1), (HOST, 50, 0)], nth)
-        job = again.begin(engine)
-        job.open(0, str(tmp_path / f"{nth}-{too_late}-again"), 0)
-        again.check(job, tmp_path / f"{nth}-{too_late}-again")
-        del job, engine
+        again.save(engine, tmp_path / f"{nth}-{too_late}-again")
+        del engine
         assert driver.context_depth() == 0
         assert not any(driver.live().values()), driver.live()
         if called >= nth:
             nth += 1
         elif failures or too_late == 50:
             break
-        else:  # the copies were done before anybody waited for them, and nobody asked
+        else:  # the copies were done before anybody waited, so the call did not happen
             too_late += 1
     assert failures > 0
 
 
 def test_a_wait_that_fails_after_a_copy_that_failed_is_repeated(driver: FakeCuda) -> None:
-    """Regression: the copies before the one that failed were taken for done."""
+    """Regression: the engine took the copies before the failed one for done."""
     state = State(driver, [(0, 100, 1), (0, 100, 1)])
     engine = make_engine()
     driver.fail("cuMemcpyDtoHAsync_v2", 2, code=1)
@@ -599,7 +570,6 @@ def test_a_wait_that_fails_after_a_copy_that_failed_is_repeated(driver: FakeCuda
         job.raise_error()
     for pointer in state.pointers:
         driver.device_free(pointer)
-    del job, engine
 
 
 def test_a_lost_device_fails_checkpoints_not_the_process(driver: FakeCuda, tmp_path: Path) -> None:
@@ -617,10 +587,8 @@ def test_a_lost_device_fails_checkpoints_not_the_process(driver: FakeCuda, tmp_p
     with pytest.raises(OSError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         state.begin(engine)
     other = State(driver, [(1, CHUNK, 0)])  # the other device is well
-    second = other.begin(engine)
-    second.open(0, str(tmp_path / "second"), 0)
-    other.check(second, tmp_path / "second")
-    del job, second, engine
+    other.save(engine, tmp_path / "second")
+    del job, engine
     driver.reset()
 
 
@@ -634,11 +602,10 @@ def test_an_abandoned_checkpoint_lets_go_of_its_sources_after_its_copies(driver:
         assert not job.wait_released(0.1), "copies are under way"
     assert job.wait_released(10)
     driver.device_free(state.pointers[0])
-    del job, engine
 
 
 def test_a_checkpoint_that_nobody_holds_lets_go_after_its_copies(driver: FakeCuda) -> None:
-    """Its sources may be freed as soon as it is gone, while the engine goes on."""
+    """Its sources may be freed as soon as the job is gone, while the engine goes on."""
     state = State(driver, [(0, 30 * CHUNK, 1)])
     engine = make_engine(copies_ahead=4)
     with driver.hold(copies=True):
@@ -650,7 +617,6 @@ def test_a_checkpoint_that_nobody_holds_lets_go_after_its_copies(driver: FakeCud
         driver.device_free(state.pointers[0], 0)
         release.join()
     driver.synchronize()
-    del engine
 
 
 def test_an_engine_that_ends_in_the_middle_waits_for_its_copies(driver: FakeCuda) -> None:
@@ -667,8 +633,8 @@ def test_an_engine_that_ends_in_the_middle_waits_for_its_copies(driver: FakeCuda
 
 @pytest.mark.parametrize("mode", [Capture.GLOBAL, Capture.THREAD_LOCAL])
 def test_a_graph_that_is_captured_meanwhile_stays_whole(driver: FakeCuda, mode: Capture, tmp_path: Path) -> None:
-    """By the thread that steps: it is asked whether it captures and nothing else, and the host waits. By another one:
-    no obstacle."""
+    """A stepping thread that captures waits on the host and only asks the driver whether it captures. A capture of
+    another thread is no obstacle."""
     state = State(driver, [(0, 12 * CHUNK, 1), (0, CHUNK, 0)])
     state.streams = {0: driver.stream(0)}
     engine = make_engine()
@@ -698,11 +664,10 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(driver: FakeCuda, mode: 
     thread.join()
     state.check(second.pop(), tmp_path / "second")
     driver.end_capture(other)
-    del job, engine
 
 
 def test_the_default_stream_may_not_be_asked_during_a_capture(driver: FakeCuda, tmp_path: Path) -> None:
-    """To ask it is an error (906), which says that something is being captured."""
+    """Asking it returns error 906, which means that something is being captured."""
     state = State(driver, [(0, 12 * CHUNK, 1)])
     engine = make_engine()
     with driver.hold(copies=True):
@@ -714,7 +679,6 @@ def test_the_default_stream_may_not_be_asked_during_a_capture(driver: FakeCuda, 
     assert job.wait_enqueued(1, state.refs())
     driver.end_capture(blocking)
     state.check(job, tmp_path / "file")
-    del job, engine
 
 
 def test_a_device_that_is_not_attached_is_refused(driver: FakeCuda) -> None:
@@ -733,17 +697,16 @@ def test_a_device_that_is_not_attached_is_refused(driver: FakeCuda) -> None:
     for ordinal in (-1, 64):
         with pytest.raises(OSError, match="ordinal"):
             engine.attach(ordinal)
-    del engine
 
 
 def test_a_reader_writes_only_after_streams_that_it_knows(driver: FakeCuda, tmp_path: Path) -> None:
-    """Training may still use the place on the device: without its stream nothing tells when it has done so."""
+    """Training may still use the place on the device; only its stream tells when it is done."""
     engine = make_engine()
     assert engine.attach(0)
     data = np.arange(CHUNK, dtype=np.uint8)
     data.tofile(tmp_path / "file")
     place = driver.device_malloc(0, CHUNK)
-    reader = _engine.Reader(engine, str(tmp_path / "file"), array("Q", [0]), array("Q", [CHUNK]))
+    reader = _engine.RangeReader(engine, str(tmp_path / "file"), array("Q", [0]), array("Q", [CHUNK]))
     where = array("Q", [place]), array("q", [0])
     for streams in (None, array("Q"), array("Q", [1, 0])):
         with pytest.raises(ValueError, match="without a stream"):
@@ -751,7 +714,6 @@ def test_a_reader_writes_only_after_streams_that_it_knows(driver: FakeCuda, tmp_
     assert reader.read_into(*where, array("Q", [0, 0])) == [_engine.crc32(data)]
     assert driver.read(place, CHUNK) == data.tobytes()
     driver.device_free(place)
-    del reader, engine
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -760,7 +722,7 @@ def test_a_reader_writes_only_after_streams_that_it_knows(driver: FakeCuda, tmp_
 def test_a_read_waits_once_for_all_that_it_copies_to_a_device(
     driver: FakeCuda, mode: Mode, pinnable: bool, direct: bool, tmp_path: Path
 ) -> None:
-    """Regression: it waited for every tensor. A buffer is filled again only after its copies: two buffers for 8 MiB."""
+    """Regression: the reader waited for every tensor. It reuses a buffer only after its copies (two for 8 MiB)."""
     driver.configure(mode=mode, registration_limit=1e18 if pinnable else 0)
     random = np.random.default_rng(0)
     sizes = [int(n) for n in random.integers(1, 2000, 2000)] + [5 << 20, 1 << 20]
@@ -775,7 +737,7 @@ def test_a_read_waits_once_for_all_that_it_copies_to_a_device(
         places.append(on_host if device == HOST else driver.device_malloc(device, nbytes))
     engine = make_engine(ring_bytes=4 << 20, direct=direct)
     assert engine.attach(0) and engine.attach(1)
-    reader = _engine.Reader(engine, tmp_path / "file", array("Q", offsets.tolist()), array("Q", sizes), threads=1)
+    reader = _engine.RangeReader(engine, tmp_path / "file", array("Q", offsets.tolist()), array("Q", sizes), threads=1)
     crcs = reader.read_into(array("Q", places), array("q", devices), array("Q", [0, 0, 1, 0]))
     for offset, nbytes, device, place, crc in zip(offsets, sizes, devices, places, crcs, strict=True):
         expected = data[offset : offset + nbytes].tobytes()
@@ -787,7 +749,6 @@ def test_a_read_waits_once_for_all_that_it_copies_to_a_device(
     reads = 4  # of 2 MiB
     through_small_buffer = 8 * (1 << 20) // CHUNK
     assert driver.calls()["cuEventSynchronize"] <= reads + 1 + (0 if pinnable else through_small_buffer)
-    del reader, engine
 
 
 def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -839,7 +800,7 @@ CHILD = """
 
 
 def run_child(code: str, path: Path, driver: FakeCuda) -> None:
-    """In a process of its own; its violations are this one's failure."""
+    """Runs code in its own process, whose violations fail this one."""
     report = path.with_suffix(".violations")
     environment = {**os.environ, "LAZYCKPT_CUDA_LIBRARY": str(driver.path), "FAKE_CUDA_REPORT": str(report)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -880,7 +841,7 @@ def test_a_process_may_end_in_the_middle(driver: FakeCuda, end: str, tmp_path: P
 
 
 def test_without_the_gate_the_same_steps_are_reported(driver: FakeCuda) -> None:
-    """The orders above are really checked."""
+    """The fake really checks the orders above."""
     state = State(driver, [(0, 4 * CHUNK, 1)])
     engine = make_engine()
     with driver.hold(copies=True):
@@ -894,4 +855,3 @@ def test_without_the_gate_the_same_steps_are_reported(driver: FakeCuda) -> None:
     driver.forget_violations()
     with pytest.raises(FakeError):
         driver.end_capture(0)
-    del job, engine

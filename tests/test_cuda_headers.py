@@ -1,4 +1,4 @@
-"""What we say of the CUDA driver's functions is what the Toolkit's header says of them, where there is one."""
+"""Our declarations of the CUDA driver's functions match the Toolkit's header, if there is one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ struct Signature<const lazyckpt::cuda::Function<Ours...>, CUresult(Theirs...)> {
 
 
 def toolkits() -> list[Path | None]:
-    """Folders with a cuda.h of 12.8 or newer, which has cuMemcpyBatchAsync: the Toolkit's, and the wheels'."""
+    """Returns folders with a cuda.h of 12.8 or newer, which has cuMemcpyBatchAsync: the Toolkit's and the wheels'."""
     folders = [Path(place, "include") for place in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if place]
     nvidia = importlib.util.find_spec("nvidia")
     for place in nvidia.submodule_search_locations or () if nvidia else ():
@@ -64,7 +64,7 @@ def toolkits() -> list[Path | None]:
 
 @pytest.fixture(params=toolkits(), ids=str)
 def toolkit(request: pytest.FixtureRequest) -> list[str]:
-    """The compiler's arguments for a header."""
+    """Returns the compiler's arguments for a header."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
     if request.param is None:
@@ -73,7 +73,7 @@ def toolkit(request: pytest.FixtureRequest) -> list[str]:
 
 
 def compiles(source: str, flags: list[str], folder: Path) -> str:
-    """What the compiler says against it."""
+    """Returns the compiler's complaints."""
     file = folder / "headers.cc"
     file.write_text(source)
     command = [compiler() or "", "-std=c++20", "-fsyntax-only", *flags, str(file)]
@@ -81,7 +81,7 @@ def compiles(source: str, flags: list[str], folder: Path) -> str:
 
 
 def constants(header: str) -> list[tuple[str, str]]:
-    """The names and values of the driver's constants that a header repeats."""
+    """Returns the names and values of the constants that a header repeats."""
     found = re.findall(r"\b(CU(?:DA)?_[A-Z0-9_]+) = (\w+)", header)
     assert len(found) > 5
     return found
@@ -92,14 +92,14 @@ def assertion(name: str, value: str) -> str:
 
 
 def program(folder: Path) -> str:
-    """csrc/cuda_driver.h against cuda.h: every constant, every struct, every function under the name it is found by."""
-    header = (folder / "cuda_driver.h").read_text()
+    """Checks cuda_driver.h against cuda.h: each constant, each struct, each function under its exact name."""
+    header = (folder / "device" / "cuda_driver.h").read_text()
     functions = re.findall(r'\b(cu\w+) =\s+Find_\{this, "(\w+)"', header)
     assert len(functions) == header.count("Find_{this,") > 20
     lines = ["#define __CUDA_API_VERSION_INTERNAL  // every version under its exact name, none renamed by a macro"]
     lines += ["#include <cuda.h>", "#include <type_traits>"]
     lines += [line for name, value in constants(header) for line in (assertion(name, value), f"#undef {name}")]
-    lines += ['#include "cuda_driver.h"', SAME]
+    lines += ['#include "device/cuda_driver.h"', SAME]
     lines += [f"FUNCTION({member}, {symbol});" for member, symbol in functions]
     for struct, body in re.findall(r"struct (CU\w+) \{(.*?)\};", header, re.DOTALL):
         lines += [f"FIELD({struct}, {field});" for field in re.findall(r"(\w+);", body)]
@@ -123,15 +123,15 @@ def test_what_is_declared_otherwise_is_noticed(
     toolkit: list[str], tmp_path: Path, right: str, wrong: str, complaint: str
 ) -> None:
     altered = tmp_path / "csrc"
-    altered.mkdir()
-    for name in ("cuda_driver.h", "status.h"):
+    (altered / "device").mkdir(parents=True)
+    for name in ("device/cuda_driver.h", "status.h"):
         (altered / name).write_text((CSRC / name).read_text().replace(right, wrong))
     errors = compiles(program(altered), [f"-I{altered}", *toolkit], tmp_path)
     assert "error:" in errors and complaint in errors
 
 
 def test_the_fake_exports_the_driver_as_it_is(toolkit: list[str], tmp_path: Path) -> None:
-    """It compiles with the Toolkit's declarations, which it would contradict otherwise, and has the same constants."""
+    """The fake compiles with the Toolkit's declarations and has the same constants."""
     abi = (HERE / "abi.h").read_text()
     checks = [
         "#define FAKE_CUDA_TOOLKIT",

@@ -1,4 +1,4 @@
-"""Who writes to a watched page before it is copied fails the checkpoint, however it is done; nobody else does."""
+"""A write to a watched page before its copy fails the job, however it is done; no other write does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_engine(**knobs: object) -> _engine.Engine:
 
 @dataclass
 class Memory:
-    """Memory at an address of our choice, as a storage may lie anywhere."""
+    """Memory at a chosen address, since a storage may lie anywhere."""
 
     mapping: mmap.mmap
     address: int
@@ -57,7 +57,7 @@ class Memory:
 
 
 def is_protected(memory: Memory) -> list[bool]:
-    """Of each page that touches it."""
+    """Returns whether each page that touches the memory is protected."""
     first, end = memory.address // PAGE, -(-(memory.address + memory.size) // PAGE)
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(8 * first)
@@ -66,7 +66,7 @@ def is_protected(memory: Memory) -> list[bool]:
 
 
 def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it holds within ten seconds."""
+    """Returns whether a condition holds within ten seconds."""
     end = time.monotonic() + 10
     while not holds() and time.monotonic() < end:
         time.sleep(0.001)
@@ -74,7 +74,7 @@ def soon(holds: Callable[[], bool]) -> bool:
 
 
 class Save:
-    """A checkpoint of sources, one behind the other in one file. Nothing of it is copied before ``finish``."""
+    """A job whose sources follow one another in one file. ``finish`` copies them."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Save:
         sources: list[Memory],
         path: Path,
         owners: int = 1,
-        expected: bytes | None = None,  # where reading the sources would change what is tried
+        expected: bytes | None = None,  # if reading the sources would change the case
     ) -> None:
         self.path, self.sources = path, sources
         self.expected = expected or b"".join(source.array.tobytes() for source in sources)
@@ -98,7 +98,7 @@ class Save:
         self.job.seal()
 
     def finish(self) -> list[int]:
-        """The sources that were torn; the file is right if there are none."""
+        """Copies the sources and returns the torn ones; if there are none, checks the file."""
         self.job.wait_eager()
         self.job.go()
         self.job.open(0, self.path, len(self.expected))
@@ -165,13 +165,13 @@ def test_a_write_to_any_watched_page_fails_the_checkpoint(
 def test_what_lies_in_pages_with_others_is_of_the_moment_of_the_save(
     shift: int, engine: _engine.Engine, tmp_path: Path
 ) -> None:
-    """At both ends of a storage, and where it is cut into chunks: written by others, and copied at once."""
+    """The ends of a storage, and the cuts between its chunks, share pages with others. They are copied at once."""
     memory = Memory.of(40 * PAGE + 128, at=shift)
     neighbours = Memory(memory.mapping, memory.address - shift, memory.size + shift + 64)
     save = Save(engine, [memory], tmp_path / "a")
     neighbours.array[: shift + 32] = 255
     neighbours.array[-32 - 64 :] = 255
-    assert save.finish() == ([] if shift else [0])  # without a shift the first page is the storage's own
+    assert save.finish() == ([] if shift else [0])  # without a shift the first page belongs to the storage alone
 
 
 @pytest.mark.parametrize("shift", [0, 64])
@@ -189,7 +189,7 @@ def test_writes_after_the_copy_and_reads_at_any_time_do_no_harm(
 
 
 def test_memory_that_nobody_touched_yet_may_be_watched(engine: _engine.Engine, tmp_path: Path) -> None:
-    """Optimizers allocate zeros: there is no page yet, or the one that all zeros share."""
+    """Optimizers allocate zeros: a page does not exist yet, or is the shared zero page."""
     mapping = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 60 * PAGE)
     for number in range(2):
@@ -251,7 +251,7 @@ def self_map(mapping: mmap.mmap) -> None:
 
 
 def test_shared_memory_is_copied_at_once(engine: _engine.Engine, tmp_path: Path) -> None:
-    """The kernel would not tell what another process writes."""
+    """The kernel does not report what another process writes."""
     memory = Memory.of(30 * PAGE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     save = Save(engine, [memory], tmp_path / "a")
     save.job.wait_eager()
@@ -261,8 +261,7 @@ def test_shared_memory_is_copied_at_once(engine: _engine.Engine, tmp_path: Path)
 
 
 def of_file(path: Path, written: int, read: int = 0) -> Memory:
-    """A private mapping of a file of 12 pages, of which the first are written, then some read, and the rest is as
-    nobody has looked at it."""
+    """Returns a private mapping of a file of 12 pages: the first are written, some are read, the rest is untouched."""
     path.write_bytes(bytes(12 * PAGE))
     with path.open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), 12 * PAGE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -279,7 +278,7 @@ def of_file(path: Path, written: int, read: int = 0) -> Memory:
 def test_a_private_mapping_of_a_file_is_watched_once_all_of_it_is_written(
     page: int, engine: _engine.Engine, tmp_path: Path
 ) -> None:
-    """As training has written to the weights that safetensors has loaded."""
+    """Training writes so to weights that safetensors has loaded."""
     memory = of_file(tmp_path / "weights", written=12)
     assert Save(engine, [memory], tmp_path / "untouched").finish() == []
     save = Save(engine, [memory], tmp_path / "file")
@@ -323,7 +322,7 @@ def test_memory_that_lies_in_a_file_and_beside_it_is_copied_at_once(engine: _eng
 
 
 def test_pages_of_hugetlbfs_are_copied_at_once(engine: _engine.Engine, tmp_path: Path) -> None:
-    """Some of them, as a storage has them: the kernel protects only whole ones."""
+    """A storage covers a part of a huge page, and the kernel protects only whole ones."""
     pool = Path("/proc/sys/vm/nr_hugepages")
     before = pool.read_text()
     try:
@@ -378,7 +377,7 @@ def test_a_forked_child_watches_its_own_memory(engine: _engine.Engine, tmp_path:
 def test_two_snapshots_of_the_same_pages_keep_each_others_evidence(
     first_ends: str, written: bool, tmp_path: Path
 ) -> None:
-    """Two Savers, or two saves of one step. Whoever is copied first must not lift what the other still needs."""
+    """The first copy, by another Saver or another save, must not lift the protection that the second needs."""
     engines = make_engine(), make_engine()
     memory = Memory.of(30 * PAGE)
     first, second = (Save(engine, [memory], tmp_path / str(at)) for at, engine in enumerate(engines))
@@ -412,21 +411,21 @@ def test_a_snapshot_whose_pages_another_watches_in_part_is_copied_at_once(tmp_pa
 
 
 def neighbours(count: int, gap: int) -> tuple[Memory, list[Memory]]:
-    """A mapping, and storages of ten pages in it that are so far from each other."""
+    """Returns a mapping and storages of ten pages in it, with gaps of this size between them."""
     whole = Memory.of(count * (10 * PAGE + gap))
     starts = range(whole.address, whole.address + whole.size, 10 * PAGE + gap)
     return whole, [Memory(whole.mapping, start, 10 * PAGE) for start in starts]
 
 
 def inside(memory: Memory) -> Memory:
-    """Its whole pages."""
+    """Returns the whole pages of a memory."""
     begin = -(-memory.address // PAGE) * PAGE
     return Memory(memory.mapping, begin, (memory.address + memory.size) // PAGE * PAGE - begin)
 
 
 @pytest.mark.parametrize("gap", [16, PAGE, 4 * PAGE, 8 * PAGE])
 def test_each_of_many_neighbours_is_watched_by_itself(gap: int, engine: _engine.Engine, tmp_path: Path) -> None:
-    """They are protected and opened together, with what lies between them."""
+    """Neighbours are protected and opened together with the gaps between them."""
     whole, storages = neighbours(100, gap)
     for written in ([], list(range(3, 100, 7))):
         save = Save(engine, storages, tmp_path / str(len(written)))
@@ -440,7 +439,7 @@ def test_each_of_many_neighbours_is_watched_by_itself(gap: int, engine: _engine.
 
 
 def test_what_lies_between_neighbours_may_be_unmapped(engine: _engine.Engine, tmp_path: Path) -> None:
-    """Or mapped anew; it is nobody's that is watched."""
+    """Nothing in the gap is watched. It may be mapped anew, too."""
     _, storages = neighbours(6, 2 * PAGE)
     for anew in (False, True):
         save = Save(engine, storages, tmp_path / str(anew))
@@ -464,7 +463,7 @@ def test_what_another_snapshot_watches_between_two_neighbours_is_left_to_it(tmp_
     )
     first = Save(engines[0], [between], tmp_path / "a")
     between.array[PAGE] = 1
-    second = Save(engines[1], [left, right], tmp_path / "b")  # what was written before it tears the first alone
+    second = Save(engines[1], [left, right], tmp_path / "b")  # earlier writes tear the first alone
     assert second.finish() == []
     assert first.finish() == [0]
     first = Save(engines[0], [between], tmp_path / "c")
@@ -486,7 +485,7 @@ def test_a_failed_checkpoint_leaves_no_page_protected(engine: _engine.Engine, tm
 
 
 def test_a_failed_checkpoint_that_somebody_keeps_watches_no_more(engine: _engine.Engine, tmp_path: Path) -> None:
-    """Regression: whoever got its memory, or a part, was copied at once for as long as the error was kept."""
+    """Regression: as long as somebody kept the error, later users of its memory were copied at once."""
     memory = Memory.of(100 * PAGE)
     failed = Save(engine, [memory], tmp_path / "a")
     failed.job.fail(errno.EIO, "tried")
@@ -510,7 +509,7 @@ def test_what_is_written_after_a_failure_is_not_blamed(engine: _engine.Engine, t
 
 
 def test_all_that_was_written_is_named(engine: _engine.Engine, tmp_path: Path) -> None:
-    """Also what is not copied any more, once the first of them has failed the checkpoint."""
+    """Sources that are not copied any more after the first failure are named, too."""
     memories = [Memory.of(100 * PAGE) for _ in range(3)]
     save = Save(engine, memories, tmp_path / "a")
     memories[0].array[0] = 1
@@ -519,7 +518,7 @@ def test_all_that_was_written_is_named(engine: _engine.Engine, tmp_path: Path) -
 
 
 def test_it_registers_whole_mappings(engine: _engine.Engine, tmp_path: Path) -> None:
-    """Each storage by itself would split the mapping, and a process may have 65,530."""
+    """Registering each storage would split the mapping, and a process may have only 65,530."""
     mapping = mmap.mmap(-1, 2000 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     sources = [Memory(mapping, base + 4 * at * PAGE, 3 * PAGE) for at in range(400)]
@@ -547,7 +546,7 @@ def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObje
         save = Save(engine, sources, folder / str(number))
         position = data.draw(st.integers(0, at - 1))
         whole.array[position] ^= 255
-        torn = save.finish()  # and the file is that of the save, unless it is torn
+        torn = save.finish()  # checks the file unless it is torn
         page = (whole.address + position) // PAGE * PAGE
         expected = []
         for i, (source, start) in enumerate(zip(sources, starts, strict=True)):

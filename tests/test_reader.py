@@ -1,4 +1,4 @@
-"""Ranges of a file, in any order and shape, land in memory byte for byte, or the error says why not."""
+"""Ranges of a file, in any order and shape, are read byte for byte, or the error says why not."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def read_file(
     engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0, **knobs)  # type: ignore[arg-type]
     engine.reserve(4 * UNIT)
     try:
-        return _engine.Reader(engine, path, offsets, sizes, threads=threads, io_depth=io_depth).read_into(pointers)
+        return _engine.RangeReader(engine, path, offsets, sizes, threads=threads, io_depth=io_depth).read_into(pointers)
     finally:
         assert engine.ring_used_bytes == 0
-        del engine  # not kept alive, with its threads and descriptors, by the traceback of a failure
+        del engine  # a traceback must not keep it alive
 
 
 def read(path: Path, ranges: list[tuple[int, int]], **knobs: object) -> tuple[list[np.ndarray], list[int]]:
@@ -85,7 +85,7 @@ def check(path: Path, data: bytes, ranges: list[tuple[int, int]], **knobs: objec
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    """A file of two and a half units and a bit."""
+    """Returns a file of two and a half units and a bit."""
     data = np.random.default_rng(1).bytes((UNITS - 1) * UNIT + 1234)
     path = tmp_path_factory.mktemp("reader") / "big"
     path.write_bytes(data)
@@ -180,7 +180,7 @@ def test_malformed_arguments(big: tuple[Path, bytes]) -> None:
     with pytest.raises(ValueError, match="length"):
         read_file(path, array("Q", [0]), array("Q"), array("Q"))
     evict(big[0])
-    for knobs in ({"fault": "nonsense"}, {"backend": "aio"}):  # the first was taken for a success, without reading
+    for knobs in ({"fault": "nonsense"}, {"backend": "aio"}):  # regression: the first succeeded without reading
         with pytest.raises(OSError) as caught:
             read_file(path, array("Q", [0]), array("Q", [10]), array("Q", [0]), **knobs)  # type: ignore[arg-type]
         assert caught.value.errno == errno.EINVAL
@@ -210,7 +210,7 @@ def test_every_failing_read_is_told(big: tuple[Path, bytes], backend: str, nth: 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fault", ["short", "EINTR", "EAGAIN", "EINVAL", "stall"])
 def test_passing_troubles_are_overcome(big: tuple[Path, bytes], backend: str, fault: str) -> None:
-    """EINVAL: a file system that opens with O_DIRECT and then will not read so."""
+    """EINVAL stands for a file system that opens with O_DIRECT but does not read so."""
     path, data = big
     for nth in (1, 2, 3):
         evict(path)
@@ -230,7 +230,7 @@ def test_a_read_that_never_moves_anything_is_given_up(big: tuple[Path, bytes]) -
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("left", [0, BLOCK, BLOCK + 100, 3 * BLOCK + 512, UNIT + 1])
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, direct: bool, left: int) -> None:
-    """Regression: with O_DIRECT and an end off the block boundaries, the last bytes were read again forever."""
+    """Regression: with O_DIRECT and an end off the block boundary, the last bytes were read again and again."""
     path = tmp_path / "shrinking"
     path.write_bytes(bytes(3 * UNIT))
     evict(path)
@@ -243,7 +243,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, dire
     thread.start()
     fault = "read:1:stall" if direct else ""
     try:
-        # Read buffered it may win the race; what it may not do is wait, or return other bytes.
+        # A buffered read may win the race; it must not hang or return other bytes.
         parts, _ = read(path, [(0, 3 * UNIT)], backend=backend, direct=direct, threads=1, fault=fault)
         assert not direct and not parts[0].any()
     except OSError as error:
@@ -254,8 +254,8 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, dire
 # reading ahead
 
 
-def begin(engine: _engine.Engine, path: Path, size: int) -> _engine.Reader:
-    return _engine.Reader(engine, str(path), array("Q", [0]), array("Q", [size]))
+def begin(engine: _engine.Engine, path: Path, size: int) -> _engine.RangeReader:
+    return _engine.RangeReader(engine, str(path), array("Q", [0]), array("Q", [size]))
 
 
 def test_nothing_lands_before_it_is_said_where(big: tuple[Path, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The staging ring never hands out memory that is still in use, and always hands out what is free."""
+"""The staging ring never hands out memory in use and always hands out free memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rounded(nbytes: int) -> int:
 
 
 class RingModel(RuleBasedStateMachine):
-    """Random allocations and frees against what a ring promises."""
+    """Compares random allocations and frees with a model of the ring."""
 
     regions = Bundle("regions")
 
@@ -46,7 +46,7 @@ class RingModel(RuleBasedStateMachine):
         assert self.ring is not None
         offset = self.ring.allocate(nbytes)
         if offset is None:
-            # An empty ring may refuse only what can never fit.
+            # An empty ring refuses only sizes that never fit.
             assert self.live or rounded(nbytes) > min(self.capacity, self.slice)
             return None
         end = offset + rounded(nbytes)
@@ -91,7 +91,7 @@ test_random_allocations = RingModel.TestCase
 @example(blocks=4, slice_blocks=4, sizes=[3 * BLOCK, 2 * BLOCK, 3 * BLOCK])
 @settings(max_examples=300, deadline=None)
 def test_first_in_first_out_never_gets_stuck(blocks: int, slice_blocks: int, sizes: list[int]) -> None:
-    """The engine frees the oldest and tries again: whatever fits an empty ring gets its turn."""
+    """Freeing the oldest region and retrying makes room for every size that fits an empty ring."""
     ring = _engine.Ring(blocks * BLOCK, slice_blocks * BLOCK)
     live: list[int] = []
     for size in sizes:
@@ -107,14 +107,14 @@ def test_first_in_first_out_never_gets_stuck(blocks: int, slice_blocks: int, siz
 
 
 def test_wraps_while_the_oldest_region_is_live() -> None:
-    """As in DataStates' code, where the second region after a wrap overlapped the live one."""
+    """In DataStates' code the second region after a wrap overlapped the live one."""
     ring = _engine.Ring(8 * BLOCK, 8 * BLOCK)
     a, b, c = (ring.allocate(2 * BLOCK), ring.allocate(3 * BLOCK), ring.allocate(2 * BLOCK))
     assert (a, b, c) == (0, 2 * BLOCK, 5 * BLOCK)
     ring.free(a)
-    assert ring.allocate(2 * BLOCK) == 0  # 8 - 7 blocks are too few at the end
-    assert ring.allocate(1) is None  # [0, 2) and [2, 5) are live, and the block at the end lies behind
-    ring.free(c)  # out of order: b still holds everything behind it
+    assert ring.allocate(2 * BLOCK) == 0  # one block at the end is too little
+    assert ring.allocate(1) is None  # [0, 2) and [2, 5) are live
+    ring.free(c)  # out of order: b still holds the space behind it
     assert ring.allocate(1) is None
     ring.free(b)
     assert ring.allocate(3 * BLOCK) == 2 * BLOCK
@@ -134,7 +134,7 @@ def test_uses_every_byte_of_its_capacity() -> None:
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_checkpoints_in_flight_share_a_wrapping_ring(backend: str, seed: int, tmp_path: Path) -> None:
-    """Several checkpoints, each many times the ring, in flight at once: every byte of every file is right."""
+    """Several jobs, each many times the ring, are in flight at once. Every byte of every file is right."""
     rng = np.random.default_rng(seed)
     engine = _engine.Engine(ring_bytes=5 * BLOCK, chunk_bytes=2 * BLOCK, io_depth=3, copy_threads=2, backend=backend)
     jobs = []
@@ -152,7 +152,7 @@ def test_checkpoints_in_flight_share_a_wrapping_ring(backend: str, seed: int, tm
         job.append(0, 0, rows, b"")
         job.seal()
         jobs.append((job, sources, tmp_path / f"{seed}-{number}"))
-    # Opened in another order than begun; the bytes wait in the ring, and others wait for the ring.
+    # Open the files in another order: their bytes wait in the ring, and other bytes wait for the ring.
     for job, sources, path in jobs:
         job.open(0, str(path), sum(s.nbytes + 4 for s in sources))
     for job, sources, path in jobs:

@@ -1,5 +1,5 @@
-"""The engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: by itself, driven
-by sanitize/stress.cc; and in Python, with Python's and torch's own objects watched, under the tests that touch it."""
+"""The engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: alone, driven by
+sanitize/stress.cc, and in Python, under the tests that touch it, with Python's and torch's objects watched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sanitized]:
-    """The engine with this sanitizer, built once."""
+    """Builds the engine once for each sanitizer."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
     known: dict[str, Sanitized] = {}
@@ -49,18 +49,18 @@ def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Pat
     trials.report(f"rounds of the engine's stress, -fsanitize={sanitizer}", rounds, tmp_path)
 
 
-# What hands memory to the engine, or is handed objects of Python's by it.
+# Tests that hand memory to the engine or receive Python objects from it.
 ENGINE = ("test_tensors.py", "test_ring.py", "test_engine.py", "test_reader.py", "test_cuda.py")
 SAVES_AND_LOADS = ("test_snapshot.py", "test_saver.py", "test_safetensors.py")
 
 
 def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
-    """Each report fails it, also of the processes that tests start."""
+    """Any report fails the test, including those of processes that tests start."""
     sanitized = built(ADDRESS)
     environment = for_python(sanitized)
     options = ["-q", "-m", "not slow and not alone", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
     # The first reads freed memory: see docs/durability.md. The second forks while threads allocate, and
-    # AddressSanitizer, unlike malloc, does not let go of its locks in the child.
+    # AddressSanitizer, unlike malloc, does not release its locks in the child.
     options += ["-k", "not storage_is_resized and not a_forked_child_calls_nothing"]
     files = (str(TESTS / t) for t in ENGINE + SAVES_AND_LOADS)
     done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)

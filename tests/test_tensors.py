@@ -1,4 +1,4 @@
-"""csrc/tensors.cc: what every save asks of every tensor."""
+"""The native pass over all tensors (csrc/python/tensors.h)."""
 
 from __future__ import annotations
 
@@ -136,8 +136,13 @@ def test_errors_of_those_asked_come_through() -> None:
     assert _engine.look_at_tensors([]) is not None
 
 
+def test_tensors_are_prefetched() -> None:
+    """Fails if this torch lays its tensors out in a way that the search does not find; saves are slower then."""
+    assert _engine.prefetches_tensors()
+
+
 def test_two_threads_may_be_the_first_to_ask() -> None:
-    """Regression: the one that had begun to look torch's names up let go of the GIL, the other one waited with it."""
+    """Regression: a thread released the GIL while it looked up torch's names; another waited for it with the GIL."""
     script = """
 import builtins, threading, time, torch
 from lazyckpt import _engine

@@ -38,7 +38,7 @@ class Reading:
         self._records = records
         offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
         with self._load_error():
-            self._reader = _engine.Reader(engine, path, offsets, sizes)
+            self._reader = _engine.RangeReader(engine, path, offsets, sizes)
 
     def close(self) -> None:
         """Gives up."""

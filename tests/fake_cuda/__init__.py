@@ -1,4 +1,4 @@
-"""The fake CUDA driver: builds it, loads it, and plays PyTorch's part in a training process. See README.md."""
+"""Builds and loads the fake CUDA driver, and plays PyTorch's part in a training process. See README.md."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-# Thread-local variables lie in static TLS: for other blocks GCC 12's ThreadSanitizer guesses a header, and dies of what
-# it reads where a block begins 16 bytes into a page.
+# Thread-local variables lie in static TLS: GCC 12's ThreadSanitizer guesses a header before other blocks and crashes if
+# a block begins 16 bytes into a page.
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec")
 
 
 class Mode(IntEnum):
-    """Which of the orders that the streams permit is run."""
+    """Which permitted order of the operations is run."""
 
     RANDOM = 0
     COPIES_LATE = 1  # kernels as early, copies as late as can be
@@ -31,7 +31,7 @@ class Mode(IntEnum):
 
 
 class Capture(IntEnum):
-    """What other threads may do while a stream is captured; the driver's numbers."""
+    """What other threads may do during a capture; the driver's numbers."""
 
     GLOBAL = 0
     THREAD_LOCAL = 1
@@ -62,7 +62,7 @@ def compiler() -> str | None:
 
 
 def build(*without: str) -> Path:
-    """The library's file, made once for these sources; ``without`` functions that an older driver lacks."""
+    """Returns the library, built once for these sources, ``without`` functions that an older driver lacks."""
     sources = sorted(HERE.glob("*.cc"))
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for source in sorted([*sources, *HERE.glob("*.h")]):
@@ -97,14 +97,14 @@ def build(*without: str) -> Path:
 
 
 def _check(code: int) -> int:
-    """The value of a function that returns minus an error."""
+    """Returns the value of a control function, or raises its error, which is negative."""
     if code < 0:
         raise FakeError(-code)
     return code
 
 
 class FakeCuda:
-    """One fake driver in this process; the engine that opens the same file meets the same devices."""
+    """The fake driver of this process. An engine that opens the same file meets the same devices."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or build()
@@ -143,7 +143,7 @@ class FakeCuda:
             function.restype, function.argtypes = result, arguments
 
     def reset(self, seed: int = 0, devices: int = 2) -> None:
-        """Forget everything: memory, streams, events, settings. Handles made before are invalid from here on."""
+        """Forgets memory, streams, events and settings. Earlier handles are invalid."""
         self.lib.fake_reset(seed, devices)
 
     def configure(self, **settings: float) -> None:
@@ -155,7 +155,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def hold(self, copies: bool = True, kernels: bool = False) -> Iterator[None]:
-        """Inside, no copy (no kernel) starts, however long it takes."""
+        """Inside, no copy (no kernel) starts."""
         self.lib.fake_hold(copies, kernels)
         try:
             yield
@@ -163,36 +163,36 @@ class FakeCuda:
             self.lib.fake_hold(False, False)
 
     def fail(self, name: str, nth: int = 1, code: int = 999, sticky: bool = False) -> None:
-        """The ``nth`` call of ``name`` from now on returns ``code`` and does nothing; sticky: all after it too."""
+        """Makes the ``nth`` next call of ``name`` return ``code`` and do nothing; sticky: all later ones, too."""
         self.lib.fake_fail(name.encode(), nth, code, sticky)
 
     def delay(self, name: str, microseconds: float) -> None:
-        """Every call of ``name`` takes so much longer before it does anything, so that others get in between."""
+        """Delays each call of ``name`` before it does anything, so that others get in between."""
         self.lib.fake_delay(name.encode(), microseconds)
 
     def deinit(self) -> None:
-        """As when the process ends: every call returns CUDA_ERROR_DEINITIALIZED, until reset."""
+        """Makes every call return CUDA_ERROR_DEINITIALIZED until reset, as at the end of a process."""
         self.lib.fake_deinit()
 
     # Memory
 
     def device_malloc(self, device: int, nbytes: int) -> int:
-        """A device pointer; the host that follows it crashes."""
+        """Returns a device pointer, which the host cannot access."""
         pointer: int = self.lib.fake_malloc(device, nbytes)
         assert pointer
         return pointer
 
     def device_free(self, pointer: int, stream: int | None = None) -> None:
-        """In the order of ``stream``, as PyTorch's allocator does; without one nothing may be in flight."""
+        """Frees in the order of ``stream``, like PyTorch's allocator; without one nothing may be in flight."""
         _check(-self.lib.fake_free(pointer, stream is not None, stream or 0))
 
     def write(self, pointer: int, data: Any) -> None:
-        """Set device memory from bytes or an array, outside of every order."""
+        """Sets device memory from bytes or an array, outside every order."""
         raw = bytes(data) if isinstance(data, bytes | bytearray | memoryview) else data.tobytes()
         _check(-self.lib.fake_write(pointer, raw, len(raw)))
 
     def read(self, pointer: int, nbytes: int) -> bytes:
-        """Device memory as it is now, outside of every order."""
+        """Returns device memory as it is now, outside every order."""
         buffer = ctypes.create_string_buffer(nbytes)
         _check(-self.lib.fake_read(pointer, buffer, nbytes))
         return buffer.raw
@@ -200,7 +200,7 @@ class FakeCuda:
     # Streams, kernels, graphs; stream 0 is the device's NULL stream
 
     def stream(self, device: int = 0, blocking: bool = False) -> int:
-        """A stream as PyTorch's; its handle is what ``torch.cuda.Stream.cuda_stream`` would be."""
+        """Returns a stream's handle, like ``torch.cuda.Stream.cuda_stream``."""
         handle: int = self.lib.fake_stream(device, blocking)
         assert handle
         return handle
@@ -215,8 +215,8 @@ class FakeCuda:
         name: str = "kernel",
         fault: int = 0,
     ) -> int:
-        """Launch a kernel that fills ``(pointer, nbytes, byte)`` ranges and reads others. ``fault`` is an error that
-        it breaks its context with. Returns its number, for ``seen``."""
+        """Launches a kernel that fills ``(pointer, nbytes, byte)`` ranges and reads others, or breaks its context with
+        the error ``fault``. Returns its number, for ``seen``."""
         flat_writes = [number for write in writes for number in write]
         flat_reads = [number for read in reads for number in read]
         return _check(
@@ -234,24 +234,24 @@ class FakeCuda:
         )
 
     def seen(self, kernel: int, nbytes: int, which: int = 0) -> bytes:
-        """What a kernel found in one of the ranges it read."""
+        """Returns what a kernel read in one of its ranges."""
         buffer = ctypes.create_string_buffer(nbytes)
         assert self.lib.fake_seen(kernel, which, buffer, nbytes) >= nbytes, "it has not run"
         return buffer.raw
 
     def wait(self, stream: int, other: int, device: int = 0, other_device: int | None = None) -> None:
-        """``stream`` waits for what is on ``other`` now, as ``torch.cuda.Stream.wait_stream``."""
+        """Makes ``stream`` wait for the work on ``other``, like ``torch.cuda.Stream.wait_stream``."""
         _check(-self.lib.fake_wait(device, stream, device if other_device is None else other_device, other))
 
     def synchronize(self, device: int = -1, timeout_s: int = 30) -> None:
-        """The host waits for a device, or for all."""
+        """Waits on the host for a device, or for all."""
         _check(-self.lib.fake_synchronize(device, timeout_s))
 
     def begin_capture(self, stream: int, mode: Capture = Capture.GLOBAL, device: int = 0) -> None:
         _check(-self.lib.fake_begin_capture(device, stream, mode))
 
     def end_capture(self, stream: int, device: int = 0) -> int:
-        """The graph; FakeError with code 901 if somebody broke the capture."""
+        """Returns the graph; raises FakeError with code 901 if the capture is broken."""
         return _check(self.lib.fake_end_capture(device, stream))
 
     def replay(self, graph: int, stream: int, device: int = 0) -> None:
@@ -260,7 +260,7 @@ class FakeCuda:
     # Reports
 
     def violations(self) -> list[str]:
-        """What somebody did that no driver promises to bear, since reset; forked children included."""
+        """Returns the violations since reset, including those of forked children."""
         text: bytes = self.lib.fake_violations()
         return text.decode().splitlines()
 
@@ -268,12 +268,12 @@ class FakeCuda:
         self.lib.fake_forget_violations()
 
     def calls(self) -> dict[str, int]:
-        """How often each of the driver's functions was called since reset."""
+        """Counts the calls of each function of the driver since reset."""
         counts: dict[str, int] = json.loads(self.lib.fake_calls())
         return counts
 
     def live(self) -> dict[str, int]:
-        """Streams, events, registrations, registered bytes and retained contexts that were not given back."""
+        """Counts streams, events, registrations, registered bytes and retained contexts that nobody returned."""
         counts: dict[str, int] = json.loads(self.lib.fake_live())
         return counts
 
@@ -282,12 +282,12 @@ class FakeCuda:
         return counts
 
     def log(self) -> list[Ran]:
-        """Kernels and copies in the order in which they ended."""
+        """Returns kernels and copies in the order in which they ended."""
         text: bytes = self.lib.fake_log()
         lines = (line.split(" ", 5) for line in text.decode().splitlines())
         return [Ran(int(a), kind, int(b), int(c), int(d), name) for a, kind, b, c, d, name in lines]
 
     def context_depth(self) -> int:
-        """How many contexts are on the calling thread's stack."""
+        """Returns the depth of the calling thread's stack of contexts."""
         depth: int = self.lib.fake_context_depth()
         return depth

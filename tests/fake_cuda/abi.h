@@ -1,6 +1,6 @@
-// What the fake needs of the driver's ABI, independent of csrc/, so that a wrong declaration there does not meet the
-// same mistake here. Compiled with FAKE_CUDA_TOOLKIT, the fake takes the Toolkit's own header instead: what it exports
-// then has the signatures of the driver, or does not compile. tests/test_cuda_headers.py does that.
+// The parts of the driver's ABI that the fake needs, independent of csrc/, so that a wrong declaration there does not
+// meet the same mistake here. With FAKE_CUDA_TOOLKIT (tests/test_cuda_headers.py) the fake includes the Toolkit's
+// header instead and compiles only if its exports have the signatures of the driver.
 #pragma once
 
 #include <cstddef>
@@ -52,29 +52,11 @@ enum CUresult : int {
 enum : unsigned { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 enum : unsigned { CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2, CU_EVENT_INTERPROCESS = 4 };
 enum : unsigned { CU_MEMHOSTREGISTER_PORTABLE = 1, CU_MEMHOSTALLOC_PORTABLE = 1 };
-enum CUpointer_attribute : int {
-  CU_POINTER_ATTRIBUTE_CONTEXT = 1,
-  CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2,
-  CU_POINTER_ATTRIBUTE_DEVICE_POINTER = 3,
-  CU_POINTER_ATTRIBUTE_HOST_POINTER = 4,
-  CU_POINTER_ATTRIBUTE_IS_MANAGED = 8,
-  CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
-  CU_POINTER_ATTRIBUTE_RANGE_START_ADDR = 11,
-  CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12,
-};
 enum CUdevice_attribute : int {
-  CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33,
-  CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID = 34,
-  CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT = 40,
-  CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
-  CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID = 50,
-  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
-  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
   CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
   CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,
   CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID = 134,
 };
-enum : unsigned { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
 enum CUstreamCaptureMode : int {
   CU_STREAM_CAPTURE_MODE_GLOBAL = 0,
   CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,

@@ -1,4 +1,4 @@
-// What the tests call: the part of PyTorch in a training process, and what the fake saw.
+// The functions for tests: they play PyTorch's part in a training process and report what the fake saw.
 #include <algorithm>
 #include <cstring>
 
@@ -40,47 +40,35 @@ using Numbers = std::map<std::string, uint64_t>;
 
 }  // namespace
 
-// Everything that is not in the caller's hands begins anew: handles of before are invalid. cuInit stays done, and a
-// thread's stack of contexts stays.
+// Starts anew; earlier handles are invalid. cuInit stays done, and a thread keeps its stack of contexts.
 FAKE_EXPORT void fake_reset(uint64_t seed, int devices) {
   Machine::Get().Reset(seed, devices);
-  CaptureMode() =
-      CU_STREAM_CAPTURE_MODE_GLOBAL;  // of this thread: a call that was made to fail may not have restored it
+  CaptureMode() = CU_STREAM_CAPTURE_MODE_GLOBAL;  // a failed call may not have restored it
 }
 
 FAKE_EXPORT void fake_deinit() { Machine::Get().Deinitialize(); }
 
 FAKE_EXPORT int fake_configure(const char* key, double value) {
   Locked locked;
-  Config& config = locked.m.config;
-  const std::string name = key;
-  if (name == "bandwidth") {
-    config.bandwidth = value;
-  } else if (name == "latency_us") {
-    config.latency_us = value;
-  } else if (name == "delay_us") {
-    config.delay_us = value;
-  } else if (name == "call_us") {
-    config.call_us = value;
-  } else if (name == "driver_version") {
-    config.driver_version = static_cast<int>(value);
-  } else if (name == "host_pointers") {
-    config.host_pointers = value != 0;
-  } else if (name == "numa_nodes") {
-    config.numa_nodes = static_cast<int>(value);
-  } else if (name == "registration_limit") {
-    config.registration_limit = value;
-  } else if (name == "registration_error") {
-    config.registration_error = static_cast<int>(value);
-  } else if (name == "mode") {
-    config.mode = static_cast<Mode>(value);
-  } else {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
+  Config& c = locked.m.config;
+  const std::map<std::string, double*> numbers{{"bandwidth", &c.bandwidth},
+                                               {"latency_us", &c.latency_us},
+                                               {"delay_us", &c.delay_us},
+                                               {"call_us", &c.call_us},
+                                               {"registration_limit", &c.registration_limit}};
+  const std::map<std::string, int*> integers{{"driver_version", &c.driver_version},
+                                             {"host_pointers", &c.host_pointers},
+                                             {"numa_nodes", &c.numa_nodes},
+                                             {"registration_error", &c.registration_error}};
+  if (std::string(key) == "mode") return c.mode = static_cast<Mode>(value), CUDA_SUCCESS;
+  if (const auto number = numbers.find(key); number != numbers.end()) return *number->second = value, CUDA_SUCCESS;
+  const auto integer = integers.find(key);
+  if (integer == integers.end()) return CUDA_ERROR_INVALID_VALUE;
+  *integer->second = static_cast<int>(value);
   return CUDA_SUCCESS;
 }
 
-// While held, copies or kernels do not start, however long.
+// Holds back copies or kernels.
 FAKE_EXPORT void fake_hold(int copies, int kernels) {
   Locked locked;
   locked.m.hold_copies = copies;
@@ -88,13 +76,13 @@ FAKE_EXPORT void fake_hold(int copies, int kernels) {
   locked.m.work.notify_all();
 }
 
-// The nth call of the function from now on returns the code and does nothing else; all after it too if sticky.
+// Makes the nth call of the function return the code and do nothing else; if sticky, all later ones, too.
 FAKE_EXPORT void fake_fail(const char* function, uint64_t nth, int code, int sticky) {
   Locked locked;
   locked.m.failures[function] = {nth, static_cast<CUresult>(code), sticky != 0};
 }
 
-// Every call of the function takes so much longer before it does anything, and others get in between.
+// Delays each call of the function before it does anything, so that others get in between.
 FAKE_EXPORT void fake_delay(const char* function, double microseconds) {
   Locked locked;
   locked.m.delays[function] = microseconds;
@@ -108,7 +96,7 @@ FAKE_EXPORT uint64_t fake_malloc(int device, uint64_t size) {
   return locked.m.Allocate(device, size);
 }
 
-// As a caching allocator frees: in the order of a stream. Without one (has_stream = 0) nothing may be in flight.
+// Frees in the order of a stream, like a caching allocator. Without one (has_stream = 0) nothing may be in flight.
 FAKE_EXPORT int fake_free(uint64_t address, int has_stream, uint64_t handle) {
   Locked locked;
   Allocation* allocation = locked.m.Find({address, 1});
@@ -118,7 +106,7 @@ FAKE_EXPORT int fake_free(uint64_t address, int has_stream, uint64_t handle) {
   return CUDA_SUCCESS;
 }
 
-// The test's own eyes and hands, outside of every order.
+// Writes and reads of the test, outside every order.
 FAKE_EXPORT int fake_write(uint64_t address, const void* bytes, uint64_t size) {
   Locked locked;
   if (!locked.m.Find({address, size})) return CUDA_ERROR_INVALID_VALUE;
@@ -140,8 +128,8 @@ FAKE_EXPORT uint64_t fake_stream(int device, int blocking) {
   return device >= 0 && device < locked.m.devices ? locked.m.MakeStream(device, blocking, false)->handle : 0;
 }
 
-// A kernel that runs so long, fills ranges with bytes and looks at others; fault: it breaks the context instead.
-// Returns its number, for fake_seen, or minus an error.
+// Launches a kernel that fills ranges with bytes and reads others; with a fault it breaks the context instead. Returns
+// its number, for fake_seen, or minus an error.
 FAKE_EXPORT int64_t fake_kernel(int device, uint64_t handle, const char* name, double microseconds,
                                 const uint64_t* writes, uint64_t write_count, const uint64_t* reads,
                                 uint64_t read_count, int fault) {
@@ -171,7 +159,7 @@ FAKE_EXPORT int64_t fake_kernel(int device, uint64_t handle, const char* name, d
   return number;
 }
 
-// What the kernel found in its nth range to read; the number of bytes, or -1 while it has not run.
+// Stores what the kernel read in its nth range. Returns the number of bytes, or -1 while it has not run.
 FAKE_EXPORT int64_t fake_seen(int64_t kernel, uint64_t range, void* bytes, uint64_t size) {
   Locked locked;
   auto it = locked.m.seen.find(kernel);
@@ -181,7 +169,7 @@ FAKE_EXPORT int64_t fake_seen(int64_t kernel, uint64_t range, void* bytes, uint6
   return static_cast<int64_t>(seen.size());
 }
 
-// What comes next on the stream waits for what is on the other one now.
+// Makes later work on the stream wait for the work on the other one.
 FAKE_EXPORT int fake_wait(int device, uint64_t handle, int other_device, uint64_t other_handle) {
   Locked locked;
   StreamPtr stream = Find(locked.m, device, handle), other = Find(locked.m, other_device, other_handle);
@@ -191,7 +179,7 @@ FAKE_EXPORT int fake_wait(int device, uint64_t handle, int other_device, uint64_
   return locked.m.Wait(stream, event);
 }
 
-// The host waits for everything on the device (on all with -1), at most so many seconds.
+// Waits on the host for all work on the device (-1: on all).
 FAKE_EXPORT int fake_synchronize(int device, int seconds) {
   Locked locked;
   Machine& m = locked.m;
@@ -219,7 +207,7 @@ FAKE_EXPORT int fake_begin_capture(int device, uint64_t handle, int mode) {
   return locked.m.BeginCapture(stream, static_cast<CUstreamCaptureMode>(mode));
 }
 
-// The graph's number, or minus an error.
+// Returns the number of the graph, or minus an error.
 FAKE_EXPORT int fake_end_capture(int device, uint64_t handle) {
   Locked locked;
   StreamPtr stream = Find(locked.m, device, handle);
@@ -250,7 +238,7 @@ FAKE_EXPORT const char* fake_calls() {
   return Text(Json(locked.m.calls));
 }
 
-// What the driver's functions made and did not give back.
+// Counts what the driver's functions made and nobody has returned.
 FAKE_EXPORT const char* fake_live() {
   Locked locked;
   Machine& m = locked.m;
@@ -292,5 +280,5 @@ FAKE_EXPORT const char* fake_log() {
   return Text(text);
 }
 
-// How many contexts are on this thread's stack.
+// The depth of this thread's stack of contexts.
 FAKE_EXPORT int fake_context_depth() { return static_cast<int>(Contexts().size()); }

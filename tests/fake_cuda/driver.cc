@@ -1,5 +1,5 @@
-// The driver's functions as lazyckpt uses them, with their names, their ABI and their errors. Whatever a caller may not
-// do is an error as it is in the driver, and a violation too: a caller that copes with it is wrong all the same.
+// The driver's functions that lazyckpt uses, with their names, ABI and errors. A forbidden call returns the driver's
+// error and is a violation, too, even if the caller handles the error.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -18,10 +18,10 @@ thread_local bool told_deinitialized = false;
 
 CUcontext ContextOf(int device) { return reinterpret_cast<CUcontext>(kContext + 16 * device); }
 
-// What a function needs before it does anything; kUnsafe: not while somebody captures; kAlways: even after the end.
+// The conditions of a function; kUnsafe: not during a capture; kAlways: even after the end.
 enum Needs : unsigned { kNothing = 0, kInit = 1, kContextToo = 3, kUnsafe = 4, kAlways = 8 };
 
-// One call of a function: the lock, and what is wrong with calling it now.
+// One call of a function: holds the lock and checks the conditions.
 class Call {
  public:
   Call(const char* name, unsigned needs) : m(Machine::Get()), name_(name) {
@@ -132,12 +132,12 @@ CUresult CheckDevice(Call& call, const StreamPtr& stream, const Copy& copy) {
                                                  " on a stream of device " + std::to_string(stream->device));
 }
 
-CUresult Launch(Call& call, const StreamPtr& stream, const OpPtr& op, const std::vector<OpPtr>& after = {}) {
+CUresult Launch(Call& call, const StreamPtr& stream, const OpPtr& op) {
   Machine& m = call.m;
   bool pageable = false;
   for (const Copy& copy : op->copies) pageable |= !copy.pinned;
   const bool captured = stream->capture != nullptr;
-  if (CUresult e = m.Enqueue(stream, op, after)) return e;
+  if (CUresult e = m.Enqueue(stream, op)) return e;
   if (captured) return CUDA_SUCCESS;
   for (const Copy& copy : op->copies) {
     ++m.statistics.copies;
@@ -147,7 +147,7 @@ CUresult Launch(Call& call, const StreamPtr& stream, const OpPtr& op, const std:
   }
   if (!pageable) return CUDA_SUCCESS;
   if (!m.WaitFor(call.lock, op, std::chrono::hours(1))) return call.Deinitialized();
-  if (op->to_host()) m.Observe(op);  // to the device only the reading of the source is over
+  if (op->to_host()) m.Observe(op);  // to a device, only the read of the source is over
   return m.fault[stream->device];
 }
 
@@ -248,28 +248,11 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribu
   ENTER(cuDeviceGetAttribute, kInit);
   if (CUresult e = CheckOrdinal(call, device)) return e;
   switch (attribute) {
-    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
-      *value = 0x1b + 0x20 * device;
-      return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
-    case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID:
-      *value = 0;
-      return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
-      *value = 2;
-      return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
       *value = m.config.host_pointers;
       return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
       *value = 1;
-      return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-      *value = 9;
-      return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-      *value = 0;
       return CUDA_SUCCESS;
     case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID:
       *value = device % m.config.numa_nodes;
@@ -278,14 +261,6 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribu
       break;
   }
   return call.Fail(CUDA_ERROR_INVALID_VALUE, "attribute " + std::to_string(attribute) + " is not imitated");
-}
-
-FAKE_EXPORT CUresult cuDeviceGetPCIBusId(char* text, int size, CUdevice device) {
-  ENTER(cuDeviceGetPCIBusId, kInit);
-  if (CUresult e = CheckOrdinal(call, device)) return e;
-  if (size < 13) return call.Fail(CUDA_ERROR_INVALID_VALUE, "13 characters are needed");
-  std::snprintf(text, size, "0000:%02X:00.0", 0x1b + 0x20 * device);
-  return CUDA_SUCCESS;
 }
 
 // ---- Contexts
@@ -464,7 +439,7 @@ FAKE_EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void* host, 
   return CopyAsync(call, device, reinterpret_cast<uint64_t>(host), size, false, stream);
 }
 
-// As of CUDA 12.8: nine arguments. fail_index tells which copy is at fault, SIZE_MAX if none in particular.
+// As of CUDA 12.8, with nine arguments. *fail_index is the copy at fault, or SIZE_MAX.
 FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
                                         CUmemcpyAttributes* attributes, size_t* first, size_t attribute_count,
                                         size_t* fail_index, CUstream handle) {
@@ -481,8 +456,6 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
     return call.Fail(CUDA_ERROR_INVALID_VALUE, "attributes");
   }
   auto op = std::make_shared<Op>(Op{Kind::kCopy});
-  std::vector<Copy> early;  // those that do not read in stream order
-  bool may_outlive = false;
   size_t attribute = 0;
   for (size_t k = 1; k < attribute_count; ++k) {
     if (first[k] <= first[k - 1] || first[k] >= count) return call.Fail(CUDA_ERROR_INVALID_VALUE, "attrsIdxs");
@@ -493,6 +466,8 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
     *fail_index = i;
     if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
       return call.Fail(CUDA_ERROR_INVALID_VALUE, "srcAccessOrder");
+    if (order != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+      m.Violation("cuMemcpyBatchAsync: the driver may read a source before the stream has waited");
     if (sizes[i] == 0) return call.Fail(CUDA_ERROR_INVALID_VALUE, "an empty copy");
     const bool to_host = m.IsDeviceAddress(from[i]);
     Copy copy;
@@ -500,26 +475,17 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
       return e;
     }
     if (CUresult e = CheckDevice(call, stream, copy)) return e;
-    may_outlive |= order == CU_MEMCPY_SRC_ACCESS_ORDER_ANY;
-    (order == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM ? op->copies : early).push_back(copy);
+    op->copies.push_back(copy);
   }
   *fail_index = SIZE_MAX;
   std::vector<Range> written;
-  for (const auto* copies : {&op->copies, &early}) {
-    for (const Copy& copy : *copies) written.push_back({copy.to_host ? copy.host : copy.device_address, copy.size});
-  }
+  for (const Copy& copy : op->copies) written.push_back({copy.to_host ? copy.host : copy.device_address, copy.size});
   std::sort(written.begin(), written.end(), [](Range a, Range b) { return a.begin < b.begin; });
   for (size_t i = 1; i < written.size(); ++i) {
     if (written[i].begin < written[i - 1].end())
       m.Violation("cuMemcpyBatchAsync: two copies of a batch write the same memory");
   }
-  std::vector<OpPtr> after;
-  if (!early.empty()) {
-    after.push_back(m.ReadNow(stream, &early));
-    if (!may_outlive) m.Observe(after.back());
-    op->copies.insert(op->copies.end(), early.begin(), early.end());
-  }
-  return Launch(call, stream, op, after);
+  return Launch(call, stream, op);
 }
 
 FAKE_EXPORT CUresult cuMemHostRegister_v2(void* host, size_t size, unsigned flags) {
@@ -557,7 +523,7 @@ FAKE_EXPORT CUresult cuMemHostAlloc(void** host, size_t size, unsigned flags) {
   if (!host || size == 0 || flags > 7) return call.Fail(CUDA_ERROR_INVALID_VALUE, "arguments");
   void* made = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (made == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-  std::memset(made, 0xA5, size);  // poison, as of fresh device memory
+  std::memset(made, 0xA5, size);  // poison, as in fresh device memory
   const Range range{reinterpret_cast<uint64_t>(made), size};
   m.registrations[range.begin] = {range, call.device(), (flags & CU_MEMHOSTALLOC_PORTABLE) != 0, true};
   *host = made;
@@ -574,45 +540,4 @@ FAKE_EXPORT CUresult cuMemFreeHost(void* host) {
   munmap(host, it->second.range.size);
   m.registrations.erase(it);
   return CUDA_SUCCESS;
-}
-
-FAKE_EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
-  ENTER(cuPointerGetAttribute, kInit);
-  Allocation* allocation = m.Find({address, 1});
-  if (allocation && allocation->freed) allocation = nullptr;
-  auto registration = m.FindRegistration({address, 1});
-  const Registration* pinned = registration ? *registration : nullptr;
-  if (!allocation && !pinned) return CUDA_ERROR_INVALID_VALUE;
-  const int device = allocation ? allocation->device : pinned->device;
-  const Range range = allocation ? allocation->range : pinned->range;
-  switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT:
-      *static_cast<CUcontext*>(value) = ContextOf(device);
-      return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-      *static_cast<unsigned*>(value) = allocation ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
-      return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-      *static_cast<CUdeviceptr*>(value) = address;
-      return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
-      if (allocation) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<void**>(value) = reinterpret_cast<void*>(address);
-      return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-      *static_cast<unsigned char*>(value) = 0;
-      return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-      *static_cast<int*>(value) = device;
-      return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-      *static_cast<CUdeviceptr*>(value) = range.begin;
-      return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-      *static_cast<size_t*>(value) = range.size;
-      return CUDA_SUCCESS;
-    default:
-      break;
-  }
-  return call.Fail(CUDA_ERROR_INVALID_VALUE, "attribute " + std::to_string(attribute) + " is not imitated");
 }

@@ -27,7 +27,7 @@ constexpr auto kStarvation = std::chrono::milliseconds(50);
   std::abort();
 }
 
-// Violations outlive the process that commits them: a forked child's are its parent's business.
+// Shared with forked children, whose violations the parent reports.
 struct Shared {
   std::atomic<uint32_t> used;
   char text[(1 << 20) - sizeof(std::atomic<uint32_t>)];
@@ -44,7 +44,7 @@ Shared* SharedText() {
 
 pid_t owner;
 
-// The host's memory by way of a file, because a system call tells of memory that is gone where an access dies of it.
+// Accesses the host's memory through a file, since a system call reports unmapped memory and an access would crash.
 class HostAccess {
  public:
   HostAccess() : file_(memfd_create("fake-cuda-host", MFD_CLOEXEC)) {
@@ -128,7 +128,7 @@ std::string Op::Describe() const {
 static Machine* started = nullptr;
 
 Machine& Machine::Get() {
-  static auto* machine = started = new Machine;  // never destroyed: threads may call until the process is gone
+  static auto* machine = started = new Machine;  // never destroyed: threads may call until the process ends
   return *machine;
 }
 
@@ -292,12 +292,12 @@ void Machine::DestroyStream(uint64_t handle) {
   StreamPtr stream = streams.at(handle);
   stream->destroyed = true;
   if (stream->capture) stream->capture->invalidated = true;
-  if (stream->blocking) Join(&legacy[stream->device]->clock, stream->clock);  // which waits for its work all the same
+  if (stream->blocking) Join(&legacy[stream->device]->clock, stream->clock);  // which still waits for its work
   if (!stream->queue.empty()) draining.push_back(stream);
   streams.erase(handle);
 }
 
-// In what order: the stream's own, the NULL stream's with the blocking ones, and the events'.
+// Orders the operation by its stream, by the NULL stream and the blocking ones, and by events.
 CUresult Machine::Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<OpPtr>& after) {
   op->device = stream->device;
   op->stream = stream->handle;
@@ -327,8 +327,8 @@ CUresult Machine::Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<O
   op->clock = stream->clock;
   for (Copy& copy : op->copies) Guard(&copy);
   for (const Copy& copy : op->copies) {
-    if (!(copy.read && copy.to_host)) CheckAccess(op, {copy.device_address, copy.size}, !copy.to_host);
-    if (!copy.read || copy.to_host) CheckAccess(op, {copy.host, copy.size}, copy.to_host);
+    CheckAccess(op, {copy.device_address, copy.size}, !copy.to_host);
+    CheckAccess(op, {copy.host, copy.size}, copy.to_host);
   }
   for (const Range& range : op->reads) CheckAccess(op, range, false);
   for (const Fill& fill : op->writes) CheckAccess(op, fill.range, true);
@@ -379,7 +379,7 @@ CUresult Machine::Wait(const StreamPtr& stream, const Event& event) {
   return CUDA_SUCCESS;
 }
 
-// What comes before the next operation of the stream; for the NULL stream that is every blocking stream's last.
+// The operations before the next one of the stream; for the NULL stream, the last one of every blocking stream.
 void Machine::Tails(const StreamPtr& stream, std::vector<OpPtr>* tails) {
   auto add = [&](const StreamPtr& other) {
     if (other->tail) tails->push_back(other->tail);
@@ -397,34 +397,15 @@ void Machine::Tails(const StreamPtr& stream, std::vector<OpPtr>* tails) {
   }
 }
 
-OpPtr Machine::ReadNow(const StreamPtr& stream, std::vector<Copy>* copies) {
-  auto op = std::make_shared<Op>(Op{Kind::kCopy, ++ops_, stream->device, stream->handle});
-  op->lane = lanes_++;
-  op->clock.resize(lanes_);
-  op->tick = op->clock[op->lane] = 1;
-  op->state = Op::kDone;
-  op->copies = *copies;
-  for (Copy& copy : *copies) {
-    CheckAccess(op, {copy.to_host ? copy.device_address : copy.host, copy.size}, false);
-    copy.read = std::make_shared<std::vector<uint8_t>>(copy.size);
-    if (copy.to_host) {
-      Peek(copy.device_address, copy.read->data(), copy.size);
-    } else {
-      std::memcpy(copy.read->data(), reinterpret_cast<const void*>(copy.host), copy.size);
-    }
-  }
-  return op;
-}
-
 bool Machine::WaitFor(std::unique_lock<std::mutex>& lock, const OpPtr& op, std::chrono::seconds limit) {
   return progress.wait_for(lock, limit, [&] { return op->state == Op::kDone || deinitialized; }) &&
          op->state == Op::kDone;
 }
 
-// Two operations that touch the same bytes, one of them writing, need an order that follows from events, streams and
-// what the host waited for. That they did not meet this time is luck.
+// Two operations on the same bytes, one of them a write, need an order from events, streams or waits of the host.
+// Without one they race, even if they did not meet this time.
 void Machine::CheckAccess(const OpPtr& op, Range range, bool write) {
-  // What the host has seen the end of is before all that is to come.
+  // Operations that the host has seen to end come before all later ones.
   std::erase_if(history_, [&](const Access& a) { return Includes(host, a.op->lane, a.op->tick); });
   for (const Access& a : history_) {
     if (a.op == op || !(write || a.write) || !Overlap(a.range, range)) continue;
@@ -433,7 +414,7 @@ void Machine::CheckAccess(const OpPtr& op, Range range, bool write) {
     Violation("race: " + a.op->Describe() + (a.write ? " writes" : " reads") + ", " + op->Describe() +
               (write ? " writes" : " reads") + " the same memory, and neither waits for the other");
   }
-  // Whoever comes after this comes after the stream's earlier ones too.
+  // An operation after this one is also after the stream's earlier ones.
   std::erase_if(history_, [&](const Access& a) {
     return a.op->lane == op->lane && (write || !a.write) && range.begin <= a.range.begin &&
            a.range.end() <= range.end();
@@ -441,12 +422,12 @@ void Machine::CheckAccess(const OpPtr& op, Range range, bool write) {
   history_.push_back({range, write, op});
 }
 
-// A destination is filled with poison at once, so that nobody finds the right bytes there by luck; a source is summed
-// up, so that it shows if somebody changes it before it is read.
+// Fills a destination with poison at once, so that nobody finds the right bytes too early, and checksums a source, so
+// that a change before it is read is noticed.
 void Machine::Guard(Copy* copy) {
-  if (!copy->pinned || (copy->read && !copy->to_host)) return;  // the caller waits; the source is read
+  if (!copy->pinned) return;  // the caller waits
   const Range range{copy->host, copy->size};
-  for (const Access& access : history_) {  // ordered on the device, perhaps; the host has no business here yet
+  for (const Access& access : history_) {  // perhaps ordered on the device, but not yet for the host
     if (Overlap(access.range, range) && !Includes(host, access.op->lane, access.op->tick)) return;
   }
   if (copy->to_host) {
@@ -519,7 +500,7 @@ void Machine::Run() {
   }
 }
 
-// Who goes next; if nobody yet, when to look again at the latest.
+// The operation that runs next; if there is none, the latest time to look again.
 OpPtr Machine::Pick(Time now, Time* wake) {
   std::vector<OpPtr> fronts = Fronts();
   std::erase_if(fronts, [&](const OpPtr& op) { return Held(*op); });
@@ -598,12 +579,12 @@ void Machine::Complete(const OpPtr& op) {
   std::erase_if(draining, [](const StreamPtr& stream) { return stream->queue.empty(); });
 }
 
-// Without the lock: it takes as long as the memory takes, and callers are not to wait for that.
+// Unlocks while bytes move, so that callers do not wait.
 void Machine::Effects(std::unique_lock<std::mutex>& lock, const OpPtr& op) {
   if (fault[op->device] != CUDA_SUCCESS) return;
   in_effects_ = true;
   std::vector<Copy> copies = op->copies;
-  if (op->raced) {  // what the bytes look like is not the host's doing
+  if (op->raced) {  // the host did not cause what the bytes are
     for (Copy& copy : copies) copy.poisoned = false, copy.source_sum.reset();
   }
   lock.unlock();
@@ -632,10 +613,6 @@ void Machine::RunCopy(const Op& op, const Copy& copy) {
   bool touched = false;
   const bool whole = InBlocks(copy.size, [&](uint64_t at, uint64_t n) {
     if (!copy.to_host) {
-      if (copy.read) {
-        Poke(copy.device_address + at, copy.read->data() + at, n);
-        return true;
-      }
       if (!TheHost().Read(copy.host + at, block.data(), n)) return false;
       sum = Sum(sum, block, n);
       Poke(copy.device_address + at, block.data(), n);
@@ -645,7 +622,6 @@ void Machine::RunCopy(const Op& op, const Copy& copy) {
       if (!TheHost().Read(copy.host + at, block.data(), n)) return false;
       touched |= std::memcmp(block.data(), poison.data(), n) != 0;
     }
-    if (copy.read) return TheHost().Write(copy.host + at, copy.read->data() + at, n);
     Peek(copy.device_address + at, block.data(), n);
     return TheHost().Write(copy.host + at, block.data(), n);
   });
@@ -732,7 +708,7 @@ void Machine::ForgetViolations() { SharedText()->used = 0; }
 
 }  // namespace fake
 
-// As the driver: when the process ends, before whoever loaded it is torn down.
+// At the end of the process, before the libraries that loaded the driver are torn down, as in the driver.
 __attribute__((destructor)) static void Unload() {
   if (fake::Machine* machine = fake::started; machine && !machine->InChild()) machine->Deinitialize();
 }

@@ -21,7 +21,7 @@ namespace fake {
 constexpr int kMaxDevices = 8;
 using Time = std::chrono::steady_clock::time_point;
 
-// For every lane (a stream, or one copy that heeds no stream) how many of its operations are known to come before.
+// For every lane (a stream), the number of its operations that are known to come before.
 using Clock = std::vector<uint64_t>;
 void Join(Clock* clock, const Clock& other);
 CUstreamCaptureMode& CaptureMode();  // of this thread
@@ -43,9 +43,8 @@ struct Copy {
   uint64_t size;
   bool to_host;
   bool pinned;
-  std::shared_ptr<std::vector<uint8_t>> read{};  // the bytes, where they were read ahead of the stream
-  bool poisoned = false;                         // the destination was filled with poison when the copy was enqueued
-  std::optional<uint64_t> source_sum{};          // of a host source when the copy was enqueued
+  bool poisoned = false;                 // the destination was filled with poison when the copy was enqueued
+  std::optional<uint64_t> source_sum{};  // of a host source when the copy was enqueued
 };
 
 enum class Kind { kKernel, kCopy, kRecord, kWait, kFree };
@@ -63,7 +62,7 @@ struct Op {
   std::vector<Copy> copies;
   std::vector<Fill> writes;
   std::vector<Range> reads;
-  std::vector<std::string>* seen = nullptr;  // where a kernel puts what it reads
+  std::vector<std::string>* seen = nullptr;  // where a kernel stores what it reads
   std::chrono::microseconds duration{0};
   CUresult fault = CUDA_SUCCESS;
   enum State { kQueued, kRunning, kDone } state = kQueued;
@@ -86,7 +85,7 @@ struct Capture {
   CUstreamCaptureMode mode;
   bool invalidated = false;
   bool ended = false;
-  std::vector<uint64_t> unjoined;  // streams that came in by an event and did not go back by one
+  std::vector<uint64_t> unjoined;  // streams that an event drew in and none led back
   std::vector<Op> ops;
 };
 using CapturePtr = std::shared_ptr<Capture>;
@@ -146,11 +145,11 @@ enum class Mode { kRandom = 0, kCopiesLate = 1, kCopiesEarly = 2 };
 struct Config {
   double bandwidth = 4e9;  // bytes per second of one copy engine
   double latency_us = 20;
-  double delay_us = 300;  // how long a ready operation is held back at most, for others to come before it
-  double call_us = 0;     // how long a call takes at most, by chance: it mixes the threads of the caller
+  double delay_us = 300;  // the longest time for which a ready operation is held back, so that others precede it
+  double call_us = 0;     // the longest random delay of a call, which mixes the threads of the caller
   int driver_version = 12080;
-  bool host_pointers = true;         // batches take registered memory by its address in the host
-  int numa_nodes = 2;                // devices are next to one after the other
+  int host_pointers = 1;             // batches take registered memory by its address in the host
+  int numa_nodes = 2;                // devices are next to them in turn
   double registration_limit = 1e18;  // bytes in all; beyond it registration is refused
   int registration_error = CUDA_ERROR_OUT_OF_MEMORY;
   Mode mode = Mode::kRandom;
@@ -200,16 +199,14 @@ class Machine {
   bool IsDeviceAddress(uint64_t address) const;
   void Poke(uint64_t address, const void* bytes, uint64_t size);
   void Peek(uint64_t address, void* bytes, uint64_t size);
-  // The registration that holds all of the range; null if none touches it; nullopt if it leaves the one it begins in.
+  // The registration that holds the range; null if none touches it; nullopt if the range leaves the one it begins in.
   std::optional<const Registration*> FindRegistration(Range range) const;
   bool HostReadable(Range range);
 
-  // Streams. Enqueue returns an error of capture, or starts the way of the operation.
+  // Streams. Enqueue returns an error of capture, or queues the operation.
   StreamPtr MakeStream(int device, bool blocking, bool by_driver);
   void DestroyStream(uint64_t handle);
   CUresult Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<OpPtr>& after = {});
-  // Reads of a batch copy that need not heed the stream: they happen now.
-  OpPtr ReadNow(const StreamPtr& stream, std::vector<Copy>* copies);
   CUresult Record(const StreamPtr& stream, Event* event);
   CUresult Wait(const StreamPtr& stream, const Event& event);
   void Observe(const OpPtr& op) { Join(&host, op->clock); }
@@ -220,7 +217,7 @@ class Machine {
   // Captures.
   CUresult BeginCapture(const StreamPtr& stream, CUstreamCaptureMode mode);
   CUresult EndCapture(const StreamPtr& stream, int* graph);
-  // Breaks every capture that forbids potentially unsafe calls to this thread; whether there was one.
+  // Breaks every capture that forbids unsafe calls to this thread; returns whether there was one.
   bool BreakCaptures(const char* call);
   CapturePtr ImplicitCapture(const StreamPtr& stream) const;
 

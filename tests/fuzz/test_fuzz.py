@@ -81,7 +81,7 @@ def test_the_engine_reads_inside_the_file_or_not_at_all(tmp_path: Path, trials: 
         offsets, sizes = array("Q", [b for b, _ in ranges]), array("Q", [s for _, s in ranges])
         pointers = [view.buffer_info()[0] if view else 0 for view, _ in views]
         try:
-            _engine.Reader(engine, os.fspath(path), offsets, sizes).read_into(array("Q", pointers))
+            _engine.RangeReader(engine, os.fspath(path), offsets, sizes).read_into(array("Q", pointers))
         except OSError:
             assert not inside
             verdicts["refused"] += 1

@@ -1,4 +1,4 @@
-"""The engine of this tree built with sanitizers, by itself and as the extension, and how Python runs with it."""
+"""Builds the engine with sanitizers, alone and as the extension, and runs Python with it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from fake_cuda import build
 ROOT = Path(__file__).parent.parent.parent
 THREAD, ADDRESS = "thread", "address,undefined"
 _LIBRARIES = ("-luring", "-ldeflate", "-lz", "-lpthread", "-ldl")
-_PYTHON_ONLY = ("bindings.o", "probe.o", "py_engine.o", "py_job.o", "py_reader.o", "py_versions.o", "tensors.o")
-# liburing maps and unmaps its queues by bare system calls, so that a new queue at an old one's address looks like it.
-_THREAD_SUPPRESSIONS = "race:/usr/include/liburing.h\nrace:/usr/include/liburing/*\nrace_top:csrc/io_uring.cc\n"
-# An editable installation is found before sys.path, also by the processes that tests start.
+# liburing maps and unmaps its queues by bare system calls, so a new queue at the address of an old one looks like it.
+_THREAD_SUPPRESSIONS = "race:/usr/include/liburing.h\nrace:/usr/include/liburing/*\nrace_top:csrc/io/uring.cc\n"
+# Python finds an editable installation before sys.path, also in processes that tests start.
 _SITECUSTOMIZE = """
 import sys
 sys.meta_path = [f for f in sys.meta_path if "ditable" not in type(f).__name__ + type(f).__module__]
@@ -45,12 +44,12 @@ class Sanitized:
         headers = (ROOT / "csrc", importlib.import_module("pybind11").get_include(), sysconfig.get_path("include"))
         self._flags += [f"-I{path}" for path in headers]
         # The largest first.
-        sources = sorted((ROOT / "csrc").glob("*.cc"), key=lambda s: s.stat().st_size, reverse=True)
+        sources = sorted((ROOT / "csrc").glob("*/*.cc"), key=lambda s: s.stat().st_size, reverse=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             self._objects = list(pool.map(self._compile, sources))
 
     def _compile(self, source: Path) -> Path:
-        target = self._folder / "objects" / f"{source.stem}.o"
+        target = self._folder / "objects" / f"{source.parent.name}-{source.stem}.o"
         subprocess.run([compiler(), *self._flags, "-c", source, "-o", target], check=True)
         return target
 
@@ -59,12 +58,14 @@ class Sanitized:
         return target
 
     def stress(self) -> Path:
-        """The program of stress.cc."""
+        """Builds the program of stress.cc."""
         driver = self._compile(ROOT / "tests" / "sanitize" / "stress.cc")
-        return self._link(self._folder / "stress", driver, *(o for o in self._objects if o.name not in _PYTHON_ONLY))
+        return self._link(
+            self._folder / "stress", driver, *(o for o in self._objects if not o.name.startswith("python-"))
+        )
 
     def package(self) -> Path:
-        """A folder with the package as it is installed, for PYTHONPATH."""
+        """Returns a folder with the installed package, for PYTHONPATH."""
         package = self._folder / "lazyckpt"
         skip = shutil.ignore_patterns("_engine*.so", "__pycache__", "integrations")
         shutil.copytree(ROOT / "lazyckpt", package, ignore=skip)
@@ -74,7 +75,7 @@ class Sanitized:
         return self._folder
 
     def environment(self, **options: int) -> dict[str, str]:
-        """Reports of every process, also of those that tests start, go into the folder ``reports``."""
+        """Returns an environment in which every process, also those that tests start, reports into ``reports``."""
         suppressions = self._folder / "suppressions"
         suppressions.write_text(_THREAD_SUPPRESSIONS if self.sanitizer == THREAD else "")
         told = {"log_path": self.reports / "report", "suppressions": suppressions, **options}
@@ -88,14 +89,14 @@ class Sanitized:
         }
 
     def said(self) -> str:
-        """What has been reported."""
+        """Returns all reports."""
         return "\n".join(report.read_text(errors="replace") for report in sorted(self.reports.iterdir()))
 
 
 def for_python(sanitized: Sanitized) -> dict[str, str]:
-    """The environment of a Python whose lazyckpt has the engine built with AddressSanitizer. Python's own objects are
-    watched, too: each has its own piece of memory. What Python leaves when it ends is not ours."""
-    runtime = [runtime_library("libasan.so"), runtime_library("libstdc++.so")]  # for what throws through it
+    """Returns the environment of a Python whose lazyckpt has the engine built with AddressSanitizer. Each object of
+    Python has its own allocation, so it is watched, too. Leaks at the end of Python are ignored."""
+    runtime = [runtime_library("libasan.so"), runtime_library("libstdc++.so")]  # exceptions pass through it
     # Tests ask for more memory than there is, and expect an error.
     environment = sanitized.environment(detect_leaks=0, allocator_may_return_null=1, handle_segv=2)
     folder = sanitized.package()

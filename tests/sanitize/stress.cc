@@ -17,10 +17,10 @@
 #include <random>
 #include <thread>
 
-#include "checksum.h"
-#include "engine.h"
-#include "page_witness.h"
-#include "reader.h"
+#include "engine/checksum.h"
+#include "engine/engine.h"
+#include "engine/range_reader.h"
+#include "witness/page_witness.h"
 
 using namespace lazyckpt;
 
@@ -29,7 +29,13 @@ namespace {
 std::atomic<size_t> torn_checkpoints = 0;
 constexpr auto kNever = Clock::time_point::max();
 constexpr int kAll = -1;
-thread_local int threads_granted = kAll;  // that this thread may still start
+thread_local int threads_granted = kAll;  // how many more threads this thread may start
+
+// Memory runs out on the engine's threads: those that a thread starts while `starts_engine` holds.
+std::atomic<int> allocations_granted = kAll;
+std::atomic<bool> memory_ran_out = false;
+thread_local bool starts_engine = false;
+thread_local bool is_engine = false;
 
 #define CHECK(condition)                                                   \
   do {                                                                     \
@@ -41,7 +47,20 @@ thread_local int threads_granted = kAll;  // that this thread may still start
 
 }  // namespace
 
-// A machine that refuses threads: this one stands before that of the C library, and of the sanitizer.
+struct Start {
+  void* (*run)(void*);
+  void* argument;
+  bool is_engine;
+};
+
+void* Run(void* start) {
+  const Start s = *static_cast<Start*>(start);
+  std::free(start);
+  is_engine = s.is_engine;
+  return s.run(s.argument);
+}
+
+// A machine that refuses threads. Stands before the functions of the C library and of the sanitizer.
 extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* thread,
                                                                      const pthread_attr_t* attributes,
                                                                      void* (*run)(void*), void* argument) noexcept {
@@ -49,8 +68,31 @@ extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* 
   static const auto create = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
   if (threads_granted == 0) return EAGAIN;
   if (threads_granted > 0) --threads_granted;
-  return create(thread, attributes, run, argument);
+  auto* start = static_cast<Start*>(std::malloc(sizeof(Start)));
+  *start = {run, argument, starts_engine};
+  const int error = create(thread, attributes, Run, start);
+  if (error != 0) std::free(start);
+  return error;
 }
+
+bool MayAllocate() {
+  int granted = allocations_granted;
+  while (is_engine && granted != kAll)
+    if (granted == 0 || allocations_granted.compare_exchange_weak(granted, granted - 1)) {
+      if (granted == 0) memory_ran_out = true;
+      return granted > 0;
+    }
+  return true;
+}
+
+void* operator new(size_t size) {
+  if (!MayAllocate()) throw std::bad_alloc();
+  void* const memory = std::malloc(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -98,7 +140,7 @@ uint64_t OnDevice(int device, const void* bytes, size_t size) {
 // In the order of the device's default stream.
 void FreeOnDevice(uint64_t pointer) { CHECK(TheFake().free(pointer, 1, 0) == 0); }
 
-// Waits, now and then by way of deadlines that pass.
+// Waits, sometimes with deadlines that pass.
 template <class Wait>
 void Await(Random& random, Wait wait) {
   while (!wait(random.OneIn(2) ? kNever : Clock::now() + std::chrono::microseconds(random(0, 3000)))) {
@@ -198,7 +240,7 @@ void Intrude(const Checkpoint& c, Random random) {
   }
 }
 
-// When nothing reads or writes them any more.
+// Only after nothing reads or writes them any more.
 void Remove(const Checkpoint& c) {
   for (const Part& part : c.parts)
     if (part.device >= 0) FreeOnDevice(part.pointer);
@@ -231,10 +273,10 @@ void CheckFile(Engine& engine, const std::string& path, const std::string& bytes
   threads_granted = random.OneIn(4) ? static_cast<int>(random(0, 2)) : kAll;
   Status status;
   if (random.OneIn(4)) {  // given up
-    const auto reader = Reader::Start(path, options, ranges, &status);
+    const auto reader = RangeReader::Start(path, options, ranges, &status);
     random.Pause(500);
   }
-  auto reader = Reader::Start(path, options, ranges, &status);
+  auto reader = RangeReader::Start(path, options, ranges, &status);
   threads_granted = kAll;
   if (status.ok()) status = engine.CopyAfter(kStreams);
   if (status.ok()) status = reader->ReadInto(places, devices);
@@ -302,7 +344,7 @@ void Train(Engine& engine, Random random, const std::string& prefix, size_t roun
     else
       (void)engine.Seal(*c.job);
     Await(random, [&](auto end) { return engine.WaitEager(*c.job, end); });
-    const auto lazy = engine.Locked([&] {  // what cannot be watched is eager
+    const auto lazy = engine.Locked([&] {  // sources that cannot be watched are eager
       std::vector<uint64_t> owners;
       for (const Source& s : c.job->sources) owners.push_back(s.owners);
       return owners;
@@ -340,19 +382,78 @@ std::string Faults(Random& random, const std::string& folder) {
   return faults;
 }
 
+// Lets the engine's threads allocate `granted` times, in each part of a save and a load in turn. The part fails with
+// ENOMEM, or does without the memory; nothing hangs, and the next save is whole.
+void CheckLackOfMemory(const std::string& folder, const std::string& backend, bool watched) {
+  constexpr size_t kBytes = 100 * kBlockBytes + 5;
+  const std::vector<std::byte> eager(kBytes, std::byte{1});
+  std::vector<std::byte> lazy(kBytes, std::byte{2});
+  const std::string path = folder + "/memory";
+  const auto soon = [] { return Clock::now() + std::chrono::seconds(60); };
+  size_t failed_saves = 0, failed_reads = 0;
+  for (int granted = 0;; ++granted) {
+    EngineOptions options{.max_ring_bytes = 300 * kBlockBytes,
+                          .chunk_bytes = kBlockBytes,
+                          .io_depth = 4,
+                          .copy_threads = 2,
+                          .backend = backend,
+                          .watch_pages = watched};
+    Status status;
+    starts_engine = true;
+    const auto engine = Engine::Create(options, &status);
+    starts_engine = false;
+    CHECK(status.ok());
+    engine->Reserve(options.max_ring_bytes);
+    memory_ran_out = false;
+    for (const bool scarce : {true, false}) {
+      std::vector<Source> sources(2);
+      sources[0] = {.data = eager.data(), .size = kBytes, .owners = 0};
+      sources[1] = {.data = lazy.data(), .size = kBytes, .owners = 1};
+      const auto job = engine->Begin(sources, 1, false, {}, &status);
+      CHECK(status.ok());
+      if (scarce) allocations_granted = granted;
+      const std::vector<Row> rows{{1, kBytes, 0}, {2, 4, 0}, {1, kBytes, 1}, {3, 8, 1}};
+      (void)engine->Append(*job, 0, 0, rows, "");
+      (void)engine->Seal(*job);
+      (void)engine->Open(*job, 0, path, 0);
+      CHECK(engine->WaitSettled(*job, soon()));
+      allocations_granted = kAll;
+      const Status error = engine->Locked([&] { return job->error; });
+      CHECK(error.ok() || (scarce && error.error() == ENOMEM));
+      if (!error.ok()) ++failed_saves;
+      if (scarce) unlink(path.c_str());
+    }
+    std::vector<ReadRange> ranges{{0, kBytes}, {kBytes + 4, kBytes}};
+    std::vector<std::byte> read(2 * kBytes);
+    allocations_granted = granted;
+    starts_engine = true;
+    const auto reader = RangeReader::Start(path, {.threads = 2, .backend = backend}, ranges, &status);
+    starts_engine = false;
+    CHECK(status.ok());
+    status = reader->ReadInto({read.data(), read.data() + kBytes}, {-1, -1});
+    allocations_granted = kAll;
+    CHECK(status.ok() || status.error() == ENOMEM);
+    if (status.ok()) CHECK(read.front() == eager.front() && read.back() == lazy.back());
+    if (!status.ok()) ++failed_reads;
+    unlink(path.c_str());
+    if (!memory_ran_out) break;
+  }
+  CHECK(failed_saves > 0 && failed_reads > 0);
+}
+
 size_t Descriptors() {
   const auto all = std::filesystem::directory_iterator("/proc/self/fd");
   return static_cast<size_t>(std::distance(begin(all), end(all)));
 }
 
-// ThreadSanitizer takes descriptors itself, to find out whether what it sees is among what is suppressed.
+// ThreadSanitizer opens files itself to match its suppressions.
 #ifdef __SANITIZE_THREAD__
 constexpr bool kMayLackDescriptors = false;
 #else
 constexpr bool kMayLackDescriptors = true;
 #endif
 
-// So many more descriptors, for as long as it lives.
+// Limits the process to some more descriptors while it lives.
 class Scarce {
  public:
   explicit Scarce(size_t more) {
@@ -407,7 +508,7 @@ void Round(const std::string& folder, Random& random, bool can_watch) {
   engine->Reserve(options.max_ring_bytes);
   for (auto& t : trainers) t.join();
   CHECK(engine->Locked([&] { return engine->ring().used(); }) == 0);
-  // Closed in the middle of checkpoints, copies and writes under way: neither hangs nor leaks.
+  // Close the engine during copies and writes: it neither hangs nor leaks.
   std::vector<Checkpoint> last;
   for (size_t i = random(1, 3); i > 0; --i) {
     Checkpoint& c = last.emplace_back(Begin(*engine, random, folder + "/last-" + std::to_string(i), random.OneIn(3)));
@@ -419,7 +520,7 @@ void Round(const std::string& folder, Random& random, bool can_watch) {
   for (const Checkpoint& c : last) {
     if (!options.watch_pages) break;
     engine->Fail(*c.job, Status(ECANCELED, "dropped", ""));
-    CHECK(engine->WaitReleased(*c.job, kNever));  // as a handle does that is dropped: the window ends with the job
+    CHECK(engine->WaitReleased(*c.job, kNever));  // as a dropped handle does: the window ends with the job
   }
   engine.reset();
   for (const Checkpoint& c : last) Remove(c);
@@ -434,12 +535,15 @@ void Round(const std::string& folder, Random& random, bool can_watch) {
 int main(int count, char** arguments) {
   CHECK(count == 4);
   Random random(std::strtoull(arguments[2], nullptr, 10));
-  CHECK(TheFake().allocate(0, 1) != 0);  // it keeps some open
+  CHECK(TheFake().allocate(0, 1) != 0);  // opens descriptors that it keeps
   Status why;
   const bool can_watch = PageWitness::OfProcess(WitnessMode::kReport, &why) != nullptr;
   Checkpoint none;
-  Intrude(none, random.Fork());  // opens what it reads
+  Intrude(none, random.Fork());  // opens the file that it reads
   const size_t before = Descriptors();
+  for (const char* backend : {"auto", "posix"})
+    for (const bool watched : {false, true})
+      if (can_watch || !watched) CheckLackOfMemory(arguments[1], backend, watched);
   const int rounds = std::atoi(arguments[3]);
   for (int round = 0; round < rounds; ++round) Round(arguments[1], random, can_watch);
   CHECK(Descriptors() == before);

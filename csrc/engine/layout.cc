@@ -1,0 +1,212 @@
+// Cuts the program of a job into chunks and queues them in copy order.
+#include <algorithm>
+#include <cerrno>
+
+#include "engine/engine.h"
+
+namespace lazyckpt {
+namespace {
+
+size_t Crc32Size(RowKind kind) { return kind == RowKind::kCrc32Le ? 4 : 8; }
+
+// Whether every byte of every file is in one chunk and every source is laid out.
+bool IsComplete(const Job& job) {
+  for (size_t i = 0; i < job.files.size(); ++i) {
+    uint64_t end = 0;
+    for (const Chunk* c : job.ChunksInFileOrder(i)) {
+      if (c->offset != end) return false;
+      end += c->size;
+    }
+    if (end != job.files[i].size) return false;
+  }
+  return std::all_of(job.sources.begin(), job.sources.end(),
+                     [](const Source& s) { return s.size == 0 || !s.parts.empty(); });
+}
+
+}  // namespace
+
+Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
+                      size_t first_source) {
+  std::lock_guard lock(mutex_);
+  if (!job.error.ok()) return job.error;
+  Status status = LayOut(job, file, offset, rows, blob, first_source);
+  if (!status.ok()) FailLocked(job, status);  // some of its chunks may be in the ring
+  // Do not wake threads for a held job: they would compete with save() for cores.
+  if (!job.held || !status.ok()) changed_.notify_all();
+  return status;
+}
+
+Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
+                      size_t first_source) {
+  const Status invalid(EINVAL, "program of a checkpoint", "");
+  if (file >= job.files.size() || job.sealed) return invalid;
+  if (first_source > job.sources.size()) return invalid;
+  const bool continues = job.open != nullptr && job.open->file == file && job.open->offset + job.open->size == offset;
+  if (!continues) {
+    QueueOpenChunk(job);
+    if (offset % kBlockBytes != 0) return invalid;
+  }
+  for (const Row& row : rows) {
+    if (row.kind < 0 || row.kind > static_cast<int64_t>(RowKind::kCrc32Hex) || row.size < 0 || row.arg < 0)
+      return invalid;
+    const auto kind = static_cast<RowKind>(row.kind);
+    const auto size = static_cast<uint64_t>(row.size);
+    auto arg = static_cast<size_t>(row.arg);
+    if (kind == RowKind::kLiteral) {
+      if (arg > blob.size() || size > blob.size() - arg) return invalid;
+    } else {
+      if (arg >= job.sources.size() - first_source) return invalid;
+      arg += first_source;
+      Source& source = job.sources[arg];
+      const bool laid_out = !source.parts.empty() || source.size == 0;
+      if (kind == RowKind::kSource) {
+        if (size != source.size || (laid_out && size > 0)) return invalid;
+      } else if (!laid_out || size != Crc32Size(kind)) {
+        return invalid;
+      }
+    }
+    const bool eager = kind == RowKind::kSource && job.sources[arg].owners == 0;
+    const bool lazy = kind == RowKind::kSource && job.sources[arg].owners != 0;
+    for (uint64_t done = 0; done < size;) {
+      if (job.open == nullptr) OpenChunk(job, file, offset);
+      // Eager and lazy bytes share at most one block, so that save() waits for few lazy bytes.
+      if (eager && job.open->has_lazy && !job.open->eager) SplitAtLastBlock(job);
+      Chunk* chunk = job.open;
+      if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
+      const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);
+      if (n > 0) {
+        Piece piece{.source_offset = done, .size = static_cast<uint32_t>(n), .kind = kind};
+        if (kind == RowKind::kLiteral)
+          piece.literal = reinterpret_cast<const std::byte*>(blob.data()) + arg + done;
+        else
+          piece.source = static_cast<uint32_t>(arg);
+        if (kind == RowKind::kSource) {
+          Source& source = job.sources[arg];
+          piece.part = static_cast<uint32_t>(source.parts.size());
+          source.parts.push_back({n, 0});
+          ++source.parts_left;
+        }
+        AddPiece(job, piece);
+        offset += n;
+        done += n;
+      }
+      if (chunk->size == chunk->limit) QueueOpenChunk(job);
+    }
+  }
+  job.files[file].size = std::max(job.files[file].size, offset);
+  return Status::Ok();
+}
+
+void Engine::OpenChunk(Job& job, size_t file, uint64_t offset) {
+  Chunk* chunk = job.chunks.emplace_back(std::make_unique<Chunk>()).get();
+  chunk->job = &job;
+  chunk->file = file;
+  chunk->offset = offset;
+  chunk->limit = options_.chunk_bytes;
+  job.open = chunk;
+}
+
+// Appends to the open chunk.
+void Engine::AddPiece(Job& job, Piece piece) {
+  Chunk* chunk = job.open;
+  piece.at = static_cast<uint32_t>(chunk->size);
+  if (piece.kind == RowKind::kSource) {
+    const Source& source = job.sources[piece.source];
+    chunk->owners |= source.owners;
+    (source.owners == 0 ? chunk->eager : chunk->has_lazy) = true;
+    if (source.device >= 0) chunk->devices |= uint64_t{1} << source.device;
+  } else if (piece.kind != RowKind::kLiteral) {
+    chunk->turn = std::max(chunk->turn, job.sources[piece.source].turn);
+  }
+  chunk->pieces.push_back(piece);
+  chunk->size += piece.size;
+}
+
+// Queues the open chunk up to its last block boundary. The rest begins the next chunk, which eager bytes may share.
+void Engine::SplitAtLastBlock(Job& job) {
+  Chunk* chunk = job.open;
+  const size_t end = chunk->size / kBlockBytes * kBlockBytes;
+  if (end == 0) return;
+  std::vector<Piece> rest;
+  while (!chunk->pieces.empty() && chunk->pieces.back().at + chunk->pieces.back().size > end) {
+    Piece& last = chunk->pieces.back();
+    const auto keep = static_cast<uint32_t>(last.at < end ? end - last.at : 0);
+    Piece moved = last;
+    moved.size -= keep;
+    if (moved.kind == RowKind::kLiteral)
+      moved.literal += keep;
+    else
+      moved.source_offset += keep;
+    if (moved.kind == RowKind::kSource &&
+        keep > 0) {  // it is the source's last part so far, since a source is laid out in one go
+      Source& source = job.sources[moved.source];
+      source.parts[last.part].size = keep;
+      moved.part = static_cast<uint32_t>(source.parts.size());
+      source.parts.push_back({moved.size, 0});
+      ++source.parts_left;
+    }
+    rest.push_back(moved);
+    last.size = keep;
+    if (keep == 0) chunk->pieces.pop_back();
+  }
+  chunk->size = end;  // `owners` and `devices` may now name one too many, which then waits for one chunk more
+  const size_t file = chunk->file;
+  const uint64_t offset = chunk->offset + end;
+  QueueOpenChunk(job);
+  OpenChunk(job, file, offset);
+  for (auto piece = rest.rbegin(); piece != rest.rend(); ++piece) AddPiece(job, *piece);
+}
+
+Status Engine::Seal(Job& job) {
+  Status status;
+  bool held = false;
+  {
+    std::lock_guard lock(mutex_);
+    held = job.held;
+    if (job.error.ok() && !job.sealed) {
+      QueueOpenChunk(job);
+      if (!IsComplete(job)) {
+        status = Status(EINVAL, "program of a checkpoint: holes or overlaps", "");
+        FailLocked(job, status);
+      } else {
+        job.sealed = true;
+        QueueSyncs(job);
+        CloseIfSettled(job);  // a job without files is durable at once
+      }
+    }
+  }
+  if (held && status.ok()) return status;  // Go() wakes the others
+  changed_.notify_all();
+  io_->Wake();
+  return status;
+}
+
+void Engine::QueueOpenChunk(Job& job) {
+  Chunk* chunk = job.open;
+  if (chunk == nullptr) return;
+  const auto is_checksum = [](const Piece& p) { return p.kind == RowKind::kCrc32Le || p.kind == RowKind::kCrc32Hex; };
+  chunk->slots.reserve(std::count_if(chunk->pieces.begin(), chunk->pieces.end(), is_checksum));
+  job.open = nullptr;
+  if (chunk->has_lazy) KeepEdges(chunk);
+  chunk->state = Chunk::State::kQueued;
+  ++job.files[chunk->file].chunks_left;
+  ++job.capture_left;
+  if (chunk->eager) {
+    ++job.eager_left;
+    job.eager_devices |= chunk->devices;
+  }
+  for (const int owner : Bits{chunk->owners}) {
+    ++job.owner_waiting[owner];
+    ++job.owner_left[owner];
+  }
+  const Turn own = !chunk->eager ? Turn::kLazy : chunk->devices != 0 ? Turn::kEagerDevice : Turn::kEagerHost;
+  const Turn turn = chunk->turn = std::max(chunk->turn, own);
+  for (const Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource) job.sources[p.source].turn = std::max(job.sources[p.source].turn, turn);
+  if (turn == Turn::kLazy)
+    queue_.push_back(chunk);
+  else
+    queue_.insert(chunk, [turn](const Chunk* c) { return c->turn > turn; });
+}
+
+}  // namespace lazyckpt

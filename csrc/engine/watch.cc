@@ -1,0 +1,104 @@
+// Has the kernel watch the pages of lazy host sources until they are copied.
+//
+// Watch runs when a job begins, KeepEdges when a chunk is laid out, CopyWatched when it is copied, EndWatch when
+// nothing is copied any more.
+#include <algorithm>
+#include <array>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "engine/checksum.h"
+#include "engine/engine.h"
+
+namespace lazyckpt {
+
+// Detects writes to lazy sources from here on. A source whose pages cannot be watched becomes eager.
+void Engine::Watch(Job& job) {
+  for (Source& s : job.sources) {
+    if (s.owners == 0 || s.device >= 0) continue;
+    if (const PageRange pages = PageRange::Inside(s.data, s.size); !pages.empty())
+      s.watched = static_cast<int64_t>(job.window.Add(pages));
+    else
+      s.owners = 0;
+  }
+  witness_->Open(&job.window);
+  witness_->Protect(&job.window);
+  for (Source& s : job.sources) {
+    if (s.watched < 0 || job.window.is_protected(static_cast<size_t>(s.watched))) continue;
+    s.watched = -1;
+    s.owners = 0;
+  }
+}
+
+// Lifts the remaining protection, so that training writes at full speed, and names the torn sources.
+void Engine::EndWatch(Job& job) {
+  if (witness_ == nullptr) return;
+  witness_->Close(&job.window);
+  const std::vector<size_t> numbers = witness_->Written(&job.window);
+  std::vector<size_t> torn;
+  for (size_t i = 0; i < job.sources.size() && !numbers.empty(); ++i) {
+    const int64_t watched = job.sources[i].watched;
+    if (watched >= 0 && std::binary_search(numbers.begin(), numbers.end(), static_cast<size_t>(watched)))
+      torn.push_back(i);
+  }
+  std::lock_guard lock(mutex_);
+  job.torn = std::move(torn);
+}
+
+// Copies the bytes of watched pieces that lie in shared pages, since a write to such a page proves nothing.
+void Engine::KeepEdges(Chunk* chunk) {
+  const auto edges_of = [chunk](const Piece& p) -> std::array<std::span<const std::byte>, 2> {
+    if (p.kind != RowKind::kSource || chunk->job->sources[p.source].watched < 0) return {};
+    return EdgesOf({chunk->job->sources[p.source].data + p.source_offset, p.size});
+  };
+  size_t bytes = 0;
+  for (const Piece& p : chunk->pieces)
+    for (const auto& edge : edges_of(p)) bytes += edge.size();
+  if (bytes == 0) return;
+  idle_edges_.reserve(++used_edges_ + idle_edges_.size());  // Release() allocates nothing
+  if (!idle_edges_.empty()) {
+    chunk->edges = std::move(idle_edges_.back());
+    idle_edges_.pop_back();
+  }
+  chunk->edges.reserve(bytes);
+  for (const Piece& p : chunk->pieces)
+    for (const auto& edge : edges_of(p)) chunk->edges.insert(chunk->edges.end(), edge.begin(), edge.end());
+}
+
+// Copies the pieces of watched sources; false if one was written to. Works in batches: see PageWitness::CheckAndOpen.
+bool Engine::CopyWatched(Job& job, Chunk* chunk) {
+  std::array<PageWitness::Copied, 64> copied;
+  std::array<Piece*, 64> pieces;
+  size_t count = 0;
+  bool clean = true;
+  const auto check = [&] {
+    const std::span batch(copied.data(), count);
+    witness_->CheckAndOpen(&job.window, batch);
+    for (size_t i = 0; i < count; ++i) {
+      if (copied[i].patched) pieces[i]->crc = Crc32(0, copied[i].to, pieces[i]->size);
+      clean = clean && !copied[i].written;
+    }
+    count = 0;
+  };
+  const std::byte* edges = chunk->edges.data();
+  for (Piece& p : chunk->pieces) {
+    if (p.kind != RowKind::kSource || job.sources[p.source].watched < 0) continue;
+    const Source& source = job.sources[p.source];
+    const std::span memory(source.data + p.source_offset, p.size);
+    const auto [head, tail] = EdgesOf(memory);
+    const size_t middle = memory.size() - head.size() - tail.size();
+    std::byte* const to = chunk->memory + p.at;
+    uint32_t crc = CopyCrc32(0, to, edges, head.size());
+    crc = CopyCrc32(crc, to + head.size(), memory.data() + head.size(), middle);
+    p.crc = CopyCrc32(crc, to + head.size() + middle, edges + head.size(), tail.size());
+    edges += head.size() + tail.size();
+    pieces[count] = &p;
+    copied[count++] = {static_cast<size_t>(source.watched), memory, to};
+    if (count == copied.size()) check();
+  }
+  if (count > 0) check();
+  return clean;
+}
+
+}  // namespace lazyckpt

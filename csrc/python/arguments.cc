@@ -1,0 +1,27 @@
+#include "python/arguments.h"
+
+namespace lazyckpt {
+
+py::object Returned(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+void Raise(const Status& status) {
+  if (status.ok()) return;
+  const auto path = Returned(PyUnicode_DecodeFSDefault(status.path().c_str()));  // may not be UTF-8
+  py::object error = py::module_::import("builtins").attr("OSError")(status.error(), status.message(), path);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
+}
+
+std::vector<StreamRef> ToStreams(const std::optional<py::buffer>& streams) {
+  std::vector<StreamRef> refs;
+  if (!streams) return refs;
+  const auto flat = ToVector<uint64_t>(*streams, "streams");
+  if (flat.size() % 2 != 0) throw py::value_error("streams: expected pairs");
+  for (size_t i = 0; i < flat.size(); i += 2) refs.push_back({static_cast<int>(flat[i]), flat[i + 1]});
+  return refs;
+}
+
+}  // namespace lazyckpt

@@ -1,0 +1,277 @@
+// Job in Python: one checkpoint under way.
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/checksum.h"
+#include "engine/range_reader.h"
+#include "python/engine_handle.h"
+
+namespace lazyckpt {
+namespace {
+
+// 0 for a moment that has not come.
+double SecondsSince(const Job& job, Clock::time_point t) {
+  return t < job.begin ? 0.0 : std::chrono::duration<double>(t - job.begin).count();
+}
+
+constexpr unsigned kReadBackDepth = 4;  // reads in flight, 2 MiB each, besides the writes of the next checkpoint
+
+class JobHandle {
+ public:
+  JobHandle(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
+            const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
+            const std::optional<py::buffer>& streams)
+      : engine_(engine) {
+    const auto p = ToVector<uint64_t>(pointers, "pointers");
+    const auto s = ToVector<uint64_t>(sizes, "sizes");
+    const auto o = ToVector<uint64_t>(owners, "owners");
+    if (p.size() != s.size() || p.size() != o.size())
+      throw py::value_error("pointers, sizes and owners differ in length");
+    std::vector<Source> sources(p.size());
+    for (size_t i = 0; i < p.size(); ++i) {
+      sources[i].data = reinterpret_cast<const std::byte*>(p[i]);
+      sources[i].size = s[i];
+      sources[i].owners = o[i];
+    }
+    if (devices) {
+      const auto d = ToVector<int64_t>(*devices, "devices");
+      if (d.size() != p.size()) throw py::value_error("pointers and devices differ in length");
+      for (size_t i = 0; i < d.size(); ++i) sources[i].device = static_cast<int>(d[i]);
+    }
+    const auto current = ToStreams(streams);
+    CallWithoutGil([&] {
+      Status status;
+      job_ = engine_->get().Begin(std::move(sources), files, eager_by_caller, current, &status);
+      return status;
+    });
+  }
+  JobHandle(const JobHandle&) = delete;
+  ~JobHandle() {
+    if (!engine_->alive()) {
+      // A thread of the parent may have been changing it at the fork, so it cannot even be destroyed.
+      new std::shared_ptr<Job>(std::move(job_));
+      return;
+    }
+    // Nobody can commit the job any more, and its sources are about to be freed.
+    NoGil no_gil;
+    Engine& e = engine_->get();
+    e.Fail(*job_, Status(ECANCELED, "checkpoint abandoned", ""));
+    e.WaitReleased(*job_, Clock::time_point::max());
+  }
+
+  void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob, size_t first_source) {
+    const py::buffer_info info = rows.request();  // keeps the array from being resized
+    const auto flat = Flat<int64_t>(info, "rows");
+    if (flat.size() % 3 != 0) throw py::value_error("rows: expected triples");
+    static_assert(sizeof(Row) == 3 * sizeof(int64_t));
+    const std::span parsed(reinterpret_cast<const Row*>(flat.data()), flat.size() / 3);
+    const std::string_view literals = blobs_.emplace_back(blob);
+    CallWithoutGil([&] { return engine_->get().Append(*job_, file, offset, parsed, literals, first_source); });
+  }
+
+  void Seal() {
+    CallWithoutGil([&] { return engine_->get().Seal(*job_); });
+  }
+
+  void Go() { engine_->get().Go(*job_); }  // keeps the GIL: this thread might wait to get it back
+
+  void Open(size_t file, const std::filesystem::path& path, uint64_t size) {
+    CallWithoutGil([&] { return engine_->get().Open(*job_, file, path.string(), size); });
+  }
+
+  bool WaitEager(std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitEager(*job_, end); });
+  }
+  bool WaitCaptured(uint64_t owners, std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitCaptured(*job_, owners, end); });
+  }
+  bool WaitEnqueued(uint64_t owners, const py::buffer& streams, std::optional<double> timeout_s) {
+    const auto refs = ToStreams(streams);
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitEnqueued(*job_, owners, refs, end); });
+  }
+  bool WaitReleased(std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitReleased(*job_, end); });
+  }
+  bool WaitSettled(std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitSettled(*job_, end); });
+  }
+
+  void Fail(int error, const std::string& why) {
+    NoGil no_gil;
+    engine_->get().Fail(*job_, Status(error, why, ""));
+  }
+
+  void RaiseError() const {
+    Raise(engine_->get().Locked([this] { return job_->error; }));
+  }
+
+  std::vector<size_t> Torn() const {
+    return engine_->get().Locked([this] { return job_->torn; });
+  }
+
+  size_t PendingChunks(uint64_t owners) const {
+    return engine_->get().Locked([&] {
+      size_t n = 0;
+      for (const auto& c : job_->chunks)
+        if ((c->owners & owners) != 0 && c->state <= Chunk::State::kCopying) ++n;
+      return n;
+    });
+  }
+
+  std::vector<uint32_t> SourceCrcs() const {
+    return engine_->get().Locked([this] {
+      std::vector<uint32_t> crcs;
+      for (const Source& s : job_->sources) crcs.push_back(s.crc);
+      return crcs;
+    });
+  }
+
+  // (bytes, CRC-32) of each file, from its chunks.
+  std::vector<std::pair<uint64_t, uint32_t>> Files() const {
+    return engine_->get().Locked([this] {
+      RequireDurable();
+      std::vector<std::pair<uint64_t, uint32_t>> files;
+      for (size_t i = 0; i < job_->files.size(); ++i) {
+        uint32_t crc = 0;
+        for (const Chunk* c : job_->ChunksInFileOrder(i)) crc = Crc32Combine(crc, c->crc, c->size);
+        files.emplace_back(job_->files[i].size, crc);
+      }
+      return files;
+    });
+  }
+
+  // (offset, bytes) of each chunk of a durable file whose bytes on the disk are not those that were copied.
+  std::vector<std::pair<uint64_t, size_t>> ReadBack(size_t file) const {
+    Engine& e = engine_->get();
+    std::vector<ReadRange> ranges;
+    std::vector<uint32_t> copied;
+    std::string path;
+    e.Locked([&] {
+      RequireDurable();
+      path = job_->files.at(file).path;
+      for (const auto& c : job_->chunks) {
+        if (c->file != file) continue;
+        ranges.push_back({c->offset, c->size});
+        copied.push_back(c->crc);
+      }
+    });
+    ReadOptions options;
+    options.threads = 1;  // leaves the other cores to training
+    options.io_depth = kReadBackDepth;
+    options.backend = e.options().backend;
+    options.direct = e.options().direct;
+    options.fault = e.options().fault;
+    options.past_cache = true;
+    const size_t n = ranges.size();
+    std::vector<std::pair<uint64_t, size_t>> differ;
+    CallWithoutGil([&] {
+      Status status;
+      const auto reader = RangeReader::Start(path, options, std::move(ranges), &status);
+      if (status.ok()) status = reader->ReadInto(std::vector<std::byte*>(n), std::vector<int>(n, -1));
+      for (size_t i = 0; i < n && status.ok(); ++i) {
+        const ReadRange& r = reader->ranges()[i];
+        if (r.crc != copied[i]) differ.emplace_back(r.offset, r.size);
+      }
+      return status;
+    });
+    return differ;
+  }
+
+  py::dict Stats() const {
+    const Job& j = *job_;
+    std::unordered_map<std::string, double> out;
+    engine_->get().Locked([&] {
+      const auto since = [&j](Clock::time_point t) { return SecondsSince(j, t); };
+      Clock::time_point first_write = Clock::time_point::max();
+      uint64_t bytes = 0;
+      size_t eager = 0;
+      for (const auto& c : j.chunks) {
+        if (c->write_begin > j.begin) first_write = std::min(first_write, c->write_begin);
+        bytes += c->size;
+      }
+      for (const Source& s : j.sources) eager += s.owners == 0 ? s.size : 0;
+      const bool wrote = first_write != Clock::time_point::max();
+      out = {{"begin", std::chrono::duration<double>(j.begin.time_since_epoch()).count()},
+             {"bytes", static_cast<double>(bytes)},
+             {"eager_bytes", static_cast<double>(eager)},
+             {"chunks", static_cast<double>(j.chunks.size())},
+             {"copy_s", j.copy_s},
+             {"ring_wait_s", j.ring_wait_s},
+             {"captured_s", since(j.captured_at)},
+             {"first_write_s", wrote ? since(first_write) : 0.0},
+             {"written_s", since(j.written)},
+             {"synced_s", since(j.synced)}};
+    });
+    return py::cast(out);
+  }
+
+  // (file, offset, bytes, copy begin, copy end, write begin, write end, waited for the ring) of each chunk; seconds
+  // since the job began.
+  py::list Timeline() const {
+    using Event = std::tuple<size_t, uint64_t, size_t, double, double, double, double, double>;
+    const Job& j = *job_;
+    std::vector<Event> events = engine_->get().Locked([&] {
+      std::vector<Event> all;
+      const auto since = [&j](Clock::time_point t) { return SecondsSince(j, t); };
+      for (const auto& c : j.chunks)
+        all.emplace_back(c->file, c->offset, c->size, since(c->copy_begin), since(c->copy_end), since(c->write_begin),
+                         since(c->write_end), c->ring_wait_s);
+      return all;
+    });
+    return py::cast(events);
+  }
+
+ private:
+  void RequireDurable() const {  // under the lock
+    if (!job_->durable()) throw std::runtime_error("the files are not durable yet");
+  }
+
+  std::shared_ptr<EngineHandle> engine_;
+  std::shared_ptr<Job> job_;
+  std::vector<py::bytes> blobs_;  // the engine reads them until the sources are released
+};
+
+}  // namespace
+
+void DefineJob(py::module_& m, EngineClass& engine) {
+  using namespace pybind11::literals;
+  engine.def(
+      "begin",
+      [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
+         const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
+         const std::optional<py::buffer>& streams) {
+        return std::make_unique<JobHandle>(e, pointers, sizes, owners, files, eager_by_caller, devices, streams);
+      },
+      "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false, "devices"_a = py::none(),
+      "streams"_a = py::none());
+
+  py::class_<JobHandle>(m, "Job")
+      .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
+      .def("go", &JobHandle::Go)
+      .def("seal", &JobHandle::Seal)
+      .def("open", &JobHandle::Open)
+      .def("wait_eager", &JobHandle::WaitEager, "timeout_s"_a = py::none())
+      .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())
+      .def("wait_enqueued", &JobHandle::WaitEnqueued, "owners"_a, "streams"_a, "timeout_s"_a = py::none())
+      .def("wait_released", &JobHandle::WaitReleased, "timeout_s"_a = py::none())
+      .def("wait_settled", &JobHandle::WaitSettled, "timeout_s"_a = py::none())
+      .def("fail", &JobHandle::Fail)
+      .def("raise_error", &JobHandle::RaiseError)
+      .def("torn", &JobHandle::Torn)
+      .def("pending_chunks", &JobHandle::PendingChunks)
+      .def("source_crcs", &JobHandle::SourceCrcs)
+      .def("files", &JobHandle::Files)
+      .def("read_back", &JobHandle::ReadBack, "file"_a)
+      .def("stats", &JobHandle::Stats)
+      .def("timeline", &JobHandle::Timeline);
+}
+
+}  // namespace lazyckpt

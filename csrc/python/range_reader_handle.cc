@@ -1,0 +1,100 @@
+// RangeReader in Python.
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine/range_reader.h"
+#include "python/engine_handle.h"
+
+namespace lazyckpt {
+namespace {
+
+class RangeReaderHandle {
+ public:
+  RangeReaderHandle(std::shared_ptr<EngineHandle> engine, const std::filesystem::path& path, const py::buffer& offsets,
+                    const py::buffer& sizes, unsigned threads, unsigned io_depth)
+      : engine_(std::move(engine)) {
+    const auto o = ToVector<uint64_t>(offsets, "offsets");
+    const auto s = ToVector<uint64_t>(sizes, "sizes");
+    if (o.size() != s.size()) throw py::value_error("offsets and sizes differ in length");
+    std::vector<ReadRange> ranges;
+    for (size_t i = 0; i < o.size(); ++i) ranges.push_back({o[i], s[i]});
+    Engine& e = engine_->get();
+    ReadOptions options;
+    options.threads = threads;
+    if (io_depth > 0) options.io_depth = io_depth;
+    options.backend = e.options().backend;
+    options.direct = e.options().direct;
+    options.fault = e.options().fault;
+    options.upload = [&e](int device, std::span<const DeviceCopy> copies) { return e.Upload(device, copies); };
+    options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
+    Status status;
+    {
+      NoGil no_gil;
+      reader_ = RangeReader::Start(path.string(), options, std::move(ranges), &status);
+    }
+    if (!status.ok()) Close();
+    Raise(status);
+  }
+  ~RangeReaderHandle() { Close(); }
+
+  py::list ReadInto(const py::buffer& pointers, const std::optional<py::buffer>& devices,
+                    const std::optional<py::buffer>& streams) {
+    const auto p = ToVector<uint64_t>(pointers, "pointers");
+    std::vector<int> d(p.size(), -1);
+    if (devices) {
+      const auto given = ToVector<int64_t>(*devices, "devices");
+      d.assign(given.begin(), given.end());
+    }
+    const auto current = ToStreams(streams);
+    Engine& e = engine_->get();
+    if (d.size() != p.size()) throw py::value_error("pointers and devices differ in length");
+    for (const int device : d)
+      if (device >= 0 && std::none_of(current.begin(), current.end(), [&](auto& s) { return s.device == device; }))
+        throw py::value_error("a place on a device without a stream");
+    if (reader_ == nullptr) throw std::runtime_error("a RangeReader reads once");
+    if (p.size() != reader_->ranges().size()) throw py::value_error("pointers and offsets differ in length");
+    std::vector<std::byte*> to;
+    for (const uint64_t pointer : p) to.push_back(reinterpret_cast<std::byte*>(pointer));
+    Status status;
+    {
+      NoGil no_gil;
+      status = e.CopyAfter(current);
+      if (status.ok()) status = reader_->ReadInto(to, d);
+    }
+    py::list crcs;
+    for (const ReadRange& r : reader_->ranges()) crcs.append(r.crc);
+    Close();
+    Raise(status);
+    return crcs;
+  }
+
+ private:
+  void Close() {
+    if (!engine_->alive()) return (void)reader_.release();  // a forked child has none of its threads
+    {
+      NoGil no_gil;
+      reader_.reset();
+    }
+    engine_->get().GiveBack(std::exchange(staging_, {}));
+  }
+
+  const std::shared_ptr<EngineHandle> engine_;
+  std::span<std::byte> staging_;
+  std::unique_ptr<RangeReader> reader_;
+};
+
+}  // namespace
+
+void DefineRangeReader(py::module_& m) {
+  using namespace pybind11::literals;
+  py::class_<RangeReaderHandle>(m, "RangeReader")
+      .def(py::init<std::shared_ptr<EngineHandle>, const std::filesystem::path&, const py::buffer&, const py::buffer&,
+                    unsigned, unsigned>(),
+           "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
+      .def("read_into", &RangeReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
+}
+
+}  // namespace lazyckpt

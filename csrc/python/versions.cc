@@ -1,0 +1,128 @@
+// Reads the version counters of tensors on the main thread, between two bytecodes. The GIL guards everything here.
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "python/engine_handle.h"
+
+namespace lazyckpt {
+namespace {
+
+class VersionReading {
+ public:
+  explicit VersionReading(py::list tensors) : tensors_(std::move(tensors)) {}
+
+  bool requested = false;
+  std::optional<std::vector<int64_t>> read;  // one for each tensor, once they were read
+
+  const py::list& tensors() const { return tensors_; }
+
+ private:
+  py::list tensors_;
+};
+
+using Readings = std::vector<std::shared_ptr<VersionReading>>;
+
+Readings& Requested() {
+  static auto* readings = new Readings;  // never deleted: a pending call may run while the process ends
+  return *readings;
+}
+
+bool is_pending = false;  // one callback serves the process, since Python queues at most 32
+
+// What the callback asks, looked up once.
+struct Torch {
+  py::object module = py::module_::import("torch");
+  py::object graph_task = module.attr("_C").attr("_current_graph_task_id");
+  py::object dispatch_modes = module.attr("_C").attr("_len_torch_dispatch_stack");
+  py::object no_torch_function = module.attr("_C").attr("DisableTorchFunction");
+  py::object version = module.attr("Tensor").attr("_version");
+  py::object apply = module.attr("autograd").attr("Function").attr("apply").attr("__func__").attr("__code__");
+};
+
+const Torch& Ask() {
+  static const Torch* all = nullptr;
+  if (all == nullptr) {
+    const auto* made = new Torch;
+    if (all == nullptr) all = made;  // otherwise another thread was faster
+  }
+  return *all;
+}
+
+// Whether Python runs in the middle of an operation, because of a custom function or a dispatch mode: the bytes may be
+// new and the version old. Also true in a backward pass, where other threads of autograd may write.
+bool InsideAnOperation(const Torch& ask) {
+  if (ask.graph_task().cast<int64_t>() != -1 || ask.dispatch_modes().cast<int64_t>() != 0) return true;
+  py::object frame =
+      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
+  while (frame) {
+    auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
+    if (code.is(ask.apply)) return true;
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(at)));
+  }
+  return false;
+}
+
+void ReadAll(const Torch& ask, VersionReading* reading) {
+  const descrgetfunc get = Py_TYPE(ask.version.ptr())->tp_descr_get;
+  std::vector<int64_t> read;
+  read.reserve(reading->tensors().size());
+  for (const py::handle tensor : reading->tensors())
+    read.push_back(Returned(get(ask.version.ptr(), tensor.ptr(), nullptr)).cast<int64_t>());
+  reading->read = std::move(read);
+}
+
+// The callback. Reads nothing inside an operation; the requests must be made again then.
+int AtPointOfProgramOrder(void*) {
+  is_pending = false;
+  const Readings readings = std::exchange(Requested(), {});
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  try {
+    for (const auto& reading : readings) reading->requested = false;
+    const Torch& ask = Ask();
+    if (!InsideAnOperation(ask)) {
+      const py::object disabled = ask.no_torch_function();  // otherwise each read runs Python under torch.device(...)
+      disabled.attr("__enter__")();
+      try {
+        for (const auto& reading : readings) ReadAll(ask, reading.get());
+      } catch (...) {
+        PyErr_Clear();
+      }
+      disabled.attr("__exit__")(py::none(), py::none(), py::none());
+    }
+  } catch (...) {  // never raise in the middle of other code
+    PyErr_Clear();
+  }
+  PyErr_Restore(type, value, trace);
+  return 0;
+}
+
+void Request(const std::shared_ptr<VersionReading>& reading) {
+  if (!reading->requested && !reading->read) {
+    Requested().push_back(reading);
+    reading->requested = true;
+  }
+  if (!is_pending && !Requested().empty()) is_pending = Py_AddPendingCall(&AtPointOfProgramOrder, nullptr) == 0;
+}
+
+std::optional<std::vector<int64_t>> Versions(const VersionReading& reading) { return reading.read; }
+
+}  // namespace
+
+void DefineVersions(py::module_& m) {
+  py::class_<VersionReading, std::shared_ptr<VersionReading>>(m, "VersionReading")
+      .def(py::init([](py::list tensors) {
+        (void)Ask();  // imports, which the callback must not do
+        return std::make_shared<VersionReading>(std::move(tensors));
+      }))
+      .def("request", &Request)
+      .def("versions", &Versions);
+}
+
+}  // namespace lazyckpt

@@ -1,0 +1,137 @@
+// Detects writes to pages of this process, by any thread or system call, with the kernel's help (userfaultfd).
+//
+// kReport: the kernel lifts the write protection at the first write (WP_ASYNC), and a scan says where it did. Linux 6.7
+// or newer; needs no privilege.
+// kCopy: a writer waits until a thread has copied the page aside. Needs a userfaultfd that also handles faults of
+// system calls, which would fail with EFAULT otherwise: see "Permissions" in
+// Documentation/admin-guide/mm/userfaultfd.rst.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
+#include <vector>
+
+#include "status.h"
+#include "witness/page_range.h"
+#include "witness/uffd.h"
+
+namespace lazyckpt {
+
+// The pages of one snapshot, from its moment until they are copied. PageWitness guards it.
+class PageWindow {
+ public:
+  // Adds pages and returns their number. Only before PageWitness::Open.
+  size_t Add(PageRange pages);
+
+  bool is_protected(size_t watched) const { return watched_[watched].is_protected; }
+
+ private:
+  friend class PageWitness;
+  struct Watched {
+    PageRange pages;
+    bool is_protected = false;
+    bool refused = false;         // these pages cannot be watched
+    bool written = false;         // before they were copied
+    bool left = false;            // some pages stay protected for another window
+    std::vector<PageRange> done;  // copied pages, in any order
+    // kCopy: the place for copies of its pages, and which were copied there.
+    std::byte* aside = nullptr;
+    std::vector<bool> saved;
+  };
+  bool IsDone(const Watched& watched, uintptr_t page) const;
+  // The index in by_address_ of the first range that ends after `address`.
+  size_t FindAfter(uintptr_t address) const;
+
+  std::vector<Watched> watched_;
+  std::vector<uint32_t> by_address_;
+  std::mutex mutex_;  // guards what CheckAndOpen changes
+  bool open_ = false;
+  std::span<std::byte> aside_;  // of all ranges
+};
+
+// One for each mode in a process, since a page has one protection; windows that share pages keep each other's evidence.
+// Any thread may call, but not in a forked child, whose memory it does not watch.
+class PageWitness {
+ public:
+  // Returns nullptr, with the reason, if the kernel or the container refuses. Tries once, on memory of its own.
+  static PageWitness* OfProcess(WitnessMode mode, Status* why);
+
+  // Opens the window. Overlapping ranges of one window are refused.
+  void Open(PageWindow* window);
+
+  // Protects the pages of the window, except those that cannot be watched, such as shared memory or pages that overlap
+  // with another window in part.
+  void Protect(PageWindow* window);
+
+  // A copy of some watched memory.
+  struct Copied {
+    size_t watched;
+    std::span<const std::byte> from;
+    std::byte* to;
+    bool written = false;  // after the window was opened
+    bool patched = false;  // `to` was changed: it holds pages that were copied aside
+  };
+  // Checks whether copied pages were written since the window was opened, and lifts their protection. Skips pages
+  // shared with other memory, which the caller copied at once. May throw std::bad_alloc; the window can still be
+  // closed.
+  void CheckAndOpen(PageWindow* window, std::span<Copied> pieces);
+
+  // Records writes to all pages that are not copied yet. Called when a job fails, before training may write again, so
+  // that every torn source is known.
+  void CheckRest(PageWindow* window);
+
+  // Ends the window and lifts the protection of pages that were not copied. May be called again.
+  void Close(PageWindow* window);
+
+  // The numbers of pages written before they were copied, in ascending order, as far as known.
+  std::vector<size_t> Written(PageWindow* window);
+
+ private:
+  // A private mapping of a file, such as safetensors makes of weights, may change with the file, except pages that this
+  // process has written.
+  enum class Kind { kAnonymous, kFile };
+  struct Mapping {
+    PageRange pages;
+    Kind kind;
+  };
+
+  explicit PageWitness(WitnessMode mode) : mode_(mode) {}
+  Status Start();
+  PageWitness* OfOtherMode() const;
+  Status TryOnOwnPages();
+
+  // copy_on_write.cc
+  void SaveLoop();
+  void Save(uintptr_t page);
+  static void ReserveAside(PageWindow* window);
+
+  // mappings.cc
+  static std::vector<Mapping> ReadMappings();  // all that may be watched, by address
+  bool Register(PageRange pages, const std::vector<Mapping>& mappings);
+  std::optional<Kind> Registered(PageRange pages);
+  bool Yield(PageRange pages);
+  void ForgetRegistered(PageRange pages);
+  void ForgetAll();
+
+  // 0 or an errno value: ENOENT if it is not registered, EACCES if some of it belongs to a file.
+  int ProtectAll(PageRange pages, Kind kind) const;
+  bool ProtectOne(PageRange pages, std::vector<Mapping>* mappings);
+  bool IsBridge(PageRange gap) const;
+  static PageRange Touched(const PageWindow& window, const Copied& piece);
+  bool CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around);
+  bool Share(PageWindow* window, PageWindow::Watched* ours);
+  bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;
+
+  const WitnessMode mode_;
+  Uffd uffd_;
+  std::shared_mutex mutex_;  // guards windows_; exclusive to open and to close a window
+  std::vector<PageWindow*> windows_;
+  std::map<uintptr_t, Mapping> registered_;  // by begin; may have been unmapped since
+};
+
+}  // namespace lazyckpt
