@@ -20,9 +20,10 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.capture import devices
 from lazyckpt.capture.eager import EagerShare
+from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.gate import gate
 from lazyckpt.capture.ownership import Ownership
-from lazyckpt.capture.snapshot import FrozenParameters, Snapshot
+from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.torn import TornStorages
 from lazyckpt.capture.warmup import Warmup
 from lazyckpt.config import Config, auto_ring_bytes

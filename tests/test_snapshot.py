@@ -17,8 +17,9 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture import devices, snapshot
+from lazyckpt.capture.frozen import frozen_parameters
 from lazyckpt.capture.gate import gate
-from lazyckpt.capture.snapshot import LAZY_MIN_BYTES, frozen_parameters
+from lazyckpt.capture.snapshot import LAZY_MIN_BYTES
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

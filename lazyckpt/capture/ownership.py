@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lazyckpt.capture import averages
+from lazyckpt.capture.averages import Guarded
 from lazyckpt.capture.evidence import addresses, parameters_in_groups
-from lazyckpt.capture.gate import Gate, Guarded, warn_of_foreign
+from lazyckpt.capture.foreign import warn_of_foreign
+from lazyckpt.capture.gate import Gate
 from lazyckpt.providers.wrappers import Link, Storages, storages_in
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too

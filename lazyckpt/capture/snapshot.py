@@ -26,7 +26,9 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture import devices
-from lazyckpt.capture.gate import gate, is_of_torch
+from lazyckpt.capture.foreign import is_of_torch
+from lazyckpt.capture.frozen import FrozenParameters, frozen_parameters
+from lazyckpt.capture.gate import gate
 from lazyckpt.capture.ownership import Ownership, parameters_of
 from lazyckpt.capture.torn import CURE, TornStorages, is_torn
 from lazyckpt.capture.verdict import Verdict, wait_durable
@@ -46,45 +48,6 @@ _MOVED = "given other memory between save() and the copy"
 _ASK_S = 0.2  # another thread for its verdict, before this one writes
 _PATIENCE_AT_EXIT_S = 5.0  # with threads that Python does not wait for
 _FROZEN = 1 << 63  # together with the bits of optimizers that have it in a group, although they do not train it
-
-
-class FrozenParameters:
-    """Parameters that nobody trains: lazy once two snapshots in a row had the same version and checksum."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, int, int, int]] = {}  # key -> pointer, bytes, version, crc
-        self._twice: set[str] = set()
-
-    def is_lazy(self, view: TensorView, tensor: torch.Tensor) -> bool:
-        seen = self._seen.get(view.key)
-        here = (view.storage.data_ptr(), view.nbytes, tensor._version)
-        return view.key in self._twice and seen is not None and seen[:3] == here
-
-    def observe(self, view: TensorView, version: int, crc: int, was_lazy: bool) -> bool:
-        """Notes what a snapshot found; False if a parameter that was copied lazily had changed."""
-        here = (view.storage.data_ptr(), view.nbytes, version, crc)
-        same = self._seen.get(view.key) == here
-        self._seen[view.key] = here
-        if same:
-            self._twice.add(view.key)
-        else:
-            self._twice.discard(view.key)
-        return same or not was_lazy
-
-
-def frozen_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """The dense parameters of ``modules`` that nobody trains. ``Module.parameters()`` takes ten times as long to find
-    them, since it makes their names, too."""
-    found = []
-    todo = list(modules)
-    seen = set(todo)
-    while todo:
-        module = todo.pop()
-        found += [p for p in module._parameters.values() if p is not None and not p.requires_grad]
-        parts = {m for m in module._modules.values() if m is not None} - seen
-        todo += parts
-        seen |= parts
-    return [p for p in found if p.layout is torch.strided]
 
 
 class Snapshot:
@@ -288,7 +251,7 @@ class Snapshot:
     def _ask_for_verdict(self) -> None:
         if not self.verdict.is_thread_alive():
             self.verify()  # all that it began has ended
-        gate.if_standing(self.verdict.thread.ident, self.verify)
+        gate.standing.judge(self.verdict.thread.ident, self.verify)
         versions = self.verdict.ask()
         if versions is not None:
             self.verify(versions=versions)

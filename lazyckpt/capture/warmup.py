@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lazyckpt.capture import devices
-from lazyckpt.capture.gate import gate, unwrapped
+from lazyckpt.capture.foreign import unwrapped
+from lazyckpt.capture.gate import gate
 from lazyckpt.providers.wrappers import storages_in
 
 
