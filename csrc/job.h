@@ -102,7 +102,7 @@ class Queue {
   IoTag** end_ = &first_;  // where the next one is linked
 };
 
-// The kinds of a program's rows (lazyckpt/formats/base.py has the same numbers).
+// The kinds of a program's rows (lazyckpt/formats/program.py has the same numbers).
 enum class RowKind : uint8_t { kLiteral = 0, kSource = 1, kCrc32Le = 2, kCrc32Hex = 3 };
 
 // As the rows of a program lie in memory.

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import os
 import re
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,8 @@ import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
 from lazyckpt.integrations.redirect import safetensors_into
-from lazyckpt.storage import commit, in_place
+from lazyckpt.storage import folders, in_place
+from lazyckpt.warn import warn
 
 try:
     import accelerate
@@ -71,7 +71,7 @@ def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     if not knobs.pop("enabled", True):
         return None
     if reason := _unsupported(accelerator):
-        warnings.warn(f"lazyckpt leaves save_state to accelerate: {reason}", stacklevel=2)
+        warn(f"lazyckpt leaves save_state to accelerate: {reason}")
         return None
     return StateSaver(accelerator, **knobs)
 
@@ -395,7 +395,7 @@ def _sync(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in (*names, ""):
             with contextlib.suppress(FileNotFoundError):  # other ranks are at work here, too
-                commit.sync_path(Path(parent, name))
+                folders.sync_path(Path(parent, name))
 
 
 def _close_and_warn(saver: lazyckpt.Saver) -> None:
@@ -403,4 +403,4 @@ def _close_and_warn(saver: lazyckpt.Saver) -> None:
     try:
         saver.close()
     except lazyckpt.SaveError as error:
-        warnings.warn(str(error), stacklevel=2)
+        warn(str(error))

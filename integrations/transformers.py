@@ -29,7 +29,6 @@ import os
 import shutil
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,8 +38,10 @@ from typing import Any
 import torch
 
 import lazyckpt
+from lazyckpt import settings
 from lazyckpt.integrations.redirect import safetensors_into
-from lazyckpt.storage import commit
+from lazyckpt.storage import removal
+from lazyckpt.warn import warn
 
 _NEEDED = "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
 _INSTALL = "pip install 'transformers[torch]>=5.23,<6'"
@@ -97,12 +98,7 @@ class LazyCheckpointCallback(TrainerCallback):
     """
 
     def __init__(self, **knobs: Any) -> None:
-        try:
-            config = lazyckpt.Config(**knobs)
-        except TypeError as error:
-            raise lazyckpt.ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
-        if config.keep_last is not None:
-            raise lazyckpt.ConfigError("keep_last: the Trainer counts its checkpoints; use save_total_limit")
+        settings.config_of(type(self), knobs, "the Trainer counts its checkpoints; use save_total_limit")
         self._knobs = knobs
         self._start_anew()
 
@@ -314,11 +310,11 @@ def _staging_folder(args: TrainingArguments) -> Path:
 def _tidy(inside: Path) -> None:
     """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
     try:
-        commit.sweep(inside)
+        removal.sweep(inside)
     except FileNotFoundError:
         return
     except OSError as error:
-        warnings.warn(f"what dead runs left in {inside} is not removed: {error}", stacklevel=2)
+        warn(f"what dead runs left in {inside} is not removed: {error}")
     with contextlib.suppress(OSError):  # not empty
         inside.rmdir()
 
@@ -497,7 +493,7 @@ def _finalize(callback: LazyCheckpointCallback, trainer: Trainer, original: Any,
     _barrier(trainer)
     best = trainer.state.best_model_checkpoint
     if best is not None and not os.path.isdir(best):  # it failed, and on_error="warn" let training go on
-        warnings.warn(f"the best checkpoint, {best}, was not saved", stacklevel=2)
+        warn(f"the best checkpoint, {best}, was not saved")
         trainer.state.best_model_checkpoint = None
     # With save_total_limit=1 the Trainer now removes the last checkpoint if it is not the best one. It would do so in
     # place, and a kill would leave half of it under its name.
@@ -508,7 +504,7 @@ def _finalize(callback: LazyCheckpointCallback, trainer: Trainer, original: Any,
 
 def _remove_at_once(checkpoint: str, ignore_errors: bool = True) -> None:
     with contextlib.suppress(OSError):
-        commit.remove(Path(checkpoint))
+        removal.remove(Path(checkpoint))
 
 
 @_wrap(Trainer, "train")
@@ -521,5 +517,5 @@ def _train(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *a
         try:
             callback.close()  # what was begun becomes durable all the same
         except Exception as failure:  # what ended training matters more
-            warnings.warn(str(failure), stacklevel=2)
+            warn(str(failure))
         raise

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from lazyckpt.errors import ConfigError, RestoreError
-from lazyckpt.providers.loader import TrackedLoader, track_loader
+from lazyckpt.providers.data_loader import TrackedLoader, track_loader
 from lazyckpt.providers.rng import capture_rng, restore_rng
 
 SIZE = 23
@@ -186,7 +186,7 @@ SCRIPT = """
 import os, random, sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from lazyckpt.providers.loader import track_loader
+from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.rng import capture_rng, restore_rng
 
 path, resume = sys.argv[1], sys.argv[2] == "resume"

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture import devices, snapshot
+from lazyckpt.capture import devices, laziness
 from lazyckpt.capture.frozen import frozen_parameters
 from lazyckpt.capture.gate import gate
-from lazyckpt.capture.snapshot import LAZY_MIN_BYTES
+from lazyckpt.capture.laziness import LAZY_MIN_BYTES
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -546,7 +546,7 @@ def test_modules_are_looked_into_only_where_something_large_is_eager(
     would cost as much as to pickle them."""
     assert eager_bytes(lora, 1)  # this one has a frozen base
     common = make_run(PLAIN)
-    monkeypatch.setattr(snapshot, "frozen_parameters", None)
+    monkeypatch.setattr(laziness, "frozen_parameters", None)
     assert eager_bytes(common, 1) > 3 * LAZY_MIN_BYTES
     with pytest.raises(TypeError):
         lora.ckpt.save(2)

@@ -1,6 +1,6 @@
-"""Averages of weights that lazyckpt knows by their class, and the methods with which they write.
+"""Knows averages of weights by their class, and puts the gate in front of the methods with which they write.
 
-An average is copied lazily if nothing but methods behind the gate writes to it. For the classes in this table the gate
+An average is copied lazily if only methods behind the gate write to it. For the classes in this table the gate
 stands in front of these methods (``guard_imported``), so nobody has to call ``lazyckpt.guard``. Only the
 class itself counts: a subclass may have other methods that write.
 """
@@ -116,7 +116,7 @@ def is_update(obj: object, method: str) -> bool:
 
 
 def holder_of(obj: Any) -> Any:
-    """What has the averages of ``obj``: a module (its parameters), another object (what its ``state_dict()`` holds), or
-    None as long as there are none."""
+    """Returns the object that holds the averages of ``obj``: a module (in its parameters), another object (in its
+    ``state_dict()``), or None as long as there are none."""
     average = _known.get(type(obj))
     return obj if average is None or average.module is None else getattr(obj, average.module, None)

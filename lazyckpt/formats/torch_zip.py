@@ -21,7 +21,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from lazyckpt.formats.base import LITERAL, PAGE_BYTES, Extent, ExtentBuilder
+from lazyckpt.formats.program import LITERAL, PAGE_BYTES, Extent, ExtentBuilder
 
 # APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12, 4.3.14, 4.3.15, 4.3.16
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
