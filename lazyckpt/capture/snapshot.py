@@ -29,6 +29,7 @@ from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
 from lazyckpt.capture.torn import CURE, TornStorages, is_torn
 from lazyckpt.capture.verdict import Verdict, wait_durable
+from lazyckpt.formats import torch_zip
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.wrappers import Link
@@ -86,12 +87,10 @@ class Snapshot:
         order: list[int] = []
         self.files: list[TensorViews] = []
         for file, movable in zip(files, any_order, strict=True):
-            first = len(order)
             here: Sequence[int] = range(len(file))
             if movable:
-                # Eager ones first, since save() waits for them; then the big ones: they keep the disk busy longest.
-                by_size = sorted(here, key=file.sizes.__getitem__, reverse=True)
-                here = [at for at in by_size if not owners[first + at]] + [at for at in by_size if owners[first + at]]
+                here = torch_zip.file_order(file.sizes, list(map(self._owned.__contains__, file.identities)))
+            first = len(order)
             order += [first + at for at in here]
             self.files.append(file.take(here) if movable else file)
         self._views = TensorViews.joined(self.files)
