@@ -22,7 +22,6 @@ import itertools
 import os
 import threading
 import weakref
-import zipfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,12 +33,12 @@ import torch
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
+from lazyckpt.integrations.lightning_last import PendingFiles, local_path
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn
 
 try:
     from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
@@ -53,7 +52,6 @@ try:
         WeightAveraging,
     )
     from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
 
@@ -64,7 +62,7 @@ _SMALL_BYTES = 16 << 20
 _ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ProgressBar, Timer)
 
 
-class LazyCheckpointIO(TorchCheckpointIO):
+class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
     """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
@@ -118,7 +116,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
 
         Raises SaveError, of this or an earlier save, and TypeError for ``storage_options`` of a local path.
         """
-        target = _local(path)
+        target = local_path(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self._saving or target.name.startswith(_SLURM_PREFIX):
@@ -180,7 +178,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         finally:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.barrier()  # only rank 0 knows what is pending
-        target = _local(path)
+        target = local_path(path)
         if target is None or os.path.isdir(target):
             return super().load_checkpoint(path, map_location, weights_only)
         try:
@@ -198,7 +196,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
             what = f"{path} is kept, since the checkpoint after it was not saved ({self._failed_at_once})"
             warn(what)
             return
-        target = _local(path)
+        target = local_path(path)
         saver = self._own_saver()
         if target is None or saver is None:
             super().remove_checkpoint(path)
@@ -239,7 +237,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
 
     def exists(self, path: str | Path) -> bool:
         """Whether the file would exist now if saves and removals took no time."""
-        target = _local(path)
+        target = local_path(path)
         if target is None:
             fs, name = url_to_fs(str(path))
             return bool(fs.exists(name))
@@ -291,12 +289,6 @@ def _teardown(ref: weakref.ref[LazyCheckpointIO]) -> None:
     io = ref()
     if io is not None:
         io.teardown()
-
-
-def _local(path: str | Path) -> Path | None:
-    """Returns an absolute path, or None if ``path`` is not on a local file system."""
-    fs, name = url_to_fs(str(path))
-    return Path(name) if isinstance(fs, LocalFileSystem) else None
 
 
 def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
@@ -502,111 +494,3 @@ class _Late:
 
 def _overrides(obj: Any, method: str, base: type) -> bool:
     return method in vars(obj) or getattr(type(obj), method) is not getattr(base, method)
-
-
-# The order of ModelCheckpoint's files. These wrap methods of the class: Lightning looks for the last checkpoint before
-# it calls any hook, and saves on an exception after our callback has let go.
-
-_superseded: weakref.WeakKeyDictionary[ModelCheckpoint, list[str]] = weakref.WeakKeyDictionary()
-
-
-def _lazy_io(trainer: Trainer) -> LazyCheckpointIO | None:
-    io = trainer.strategy.checkpoint_io
-    return io if isinstance(io, LazyCheckpointIO) else None
-
-
-def _wrap(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Puts the decorated ``function(original, callback, trainer, …)`` in front of the method ``name`` of
-    ModelCheckpoint, for Trainers with a LazyCheckpointIO."""
-
-    def install(function: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(ModelCheckpoint, name)
-
-        @functools.wraps(original)
-        def method(self: ModelCheckpoint, trainer: Trainer, *args: Any) -> Any:
-            if _lazy_io(trainer) is None:
-                return original(self, trainer, *args)
-            return function(original, self, trainer, *args)
-
-        setattr(ModelCheckpoint, name, method)
-        return function
-
-    return install
-
-
-@_wrap("_remove_checkpoint")
-def _remove_behind_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, filepath: str) -> None:
-    """ModelCheckpoint removes a file before it saves or links ``last``, which may still need that file."""
-    if callback.save_last:
-        _superseded.setdefault(callback, []).append(filepath)
-    else:
-        original(callback, trainer, filepath)
-
-
-@_wrap("_save_last_checkpoint")
-def _save_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, monitor_candidates: Any) -> None:
-    """Releases what ``_remove_behind_last`` has held back, unless ``last`` was not saved."""
-    try:
-        original(callback, trainer, monitor_candidates)
-    finally:
-        superseded = _superseded.pop(callback, [])
-    for path in superseded:
-        trainer.strategy.remove_checkpoint(path)
-
-
-@_wrap("_find_last_checkpoints")
-def _find_last(original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
-    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing."""
-    found: set[str] = original(callback, trainer)
-    if not (callback.save_last or found) or any(map(os.path.exists, found)):
-        return found
-    folder = _local(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
-    if folder is None or not os.path.isdir(folder):
-        return found
-    files = [p for p in folder.glob(f"*{callback.FILE_EXTENSION}") if os.path.isfile(p) and not os.path.islink(p)]
-    newest = next(filter(_is_whole, sorted(files, key=os.path.getmtime, reverse=True)), None)
-    if newest is None:
-        return found
-    rank_zero_warn(f"{folder} has no checkpoint {callback.CHECKPOINT_NAME_LAST!r}: its newest, {newest.name}, is taken")
-    return {str(newest)}
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether training can go on from a file: every checksum matches, and it holds the optimizers."""
-    try:
-        checkpoint = lazyckpt.load(path, "cpu", weights_only=True)
-        return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
-    except lazyckpt.UnsupportedFormatError:  # the checksums match, but a type is not allowed: fit() may allow it
-        return zipfile.is_zipfile(path)
-    except lazyckpt.LoadError as error:
-        rank_zero_warn(f"{path} is passed over: {error}")
-        return False
-
-
-_link_at_once = ModelCheckpoint._link_checkpoint
-
-
-def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-    io = _lazy_io(trainer)
-    if io is None:
-        _link_at_once(trainer, filepath, linkpath)
-        return
-    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-        io.link(filepath, linkpath)
-    trainer.strategy.barrier()
-
-
-ModelCheckpoint._link_checkpoint = staticmethod(_link_checkpoint)
-
-_file_exists_now = ModelCheckpoint.file_exists
-
-
-def _file_exists(self: ModelCheckpoint, filepath: str, trainer: Trainer) -> bool:
-    io = _lazy_io(trainer)
-    if io is None:
-        return bool(_file_exists_now(self, filepath, trainer))
-    exists = trainer.is_global_zero and io.exists(filepath)
-    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
-
-
-ModelCheckpoint.file_exists = _file_exists

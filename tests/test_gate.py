@@ -378,19 +378,6 @@ def test_only_the_optimizer_whose_storages_are_pending_waits(make_run: Any, disk
     assert torch.equal(torch.load(handle.result() / "state.pt")["first"]["weight"], before)
 
 
-def test_an_optimizer_of_something_else_never_waits(make_run: Any, disk: Any, pending: Any) -> None:
-    run = make_run(FUSED)
-    other = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(other.parameters())
-    other(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    run.step()
-    disk.hold()
-    handle = run.ckpt.save(1)
-    optimizer.step()  # would hang here
-    assert pending(handle) > 0
-
-
 def test_an_optimizer_that_is_not_tracked_is_gated_too(make_run: Any, disk: Any, pending: Any) -> None:
     """A CheckpointIO is never told of optimizers; the model is what it is given."""
     run = make_run(FUSED)

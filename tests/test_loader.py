@@ -162,26 +162,6 @@ def test_tracking_changes_nothing(build: Callable[[], DataLoader[Any]]) -> None:
     assert train(track_loader(build()), 2) == expected
 
 
-def test_the_naive_ways_differ() -> None:
-    """What these tests see: a replay from the wrong RNG state, and an RNG left where the replay ended."""
-    build = QUICK["augmented in the process"]
-    seed_all()
-    loader, saves = track_loader(build()), {}
-    behind = train(loader, 2, lambda at: saves.update({at: save(loader)}))[9:]
-    state = torch.load(io.BytesIO(saves[9]), weights_only=True)
-
-    def naive(restore_before: bool) -> list[Any]:
-        torch.manual_seed(99), random.seed(99)
-        restore_rng(state["rng"] if restore_before else state["loader"]["start"]["rng"])
-        batches = iter(build())
-        next(batches), next(batches)
-        return train(batches, 1)
-
-    assert naive(restore_before=True) != behind
-    assert naive(restore_before=False) != behind
-    assert train(restored(build(), saves[9]), 1) == behind
-
-
 SCRIPT = """
 import os, random, sys
 import torch

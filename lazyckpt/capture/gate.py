@@ -3,8 +3,8 @@
 Parameters and optimizer state change in ``optimizer.step()`` and nowhere else. So the engine may copy them *lazily*,
 during the next forward and backward, if a gate stands in front of the step. The gate is a global pre-step hook of
 torch. With a closure, the wait moves behind the closure, so that forward and backward still overlap with the copy.
-snapshot.py decides which storages are lazy, and checks that they stayed as they were. A snapshot that is taken inside
-an open step is all eager.
+laziness.py decides which storages are lazy, and snapshot.py checks that they stayed as they were. A snapshot that is
+taken inside an open step is all eager.
 """
 
 from __future__ import annotations
