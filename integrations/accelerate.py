@@ -5,11 +5,10 @@
 
 or, without a change to the script, ``accelerate launch -m lazyckpt.run train.py ...``.
 
-Accelerate's own ``save_state`` still decides what is saved, and runs the hooks; it is led to a temporary folder there.
-What it hands to ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered objects), and
-what hooks write with safetensors, is collected and saved lazily. What it writes itself (scaler, loader and random
-states) is small and written at once, as are the other files of hooks. The folder gets its name when all of that is
-durable; ``load_state`` needs nothing of lazyckpt.
+Accelerate's own ``save_state`` still decides what to save, and runs the hooks, but in a temporary folder. lazyckpt
+saves lazily what passes ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered
+objects), and what hooks write with safetensors. Accelerate writes the small rest at once (scaler, loader and random
+states, other files of hooks). The folder gets its name when all of it is durable; ``load_state`` needs no lazyckpt.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import contextlib
 import functools
 import os
 import re
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +28,8 @@ import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
 from lazyckpt.integrations.redirect import safetensors_into
-from lazyckpt.storage import commit, in_place
+from lazyckpt.storage import folders, in_place
+from lazyckpt.warn import warn
 
 try:
     import accelerate
@@ -56,9 +55,9 @@ _alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
 def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
 
-    Keyword arguments are the fields of ``Config`` (but for retention: that is ``total_limit`` of
-    accelerate's ProjectConfiguration), and ``enabled``. They go before ``LAZYCKPT_*`` variables, and these before
-    ``lazyckpt.yaml`` beside accelerate's ``default_config.yaml``. Called again, it replaces what the earlier call set.
+    Keyword arguments are ``enabled`` and the fields of ``Config``, except retention, which is ``total_limit`` of
+    accelerate's ProjectConfiguration. They go before ``LAZYCKPT_*`` variables, and these before ``lazyckpt.yaml``
+    beside accelerate's ``default_config.yaml``. A second call replaces the settings of the first.
 
     Returns None, and leaves ``save_state`` as it is, if ``enabled`` is false and, with a warning, where accelerate
     writes sharded checkpoints by itself (FSDP, DeepSpeed, Megatron-LM, XLA) or one on each node.
@@ -71,13 +70,13 @@ def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     if not knobs.pop("enabled", True):
         return None
     if reason := _unsupported(accelerator):
-        warnings.warn(f"lazyckpt leaves save_state to accelerate: {reason}", stacklevel=2)
+        warn(f"lazyckpt leaves save_state to accelerate: {reason}")
         return None
     return StateSaver(accelerator, **knobs)
 
 
 def default_settings_file() -> Path:
-    """Beside accelerate's own; ``LAZYCKPT_CONFIG_FILE`` names another."""
+    """Returns the settings file beside accelerate's own; ``LAZYCKPT_CONFIG_FILE`` names another."""
     return Path(config_args.cache_dir) / "lazyckpt.yaml"
 
 
@@ -96,19 +95,18 @@ def _on_several_nodes(accelerator: Accelerator) -> bool:
 
 
 class StateSaver:
-    """What ``enable`` returns; it stands behind ``save_state``, ``load_state``, ``end_training`` and
-    ``free_memory`` of one Accelerator.
+    """Replaces ``save_state``, ``load_state``, ``end_training`` and ``free_memory`` of one Accelerator; see ``enable``.
 
     The main process saves. The others take part in every ``save_state`` and ``load_state``, over a group of their own:
-    a failure on one rank is raised on all of them, and a rank that died on those that wait for it. Nothing is said
-    between ranks in the background.
+    all ranks raise the failure of one, and those that wait for a dead rank raise too. Ranks do not communicate in the
+    background.
 
     An Accelerator that is pickled comes back enabled, with the same settings. Its threads and its group start at its
     first ``save_state``; every rank must unpickle one.
     """
 
     last_save: lazyckpt.SaveHandle | None
-    """Of the last ``save_state``: when it is durable, where the time went. None on other ranks than the main."""
+    """The handle of the last ``save_state``; None on ranks other than the main one."""
 
     def __init__(self, accelerator: Accelerator, **knobs: Any) -> None:
         # Not the Accelerator's bound methods: unpickled, these would be our own.
@@ -144,11 +142,11 @@ class StateSaver:
         return self
 
     def _own(self, name: str) -> Any:
-        """The method that the Accelerator had before."""
+        """Returns the method that the Accelerator had before."""
         return self._replaced.get(name) or functools.partial(getattr(type(self._accelerator), name), self._accelerator)
 
     def _open_saver(self) -> lazyckpt.Saver | None:
-        """The Saver of the main process; None on the others."""
+        """Returns the Saver of the main process; None on the others."""
         if self._saver is None and self._accelerator.is_main_process:
             self._saver = lazyckpt.Saver(**self._knobs)
             # For a script that does not call end_training().
@@ -161,7 +159,7 @@ class StateSaver:
             self._saver.close()
 
     def _open_group(self) -> Any:
-        """The group of all ranks, if there are several. All must call it."""
+        """Returns the group of all ranks, if there are several. All must call it."""
         if self._group is None and self._accelerator.num_processes > 1:
             # Gloo, since it needs no GPU; and a group of its own, so that it meets no collective of the training.
             self._group = torch.distributed.new_group(backend="gloo")
@@ -179,11 +177,11 @@ class StateSaver:
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Path:
-        """``accelerate.Accelerator.save_state``, but it returns when the state is captured or guarded, and the
-        folder appears when it is durable; that is before it returns, if no optimizer has stepped since the last one.
-        Files that an existing folder of that name holds besides stay in it.
+        """``accelerate.Accelerator.save_state``, but returns when the state is captured or guarded.
 
-        Raises the SaveError of an earlier one that failed in the background, too, on every rank.
+        The folder appears when it is durable; before this returns, if no optimizer has stepped since the last save.
+        Other files in an existing folder of that name stay. Also raises, on every rank, the SaveError of an earlier
+        save that failed in the background.
         """
         target = self._target(output_dir)
         with contextlib.ExitStack() as unless_saved:
@@ -209,11 +207,10 @@ class StateSaver:
         return target
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        """``accelerate.Accelerator.load_state``, after everything saved before is durable, by other Accelerators
-        of this process, too. A crash may have cut off the publication of ``input_dir``; it is finished first.
+        """``accelerate.Accelerator.load_state``, after all saves of this process's Accelerators are durable.
 
-        Raises the SaveError of what is not durable, and was not told before; called again it loads what there is.
-        Raises LoadError if it cannot be finished.
+        First finishes the publication of ``input_dir`` if a crash cut it off; raises LoadError if that fails. Raises
+        the SaveError of a failed save that was not raised before; a second call then loads what there is.
         """
         with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
             for saver in list(_alive):
@@ -224,17 +221,16 @@ class StateSaver:
         self._own("load_state")(input_dir, *args, **kwargs)
 
     def end_training(self) -> None:
-        """``accelerate.Accelerator.end_training``, after everything is durable. The main process raises the
-        SaveError of what is not."""
+        """``accelerate.Accelerator.end_training``, after everything is durable. The main process raises SaveError."""
         try:
             self.wait()
         finally:
             self._own("end_training")()
 
     def free_memory(self, *objects: Any) -> Any:
-        """``accelerate.Accelerator.free_memory``, and the memory of lazyckpt, after everything is durable.
+        """``accelerate.Accelerator.free_memory``, after everything is durable; also frees lazyckpt's memory.
 
-        Raises the SaveError of what is not.
+        Raises the SaveError of a failed save.
         """
         try:
             self._close_saver()
@@ -246,19 +242,19 @@ class StateSaver:
     # of a Saver
 
     def pending(self) -> list[lazyckpt.SaveHandle]:
-        """The saves that are not durable yet, oldest first; none on other ranks than the main."""
+        """Returns the saves that are not durable yet, oldest first; none on ranks other than the main one."""
         return self._saver.pending() if self._saver is not None else []
 
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Return when nothing is pending, or nothing under ``path``; at once on other ranks than the main.
+        """Waits until nothing is pending, or nothing under ``path``; returns at once on ranks other than the main one.
 
-        Raises the first SaveError that nobody has seen yet.
+        Raises the first SaveError that was not raised yet.
         """
         if self._saver is not None:
             self._saver.wait(path)
 
     def close(self) -> None:
-        """Wait until everything is durable, and give the Accelerator its own methods back. Raises like ``wait``."""
+        """Waits until everything is durable, and restores the Accelerator's own methods. Raises like ``wait``."""
         for name in _METHODS:
             vars(self._accelerator).pop(name, None)
         vars(self._accelerator).update(self._replaced)
@@ -287,10 +283,10 @@ class StateSaver:
         return saver.stage(target, inside=self._staging_folder(target))
 
     def _staging_folder(self, target: Path) -> Path | None:
-        """Where the folder lies until it has its name: in ``project_dir``, if that is not where the checkpoints are.
+        """The folder for staging: ``project_dir``, unless the checkpoints lie there.
 
-        Who resumes takes the newest of what lies beside them: load_state() the highest number, and a name without one
-        is an IndexError there.
+        load_state() takes the highest number of the names beside the checkpoints, and a name without one is an
+        IndexError there.
         """
         project_dir = self._accelerator.project_dir
         if project_dir is None:
@@ -301,7 +297,7 @@ class StateSaver:
     def _write(
         self, folder: Path, staged: lazyckpt.StagedFolder | None, safe_serialization: bool, kwargs: dict[str, Any]
     ) -> None:
-        """Lets accelerate save into ``folder``."""
+        """Makes accelerate save into ``folder``."""
         accelerates_own = checkpointing.save
         hooks = self._accelerator._save_model_state_pre_hook.values()
         namespaces = [hook.__globals__ for hook in hooks if hasattr(hook, "__globals__")]
@@ -342,7 +338,7 @@ class StateSaver:
 
     @contextlib.contextmanager
     def _on_all_ranks(self, path: Path) -> Iterator[None]:
-        """Leaves when all ranks have come to the end of the block; raises on all, if it failed on one."""
+        """A context that ends on all ranks together, and raises on all if it failed on one."""
         failure = None
         try:
             yield
@@ -380,7 +376,7 @@ def _finish(folder: Path) -> None:
 
 
 def _is_readable(folder: Path) -> bool:
-    """False if there is no such folder. Raises ReadError if this process may not list it or open what is in there."""
+    """Whether there is such a folder. Raises ReadError if this process may not list it or open its files."""
     try:
         os.scandir(os.path.join(folder, ".")).close()  # resolving the dot takes the second permission
     except (FileNotFoundError, NotADirectoryError):
@@ -395,12 +391,12 @@ def _sync(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in (*names, ""):
             with contextlib.suppress(FileNotFoundError):  # other ranks are at work here, too
-                commit.sync_path(Path(parent, name))
+                folders.sync_path(Path(parent, name))
 
 
 def _close_and_warn(saver: lazyckpt.Saver) -> None:
-    """At the end of the Accelerator, or of the program: nobody is left to raise to."""
+    """Closes at the end of the Accelerator or the program, where nothing can catch an error."""
     try:
         saver.close()
     except lazyckpt.SaveError as error:
-        warnings.warn(str(error), stacklevel=2)
+        warn(str(error))

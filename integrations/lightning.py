@@ -7,11 +7,10 @@
 
 Every ModelCheckpoint, ``ckpt_path=``, the tuner and ``load_from_checkpoint`` work as before, on the same files.
 
-Lightning expects a file to exist when the call that saves it returns. Here it does not exist yet, and the weights are
-not even copied. So there are two parts: a CheckpointIO, which saves, waits before it loads, and removes in order; and
-a callback, which Lightning finds through an entry point and which looks after everything a CheckpointIO is not told
-of: who asks whether a file exists, who swaps weights, who ends the training. Without the callback a Trainer's saves
-block.
+Lightning expects a file to exist when the call that saves it returns. Here it does not exist yet, and the weights may
+not be copied yet. So there are two parts. A CheckpointIO saves, waits before it loads, and removes in order. A
+callback, which Lightning finds through an entry point, handles what a CheckpointIO does not see: code that asks whether
+a file exists, code that swaps weights, the end of training. Without the callback a Trainer's saves block.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ import functools
 import itertools
 import os
 import threading
-import warnings
 import weakref
-import zipfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,12 +31,14 @@ from typing import Any
 import torch
 
 import lazyckpt
+from lazyckpt import settings
 from lazyckpt.capture.gate import gate
-from lazyckpt.storage import commit
+from lazyckpt.integrations.lightning_last import PendingFiles, local_path
+from lazyckpt.storage import commit, folders
+from lazyckpt.warn import warn
 
 try:
     from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
@@ -53,7 +52,6 @@ try:
         WeightAveraging,
     )
     from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
 
@@ -64,15 +62,15 @@ _SMALL_BYTES = 16 << 20
 _ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ProgressBar, Timer)
 
 
-class LazyCheckpointIO(TorchCheckpointIO):
+class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
     """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
     ``ModelCheckpoint(save_top_k=…)``. Raises ConfigError for one that makes no sense. Make it before
-    training begins. Paths that are not local go to ``torch.save``, as ever.
+    training begins. ``torch.save`` writes to paths that are not local, as without lazyckpt.
 
-    A Trainer's saves block, that is, are durable when they return, outside of ``fit`` and its like, after an exception,
-    and in SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or
+    A Trainer's saves block (are durable when they return) outside ``fit`` and its like, after an exception, and in
+    SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or
     at the end of ``fit``; ``on_error="warn"`` makes it a warning.
 
     Its threads and buffers live as long as ``fit``; with Fabric, from the first save to the end of the program. A copy
@@ -80,12 +78,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
     """
 
     def __init__(self, **knobs: Any) -> None:
-        try:
-            self._config = lazyckpt.Config(**knobs)
-        except TypeError as error:
-            raise lazyckpt.ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
-        if self._config.keep_last is not None:
-            raise lazyckpt.ConfigError("keep_last: ModelCheckpoint counts its checkpoints; use save_top_k")
+        self._config = settings.config_of(type(self), knobs, "ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
         self._start_anew()
         self._join_in()
@@ -119,11 +112,11 @@ class LazyCheckpointIO(TorchCheckpointIO):
         self._join_in()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Returns when ``checkpoint`` may change, apart from what optimizers step; it is durable soon after.
+        """Returns when ``checkpoint`` may change, apart from tensors that optimizers step; it is durable soon after.
 
-        Raises SaveError, of this or an earlier save; TypeError for ``storage_options``, which nobody here needs.
+        Raises SaveError, of this or an earlier save, and TypeError for ``storage_options`` of a local path.
         """
-        target = _local(path)
+        target = local_path(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self._saving or target.name.startswith(_SLURM_PREFIX):
@@ -151,25 +144,24 @@ class LazyCheckpointIO(TorchCheckpointIO):
         if self._attended is not None or _TRAINER_CHECKPOINT not in checkpoint:
             return self._attended is False
         if checkpoint.get("global_step"):  # otherwise it may still come: Lightning has not set up its callbacks
-            warnings.warn(
+            warn(
                 "LazyCheckpointIO: every save blocks, since this Trainer has no LazyCheckpointCallback. It comes by "
-                "itself where lazyckpt is installed with its entry points; otherwise add it to the callbacks",
-                stacklevel=2,
+                "itself where lazyckpt is installed with its entry points; otherwise add it to the callbacks"
             )
         return True
 
     def _save_at_once(self, checkpoint: dict[str, Any], target: Path) -> None:
-        """Without a Saver: nobody may call ``teardown`` after this."""
+        """Saves without a Saver, since ``teardown`` may not be called after this."""
         self.wait()
         self._failed_at_once = None
         try:
-            commit.make_folder(target.parent)
+            folders.make_folder(target.parent)
             lazyckpt.save(checkpoint, target)
         except lazyckpt.SaveError as error:
             if self._config.on_error == "raise":
                 raise
             self._failed_at_once = target
-            warnings.warn(str(error), stacklevel=2)
+            warn(str(error))
 
     def load_checkpoint(
         self,
@@ -177,7 +169,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> Any:
-        """Waits for pending saves; every checksum is verified. To be called by all ranks, as Lightning does.
+        """Waits for pending saves, then loads and verifies every checksum. All ranks must call it, as Lightning does.
 
         Raises LoadError, FileNotFoundError, or the SaveError of a save that failed.
         """
@@ -186,12 +178,12 @@ class LazyCheckpointIO(TorchCheckpointIO):
         finally:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.barrier()  # only rank 0 knows what is pending
-        target = _local(path)
+        target = local_path(path)
         if target is None or os.path.isdir(target):
             return super().load_checkpoint(path, map_location, weights_only)
         try:
             return lazyckpt.load(target, map_location, weights_only=weights_only)
-        except lazyckpt.UnsupportedFormatError:  # torch may know better, or says what it always said
+        except lazyckpt.UnsupportedFormatError:  # torch may read it, or raises its own error
             return super().load_checkpoint(path, map_location, weights_only)
         except lazyckpt.LoadError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -199,12 +191,12 @@ class LazyCheckpointIO(TorchCheckpointIO):
             raise
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Once everything saved so far is durable; if that fails, ``path`` stays, with a warning."""
+        """Removes ``path`` once everything saved so far is durable; if that fails, keeps it and warns."""
         if self._failed_at_once is not None:
             what = f"{path} is kept, since the checkpoint after it was not saved ({self._failed_at_once})"
-            warnings.warn(what, stacklevel=2)
+            warn(what)
             return
-        target = _local(path)
+        target = local_path(path)
         saver = self._own_saver()
         if target is None or saver is None:
             super().remove_checkpoint(path)
@@ -215,7 +207,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
         self._removed.add(target)
 
     def wait(self) -> None:
-        """Until everything saved is durable. Raises the first SaveError that nobody has seen yet."""
+        """Waits until everything saved is durable. Raises the first SaveError that was not raised yet."""
         saver = self._own_saver()
         if saver is None:
             return
@@ -244,8 +236,8 @@ class LazyCheckpointIO(TorchCheckpointIO):
     # for the callback
 
     def exists(self, path: str | Path) -> bool:
-        """Whether there would be such a file by now, had all saves and removals been done at once."""
-        target = _local(path)
+        """Whether the file would exist now if saves and removals took no time."""
+        target = local_path(path)
         if target is None:
             fs, name = url_to_fs(str(path))
             return bool(fs.exists(name))
@@ -254,10 +246,10 @@ class LazyCheckpointIO(TorchCheckpointIO):
         return target not in self._removed and (target in pending or target in self._links or os.path.exists(target))
 
     def link(self, path: str | Path, link: str | Path) -> None:
-        """Makes ``link`` a durable symbolic link to ``path`` as soon as that is durable.
+        """Makes ``link`` a durable symbolic link to ``path`` once ``path`` is durable.
 
-        Until then, and if ``path`` was not saved, ``link`` stays what it was. A removal asked for after this call comes
-        behind the link.
+        Until then, and if the save of ``path`` fails, ``link`` stays as it was. Removals that are requested later come
+        after the link.
         """
         target, name = Path(path).absolute(), Path(link).absolute()
         if name in self._removed:
@@ -273,7 +265,7 @@ class LazyCheckpointIO(TorchCheckpointIO):
                 try:
                     commit.publish_link(name, target)
                 except OSError as error:
-                    warnings.warn(f"{name} could not be made a link to {target}: {error}", stacklevel=2)
+                    warn(f"{name} could not be made a link to {target}: {error}")
 
         saver = self._own_saver()
         pending = [handle for handle in saver.pending() if handle.path == target] if saver is not None else []
@@ -299,24 +291,19 @@ def _teardown(ref: weakref.ref[LazyCheckpointIO]) -> None:
         io.teardown()
 
 
-def _local(path: str | Path) -> Path | None:
-    """An absolute path, or None if this is not on a local file system."""
-    fs, name = url_to_fs(str(path))
-    return Path(name) if isinstance(fs, LocalFileSystem) else None
-
-
 def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
-    """Durable when it returns, and without the Saver, whose save() the signal may have interrupted."""
+    """Saves durably without the Saver, whose save() the signal may have interrupted."""
     # Not a temporary name of lazyckpt's: after a crash Lightning would take the digits in it for a version.
     unfinished = target.with_name(f".unfinished-{os.getpid()}")
-    commit.make_folder(target.parent)
+    folders.make_folder(target.parent)
     lazyckpt.save(checkpoint, unfinished)
     commit.publish_file(unfinished, target)
 
 
 class LazyCheckpointCallback(Callback):
-    """What a Trainer with a ``LazyCheckpointIO`` needs besides. Lightning adds it to every Trainer by itself;
-    with any other CheckpointIO it does nothing.
+    """Completes ``LazyCheckpointIO`` in a Trainer. Lightning adds it to every Trainer by itself.
+
+    With any other CheckpointIO it does nothing.
 
     - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, and wherever you
       have a hook at the start or the end of an epoch. Such a hook finds the files of checkpoints of less than 16 MiB
@@ -326,8 +313,8 @@ class LazyCheckpointCallback(Callback):
     - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; what failed by the end
       of ``fit`` is raised there
 
-    For that time it is in front of ``trainer.callbacks``, before whoever swaps weights. Who writes to weights
-    elsewhere calls ``lazyckpt.wait_captured`` first.
+    While it is active it stands first in ``trainer.callbacks``, before callbacks that swap weights. Code that writes to
+    weights elsewhere must call ``lazyckpt.wait_captured`` first.
     """
 
     def __init__(self) -> None:
@@ -340,7 +327,7 @@ class LazyCheckpointCallback(Callback):
         self._undo = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which attends to no Trainer yet."""
+        """The state of a copy, which has no Trainer yet."""
         fresh = object.__new__(type(self))
         fresh._start_anew()
         return {**vars(self), **vars(fresh)}
@@ -412,13 +399,13 @@ class LazyCheckpointCallback(Callback):
             lazyckpt.wait_captured()
 
     def _wait_durable_if_small(self) -> None:
-        """Who lists the folder in such a hook finds what is there without lazyckpt, if it takes but a moment."""
+        """Waits, if it is brief, so that a hook that lists the folder finds the same files as without lazyckpt."""
         saver = self._io._own_saver() if self._io is not None else None
         if saver is not None and sum(handle.metrics.bytes for handle in saver.pending()) < _SMALL_BYTES:
             saver.drain()
 
     def _wait_durable(self, trainer: Trainer) -> None:
-        """Nothing is left to overlap with, and many look for the best model now. Failures keep for teardown()."""
+        """Waits at the end: nothing is left to overlap with, and users look for the best model. teardown() raises."""
         if self._io is None:
             return
         saver = self._io._own_saver()
@@ -434,7 +421,7 @@ class LazyCheckpointCallback(Callback):
         self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        """Logs what is done by now, on the training thread: loggers are not made for others."""
+        """Logs finished saves on the training thread: loggers are not made for other threads."""
         if self._io is None:
             return
         handles = self._io._unreported
@@ -463,13 +450,13 @@ class LazyCheckpointCallback(Callback):
             return
         io._attended = False  # those who save on an exception come after this one, and block
         if io._failure is not None:
-            warnings.warn(str(io._failure), stacklevel=2)
+            warn(str(io._failure))
         while True:
             try:
                 io.wait()
                 break
             except lazyckpt.SaveError as error:  # the exception that ended training matters more
-                warnings.warn(str(error), stacklevel=2)
+                warn(str(error))
         self._end(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -507,111 +494,3 @@ class _Late:
 
 def _overrides(obj: Any, method: str, base: type) -> bool:
     return method in vars(obj) or getattr(type(obj), method) is not getattr(base, method)
-
-
-# The order of ModelCheckpoint's files. These wrap methods of the class: Lightning looks for the last checkpoint before
-# it calls any hook, and saves on an exception after our callback has let go.
-
-_superseded: weakref.WeakKeyDictionary[ModelCheckpoint, list[str]] = weakref.WeakKeyDictionary()
-
-
-def _lazy_io(trainer: Trainer) -> LazyCheckpointIO | None:
-    io = trainer.strategy.checkpoint_io
-    return io if isinstance(io, LazyCheckpointIO) else None
-
-
-def _wrap(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Puts the decorated ``function(original, callback, trainer, …)`` in front of the method ``name`` of
-    ModelCheckpoint, for Trainers with a LazyCheckpointIO."""
-
-    def install(function: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(ModelCheckpoint, name)
-
-        @functools.wraps(original)
-        def method(self: ModelCheckpoint, trainer: Trainer, *args: Any) -> Any:
-            if _lazy_io(trainer) is None:
-                return original(self, trainer, *args)
-            return function(original, self, trainer, *args)
-
-        setattr(ModelCheckpoint, name, method)
-        return function
-
-    return install
-
-
-@_wrap("_remove_checkpoint")
-def _remove_behind_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, filepath: str) -> None:
-    """ModelCheckpoint removes a file before it saves or links ``last``, which may still need that file."""
-    if callback.save_last:
-        _superseded.setdefault(callback, []).append(filepath)
-    else:
-        original(callback, trainer, filepath)
-
-
-@_wrap("_save_last_checkpoint")
-def _save_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, monitor_candidates: Any) -> None:
-    """Releases what ``_remove_behind_last`` has held back, unless ``last`` was not saved."""
-    try:
-        original(callback, trainer, monitor_candidates)
-    finally:
-        superseded = _superseded.pop(callback, [])
-    for path in superseded:
-        trainer.strategy.remove_checkpoint(path)
-
-
-@_wrap("_find_last_checkpoints")
-def _find_last(original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
-    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing."""
-    found: set[str] = original(callback, trainer)
-    if not (callback.save_last or found) or any(map(os.path.exists, found)):
-        return found
-    folder = _local(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
-    if folder is None or not os.path.isdir(folder):
-        return found
-    files = [p for p in folder.glob(f"*{callback.FILE_EXTENSION}") if os.path.isfile(p) and not os.path.islink(p)]
-    newest = next(filter(_is_whole, sorted(files, key=os.path.getmtime, reverse=True)), None)
-    if newest is None:
-        return found
-    rank_zero_warn(f"{folder} has no checkpoint {callback.CHECKPOINT_NAME_LAST!r}: its newest, {newest.name}, is taken")
-    return {str(newest)}
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether training can go on from a file: every checksum matches, and it holds the optimizers."""
-    try:
-        checkpoint = lazyckpt.load(path, "cpu", weights_only=True)
-        return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
-    except lazyckpt.UnsupportedFormatError:  # the checksums match, but a type is not allowed: fit() may allow it
-        return zipfile.is_zipfile(path)
-    except lazyckpt.LoadError as error:
-        rank_zero_warn(f"{path} is passed over: {error}")
-        return False
-
-
-_link_at_once = ModelCheckpoint._link_checkpoint
-
-
-def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-    io = _lazy_io(trainer)
-    if io is None:
-        _link_at_once(trainer, filepath, linkpath)
-        return
-    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-        io.link(filepath, linkpath)
-    trainer.strategy.barrier()
-
-
-ModelCheckpoint._link_checkpoint = staticmethod(_link_checkpoint)
-
-_file_exists_now = ModelCheckpoint.file_exists
-
-
-def _file_exists(self: ModelCheckpoint, filepath: str, trainer: Trainer) -> bool:
-    io = _lazy_io(trainer)
-    if io is None:
-        return bool(_file_exists_now(self, filepath, trainer))
-    exists = trainer.is_global_zero and io.exists(filepath)
-    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
-
-
-ModelCheckpoint.file_exists = _file_exists

@@ -5,16 +5,15 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[LazyCheckpointCallback()])
     trainer.train(resume_from_checkpoint=True)
 
-The folders ``checkpoint-N`` hold the same files under the same names as ever, and are loaded by the same code. But
-training goes on while they are written, and one appears under its name only when all of it is durable: whatever
-ends the process, ``resume_from_checkpoint=True`` never finds half a checkpoint.
+The folders ``checkpoint-N`` hold the same files under the same names, and the same code loads them. But training goes
+on while they are written, and a folder gets its name only when all of it is durable. So
+``resume_from_checkpoint=True`` never finds half a checkpoint, whatever ends the process.
 
-How: a callback neither sees its Trainer nor can it replace a save. So importing this module wraps a few methods of
-``transformers.Trainer`` (they stand at the end of this file); in a Trainer without the callback they do what they
-always did. ``_save_checkpoint`` still writes the folder, but into a staged one, and what is large (weights, optimizer)
-is handed to a ``Saver`` instead of being written. What has to find the folder on disk (other
-callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``) follows when it is durable, at the beginning of the next
-training step or at the end of training.
+A callback does not see its Trainer and cannot replace a save. So importing this module wraps a few methods of
+``transformers.Trainer`` (at the end of this file). Without the callback they do what they always did. With it,
+``_save_checkpoint`` still writes the folder, but a staged one, and a ``Saver`` takes the large objects (weights,
+optimizer). Code that needs the folder on disk (other callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``)
+runs when the folder is durable, at the beginning of the next training step or at the end of training.
 
 Supported: transformers 5.23 and newer 5.x, in one process or under DistributedDataParallel. With FSDP, DeepSpeed, XLA,
 SageMaker model parallelism or ``save_on_each_node`` the Trainer saves as it does without the callback.
@@ -29,7 +28,6 @@ import os
 import shutil
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,8 +37,10 @@ from typing import Any
 import torch
 
 import lazyckpt
+from lazyckpt import settings
 from lazyckpt.integrations.redirect import safetensors_into
-from lazyckpt.storage import commit
+from lazyckpt.storage import removal
+from lazyckpt.warn import warn
 
 _NEEDED = "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
 _INSTALL = "pip install 'transformers[torch]>=5.23,<6'"
@@ -69,26 +69,27 @@ _LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME}  # written by torc
 
 @dataclass
 class _Save:
-    """A checkpoint from ``_save_checkpoint`` until those who wait for it have been told that it is durable."""
+    """A checkpoint from ``_save_checkpoint`` until it is durable and announced."""
 
     trainer: Trainer
     state: TrainerState  # as it was then
     target: str  # the folder's final name, as the Trainer spells it
     handle: lazyckpt.SaveHandle
     blocked_s: float  # in _save_checkpoint
-    on_save: bool = False  # the other callbacks want to know
+    on_save: bool = False  # the other callbacks wait for it
 
 
 class LazyCheckpointCallback(TrainerCallback):
-    """Makes the Trainer that it is given to save lazily.
+    """Makes its Trainer save lazily.
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
     ``TrainingArguments.save_total_limit``. Raises ConfigError for one that makes no sense.
 
     A checkpoint that fails in the background raises its SaveError when the next one is saved, or at the end of
     ``train()``; with ``on_error="warn"`` it is a warning. The Trainer's loggers (``report_to``, ``on_log``) get, with
-    the training loss that follows, ``checkpoint/step``, ``checkpoint/blocked_ms`` (what that checkpoint kept the
-    training waiting) and ``checkpoint/durable_s`` (from the beginning of the save until a power cut could not undo it).
+    the training loss that follows, ``checkpoint/step``, ``checkpoint/blocked_ms`` (how long that checkpoint kept the
+    training waiting) and ``checkpoint/durable_s`` (from the beginning of the save until a power cut could not undo
+    it).
 
     With several processes, ``on_save`` of the other callbacks comes later on the one that writes than on the others:
     it must not make them communicate.
@@ -97,12 +98,7 @@ class LazyCheckpointCallback(TrainerCallback):
     """
 
     def __init__(self, **knobs: Any) -> None:
-        try:
-            config = lazyckpt.Config(**knobs)
-        except TypeError as error:
-            raise lazyckpt.ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
-        if config.keep_last is not None:
-            raise lazyckpt.ConfigError("keep_last: the Trainer counts its checkpoints; use save_total_limit")
+        settings.config_of(type(self), knobs, "the Trainer counts its checkpoints; use save_total_limit")
         self._knobs = knobs
         self._start_anew()
 
@@ -142,7 +138,7 @@ class LazyCheckpointCallback(TrainerCallback):
     # What the wrapped methods call
 
     def save(self, trainer: Any, trial: Any, write: Callable[[], None]) -> None:
-        """Lets ``write``, a ``_save_checkpoint``, write into a staged folder, and saves that."""
+        """Calls ``write``, a ``_save_checkpoint``, with a staged folder, and saves that folder."""
         if self._saving is trainer or not _is_supported(trainer):
             write()
             return
@@ -168,7 +164,7 @@ class LazyCheckpointCallback(TrainerCallback):
             self._announce()
 
     def defers_on_save(self, handler: CallbackHandler, state: TrainerState) -> bool:
-        """Whether the other callbacks hear of the newest save later."""
+        """Whether the other callbacks must wait for the newest save."""
         for save in self._saves:
             if save.trainer.callback_handler is handler and save.state.global_step == state.global_step:
                 save.on_save = True
@@ -176,12 +172,12 @@ class LazyCheckpointCallback(TrainerCallback):
         return False
 
     def take_metrics(self) -> dict[str, float]:
-        """What the log does not have yet."""
+        """Returns the metrics that are not logged yet, once."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def wait(self) -> None:
-        """Until every checkpoint is durable and announced. Raises the first SaveError that nobody has seen yet."""
+        """Waits until every checkpoint is durable and announced. Raises the first SaveError that was not raised yet."""
         if self._saver is not None:
             try:
                 self._saver.wait()
@@ -189,7 +185,7 @@ class LazyCheckpointCallback(TrainerCallback):
                 self._announce()
 
     def close(self) -> None:
-        """``wait``, and until what is superfluous is removed. The next save starts the threads anew."""
+        """Waits, also for removals, and stops the threads. The next save starts new ones."""
         if self._saver is None:
             return
         try:
@@ -217,11 +213,11 @@ class LazyCheckpointCallback(TrainerCallback):
     def _write(
         self, trainer: Any, staged: lazyckpt.StagedFolder | None, target: str, write: Callable[[], None]
     ) -> None:
-        """Puts what ``write`` writes into the staged folder, which rank 0 has."""
+        """Redirects ``write`` into the staged folder, which rank 0 has."""
         state = trainer.state
         folder = _from_rank_zero(trainer, staged and str(staged.path))
         written = os.path.join(folder, os.path.basename(target))
-        # What _save_checkpoint would do, if it were not led to look for it in the staged folder.
+        # _save_checkpoint would do this if it did not look in the staged folder.
         best = os.path.join(os.path.dirname(target), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
         if os.path.isdir(best):
             state.best_model_checkpoint = best
@@ -240,14 +236,14 @@ class LazyCheckpointCallback(TrainerCallback):
             for entry in list(Path(written).iterdir()):
                 entry.rename(staged.path / entry.name)
             os.rmdir(written)
-        # Only rank 0 knows of folders on their way; all are going to load the best one.
+        # Only rank 0 knows of pending folders, and all ranks will load the best one.
         state.best_model_checkpoint = _from_rank_zero(trainer, state.best_model_checkpoint)
 
     def _announce(self) -> None:
-        """Does what had to wait for checkpoints that are durable by now."""
+        """Announces the checkpoints that have become durable."""
         while self._saves and self._saves[0].handle.done():
             save = self._saves.pop(0)
-            # Not handle.exception(): that would count as having told somebody.
+            # Not handle.exception(), which would mark the error as reported.
             if Future.exception(save.handle) is None:
                 self._announce_one(save)
 
@@ -272,11 +268,11 @@ class LazyCheckpointCallback(TrainerCallback):
         self._rotate(save)
 
     def _rotate(self, save: _Save) -> None:
-        """What transformers.trainer_utils.rotate_checkpoints does, in the background."""
+        """Removes old checkpoints in the background, as transformers.trainer_utils.rotate_checkpoints does."""
         limit = save.trainer.args.save_total_limit
         if self._saver is None or not limit or limit < 0:
             return
-        # Those after this one that are durable already have their turn: somebody still waits for them.
+        # Keep the durable ones after this: they are not announced yet.
         later = {str(Path(s.target)) for s in self._saves}
         checkpoints = [path for path in _oldest_first(os.path.dirname(save.target)) if path not in later]
         protected = set(checkpoints[-1:])
@@ -314,11 +310,11 @@ def _staging_folder(args: TrainingArguments) -> Path:
 def _tidy(inside: Path) -> None:
     """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
     try:
-        commit.sweep(inside)
+        removal.sweep(inside)
     except FileNotFoundError:
         return
     except OSError as error:
-        warnings.warn(f"what dead runs left in {inside} is not removed: {error}", stacklevel=2)
+        warn(f"what dead runs left in {inside} is not removed: {error}")
     with contextlib.suppress(OSError):  # not empty
         inside.rmdir()
 
@@ -337,8 +333,8 @@ def _oldest_first(run_dir: str) -> list[str]:
 
 @contextlib.contextmanager
 def _writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Trainer) -> Iterator[None]:
-    """The Trainer writes ``folder/checkpoint-N`` instead of ``output_dir/checkpoint-N``; what is large goes to
-    ``staged`` instead."""
+    """A context in which the Trainer writes ``folder/checkpoint-N`` instead of ``output_dir/checkpoint-N``, and large
+    objects go to ``staged``."""
     root = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
     torch_save = torch.save
 
@@ -363,7 +359,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def _attribute(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives ``obj`` another attribute for a while. Threads that save elsewhere are not affected by what we set."""
+    """A context in which ``obj`` has another attribute."""
     before = vars(obj).get(name, _ABSENT)
     setattr(obj, name, value)
     try:
@@ -497,7 +493,7 @@ def _finalize(callback: LazyCheckpointCallback, trainer: Trainer, original: Any,
     _barrier(trainer)
     best = trainer.state.best_model_checkpoint
     if best is not None and not os.path.isdir(best):  # it failed, and on_error="warn" let training go on
-        warnings.warn(f"the best checkpoint, {best}, was not saved", stacklevel=2)
+        warn(f"the best checkpoint, {best}, was not saved")
         trainer.state.best_model_checkpoint = None
     # With save_total_limit=1 the Trainer now removes the last checkpoint if it is not the best one. It would do so in
     # place, and a kill would leave half of it under its name.
@@ -508,7 +504,7 @@ def _finalize(callback: LazyCheckpointCallback, trainer: Trainer, original: Any,
 
 def _remove_at_once(checkpoint: str, ignore_errors: bool = True) -> None:
     with contextlib.suppress(OSError):
-        commit.remove(Path(checkpoint))
+        removal.remove(Path(checkpoint))
 
 
 @_wrap(Trainer, "train")
@@ -521,5 +517,5 @@ def _train(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *a
         try:
             callback.close()  # what was begun becomes durable all the same
         except Exception as failure:  # what ended training matters more
-            warnings.warn(str(failure), stacklevel=2)
+            warn(str(failure))
         raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lazyckpt._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lazyckpt.capture.gate import CUDAGraph, guard, wait_captured
+    from lazyckpt.capture.guard import CUDAGraph, guard, wait_captured
     from lazyckpt.checkpointer import Checkpointer
     from lazyckpt.config import Config
     from lazyckpt.errors import (
@@ -85,7 +85,7 @@ _HOMES = {
         "UnsupportedFormatError",
     ),
     "functional": ("load", "save"),
-    "capture.gate": ("CUDAGraph", "guard", "wait_captured"),
+    "capture.guard": ("CUDAGraph", "guard", "wait_captured"),
     "pipeline.handle": ("SaveHandle",),
     "metrics": ("CheckpointMetrics", "ChunkEvent"),
     "pipeline.preemption": ("CommitOnSignal", "commit_on"),

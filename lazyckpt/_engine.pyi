@@ -91,7 +91,7 @@ class Job:
     """One checkpoint under way. Dropping it abandons it. Sources must stay alive until wait_released()."""
 
     def append(self, file: int, offset: int, rows: Buffer, blob: bytes, first_source: int = 0) -> None:
-        """Lays out one extent (formats/base.py) and starts to copy it. Its source 0 is `first_source` of the job.
+        """Lays out one extent (formats/program.py) and starts to copy it. Its source 0 is `first_source` of the job.
 
         Raises OSError(EINVAL), and fails the job, if the program does not fit its sources or its blob.
         """

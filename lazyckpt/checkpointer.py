@@ -19,14 +19,15 @@ from lazyckpt.pipeline.plan import ZipPlan
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.providers.base import TensorView
 from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.loader import track_loader
+from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
-from lazyckpt.storage import catalog, commit, paths
-from lazyckpt.storage.catalog import STATE, Catalog, Checkpoint
+from lazyckpt.storage import commit, folders, manifest, paths, removal, retention
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import STATE, Checkpoint
 from lazyckpt.storage.retry import patiently
 
 RNG = "rng"
@@ -66,8 +67,8 @@ class Checkpointer:
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)
         try:
-            commit.make_folder(self.directory)
-            commit.sweep(self.directory)
+            folders.make_folder(self.directory)
+            removal.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:
             try:
@@ -159,7 +160,9 @@ class Checkpointer:
         if step is None and path is None:
             checkpoint = restore_newest(self._catalog, self._provider, self._saver.engine)
         else:
-            folder = self.directory / catalog.folder_name(_checked_step(step)) if step is not None else Path(path or "")
+            folder = (
+                self.directory / manifest.folder_name(_checked_step(step)) if step is not None else Path(path or "")
+            )
             checkpoint = restore_one(folder, self._provider, self._saver.engine)
         if checkpoint is None:
             return None
@@ -185,7 +188,7 @@ class Checkpointer:
         own, if it fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
         self._check_usable()
-        handle = SaveHandle(_checked_step(step), self.directory / catalog.folder_name(step))
+        handle = SaveHandle(_checked_step(step), self.directory / manifest.folder_name(step))
         target = Target(
             files={STATE: self._plan},
             stage=lambda: commit.Staging(handle.path),
@@ -234,13 +237,13 @@ class Checkpointer:
             )
         self._sequence = max(self._sequence, newest) + 1
         self._ours.add((step, self._sequence))
-        return catalog.manifest(step=step, sequence=self._sequence, parent=self._parent, files=files)
+        return manifest.describe(step=step, sequence=self._sequence, parent=self._parent, files=files)
 
     def _superfluous(self) -> list[Path]:
         if self.config.keep_last is None:
             return []
         known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
-        gone = catalog.superfluous(known, self.config.keep_last, self.config.keep_every, self._catalog.damaged)
+        gone = retention.superfluous(known, self.config.keep_last, self.config.keep_every, self._catalog.damaged)
         self._ours.difference_update((c.step, c.sequence) for c in gone)
         return [c.path for c in gone]
 
@@ -274,6 +277,6 @@ class Checkpointer:
 
 
 def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= catalog.MAX_NUMBER:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= manifest.MAX_NUMBER:
         raise ConfigError(f"step={step!r}: expected a whole number, at least 0 and of at most 63 bits")
     return step

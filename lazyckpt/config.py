@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from lazyckpt.errors import ConfigError, SaveError
@@ -32,15 +30,15 @@ class Config:
     """"before_step": the next optimizer step waits until the checkpoint is durable (FastPersist, 4.3)."""
 
     on_error: Literal["raise", "warn"] = "raise"
-    """What happens when a checkpoint fails in the background: the next call of the Checkpointer raises, or a
-    warning is given and training goes on."""
+    """What happens when a checkpoint fails in the background: the next call of the Checkpointer raises, or warns and
+    training goes on."""
 
     keep_last: int | None = None
     """Checkpoints to keep, counted back from the newest along the parent chain; if the chain is shorter, the newest
     others make up for it. None keeps all."""
 
     keep_every: int | None = None
-    """Besides, keep those whose step is a multiple of this."""
+    """Also keep checkpoints whose step is a multiple of this."""
 
     witness: Literal["auto", "pages", "copy", "versions"] = "auto"
     """What notices a write to a lazily copied tensor before it is copied. "pages": the kernel, whoever writes (host
@@ -49,15 +47,15 @@ class Config:
     move. "auto": "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
 
     audit: bool = False
-    """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step: finds
-    whoever writes to parameters behind the optimizer's back. Reads the whole state twice more; for debugging."""
+    """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step, to find writes
+    to parameters outside the optimizer. Reads the whole state twice more; for debugging."""
 
     verify_after_write: bool = False
-    """Read every checkpoint back from the disk before it is committed, and compare checksums with those computed while
-    it was copied. A difference fails the checkpoint. Takes the disk once more, and no time of ``save()``."""
+    """Read every checkpoint back from the disk before it is committed, and compare checksums with those of the copy.
+    A difference fails the checkpoint. Reads the disk once more, and takes no time of ``save()``."""
 
     chunk_bytes: int = 8 * MIB
-    """What is copied, checksummed and written at once; a multiple of 4096."""
+    """The unit that is copied, checksummed and written; a multiple of 4096."""
 
     io_depth: int = 8
     """Writes in flight."""
@@ -138,44 +136,3 @@ class Config:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_memory_bytes() -> int:
-    """Memory this process may still take: what the machine has free, within the limits of its cgroups and of its
-    address space (``ulimit -v``)."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        available = min(available, limit - pages * os.sysconf("SC_PAGE_SIZE"))
-    return max(min([available, *_cgroup_headroom_bytes()]), 0)
-
-
-def _cgroup_headroom_bytes() -> Iterator[int]:
-    """What each cgroup above this process leaves; the page cache counts as free, since it makes room."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            try:
-                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
-                yield int((folder / limit).read_text()) - int((folder / usage).read_text()) + cache
-            except (OSError, ValueError):
-                pass  # no such limit here, or "max"
-            if folder == root:
-                break
-
-
-def auto_ring_bytes(chunk_bytes: int) -> int:
-    """The most that ``host_buffer_bytes="auto"`` takes: a quarter of the memory available to this rank."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = available_memory_bytes() // 4 // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
-    return max(share, 2 * chunk_bytes) // chunk_bytes * chunk_bytes

@@ -18,8 +18,8 @@ from lazyckpt.pipeline.plan import plan_for, unsavable
 from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.ranges import Reading, process_engine
-from lazyckpt.storage import commit, paths
-from lazyckpt.storage.catalog import STATE, read_checkpoint
+from lazyckpt.storage import commit, paths, removal
+from lazyckpt.storage.manifest import STATE, read_checkpoint
 
 _swept: set[Path] = set()  # folders in which nothing is left of those who died in the middle of a save
 
@@ -83,7 +83,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 def _sweep(folder: Path) -> None:
     if folder not in _swept:
         with contextlib.suppress(OSError):  # what others left is no reason not to save
-            commit.sweep_staged(folder)
+            removal.sweep_staged(folder)
         _swept.add(folder)
 
 

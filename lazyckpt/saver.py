@@ -19,13 +19,15 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture import devices
+from lazyckpt.capture.budget import auto_ring_bytes
 from lazyckpt.capture.eager import EagerShare
+from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.gate import gate
 from lazyckpt.capture.ownership import Ownership
-from lazyckpt.capture.snapshot import FrozenParameters, Snapshot
+from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.torn import TornStorages
 from lazyckpt.capture.warmup import Warmup
-from lazyckpt.config import Config, auto_ring_bytes
+from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background, Flight, Target
@@ -37,7 +39,7 @@ from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.staged import StagedFolder
-from lazyckpt.storage import commit, mounts, paths
+from lazyckpt.storage import commit, folders, mounts, paths, removal
 from lazyckpt.storage.in_place import InPlaceStaging
 
 _EAGER_FIRST_S = 0.002
@@ -453,7 +455,7 @@ class Saver:
         """Found now, before anything is copied; fallocate finds what others take in the meantime."""
         where = {"path": handle.path, "step": handle.step}
         try:
-            free = commit.free_bytes(handle.path if handle.path.is_dir() else handle.path.parent)
+            free = folders.free_bytes(handle.path if handle.path.is_dir() else handle.path.parent)
         except OSError as error:
             raise save_error(error, **where) from error  # type: ignore[arg-type]
         if free < nbytes:
@@ -465,8 +467,8 @@ class Saver:
         if folder in self._swept:
             return
         try:
-            commit.make_folder(folder)
-            commit.sweep(folder)
+            folders.make_folder(folder)
+            removal.sweep(folder)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         self._swept.add(folder)

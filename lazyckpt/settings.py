@@ -1,7 +1,7 @@
-"""Settings from outside the program, for a script that a launcher starts: a YAML file and ``LAZYCKPT_*`` variables.
+"""Settings of the integrations: keyword arguments, ``LAZYCKPT_*`` variables and a YAML file.
 
-What code says goes before the environment, the environment before the file, the file before the defaults. Settings are
-the fields of config.py without retention, which belongs to the framework, and ``enabled``.
+Code goes before the environment, the environment before the file, the file before the defaults. Settings are the fields
+of config.py, without retention, which belongs to the framework, and ``enabled``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that differ from the defaults, from all sources, checked.
+    """Returns the settings that differ from the defaults, from all sources, checked.
 
     ``LAZYCKPT_CONFIG_FILE`` names another file than ``file``, which may be missing. Raises ConfigError, which says
     where a wrong value comes from; ImportError if there is a file and no PyYAML to read it.
@@ -42,6 +42,19 @@ def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
         origins.update({name: origin or PREFIX + name.upper() for name in source})
     check(settings, origins)
     return settings
+
+
+def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
+    """Returns the Config of the keyword arguments of ``owner``, a class whose framework keeps and removes checkpoints.
+
+    Raises ConfigError, which says with ``retention`` what to use instead of ``keep_last``."""
+    try:
+        config = Config(**knobs)
+    except TypeError as error:
+        raise ConfigError(str(error).replace("Config.__init__()", owner.__name__)) from None
+    if config.keep_last is not None:
+        raise ConfigError(f"keep_last: {retention}")
+    return config
 
 
 def check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:

@@ -332,7 +332,7 @@ def duplicate(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
 def small_tensors_are_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the page witness leaves to the eager copy: small models show the same, sooner. Not those of less than
     two pages, which may hold no whole one."""
-    monkeypatch.setattr("lazyckpt.capture.snapshot.WATCHED_MIN_BYTES", 2 * 4096 - 1)
+    monkeypatch.setattr("lazyckpt.capture.laziness.WATCHED_MIN_BYTES", 2 * 4096 - 1)
 
 
 @pytest.fixture

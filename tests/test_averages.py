@@ -219,18 +219,6 @@ def test_an_average_that_takes_no_gradient_does_not_rest(make_run: Any, graph: A
         assert graph(dict(torch.load(handle.result() / "state.pt")["ema"])) == graph(dict(before))
 
 
-def test_it_is_lazy_in_whatever_it_is_saved(make: Any, make_run: Any, tmp_path: Path) -> None:
-    run = make_run()
-    average, update = make["Shadow"](run.model)
-    with lazyckpt.Saver(chunk_bytes=64 << 10) as saver:
-        update()
-        for step in range(2):
-            handle = saver.save({"mine": average.state_dict()}, tmp_path / f"{step}.pt")
-            update()
-            handle.result()
-            assert handle.metrics.eager_bytes < SMALL_BYTES
-
-
 @pytest.mark.parametrize("method", ["copy_to", "restore"])
 def test_what_it_writes_to_the_model_waits_for_the_copies_of_the_model(
     method: str, make: Any, make_run: Any, disk: Any, pending: Any, graph: Any

@@ -18,8 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import lazyckpt
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.storage import catalog, commit
-from lazyckpt.storage.catalog import Catalog, Checkpoint, chain, checksum, read_checkpoint, retention, superfluous
+from lazyckpt.storage import catalog, folders, manifest, removal
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import Checkpoint, checksum, read_checkpoint
+from lazyckpt.storage.retention import chain, pin, retention, superfluous, unpin
 
 NOW = datetime.now(timezone.utc)
 
@@ -49,13 +51,13 @@ def edit(folder: Path, **changes: Any) -> None:
 
 def test_what_is_removed_while_it_is_read_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: with what was newer than the list of names, an evaluation beside a training found nothing whole."""
-    read = catalog.read_checkpoint
+    read = manifest.read_checkpoint
 
     def late(path: Path) -> Checkpoint:
         monkeypatch.setattr(catalog, "read_checkpoint", read)
         with lazyckpt.Checkpointer(folder.parent) as ckpt:
             ckpt.save(13).result()
-        commit.remove(folder)
+        removal.remove(folder)
         return read(path)
 
     found = Catalog(folder.parent)
@@ -187,9 +189,9 @@ def test_a_huge_manifest_is_not_read(folder: Path) -> None:
 
 
 def test_a_manifest_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
-    manifest = folder / commit.MANIFEST
-    manifest.rename(tmp_path / "elsewhere")
-    manifest.symlink_to(tmp_path / "elsewhere")
+    link = folder / manifest.MANIFEST
+    link.rename(tmp_path / "elsewhere")
+    link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptFileError, match="symbolic link"):
         read_checkpoint(folder)
 
@@ -213,16 +215,16 @@ def test_a_state_that_is_a_folder_is_refused(folder: Path) -> None:
 
 def test_pins_are_durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there: list[bool] = []
-    sync_path = commit.sync_path
+    sync_path = folders.sync_path
 
     def note(path: Path) -> None:
         assert path == folder.parent
-        there.append(catalog.pin_of(folder).exists())
+        there.append(manifest.pin_of(folder).exists())
         sync_path(path)
 
-    monkeypatch.setattr(commit, "sync_path", note)
-    catalog.pin(folder)
-    catalog.unpin(folder)
+    monkeypatch.setattr(folders, "sync_path", note)
+    pin(folder)
+    unpin(folder)
     assert there == [True, False]
 
 
@@ -384,4 +386,4 @@ TestHistories = Histories.TestCase
 
 
 def test_names() -> None:
-    assert catalog.folder_name(12) == "step-00000012" and catalog.folder_name(10**9) == "step-1000000000"
+    assert manifest.folder_name(12) == "step-00000012" and manifest.folder_name(10**9) == "step-1000000000"

@@ -28,9 +28,9 @@ from safetensors.torch import save_file
 import lazyckpt
 from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
+from lazyckpt.capture.budget import auto_ring_bytes
 from lazyckpt.cli import verify
 from lazyckpt.cli.output import progress, size
-from lazyckpt.config import auto_ring_bytes
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.reading.skeleton import read_skeleton
 from lazyckpt.reading.tree import MAX_DEPTH, Tree

@@ -12,7 +12,7 @@ import lazyckpt
 from commands import fails, run, run_json
 from lazyckpt.cli import bench
 from lazyckpt.config import MIB
-from lazyckpt.storage import commit
+from lazyckpt.storage import folders
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypat
         assert fails(2, "bench", tmp_path) == f"error: {tmp_path}: {what}"
 
     def break_off(*_: object) -> None:
-        assert [name.startswith(commit.TEMPORARY) for name in os.listdir(tmp_path)] == [True]
+        assert [name.startswith(folders.TEMPORARY) for name in os.listdir(tmp_path)] == [True]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

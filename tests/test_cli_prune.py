@@ -13,7 +13,7 @@ import torch
 import lazyckpt
 from commands import fails, run, run_json
 from lazyckpt.cli import prune
-from lazyckpt.storage import catalog
+from lazyckpt.storage import catalog, retention
 
 HEX = f"{0:032x}"
 
@@ -60,7 +60,7 @@ def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, in
 
 def test_prune_says_why_each_goes_or_stays(folder: Path) -> None:
     (folder / f".trash-step-00000050-{HEX}").mkdir()
-    catalog.pin(folder / "step-00000030")
+    retention.pin(folder / "step-00000030")
     told = run_json("prune", folder, "--keep-last", "1", "--keep-every", "20")
     assert {row["step"]: row["why"] for row in told["checkpoints"]} == {
         10: "beyond keep_last=1",
@@ -141,7 +141,7 @@ def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monk
         with lazyckpt.Checkpointer(folder) as ckpt:
             ckpt.track(model=torch.nn.Linear(2, 2))
             ckpt.save(40, blocking=True)
-        catalog.pin(folder / "step-00000030")
+        retention.pin(folder / "step-00000030")
         return doomed
 
     monkeypatch.setattr(prune, "retention", decide_and_be_overtaken)

@@ -19,7 +19,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.storage import commit
+from lazyckpt.storage import commit, folders, manifest, removal
 
 HEX = f"{0:032x}"  # ends the names that are given to what is not there yet
 
@@ -41,7 +41,7 @@ def test_publish_a_new_name_and_replace_an_old_one(tmp_path: Path) -> None:
     replaced = staged(target, "two").publish()
     assert replaced is not None and (replaced / "state.pt").read_text() == "one"
     assert (target / "state.pt").read_text() == "two"
-    commit.remove(replaced)
+    removal.remove(replaced)
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -61,7 +61,7 @@ def test_what_others_put_into_a_replaced_folder_stays(tmp_path: Path, monkeypatc
     monkeypatch.setattr(commit.Staging, "_exchange", late)
     replaced = staged(target, "new", keep_others=True).publish()
     assert replaced is not None
-    commit.remove(replaced)
+    removal.remove(replaced)
     assert names(target) == ["adapter", "late", "link", "manifest.json", "state.pt"]
     assert (target / "state.pt").read_text() == "new"
     assert (target / "adapter" / "deep" / "weights").read_text() == "theirs"
@@ -82,7 +82,7 @@ def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: py
     replaced = staged(target, "two").publish()
     assert (target / "state.pt").read_text() == "two"
     assert replaced is not None
-    commit.remove(replaced)
+    removal.remove(replaced)
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -187,8 +187,8 @@ def test_the_folder_above_may_be_closed_to_us(tmp_path: Path, monkeypatch: pytes
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(commit, "sync_path", refuse)
-    commit.make_folder(tmp_path / "new")
+    monkeypatch.setattr(folders, "sync_path", refuse)
+    folders.make_folder(tmp_path / "new")
     assert names(tmp_path) == ["new"]
 
 
@@ -201,11 +201,11 @@ def test_the_final_name_is_gone_for_good_before_what_had_it(tmp_path: Path, monk
     rmtree = shutil.rmtree
 
     def check(path: Any, **kwargs: Any) -> None:
-        assert synced == [str(tmp_path)] and os.path.basename(path).startswith(commit.TRASH)
+        assert synced == [str(tmp_path)] and os.path.basename(path).startswith(folders.TRASH)
         rmtree(path, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", check)
-    commit.remove(target)
+    removal.remove(target)
     assert names(tmp_path) == []
 
 
@@ -260,7 +260,7 @@ def test_remove_whatever_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     for name in ("folder", "file", "link", "missing"):
-        commit.remove(tmp_path / name)
+        removal.remove(tmp_path / name)
     assert names(tmp_path) == ["kept"]
 
 
@@ -269,16 +269,16 @@ def test_what_is_removed_is_out_of_sight_at_once(tmp_path: Path, monkeypatch: py
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "state.pt").touch()
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
-    commit.remove(tmp_path / "step-00000001")
+    removal.remove(tmp_path / "step-00000001")
     (left,) = names(tmp_path)
-    assert left.startswith(commit.TRASH)
+    assert left.startswith(folders.TRASH)
 
 
 def test_a_manifest_is_written_to_a_new_file(tmp_path: Path) -> None:
     """Not through a link that somebody put there, nor over what it stands for."""
     (tmp_path / "precious").write_text("theirs")
     staging = commit.Staging(tmp_path / "step-00000001")
-    (staging.path / commit.MANIFEST).symlink_to(tmp_path / "precious")
+    (staging.path / manifest.MANIFEST).symlink_to(tmp_path / "precious")
     with pytest.raises(FileExistsError):
         staging.describe({"format": 1}, [])
     assert (tmp_path / "precious").read_text() == "theirs"
@@ -291,7 +291,7 @@ def test_a_sweep_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     link = tmp_path / "run" / f".tmp-link-{HEX}"
     link.symlink_to(tmp_path / "elsewhere")
-    assert commit.sweep(tmp_path / "run") == []
+    assert removal.sweep(tmp_path / "run") == []
     assert link.is_symlink() and (tmp_path / "elsewhere").is_dir()
 
 
@@ -314,7 +314,7 @@ def test_files_have_the_users_permissions(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lazyckpt.storage import commit
+from lazyckpt.storage import commit, folders, manifest, removal
 staging = commit.Staging(Path(sys.argv[1]) / "step-00000007")
 (staging.path / "state.pt").write_text("half")
 print(staging.path.name, flush=True)
@@ -352,7 +352,7 @@ def test_sweep_spares_the_living_and_takes_the_dead(tmp_path: Path, holder: Any)
     assert names(tmp_path) == sorted(kept)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert [p.name for p in commit.sweep(tmp_path)] == [name]
+    assert [p.name for p in removal.sweep(tmp_path)] == [name]
     assert own.path.is_dir()
     own.discard()
 
@@ -362,7 +362,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> 
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from lazyckpt.storage import commit\n"
+        "from lazyckpt.storage import commit, folders, manifest, removal\n"
         "commit.Staging(Path(sys.argv[1]) / 'step-00000007')\n"
         "child = os.fork()\n"
         "if child == 0:\n"
@@ -373,7 +373,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True)
     try:
         assert len(names(tmp_path)) == 1
-        assert len(commit.sweep(tmp_path)) == 1 and names(tmp_path) == []
+        assert len(removal.sweep(tmp_path)) == 1 and names(tmp_path) == []
     finally:
         os.kill(int(done.stdout), signal.SIGKILL)
 
@@ -398,7 +398,7 @@ def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypat
         rmtree(path, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", watched)
-    commit.sweep(tmp_path)
+    removal.sweep(tmp_path)
     assert locked == [True] and names(tmp_path) == []
 
 
@@ -408,7 +408,7 @@ def test_discarding_twice_leaves_the_lock_of_another(tmp_path: Path) -> None:
     first.discard()
     second = staged(tmp_path / "b", "two")
     first.discard()
-    assert commit.sweep(tmp_path) == [] and names(tmp_path) == [second.path.name]
+    assert removal.sweep(tmp_path) == [] and names(tmp_path) == [second.path.name]
     second.discard()
 
 
@@ -433,7 +433,7 @@ def test_what_was_replaced_is_swept_when_its_name_is_gone_for_good(
         rmtree(path, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", check)
-    assert len(commit.sweep(tmp_path)) == 1 and names(tmp_path) == ["step-00000001"]
+    assert len(removal.sweep(tmp_path)) == 1 and names(tmp_path) == ["step-00000001"]
 
 
 @pytest.mark.parametrize("after", ["mkdir", "open"])
@@ -446,7 +446,7 @@ def test_a_folder_swept_before_it_was_locked_is_made_anew(
         result = call(path, *args, **kwargs)
         if not swept:
             swept.append([])
-            swept[0] = commit.sweep(tmp_path)
+            swept[0] = removal.sweep(tmp_path)
         return result
 
     monkeypatch.setattr(os, after, swept_once)
@@ -487,10 +487,10 @@ def test_a_sweep_and_many_saves_at_once(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from lazyckpt.storage import commit\n"
+        "from lazyckpt.storage import commit, folders, manifest, removal\n"
         "print('ready', flush=True)\n"
         "end = time.monotonic() + 3\n"
-        "while time.monotonic() < end: commit.sweep(Path(sys.argv[1]))\n"
+        "while time.monotonic() < end: removal.sweep(Path(sys.argv[1]))\n"
     )
     sweeper = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
     assert sweeper.stdout is not None
@@ -508,7 +508,7 @@ def test_a_sweep_and_many_saves_at_once(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_the_previous_checkpoint_and_a_leftover(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, torch, lazyckpt\n"
-        "from lazyckpt.storage import commit\n"
+        "from lazyckpt.storage import commit, folders, manifest, removal\n"
         "ckpt = lazyckpt.Checkpointer(sys.argv[1])\n"
         "ckpt.track(x={'t': torch.zeros(5000)})\n"
         "ckpt.save(1).result()\n"

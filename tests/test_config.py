@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import lazyckpt
-from lazyckpt import config
-from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
+from lazyckpt.capture import budget
+from lazyckpt.capture.budget import auto_ring_bytes, available_memory_bytes
+from lazyckpt.config import Config
 
 ABSURD: list[dict[str, Any]] = [
     {"max_in_flight": 0},
@@ -76,11 +77,11 @@ def test_every_knob_has_a_unit_or_is_a_count_or_a_choice() -> None:
 
 
 def test_auto_is_a_quarter_of_what_is_available_to_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(budget, "available_memory_bytes", lambda: 8 << 30)
     assert auto_ring_bytes(16 << 20) == 2 << 30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert auto_ring_bytes(16 << 20) == 512 << 20
-    monkeypatch.setattr(config, "available_memory_bytes", lambda: 0)
+    monkeypatch.setattr(budget, "available_memory_bytes", lambda: 0)
     assert auto_ring_bytes(16 << 20) == 32 << 20, "two chunks at least, or nothing could be saved"
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from fake_cuda import Capture, FakeCuda, FakeError, Mode, build
 from lazyckpt import _engine
-from lazyckpt.formats.base import CRC32_LE, LITERAL, SOURCE
+from lazyckpt.formats.program import CRC32_LE, LITERAL, SOURCE
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazyckpt import _engine
-from lazyckpt.formats.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE
+from lazyckpt.formats.program import CRC32_HEX, CRC32_LE, LITERAL, SOURCE
 
 pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
 

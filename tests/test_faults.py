@@ -28,11 +28,11 @@ import lazyckpt
 from lazyckpt import _engine, functional
 from lazyckpt.checkpointer import Checkpointer
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
-from lazyckpt.formats.base import SOURCE
+from lazyckpt.formats.program import SOURCE
 from lazyckpt.functional import process_engine
 from lazyckpt.pipeline import background
 from lazyckpt.pipeline.handle import SaveHandle, in_flight
-from lazyckpt.storage import catalog, commit
+from lazyckpt.storage import catalog, commit, folders, manifest
 from trials import Trials
 
 pytestmark = [
@@ -334,7 +334,7 @@ def _check_after_failed_commit(
         # The checkpoint was durable before: what failed was taking away what it replaced.
         assert step in found
         return
-    check_error(error, step, run.folder / catalog.folder_name(step), errno.EIO)
+    check_error(error, step, run.folder / manifest.folder_name(step), errno.EIO)
     for checkpoint in found.values():
         weight = torch.load(checkpoint.path / "state.pt")["model"]["weight"]
         candidates = [run.states[checkpoint.step], *([old] if checkpoint.step == step == 2 else [])]
@@ -443,14 +443,14 @@ def test_a_replaced_checkpoint_outlives_a_failed_publication(tmp_path: Path, mon
     a power cut might have given it its name back."""
     run = Run(tmp_path, monkeypatch)
     run.step(1).result(30)
-    real = commit.sync_path
+    real = folders.sync_path
 
     def fail_for_parent(path: Any) -> None:
         if Path(path) == tmp_path:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    monkeypatch.setattr(commit, "sync_path", fail_for_parent)
+    monkeypatch.setattr(folders, "sync_path", fail_for_parent)
     with pytest.raises(SaveError, match="may or may not"):
         run.step(1).result(30)
     kept = [p for p in tmp_path.iterdir() if p.name.startswith(".tmp-")]
@@ -627,7 +627,7 @@ def test_a_disk_that_loses_what_it_accepts(tmp_path: Path) -> None:
             scan = catalog.Catalog(disk / "run")
             assert [c.step for c in reversed(scan.scan())][: len(acknowledged)] == acknowledged
             for step in acknowledged:
-                assert torch.all(lazyckpt.load(disk / "run" / catalog.folder_name(step))["x"]["x"] == step)
+                assert torch.all(lazyckpt.load(disk / "run" / manifest.folder_name(step))["x"]["x"] == step)
         finally:
             unmount()
     finally:

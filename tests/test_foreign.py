@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture import gate as gate_module
+from lazyckpt import warn
+from lazyckpt.capture import foreign
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -181,8 +182,8 @@ def wrapped(kind: type[Wrapper], parameters: Any) -> Wrapper:
 
 @pytest.fixture(autouse=True)
 def each_class_warns_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "_told_of", weakref.WeakSet())
-    monkeypatch.setattr(gate_module, "_warned", set())
+    monkeypatch.setattr(foreign, "_told_of", weakref.WeakSet())
+    monkeypatch.setattr(warn, "_given", set())
 
 
 @pytest.mark.parametrize("witness", ["auto", "versions"])
@@ -230,7 +231,7 @@ def test_its_class_is_told_of_once(kind: type[Wrapper], make_run: Any) -> None:
             for step in range(2):
                 run.ckpt.save(step, blocking=True)
                 run.step()
-    told = [w for w in told if str(w.message).startswith(f"what {kind.__name__} trains cannot be told")]
+    told = [w for w in told if str(w.message).startswith(f"lazyckpt cannot tell what {kind.__name__} trains")]
     assert len(told) == 1
 
 

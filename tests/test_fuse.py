@@ -15,7 +15,7 @@ import torch
 import commands
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.formats.base import LITERAL
+from lazyckpt.formats.program import LITERAL
 
 NOTHING = array("Q")
 STATE = {"t": torch.arange(1_000_000.0)}  # 4 MB: many requests of FUSE in one of ours

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture import gate as gate_module
-from lazyckpt.capture.gate import _Call, gate
+from lazyckpt.capture import exclusion
+from lazyckpt.capture.calls import Call
+from lazyckpt.capture.gate import gate
 
 SOON_S = 0.1  # in which what does not wait would have happened
 WAIT_S = 20.0  # a test that waits as long has failed
@@ -185,7 +186,7 @@ def test_a_step_inside_of_an_open_one_goes_on_while_a_save_waits(
     ckpt: lazyckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lookahead, SAM, and whatever else wraps an optimizer."""
-    monkeypatch.setattr(gate_module, "_GIVE_WAY_S", WAIT_S)
+    monkeypatch.setattr(exclusion, "_GIVE_WAY_S", WAIT_S)
     model = Model()
 
     class Outer(torch.optim.SGD):
@@ -238,7 +239,7 @@ def test_nobody_waits_for_a_step_that_raised(lives_on: bool, ckpt: lazyckpt.Chec
 
 def test_a_step_that_does_not_end_fails_the_save(ckpt: lazyckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be waiting for the thread that saves."""
-    monkeypatch.setattr(gate_module, "_PATIENCE_S", SOON_S)
+    monkeypatch.setattr(exclusion, "_PATIENCE_S", SOON_S)
     model = Model(lambda p: Halfway(p, lr=1.0))
     ckpt.track(model=model.module)
     model.optimizer.step()
@@ -256,7 +257,7 @@ def test_a_state_dict_that_waits_for_a_step_fails_the_save(
     ckpt: lazyckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does that takes a lock which the training thread holds around its step."""
-    monkeypatch.setattr(gate_module, "_PATIENCE_S", SOON_S)
+    monkeypatch.setattr(exclusion, "_PATIENCE_S", SOON_S)
     model = Model()
     model.optimizer.step()
     lock, locked = threading.Lock(), threading.Event()
@@ -430,5 +431,5 @@ def test_a_call_below_a_generator_that_was_suspended_meanwhile_is_under_way() ->
     suspended = generator()
     next(suspended)
     assert suspended.gi_frame.f_back is None
-    assert _Call(sys._getframe()).under_way(suspended.gi_frame)
-    assert not _Call(sys._getframe()).under_way(sys._getframe().f_back)
+    assert Call(sys._getframe()).under_way(suspended.gi_frame)
+    assert not Call(sys._getframe()).under_way(sys._getframe().f_back)

@@ -18,7 +18,7 @@ from mounting import mount
 
 import lazyckpt
 from lazyckpt.errors import SaveError
-from lazyckpt.storage import commit, in_place, mounts
+from lazyckpt.storage import in_place, mounts, removal
 from lazyckpt.storage.in_place import InPlaceStaging
 
 TINY = {"chunk_bytes": 4096, "host_buffer_bytes": 16384, "io_depth": 2, "copy_threads": 1}
@@ -257,7 +257,7 @@ def test_a_crash_leaves_one_checkpoint_or_none_that_loads(
             again = crash(lambda folder=folder: in_place.finish(folder), second)  # type: ignore[misc]
             seen |= {found, loaded(folder)}
             in_place.finish(folder)
-            commit.sweep(folder)
+            removal.sweep(folder)
             assert loaded(folder) == 2 or found == loaded(folder) == 1
             assert sorted(path.name for path in folder.iterdir()) == ["marker", "others", "small", "sub", "z"]
             assert (folder / "sub" / "theirs").read_text() == "theirs"

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from lazyckpt.errors import ConfigError, RestoreError
-from lazyckpt.providers.loader import TrackedLoader, track_loader
+from lazyckpt.providers.data_loader import TrackedLoader, track_loader
 from lazyckpt.providers.rng import capture_rng, restore_rng
 
 SIZE = 23
@@ -162,31 +162,11 @@ def test_tracking_changes_nothing(build: Callable[[], DataLoader[Any]]) -> None:
     assert train(track_loader(build()), 2) == expected
 
 
-def test_the_naive_ways_differ() -> None:
-    """What these tests see: a replay from the wrong RNG state, and an RNG left where the replay ended."""
-    build = QUICK["augmented in the process"]
-    seed_all()
-    loader, saves = track_loader(build()), {}
-    behind = train(loader, 2, lambda at: saves.update({at: save(loader)}))[9:]
-    state = torch.load(io.BytesIO(saves[9]), weights_only=True)
-
-    def naive(restore_before: bool) -> list[Any]:
-        torch.manual_seed(99), random.seed(99)
-        restore_rng(state["rng"] if restore_before else state["loader"]["start"]["rng"])
-        batches = iter(build())
-        next(batches), next(batches)
-        return train(batches, 1)
-
-    assert naive(restore_before=True) != behind
-    assert naive(restore_before=False) != behind
-    assert train(restored(build(), saves[9]), 1) == behind
-
-
 SCRIPT = """
 import os, random, sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from lazyckpt.providers.loader import track_loader
+from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.rng import capture_rng, restore_rng
 
 path, resume = sys.argv[1], sys.argv[2] == "resume"

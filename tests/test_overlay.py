@@ -17,7 +17,7 @@ from mounting import mount
 
 import commands
 import lazyckpt
-from lazyckpt.storage import catalog, commit, mounts
+from lazyckpt.storage import catalog, commit, manifest, mounts, removal, retention
 
 TINY = {"chunk_bytes": 4096, "host_buffer_bytes": 16384, "io_depth": 2, "copy_threads": 1}
 MODEL = "model.safetensors"
@@ -120,9 +120,9 @@ def test_prune_keeps_what_was_pinned_meanwhile(overlay: Overlay, monkeypatch: py
     run = overlay.mount() / "run"
     scan = catalog.Catalog.scan
 
-    def and_pin(self: catalog.Catalog) -> list[catalog.Checkpoint]:
+    def and_pin(self: catalog.Catalog) -> list[manifest.Checkpoint]:
         found = scan(self)
-        catalog.pin(run / "step-00000001")
+        retention.pin(run / "step-00000001")
         return found
 
     monkeypatch.setattr(catalog.Catalog, "scan", and_pin)
@@ -227,7 +227,7 @@ def test_a_crash_while_a_step_of_the_image_is_replaced(overlay: Overlay) -> None
         found = [c.path for c in catalog.Catalog(step.parent).scan()]
         seen.append(value_of(step) if found else None)
         staging._unlock()
-        commit.sweep(step.parent)
+        removal.sweep(step.parent)
         if not ended:
             break
     assert nth > 5 and not ended and seen[-1] == 1.0
@@ -245,7 +245,7 @@ def test_a_crash_in_a_removal_leaves_nothing_that_loads(overlay: Overlay) -> Non
     merged = overlay.mount()
     for nth, lower in enumerate(trials, 1):
         folder = merged / lower.name
-        ended = crash(lambda folder=folder: commit.remove(folder), nth)  # type: ignore[misc]
+        ended = crash(lambda folder=folder: removal.remove(folder), nth)  # type: ignore[misc]
         if not ended:
             assert nth > 5 and not folder.exists()
             return
@@ -265,8 +265,8 @@ def test_a_manifest_is_gone_for_good_before_anything_else_goes(
     unlink, fsync = os.unlink, os.fsync
     monkeypatch.setattr(os, "unlink", lambda name, **where: (calls.append(str(name)), unlink(name, **where))[1])
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
-    assert commit.remove(run / "step-00000001")
-    assert calls[:2] == [commit.MANIFEST, "fsync"] and calls.index("state.pt") > 1
+    assert removal.remove(run / "step-00000001")
+    assert calls[:2] == [manifest.MANIFEST, "fsync"] and calls.index("state.pt") > 1
     assert calls[-1] == "fsync"
 
 
@@ -278,5 +278,5 @@ def test_what_took_the_place_of_a_folder_meanwhile_stays(overlay: Overlay) -> No
         save_steps(run, 1, value=1.0)
         return True
 
-    assert not commit.remove(run / "step-00000001", replace)
+    assert not removal.remove(run / "step-00000001", replace)
     assert value_of(run / "step-00000001") == 1.0

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyckpt import _engine
-from lazyckpt.formats.base import SOURCE
+from lazyckpt.formats.program import SOURCE
 
 pytestmark = pytest.mark.skipif(bool(_engine.page_witness()), reason=f"no page witness: {_engine.page_witness()}")
 

@@ -86,7 +86,7 @@ def test_a_limited_address_space_is_heeded(tmp_path: Path) -> None:
     """Regression: "auto" mapped a quarter of the machine's memory, and a state of 1 MB failed."""
     script = (
         "import os, resource, torch, lazyckpt\n"
-        "from lazyckpt.config import available_memory_bytes\n"
+        "from lazyckpt.capture.budget import available_memory_bytes\n"
         "taken = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (taken + (2 << 30),) * 2)\n"
         "assert available_memory_bytes() <= 2 << 30\n"

@@ -18,7 +18,7 @@ import torch
 
 import lazyckpt
 from commands import run
-from lazyckpt.storage import commit, retry
+from lazyckpt.storage import commit, folders, manifest, retry
 
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 STATE = {"x": torch.arange(1000.0)}
@@ -101,7 +101,7 @@ def test_nothing_is_more_readable_while_it_is_written_than_afterwards(
     monkeypatch.setattr(commit, "publish_file", looking(commit.publish_file))
     write(tmp_path)
     seen.append(modes(tmp_path))
-    assert len(seen) > 1 and any(commit.TEMPORARY in name for found in seen for name in found)
+    assert len(seen) > 1 and any(folders.TEMPORARY in name for found in seen for name in found)
     for found in seen:
         for name, mode in found.items():
             allowed = (0o777 if os.path.isdir(name) else 0o666) & ~umask
@@ -165,7 +165,7 @@ def test_a_guessed_temporary_folder_is_not_used(
     assert untouched(outside)
 
 
-@pytest.mark.parametrize("name", ["state.pt", commit.MANIFEST])
+@pytest.mark.parametrize("name", ["state.pt", manifest.MANIFEST])
 def test_a_file_planted_in_the_temporary_folder_is_not_followed(
     name: str, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import lazyckpt
 from lazyckpt import errors, exporters
-from lazyckpt.providers.loader import TrackedLoader
+from lazyckpt.providers.data_loader import TrackedLoader
 from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.storage import commit
 

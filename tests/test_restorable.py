@@ -539,7 +539,7 @@ def test_an_optimizer_with_load_hooks_is_not_tried(hook: str, tmp_path: Path) ->
 def test_the_position_of_another_loader_touches_nothing(tmp_path: Path) -> None:
     def tracked(generator: torch.Generator | None) -> dict[str, Any]:
         loader = torch.utils.data.DataLoader(list(range(8)), shuffle=True, generator=generator)  # type: ignore[arg-type]
-        return {"model": nn.Linear(20, 20), "loader": lazyckpt.providers.loader.track_loader(loader)}
+        return {"model": nn.Linear(20, 20), "loader": lazyckpt.providers.data_loader.track_loader(loader)}
 
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(**tracked(torch.Generator()))
@@ -551,7 +551,9 @@ def test_a_position_beyond_the_end_of_a_loader_touches_nothing(tmp_path: Path) -
     """Regression: the model was overwritten, and the first next() raised."""
 
     def tracked(size: int) -> dict[str, Any]:
-        loader = lazyckpt.providers.loader.track_loader(torch.utils.data.DataLoader(list(range(size)), batch_size=2))
+        loader = lazyckpt.providers.data_loader.track_loader(
+            torch.utils.data.DataLoader(list(range(size)), batch_size=2)
+        )
         return {"model": nn.Linear(20, 20), "loader": loader}
 
     saved = tracked(40)

@@ -22,7 +22,7 @@ from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from lazyckpt.reading import restore
 from lazyckpt.reading.archive import Archive
 from lazyckpt.storage import catalog, retry
-from lazyckpt.storage.catalog import checksum
+from lazyckpt.storage.manifest import checksum
 from trials import Trials
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from lazyckpt import _engine
-from lazyckpt.formats.base import CRC32_LE, SOURCE
+from lazyckpt.formats.program import CRC32_LE, SOURCE
 
 BLOCK = 4096
 

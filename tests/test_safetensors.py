@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from lazyckpt.errors import ConfigError, CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.formats.base import CRC32_HEX, LITERAL, SOURCE, Extent
+from lazyckpt.formats.program import CRC32_HEX, LITERAL, SOURCE, Extent
 from lazyckpt.formats.safetensors import Layout, read_header
 from trials import Trials
 

@@ -19,7 +19,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture.gate import gate
-from lazyckpt.storage import commit
+from lazyckpt.storage import commit, folders, removal
 
 TINY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 
@@ -214,8 +214,8 @@ def test_what_others_wrote_into_the_folder_is_synced_before_it_is_published(
     saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    sync, rename = commit.sync_path, os.rename
-    monkeypatch.setattr(commit, "sync_path", lambda p: (calls.append(Path(p).name), sync(p))[1])
+    sync, rename = folders.sync_path, os.rename
+    monkeypatch.setattr(folders, "sync_path", lambda p: (calls.append(Path(p).name), sync(p))[1])
     monkeypatch.setattr(os, "rename", lambda a, b: (calls.append("rename"), rename(a, b))[1])
     with saver.stage(tmp_path / "out" / "c", inside=tmp_path) as staged:
         assert staged.path.parent == tmp_path
@@ -410,8 +410,8 @@ def test_what_is_saved_again_is_not_removed(
     saver: lazyckpt.Saver, training: Training, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: a removal that waited for an earlier save deleted what was saved under that name since."""
-    hide = commit.hide
-    monkeypatch.setattr(commit, "hide", lambda path: (time.sleep(0.2), hide(path))[1])  # so late that it is there
+    hide = removal.hide
+    monkeypatch.setattr(removal, "hide", lambda path: (time.sleep(0.2), hide(path))[1])  # so late that it is there
     torch.save("old", tmp_path / "a.pt")
     saver.save(training.state(), tmp_path / "b.pt")
     saver.remove(tmp_path / "a.pt")
@@ -427,7 +427,7 @@ def test_nothing_is_saved_between_the_question_and_the_removal(
     """Of whether the name is still to be removed, and what has it by then: what is saved under it waits, and stays."""
     path = tmp_path / "a.pt"
     saving: list[threading.Thread] = []
-    hide = commit.hide
+    hide = removal.hide
 
     def overtaken(doomed: Path) -> Path | None:
         saving.append(threading.Thread(target=lambda: saver.save("new", doomed).result(30)))
@@ -436,7 +436,7 @@ def test_nothing_is_saved_between_the_question_and_the_removal(
         return hide(doomed)
 
     torch.save("old", path)
-    monkeypatch.setattr(commit, "hide", overtaken)
+    monkeypatch.setattr(removal, "hide", overtaken)
     saver.remove(path)
     saver.drain()
     saving[0].join(30)

@@ -14,7 +14,8 @@ import pytest
 import schedulefree
 import torch
 
-from lazyckpt.capture.gate import _guard_switches, gate
+from lazyckpt.capture.foreign import guard_switches
+from lazyckpt.capture.gate import gate
 
 HELD_S = 0.05
 AT_MOST_S = 5.0
@@ -181,7 +182,7 @@ def test_a_step_goes_on_whatever_an_optimizer_raises_of_its_parameters() -> None
         def second_step(self) -> int:
             return 7
 
-    _guard_switches(Closed)
+    guard_switches(Closed, gate)
     optimizer = Closed()
     assert optimizer.second_step() == 7
     assert gate.steps[optimizer] == 1, "it is guarded"

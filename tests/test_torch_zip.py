@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attacks.zips import CENTRAL, END, LOCAL, patched
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats import sniff
-from lazyckpt.formats.base import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent, FileReader
+from lazyckpt.formats.program import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent
+from lazyckpt.formats.reader import FileReader
 from lazyckpt.formats.torch_zip import LOCAL_HEADER, Layout, small_records
 from lazyckpt.formats.torch_zip_reader import Directory, read_directory
 

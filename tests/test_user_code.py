@@ -18,7 +18,7 @@ from lazyckpt.capture.gate import gate
 from lazyckpt.errors import RestoreError, SerializationError
 from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
-from lazyckpt.providers.loader import track_loader
+from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.pickles import dump
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")

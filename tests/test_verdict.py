@@ -440,7 +440,7 @@ def test_the_thread_that_owes_it_may_wait_in_every_way(
     saved = do(lambda: run.ckpt.save(1))
     do(lambda: wait(saved, run))
     assert saved.done()
-    assert not gate._standing
+    assert not gate.standing._calls
 
 
 @pytest.mark.parametrize("wait", OURS)
@@ -553,7 +553,7 @@ def test_a_handler_of_a_signal_that_runs_during_a_wait_is_no_wait(run: Any, othe
     me = threading.get_ident()
 
     def look(*_: Any) -> None:
-        gate.if_standing(me, lambda: acted.append(True))
+        gate.standing.judge(me, lambda: acted.append(True))
         seen.append(True)
 
     former = signal.signal(signal.SIGALRM, look)
@@ -588,7 +588,7 @@ def test_ctrl_c_anywhere_in_a_wait_leaves_no_thread_standing(
         except KeyboardInterrupt as error:
             kept.append(error)
         acted: list[bool] = []
-        gate.if_standing(me, lambda acted=acted: acted.append(True))
+        gate.standing.judge(me, lambda acted=acted: acted.append(True))
         assert not acted, interrupt.where
         saved.result(timeout=10)
         run.step()

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import lazyckpt
 from fake_cuda.memory import Gpu
-from lazyckpt.capture.snapshot import LAZY_MIN_BYTES
+from lazyckpt.capture.laziness import LAZY_MIN_BYTES
 
 
 class Place(Protocol):

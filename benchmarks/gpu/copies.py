@@ -24,7 +24,7 @@ from benchmarks.workload import Mark, seconds_between
 from lazyckpt import _engine
 from lazyckpt.capture import devices
 from lazyckpt.config import Config
-from lazyckpt.formats.base import SOURCE
+from lazyckpt.formats.program import SOURCE
 
 TENSORS = 100
 ROUNDS = 10

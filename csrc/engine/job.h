@@ -50,7 +50,7 @@ struct StreamRef {
   uint64_t handle;
 };
 
-// The kinds of a program's rows (lazyckpt/formats/base.py has the same numbers).
+// The kinds of a program's rows (lazyckpt/formats/program.py has the same numbers).
 enum class RowKind : uint8_t { kLiteral = 0, kSource = 1, kCrc32Le = 2, kCrc32Hex = 3 };
 
 // The memory layout of one row of a program.

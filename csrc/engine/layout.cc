@@ -67,10 +67,13 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
     }
     const bool eager = kind == RowKind::kSource && job.sources[arg].owners == 0;
     const bool lazy = kind == RowKind::kSource && job.sources[arg].owners != 0;
+    const bool sum = kind == RowKind::kCrc32Le || kind == RowKind::kCrc32Hex;
     for (uint64_t done = 0; done < size;) {
       if (job.open == nullptr) OpenChunk(job, file, offset);
-      // Eager and lazy bytes share at most one block, so that save() waits for few lazy bytes.
-      if (eager && job.open->has_lazy && !job.open->eager) SplitAtLastBlock(job);
+      // Eager bytes share at most a block with lazy ones, and with checksums of lazy sources: save() waits for them.
+      const bool after_lazy = !job.open->eager && (job.open->has_lazy || job.open->turn == Turn::kLazy);
+      const bool lazy_sum = sum && job.sources[arg].turn == Turn::kLazy && job.open->turn != Turn::kLazy;
+      if ((eager && after_lazy) || (lazy_sum && job.open->eager)) SplitAtLastBlock(job);
       Chunk* chunk = job.open;
       if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
       const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);

@@ -1,17 +1,23 @@
-"""Averages of weights that lazyckpt knows by their class, and the methods with which they write.
+"""Knows averages of weights by their class, and puts the gate in front of the methods with which they write.
 
-An average is copied lazily if nothing but methods behind the gate writes to it. For the classes in this table the gate
-puts itself in front of these methods (``Gate.guard_averages``), so nobody has to call ``lazyckpt.guard``. Only the
+An average is copied lazily if only methods behind the gate write to it. For the classes in this table the gate
+stands in front of these methods (``guard_imported``), so nobody has to call ``lazyckpt.guard``. Only the
 class itself counts: a subclass may have other methods that write.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from lazyckpt.capture.gate import Gate
 
 
 class Average(NamedTuple):
@@ -46,20 +52,56 @@ _AVERAGES = {
     ),
 }
 
+
+class Guarded:
+    """Stands for an object, not an optimizer, whose tensors only guarded methods change."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+
 _known: weakref.WeakKeyDictionary[type, Average] = weakref.WeakKeyDictionary()
 
 
-def imported_since() -> Iterator[tuple[type, Average]]:
-    """The classes of the table that were imported since the last call. From now on they are known.
+def guard_imported(gate: Gate) -> None:
+    """Puts ``gate`` in front of the writing methods of those classes of the table that were imported since the last
+    call. From then on the classes are known.
 
-    A class whose first method is missing is of another version, and nobody knows what else writes there."""
+    The class changes, not the object, so that averages are copied and pickled as before. A class whose first method is
+    missing is of another version, and nobody knows what else writes there."""
     for (module, name), average in _AVERAGES.items():
         kind = getattr(sys.modules.get(module), "__dict__", {}).get(name)
         first = (*average.updates, *average.swaps)[0]
         if isinstance(kind, type) and kind not in _known and inspect.isfunction(vars(kind).get(first)):
             updates, swaps = (tuple(m for m in names if inspect.isfunction(vars(kind).get(m))) for names in average[:2])
             _known[kind] = Average(updates, swaps, average.module)
-            yield kind, _known[kind]
+            for method in updates:
+                setattr(kind, method, _gated_update(vars(kind)[method], gate))
+            for method in swaps:
+                setattr(kind, method, _gated_swap(vars(kind)[method], gate))
+
+
+def _gated_update(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def update(average: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_known(average):  # of a class derived from a known one
+            return method(average, *args, **kwargs)
+        holder = holder_of(average)
+        if isinstance(holder, torch.nn.Module) and holder not in gate.modules:
+            gate.watch(holder)
+        with gate.step(average):
+            return method(average, *args, **kwargs)
+
+    return update
+
+
+def _gated_swap(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def swap(average: Any, *args: Any, **kwargs: Any) -> Any:
+        with gate.step(Guarded(average), counted=False):  # a new owner waits for everything
+            return method(average, *args, **kwargs)
+
+    return swap
 
 
 def is_known(obj: object) -> bool:
@@ -74,7 +116,7 @@ def is_update(obj: object, method: str) -> bool:
 
 
 def holder_of(obj: Any) -> Any:
-    """What has the averages of ``obj``: a module (its parameters), another object (what its ``state_dict()`` holds), or
-    None as long as there are none."""
+    """Returns the object that holds the averages of ``obj``: a module (in its parameters), another object (in its
+    ``state_dict()``), or None as long as there are none."""
     average = _known.get(type(obj))
     return obj if average is None or average.module is None else getattr(obj, average.module, None)

@@ -1,7 +1,7 @@
-"""What torch knows of devices, and the engine has to be told: where bytes are, and behind what they are to be copied.
+"""Asks torch about devices, for the engine: where bytes are, and which streams their copies must follow.
 
-The engine copies from host memory and from CUDA devices. What lives elsewhere (mps, xpu), or on CUDA where the engine
-finds no driver, is copied to the host by torch.
+The engine copies from host memory and from CUDA devices. torch copies the rest to the host: memory of other devices
+(mps, xpu), and CUDA memory where the engine finds no driver.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ data_ptr = torch.UntypedStorage.data_ptr
 def locate(
     storages: Iterable[torch.UntypedStorage], where: list[torch.device], engine: _engine.Engine
 ) -> list[int] | None:
-    """The CUDA device of each storage, now attached to ``engine``; HOST; or ELSEWHERE. None if all are on the host.
+    """Returns the CUDA device of each storage, attached to ``engine``, or HOST or ELSEWHERE; None if all are in host
+    memory.
 
-    ``where`` is the device of each: to ask it of the storages takes six times as long as all of this. Raises OSError if
-    a device cannot be attached.
+    ``where`` is the device of each: asking the storages takes six times as long as all of this. Raises OSError if a
+    device cannot be attached.
     """
     numbers = {}
     for device in set(where):
@@ -41,7 +42,7 @@ def locate(
 
 
 class Sources(NamedTuple):
-    """Storages as the engine takes them; see its ``begin()``."""
+    """The arguments of the engine's ``begin()`` for some storages."""
 
     pointers: array[int]
     devices: array[int] | None
@@ -51,7 +52,7 @@ class Sources(NamedTuple):
 
 
 def sources(storages: list[torch.UntypedStorage], located: list[int] | None) -> Sources:
-    """``located`` is what ``locate`` said of these storages."""
+    """Returns what the engine needs to know. ``located`` is what ``locate`` returned for these storages."""
     if located is None:
         return Sources(array("Q", map(data_ptr, storages)), None, None, storages, [])
     held = [on_host(s) if device == ELSEWHERE else s for s, device in zip(storages, located, strict=True)]
@@ -61,8 +62,9 @@ def sources(storages: list[torch.UntypedStorage], located: list[int] | None) -> 
 
 
 def target(map_location: Any, engine: _engine.Engine) -> int:
-    """The CUDA device, now attached to ``engine``, that all of a file goes to; HOST if there is no such device, or none
-    that the engine can write to: torch then copies, or says what is wrong."""
+    """Returns the CUDA device, attached to ``engine``, that a whole file is loaded to.
+
+    Returns HOST if there is none that the engine can write to. torch then copies, or says what is wrong."""
     with contextlib.suppress(RuntimeError, OSError):
         device = torch.device(map_location) if isinstance(map_location, str | torch.device) else None
         if device is not None and device.type == "cuda" and torch.cuda.is_available():
@@ -73,22 +75,22 @@ def target(map_location: Any, engine: _engine.Engine) -> int:
 
 
 def new_storage(nbytes: int, device: int) -> torch.UntypedStorage:
-    """On what ``target`` has found; nobody has touched it."""
+    """Returns uninitialized memory on a device that ``target`` found."""
     return torch.UntypedStorage(nbytes, device="cpu" if device == HOST else f"cuda:{device}")
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Of its first element, on whatever device."""
+    """Returns the address of the tensor's first element, on any device."""
     return data_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The storage, or a copy of it in host memory, ordered after the current stream."""
+    """Returns the storage, or a copy of it in host memory, made after the work of the current stream."""
     return storage if storage.device.type == "cpu" else storage.cpu()
 
 
 def current_streams(devices: Iterable[int]) -> array[int]:
-    """As the engine takes them: device, handle, device, handle, … of this thread's current streams."""
+    """Returns this thread's current streams for the engine: device, handle, device, handle, …"""
     return array("Q", [n for d in devices for n in (d, torch.cuda.current_stream(d).cuda_stream)])
 
 

@@ -1,19 +1,18 @@
-"""Tells, once per Saver, of state that ``lazyckpt.guard`` could make lazy.
+"""Warns, once per Saver, of state that ``lazyckpt.guard`` could make lazy.
 
-A save copies what no optimizer owns before it returns. Often that is an average of weights that the user wrote, and
-then ``guard`` helps. The warning needs evidence that it does: two saves in a row copied the same storages that way, and
-somebody wrote to them in between. It does not count
+A save copies state that no optimizer owns before it returns. Often that is an average of weights that the user wrote,
+and then ``guard`` helps. The warning needs evidence: two saves in a row copied the same storages that way, and
+something wrote to them in between. These do not count:
 
-- what an optimizer or a guarded object owns: that is eager for another reason, and not for long;
+- storages of an optimizer or a guarded object, which are eager for another reason, and not for long;
 - a save in which nothing is lazy: no optimizer is known or has stepped since the last one, or one is inside its step;
-- what was torn before, which stays eager, and buffers, which ``guard`` leaves eager;
-- what rests: frozen parameters, for which two saves suffice, and constants.
+- storages that were torn before, which stay eager, and buffers, which ``guard`` leaves eager;
+- storages that do not change: constants, and frozen parameters, which become lazy after two saves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable
 from itertools import compress
 from operator import not_
@@ -24,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lazyckpt import _engine
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.providers.base import TensorView
+from lazyckpt.warn import warn
 
 MIN_SHARE = 0.2
 MIN_BYTES = 64 << 20  # memory is copied at 6 GB/s or more: less than this keeps save() for at most 10 ms
@@ -31,14 +31,14 @@ _MAX_NAMES = 3
 
 
 class Copied:
-    """What one save copied although nobody owns it, if that is much. It keeps no memory alive."""
+    """The storages that one save copied eagerly although nobody owns them, if they are large. Keeps no memory alive."""
 
     def __init__(self) -> None:
         self._refs: list[StorageWeakRef] = []
         self.checksums: dict[int, int] = {}  # by _cdata; empty until the copies are done
 
     def fill_in(self, snapshot: Snapshot, job: _engine.Job) -> None:
-        """Looks at a snapshot whose copies are done; on a thread of the background, since it takes a while."""
+        """Reads a snapshot whose copies are done; on a background thread, since it takes a while."""
         eager = sum(compress(snapshot.sizes, map(not_, snapshot.owners))) if snapshot.in_training else 0
         views = snapshot.unowned() if eager >= _enough(sum(snapshot.sizes)) else {}
         if views:
@@ -49,7 +49,7 @@ class Copied:
 
 
 class EagerShare:
-    """One per Saver."""
+    """Compares the saves of one Saver, and warns."""
 
     def __init__(self) -> None:
         self._before: list[Copied] = []  # by the last two saves
@@ -58,7 +58,7 @@ class EagerShare:
     def look(
         self, snapshot: Snapshot, modules: Iterable[torch.nn.Module], name_of: Callable[[TensorView], str]
     ) -> None:
-        """On the thread that saves, before the background has the snapshot."""
+        """Compares the last two saves. Call it on the thread that saves, before the background has the snapshot."""
         if self._told:
             return
         if len(self._before) == 2:
@@ -79,16 +79,15 @@ class EagerShare:
         names = ", ".join(map(name_of, views[:_MAX_NAMES]))
         more = f" and {len(views) - _MAX_NAMES} more" if len(views) > _MAX_NAMES else ""
         with contextlib.suppress(Warning):  # where a filter makes errors of them, the save goes on
-            warnings.warn(
+            warn(
                 f"{copied / nbytes:.0%} of the checkpoint ({copied >> 20} MiB) is copied inside save() each time, "
                 f"since no optimizer owns it and something writes to it between saves: {names}{more}. If one method of "
-                'an object writes to it, call lazyckpt.guard(obj, "method"), and save() returns before it is copied',
-                stacklevel=2,
+                'an object writes to it, call lazyckpt.guard(obj, "method"), and save() returns before it is copied'
             )
 
 
 def _enough(nbytes: int) -> float:
-    """How much of a state of so many bytes is much."""
+    """The eager bytes from which a state of ``nbytes`` deserves a warning."""
     return max(MIN_BYTES, MIN_SHARE * nbytes)
 
 

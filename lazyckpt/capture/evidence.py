@@ -1,7 +1,7 @@
 """Evidence that training writes to a parameter only in its optimizer's step.
 
 Membership in ``param_groups`` proves nothing: momentum encoders and parameters that gradient hooks update are members,
-too. A parameter earns lazy copies once it had a gradient at a gate of its optimizer. It keeps them until it is frozen
+too. A parameter earns lazy copies when it has a gradient at a gate of its optimizer. It keeps them until it is frozen
 or gets other memory.
 """
 
@@ -21,12 +21,12 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def parameters_in_groups(optimizer: Any) -> list[torch.Tensor]:
-    """The tensors in the optimizer's groups. An optimizer that is not as torch's are may raise anything."""
+    """Returns the tensors in the optimizer's groups. A foreign optimizer may raise anything here."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def addresses(tensors: list[torch.Tensor]) -> list[int]:
-    """The address of each tensor's memory; for a wrapper, one number for all memory inside; 0 if there is none."""
+    """Returns the address of each tensor's memory: for a wrapper one number for all memory inside, 0 for none."""
     with torch._C.DisableTorchFunction():  # a mode such as torch.device(…) would make this take 16 times as long
         try:
             found = list(map(torch.Tensor.data_ptr, tensors))
@@ -46,23 +46,25 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class Evidence:
-    """One per gate. It holds no parameter, not even weakly: torch.utils.swap_tensors refuses a tensor that has weak
-    references. Entries die with their optimizer, which keeps its parameters alive."""
+    """The parameters that have earned lazy copies. One per gate.
+
+    It holds no parameter, not even weakly: torch.utils.swap_tensors refuses a tensor with weak references. Entries die
+    with their optimizer, which keeps its parameters alive."""
 
     def __init__(self) -> None:
         # By optimizer: its parameters that had a gradient, by identity, and where their memory was.
         self._earned: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        # What each optimizer's steps look at: the sizes of its groups, and the places (group, number) of the parameters
-        # that have not earned yet.
+        # By optimizer: the sizes of its groups, and the places (group, number) of the parameters without evidence,
+        # which its steps look at.
         self._waiting: weakref.WeakKeyDictionary[Any, tuple[list[int], list[tuple[int, int]]]] = (
             weakref.WeakKeyDictionary()
         )
         self._embeddings: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def look(self, optimizer: Any) -> None:
-        """Notes which parameters have a gradient now; call it between backward and the optimizer's write.
+        """Notes which parameters have a gradient now. Call it between backward and the optimizer's write.
 
-        Never fails: parameters of an optimizer that is not as torch's are earn nothing."""
+        Never fails: parameters of a foreign optimizer that raises earn nothing."""
         with contextlib.suppress(Exception):
             self._look(optimizer)
 
@@ -87,8 +89,9 @@ class Evidence:
         self._earned.setdefault(optimizer, {}).update(zip(map(id, earned), addresses(earned), strict=True))
 
     def without(self, optimizer: Any, tensors: list[torch.Tensor], at: list[int]) -> list[torch.Tensor]:
-        """The optimizer's parameters, now at these addresses, that must be copied eagerly. Its next steps look at
-        those that may earn more."""
+        """Returns the optimizer's parameters without evidence, of those that are now at these addresses.
+
+        The next steps of the optimizer look at them again."""
         mine = self._earned.get(optimizer, {})
         if len(mine) > len(tensors):  # others were removed, and may be freed
             members = set(map(id, tensors))
@@ -112,7 +115,7 @@ class Evidence:
 
     @contextlib.contextmanager
     def kept(self, optimizer: Any) -> Iterator[None]:
-        """Parameters keep what they have earned if the optimizer gives them other memory in here. Never fails."""
+        """A context in which parameters keep their evidence although the optimizer moves them. Never fails."""
         before = _memory_of(optimizer)
         try:
             yield
@@ -123,21 +126,21 @@ class Evidence:
                 table.update((key, new) for key, old, new in moved if table.get(key) == old)
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Looks for parts that write to their parameters in forward: embeddings with ``max_norm``."""
+        """Notes the parts that may write to their parameters in forward: embeddings, with ``max_norm``."""
         kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
         self._embeddings.update(part for part in module.modules() if isinstance(part, kinds))
 
     def eager_storages(self) -> set[int]:
-        """Storages that are eager whatever their owners have earned, by ``_cdata``."""
+        """Returns the storages (``_cdata``) that are eager whatever their owners have earned."""
         return set(_storages([part.weight for part in list(self._embeddings) if part.max_norm is not None]))
 
     def storages_of(self, optimizer: Any, tensors: list[torch.Tensor]) -> list[int]:
-        """The storages of these parameters and of their state."""
+        """Returns the storages of these parameters and of their state."""
         return _storages([tensors, [_state_of(optimizer, tensor) for tensor in tensors]])
 
 
 def _places(optimizer: Any, wanted: Callable[[torch.Tensor], bool]) -> list[tuple[int, int]]:
-    """Those of the trained parameters in the optimizer's groups that are wanted."""
+    """The places of the wanted trained parameters in the optimizer's groups."""
     with torch._C.DisableTorchFunction():
         return [
             (group, number)
@@ -148,7 +151,7 @@ def _places(optimizer: Any, wanted: Callable[[torch.Tensor], bool]) -> list[tupl
 
 
 def _memory_of(optimizer: Any) -> dict[int, int]:
-    """Where the memory of each of the optimizer's parameters begins; nothing if it is not as torch's are."""
+    """The address of each of the optimizer's parameters; nothing for a foreign optimizer that raises."""
     try:
         parameters = parameters_in_groups(optimizer)
         return dict(zip(map(id, parameters), addresses(parameters), strict=True))

@@ -1,4 +1,4 @@
-"""Which optimizer owns which storage, and so who has to wait for its copy."""
+"""Finds out which optimizer owns which storage, and so must wait for its copy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from lazyckpt.capture import averages
+from lazyckpt.capture.averages import Guarded
 from lazyckpt.capture.evidence import addresses, parameters_in_groups
-from lazyckpt.capture.gate import Gate, Guarded, warn_of_foreign
+from lazyckpt.capture.foreign import warn_of_foreign
+from lazyckpt.capture.gate import Gate
 from lazyckpt.providers.wrappers import Link, Storages, storages_in
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
 
 
 class _Claim(NamedTuple):
-    """What optimizers say of one storage that is not simply one tensor of one of them."""
+    """One storage that is more than one tensor of one optimizer."""
 
     owners: int  # bits
     eligible: bool  # all of them are gated
@@ -38,7 +40,7 @@ class _Claim(NamedTuple):
 
 
 def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
-    """Whether dense tensors cover a storage together: views of a flat buffer, or one in another order of dimensions."""
+    """Whether dense tensors together cover a storage, as views of a flat buffer do, or one transposed tensor."""
     if not all(map(_is_dense, tensors)):
         return False
     end = 0
@@ -50,30 +52,30 @@ def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
 
 
 class Parameters(NamedTuple):
-    """Which tensors an owner is for, and where their memory is. They live as long as the owner has them."""
+    """The tensors of an owner, and their addresses. They live as long as the owner has them."""
 
     identities: list[int]
     addresses: list[int]
 
 
 class Ownership:
-    """Which optimizer owns which storage, at one instant. Storages are known by their ``_cdata``."""
+    """The owners of storages at one instant. Storages are known by their ``_cdata``."""
 
     def __init__(self, gate: Gate, steps_before: dict[int, int], *, watched: bool = True) -> None:
-        """``watched``: the engine watches pages, so that a write which nobody expects is found."""
-        # The bit of each owner, and the parameters it had. Weakly held: an optimizer may die while its storages wait.
+        """``watched``: the engine watches pages, so it finds unexpected writes."""
+        # The bit and the parameters of each owner. Weak: an optimizer may die while its storages wait.
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
-        self.lazy_owners: dict[int, int] = {}  # the bits of the owners that a storage waits for; 0: it is eager
+        self.lazy_owners: dict[int, int] = {}  # the bits of the owners that wait for a storage; 0: it is eager
         self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
-        self.guarded: set[int] = set()  # storages of others than optimizers, which write to them in methods
+        self.guarded: set[int] = set()  # storages of guarded objects
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
         owners, eager = gate.owners()
         mixed: dict[int, _Claim] = {}
         sizes: dict[int, int] = {}
         inside_step = gate.inside_step()
-        newest_first = reversed(owners)  # earlier runs' may live on, as garbage
+        newest_first = reversed(owners)  # those of earlier runs may live on as garbage
         for number, (owner, steps) in enumerate(newest_first):
             bit = 1 << min(number, _SHARED_BIT)
             self.steps[id(owner)] = steps
@@ -86,13 +88,13 @@ class Ownership:
                     eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
                 owned = _storages_of(owner, parameters)
                 # If an optimizer does not step, something else may train its parameters. Hardly anything else writes to
-                # an average that is known, however seldom it is updated; the kernel finds who does.
+                # a known average, however seldom it is updated, and the kernel finds such writes.
                 gated = steps != steps_before.get(id(owner), 0) or (known and watched and _are_on_host(owned))
                 gated = gated and not inside_step and gate.replayed.get(owner, True) and not _writes_outside_step(owner)
-            except Exception as error:  # nobody knows what it owns: nothing of that is lazy by it
+            except Exception as error:  # it may own anything, so it makes nothing lazy
                 warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
                 continue
-            if described.identities:  # otherwise it may be for any
+            if described.identities:  # otherwise it may own anything
                 self.owners[owner] = bit, described
             for tensors, identities, nbytes, whole, links in owned:
                 if guarded:
@@ -119,7 +121,7 @@ class Ownership:
         self.lazy_owners.update((identity, 0) for identity in eager if identity in self.lazy_owners)
 
     def _eager(self, gate: Gate, owner: Any, parameters: list[torch.Tensor], at: list[int], bit: int) -> list[int]:
-        """The storages of parameters that have not earned to be lazy, and of their state."""
+        """The storages of parameters without evidence, and of their state."""
         without = gate.evidence.without(owner, parameters, at)
         if not without:
             return []
@@ -134,14 +136,14 @@ def _are_on_host(owned: list[Storages]) -> bool:
 
 
 def _writes_outside_step(owner: Any) -> bool:
-    """Whether its parameters change in forward or backward, too: they are gathered there from other ranks (Apex), or
-    stepped on and broadcast (torch's ZeroRedundancyOptimizer in overlap with DDP)."""
+    """Whether the owner's parameters also change in forward or backward: Apex gathers them there from other ranks;
+    torch's ZeroRedundancyOptimizer, overlapping with DDP, steps and broadcasts there."""
     gathers = any(cls.__module__.startswith("apex.contrib.optimizers.") for cls in type(owner).__mro__)
     return gathers or getattr(owner, "_overlap_with_ddp", False)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill numel x itemsize bytes of memory without overlap."""
+    """Whether the tensor's elements fill numel x itemsize bytes of memory without overlap."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -155,7 +157,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def parameters_of(owner: Any) -> Parameters:
-    """Which tensors an owner is for now, and where."""
+    """Returns the tensors that an owner has now, and their addresses."""
     return _described(owner, _parameters(owner))
 
 
@@ -166,7 +168,7 @@ def _described(owner: Any, parameters: list[torch.Tensor]) -> Parameters:
 
 
 def _guarded(owner: Any) -> Any:
-    """The object that this owner is for, if that is no optimizer."""
+    """The guarded object or known average behind an owner; None for an optimizer."""
     return owner.obj if isinstance(owner, Guarded) else owner if averages.is_known(owner) else None
 
 
@@ -179,7 +181,7 @@ def _parameters(owner: Any) -> list[torch.Tensor]:
 
 
 def _storages_of(owner: Any, parameters: list[torch.Tensor]) -> list[Storages]:
-    """The storages of what an optimizer, an average or a guarded object owns."""
+    """The storages that an optimizer, an average or a guarded object owns."""
     guarded = _guarded(owner)
     if guarded is None:
         return storages_in([parameters, getattr(owner, "state", None)])

@@ -1,11 +1,7 @@
-"""Decides what may be copied lazily, and finds out whether it stayed unchanged until it was.
+"""The storages of one checkpoint from ``save()`` until they are copied, and the proof that they did not change.
 
-A storage is copied lazily if a gated optimizer owns all of it (its parameters and its state), stepped since the last
-save, is not inside a step, and has evidence for it (evidence.py). It must be larger than 4 KiB, or 16 KiB where the
-kernel watches its pages. Everything else (buffers, which change in forward; scalars; RNG; the user's tensors) is copied
-before ``save()`` returns. Frozen parameters become lazy once two snapshots in a row found them unchanged.
-
-The engine finds writes to watched pages. For other memory the version counters tell (verdict.py).
+laziness.py decides which of them are lazy. The engine finds writes to watched pages; for other memory the version
+counters tell (verdict.py).
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import errno
 import threading
 import time
 from array import array
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
 from functools import reduce
 from itertools import chain, compress, count, repeat
@@ -26,65 +22,26 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture import devices
-from lazyckpt.capture.gate import gate, is_of_torch
+from lazyckpt.capture.foreign import is_of_torch
+from lazyckpt.capture.frozen import FrozenParameters
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
 from lazyckpt.capture.torn import CURE, TornStorages, is_torn
 from lazyckpt.capture.verdict import Verdict, wait_durable
+from lazyckpt.formats import torch_zip
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.providers.base import TensorView, TensorViews
-from lazyckpt.providers.wrappers import Link, storages_in
+from lazyckpt.providers.wrappers import Link
 
 if TYPE_CHECKING:
     from lazyckpt.capture.eager import Copied
 
-LAZY_MIN_BYTES = 4096
-WATCHED_MIN_BYTES = 16 << 10  # smaller ones lie in pages with others, and are copied sooner than watched
-FROZEN_MIN_BYTES = 8192  # more than the state of any random number generator: without others no module is looked into
 ALL_OWNERS = (1 << 64) - 1
 _MAX_NAMES = 5  # of torn tensors in a message
 _MOVED = "given other memory between save() and the copy"
 _ASK_S = 0.2  # another thread for its verdict, before this one writes
 _PATIENCE_AT_EXIT_S = 5.0  # with threads that Python does not wait for
-_FROZEN = 1 << 63  # together with the bits of optimizers that have it in a group, although they do not train it
-
-
-class FrozenParameters:
-    """Parameters that nobody trains: lazy once two snapshots in a row had the same version and checksum."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, int, int, int]] = {}  # key -> pointer, bytes, version, crc
-        self._twice: set[str] = set()
-
-    def is_lazy(self, view: TensorView, tensor: torch.Tensor) -> bool:
-        seen = self._seen.get(view.key)
-        here = (view.storage.data_ptr(), view.nbytes, tensor._version)
-        return view.key in self._twice and seen is not None and seen[:3] == here
-
-    def observe(self, view: TensorView, version: int, crc: int, was_lazy: bool) -> bool:
-        """Notes what a snapshot found; False if a parameter that was copied lazily had changed."""
-        here = (view.storage.data_ptr(), view.nbytes, version, crc)
-        same = self._seen.get(view.key) == here
-        self._seen[view.key] = here
-        if same:
-            self._twice.add(view.key)
-        else:
-            self._twice.discard(view.key)
-        return same or not was_lazy
-
-
-def frozen_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """The dense parameters of ``modules`` that nobody trains. ``Module.parameters()`` takes ten times as long to find
-    them, since it makes their names, too."""
-    found = []
-    todo = list(modules)
-    seen = set(todo)
-    while todo:
-        module = todo.pop()
-        found += [p for p in module._parameters.values() if p is not None and not p.requires_grad]
-        parts = {m for m in module._modules.values() if m is not None} - seen
-        todo += parts
-        seen |= parts
-    return [p for p in found if p.layout is torch.strided]
 
 
 class Snapshot:
@@ -103,7 +60,7 @@ class Snapshot:
         watched: bool,
         torn: TornStorages,
     ) -> None:
-        """``files``: the storages of each file, which may be laid out in another order where ``any_order``.
+        """``files``: the storages of each file; the snapshot may put them into another order where ``any_order``.
         ``watched``: the engine watches the pages of lazy host memory.
 
         Raises OSError if ``engine`` cannot use a device of theirs."""
@@ -111,67 +68,47 @@ class Snapshot:
         self.job: _engine.Job | None = None  # while it is under way
         self.metrics = CheckpointMetrics()
         self.durable: Future[Any] | None = None  # set if steps wait for it (before_step)
-        self.waited: Callable[[float], None] = _nothing  # told of every wait at the gate: when it began
+        self.waited: Callable[[float], None] = _nothing  # called after every wait at the gate, with its begin
         self.name_of = _key_of
         self._owners = ownership.owners
         self._frozen = frozen
         self._torn_storages = torn
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
-        self.copied: Copied | None = None  # what is noted for eager.py
+        self.copied: Copied | None = None  # for eager.py
         self._owned: Container[int] = ownership.tensors  # storages of optimizers and of guarded objects, lazy or not
         self._lock = threading.RLock()
-        self._verified = 0  # owners whose storages have been looked at after their copy
+        self._verified = 0  # owners whose storages were checked after their copy
         # The storages of all files: those of the first, of the second, …
-        identities = list(chain.from_iterable(file.identities for file in files))
-        sizes = list(chain.from_iterable(file.sizes for file in files))
-        where = list(chain.from_iterable(file.devices for file in files))
-        storages = list(chain.from_iterable(file.storages for file in files))
-        located = devices.locate(storages, where, engine)
-        may_be_lazy = list(map(ownership.lazy_owners.get, identities, repeat(0)))
-        # Whether some of it belongs to an optimizer that is at work.
-        self.in_training = any(may_be_lazy)
-        owners = [b if nbytes > LAZY_MIN_BYTES else 0 for b, nbytes in zip(may_be_lazy, sizes, strict=True)]
-        frozen_at = self._classify_frozen(files, identities, sizes, owners, modules, ownership)
-        owners = torn.without(owners, identities)
-        if located is not None:  # a copy by torch is made now
-            owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
-        if not watched:  # or another process may write; the witness refuses such memory by itself
-            shared = (
-                bits and d.type == "cpu" and s.is_shared() for bits, d, s in zip(owners, where, storages, strict=True)
-            )
-            owners = [0 if is_shared else bits for is_shared, bits in zip(shared, owners, strict=True)]
-        if watched:
-            on_host = repeat(True) if located is None else map(devices.HOST.__eq__, located)
-            owners = [
-                0 if host and nbytes <= WATCHED_MIN_BYTES else bits
-                for host, nbytes, bits in zip(on_host, sizes, owners, strict=located is not None)
-            ]
+        views = TensorViews.joined(files)
+        located = devices.locate(views.storages, views.devices, engine)
+        laziness = decide(views, located, ownership, frozen, modules, torn, watched=watched)
+        owners, frozen_at = laziness.owners, laziness.frozen
+        self.in_training = laziness.in_training
         order: list[int] = []
         self.files: list[TensorViews] = []
         for file, movable in zip(files, any_order, strict=True):
-            first = len(order)
-            here = list(range(first, first + len(file)))
+            here: Sequence[int] = range(len(file))
             if movable:
-                # Eager ones first, since save() waits for them; then the big ones: they keep the disk busy longest.
-                by_size = sorted(here, key=sizes.__getitem__, reverse=True)
-                here = [at for at in by_size if not owners[at]] + [at for at in by_size if owners[at]]
-            order += here
-            self.files.append(file.take([at - first for at in here]) if movable else file)
+                here = torch_zip.file_order(file.sizes, list(map(self._owned.__contains__, file.identities)))
+            first = len(order)
+            order += [first + at for at in here]
+            self.files.append(file.take(here) if movable else file)
+        self._views = TensorViews.joined(self.files)
         self.owners = array("Q", map(owners.__getitem__, order))
-        self.sizes = array("Q", map(sizes.__getitem__, order))
-        self._storages = list(chain.from_iterable(file.storages for file in self.files))
-        self._places: dict[int, int] | None = None  # of the storages, by _cdata, once somebody asks
+        self.sizes = array("Q", self._views.sizes)
+        self._storages = self._views.storages
+        self._places: dict[int, int] | None = None  # of the storages, by _cdata; made when first needed
         located = located and list(map(located.__getitem__, order))
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
-        self._identities = list(map(identities.__getitem__, order))
-        self._tensors_of = ownership.tensors | {identities[at]: (tensor,) for at, tensor in frozen_at.items()}
-        # What must not change until it is copied. The engine watches host memory, if it can; of the rest, the versions
-        # of the tensors that view it tell.
+        self._identities = self._views.identities
+        self._tensors_of = ownership.tensors | {views.identities[at]: (tensor,) for at, tensor in frozen_at.items()}
+        # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
+        # versions of the tensors that view it tell.
         self._lazy = list(compress(count(), self.owners))
         unseen = self._lazy if not watched else [s for s in self._lazy if located and located[s] != devices.HOST]
-        views = [self._tensors_of[self._identities[source]] for source in unseen]
-        self._tensors: list[torch.Tensor] = list(chain.from_iterable(views))
-        self._source_of: list[int] = list(chain.from_iterable(map(repeat, unseen, map(len, views))))
+        seen_through = [self._tensors_of[self._identities[source]] for source in unseen]
+        self._tensors: list[torch.Tensor] = list(chain.from_iterable(seen_through))
+        self._source_of: list[int] = list(chain.from_iterable(map(repeat, unseen, map(len, seen_through))))
         # A write through a wrapper may move only the wrapper's version, a write to an inner tensor only that one's.
         links = ownership.links
         self._links: list[tuple[int, Link]] = (
@@ -181,35 +118,10 @@ class Snapshot:
         self._versions = _versions_of(self._tensors)
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
-                self._frozen_views.append((source, _view_at(files, at), frozen_at[at]._version, owners[at] != 0))
+                self._frozen_views.append((source, views[at], frozen_at[at]._version, owners[at] != 0))
         self._crcs = self._checksums() if audit else {}
         owed = self._lazy if self._crcs else unseen
         self.verdict = Verdict(reduce(or_, map(self.owners.__getitem__, owed), 0), self._tensors)
-
-    def _classify_frozen(
-        self,
-        files: list[TensorViews],
-        identities: list[int],
-        sizes: list[int],
-        owners: list[int],
-        modules: Iterable[torch.nn.Module],
-        ownership: Ownership,
-    ) -> dict[int, torch.Tensor]:
-        """Frozen parameters, by the place of their storage; enters those that may be lazy into ``owners``."""
-        eager = [at for at, bits in enumerate(owners) if not bits and sizes[at] > FROZEN_MIN_BYTES]
-        if not eager:
-            return {}
-        frozen: dict[int, torch.Tensor] = {}
-        for storages in storages_in(frozen_parameters(modules)):
-            here = zip(storages.identities, storages.tensors, strict=True)
-            frozen.update((identity, tensor) for identity, tensor in here if not tensor.is_inference())
-        for identity in ownership.guarded:  # these do not rest, although nobody trains them
-            frozen.pop(identity, None)
-        found = {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
-        for at, tensor in found.items():
-            if self._frozen.is_lazy(_view_at(files, at), tensor):
-                owners[at] = _FROZEN | ownership.frozen_owners.get(identities[at], 0)
-        return found
 
     def _checksums(self) -> dict[int, int]:
         copies = {s: devices.on_host(self._storages[s]) for s in self._lazy}
@@ -218,13 +130,13 @@ class Snapshot:
     # gate.Pending
 
     def wait(self, owner: object) -> None:
-        # One that is new, was given other parameters since, or cannot be asked may own any of the storages by now.
+        # A new owner, one with other parameters than at save(), and one that raises may own any of the storages now.
         owners = ALL_OWNERS
         with contextlib.suppress(Exception):
             bit, parameters = self._owners.get(owner, (0, None))
             if parameters is not None and parameters == parameters_of(owner):
                 owners = bit
-        # What torch's optimizers do to a device they put into its current stream. Of others nobody knows.
+        # torch's optimizers write in the device's current stream. Other optimizers may use any stream.
         self._wait(owners, on_device=is_of_torch(owner))
 
     def wait_all(self) -> None:
@@ -265,8 +177,9 @@ class Snapshot:
             self.verify()
 
     def await_verdict(self) -> bool:
-        """Returns True when no verdict is owed any more; on a thread of the background, after everything is copied.
-        False if the process ends and the thread that owes it has not given it for long."""
+        """Waits until no verdict is owed; on a background thread, after everything is copied.
+
+        Returns False if the process ends and the thread that owes the verdict does not give it in time."""
         patient_until = None
         while self.torn is None and self.verdict.owed:
             self._ask_for_verdict()
@@ -277,8 +190,10 @@ class Snapshot:
         return True
 
     def verify_soon(self) -> None:
-        """Like ``verify``, for whoever is about to write. If that is not the thread that owes the verdict, that one is
-        asked for a moment: it may be writing. If it does not say, what is written now fails the checkpoint."""
+        """Verifies, for a caller that is about to write.
+
+        If another thread owes the verdict, asks it for a moment: it may be writing itself. If that thread does not
+        answer, the caller's write will fail the checkpoint."""
         end = time.monotonic() + _ASK_S
         while self.torn is None and self.verdict.is_owed_by_another() and time.monotonic() < end:
             self._ask_for_verdict()
@@ -287,17 +202,17 @@ class Snapshot:
 
     def _ask_for_verdict(self) -> None:
         if not self.verdict.is_thread_alive():
-            self.verify()  # all that it began has ended
-        gate.if_standing(self.verdict.thread.ident, self.verify)
+            self.verify()  # all that the thread began has ended
+        gate.standing.judge(self.verdict.thread.ident, self.verify)
         versions = self.verdict.ask()
         if versions is not None:
             self.verify(versions=versions)
 
     def verify(self, owners: int = ALL_OWNERS, versions: list[int] | None = None) -> None:
-        """Checks that what these owners protect did not change between ``save()`` and its copy; each storage once,
-        after its copy and before its owner may step. Sets ``torn`` and fails the job otherwise.
+        """Checks that the storages of these owners did not change between ``save()`` and their copy.
 
-        To be called where no write of this thread's is under way, or with the ``versions`` of such a moment."""
+        Checks each storage once, after its copy and before its owner may step. If one changed, sets ``torn`` and fails
+        the job. Call it where this thread writes nothing, or with the ``versions`` of such a moment."""
         with self._lock:
             todo = owners & ~self._verified
             if not todo or self.torn is not None or self.job is None:
@@ -305,7 +220,7 @@ class Snapshot:
             changed = self._changed(todo, versions)
             if changed is not None:
                 self._tear(*changed)
-            self._verified |= owners  # last: Ctrl-C before this, and the next who waits looks again
+            self._verified |= owners  # last: after Ctrl-C before this, the next waiter checks again
             self.verdict.give(owners)
 
     def _tear(self, sources: list[int], what: str) -> None:
@@ -318,15 +233,15 @@ class Snapshot:
         self._torn_storages.add(self._storages[source] for source in sources)
 
     def _name_of(self, source: int) -> str:
-        view = _view_at(self.files, source)
+        view = self._views[source]
         name = self.name_of(view)
-        if name == _key_of(view):  # whoever viewed the storage at save() may have been given another one since
+        if name == _key_of(view):  # the tensors that viewed the storage at save() may have other storages now
             for tensor in self._tensors_of.get(self._identities[source], ()):
                 name = self.name_of(view._replace(storage=tensor.untyped_storage()))
         return name
 
     def _changed(self, owners: int, versions: list[int] | None) -> tuple[list[int], str] | None:
-        """What changed of the storages of ``owners`` that no verified owner has."""
+        """The changed storages of ``owners``, less those of verified owners, and what happened to them."""
         assert self.job is not None
         todo = [s for s in self._lazy if self.owners[s] & owners and not self.owners[s] & self._verified]
         if moved := self._moved(todo):
@@ -339,7 +254,7 @@ class Snapshot:
             for source, tensor, before, version in zip(
                 self._source_of, self._tensors, self._versions, versions, strict=False
             )
-            # One that was given another storage tells nothing of this one any more.
+            # A tensor that was given another storage tells nothing about this one.
             if (version != before or tensor.untyped_storage()._cdata != self._identities[source])
             and (asked is None or source in asked)
         ]
@@ -371,16 +286,16 @@ class Snapshot:
         ]
 
     def verify_pages(self) -> None:
-        """Asks the engine whether a page of host memory was written before it was copied; after all is copied."""
+        """Checks, after everything is copied, that no page of host memory was written before its copy."""
         assert self.job is not None
         written = self.job.torn()
         with self._lock:
             if written and self.torn is None:
-                moved = self._moved(written)  # whoever has that memory now has written to it
+                moved = self._moved(written)  # the present owner of that memory has written to it
                 self._tear(*((moved, _MOVED) if moved else (written, "written to between save() and the copy")))
 
     def verify_frozen(self) -> None:
-        """Compares frozen parameters with the snapshot before; after all is copied."""
+        """Compares frozen parameters with the snapshot before, after everything is copied."""
         assert self.job is not None
         if not self._frozen_views:
             return
@@ -392,16 +307,16 @@ class Snapshot:
     # what is eager
 
     def unowned(self) -> dict[int, TensorView]:
-        """What is eager since nobody owns it, by the number of its source."""
+        """The storages that are eager since nobody owns them, by source."""
         unowned = compress(count(), map(not_, map(self._owned.__contains__, self._identities)))
         return {
-            source: _view_at(self.files, source)
+            source: self._views[source]
             for source in unowned
             if not self.owners[source] and self.sizes[source] > LAZY_MIN_BYTES and not is_torn(self._identities[source])
         }
 
     def note_copied(self) -> None:
-        """For eager.py; after all is copied."""
+        """Keeps, for eager.py, what was copied eagerly; after everything is copied."""
         if self.copied is not None and self.job is not None:
             self.copied.fill_in(self, self.job)
 
@@ -412,6 +327,7 @@ class Snapshot:
             self.verdict.give(ALL_OWNERS)
             self.name_of = _key_of
             self.files = []
+            self._views = TensorViews()
             self._storages = []
             self._held = []
             self._tensors = []
@@ -427,15 +343,6 @@ def _nothing(begin: float) -> None:
 
 def _key_of(view: TensorView) -> str:
     return f"data/{view.key}"
-
-
-def _view_at(files: Iterable[TensorViews], at: int) -> TensorView:
-    """The one at this place among those of all files."""
-    for file in files:
-        if at < len(file):
-            return file[at]
-        at -= len(file)
-    raise IndexError
 
 
 def _versions_of(tensors: list[torch.Tensor]) -> list[int]:

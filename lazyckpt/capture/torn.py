@@ -1,4 +1,4 @@
-"""What a torn snapshot teaches: which storages are copied inside ``save()`` from then on."""
+"""Remembers the storages of torn snapshots, so that later saves copy them eagerly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ CURE = (
     "It is copied inside save() from now on, which takes longer. To keep it lazy, let the code that writes to it wait: "
     'lazyckpt.guard(object, "method"), or lazyckpt.wait_captured() before the write'
 )
-_MAX_TORN_SNAPSHOTS = 3  # of a Saver; then nothing is lazy any more: who writes is not to be known
+_MAX_TORN_SNAPSHOTS = 3  # of a Saver; after these nothing is lazy, since the writer cannot be found
 
 
 class TornStorages:
-    """The storages of one Saver that were written to before they were copied. Any thread may call.
+    """The torn snapshots of one Saver. Any thread may call.
 
-    The storages are known to the whole process: another Saver need not learn it again. The save after a torn one copies
-    everything at once, so that it commits whoever else writes.
+    The whole process shares the storages, so that another Saver need not find them again. The save after a torn one
+    copies everything eagerly, so that it commits whatever else writes.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class TornStorages:
         self._copy_all = False
 
     def add(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """A snapshot was torn, since somebody wrote to ``storages``."""
+        """Notes that a snapshot was torn, since something wrote to ``storages``."""
         self._snapshots += 1
         self._copy_all = True
         for dead in [identity for identity, torn in list(_torn.items()) if torn.expired()]:
@@ -34,7 +34,7 @@ class TornStorages:
         _torn.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
 
     def without(self, owners: list[int], identities: list[int]) -> list[int]:
-        """``owners`` of the storages with these identities (``_cdata``), 0 for those that have to be eager."""
+        """Returns ``owners`` of the storages with these identities (``_cdata``), 0 for those that must be eager."""
         copy_all, self._copy_all = self._copy_all, False
         if copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS:
             return [0] * len(owners)
@@ -44,10 +44,10 @@ class TornStorages:
 
 
 def is_torn(identity: int) -> bool:
-    """Whether the storage with this ``_cdata`` was torn before, in whatever Saver."""
+    """Whether the storage with this ``_cdata`` was torn before, in any Saver."""
     return identity in _torn
 
 
-# By ``_cdata``: no other storage is given it as long as there is a weak reference to the one that had it. To a tensor
-# there must be none: torch.utils.swap_tensors refuses it.
+# By ``_cdata``, which no other storage gets while a weak reference to this one exists. There must be none to a tensor:
+# torch.utils.swap_tensors refuses such a tensor.
 _torn: dict[int, StorageWeakRef] = {}

@@ -1,10 +1,9 @@
-"""When it is known that a lazy copy is of the moment of ``save()``, where the kernel does not tell.
+"""Decides when version counters prove that a lazy copy is of the moment of ``save()``.
 
-A version counter moves after the write, and the write may run without the GIL. So the counters prove something only at
-a point of program order: where the thread that called ``save()`` is known to write nothing. Such points are the gate in
-front of a step, every call of lazyckpt that this thread makes, above all those that wait, and, on the main thread, the
-moments between two bytecodes in which the interpreter runs pending calls. Until then the checkpoint is durable, but not
-published.
+torch moves a version counter after the write, and the write may run without the GIL. So the counters prove something
+only at a point of program order: where the thread that called ``save()`` is known to write nothing. Such points are the
+gate in front of a step, every call of lazyckpt on this thread, and, on the main thread, the moments between two
+bytecodes in which the interpreter runs pending calls. Until then the checkpoint is durable, but not published.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LONGEST_PAUSE_S = 0.1
 
 
 class Verdict:
-    """What is owed for one snapshot. Any thread may call."""
+    """The verdict on one snapshot, which a thread owes. Any thread may call."""
 
     def __init__(self, owed: int, tensors: list[torch.Tensor]) -> None:
         """``owed``: the owners, as bits, whose storages only the versions of ``tensors`` protect."""
@@ -44,15 +43,17 @@ class Verdict:
         return self.owed != 0 and threading.get_ident() != self.thread.ident
 
     def give(self, owners: int) -> None:
-        """The storages of these owners have been looked at."""
+        """Notes that the storages of these owners were checked."""
         self.owed &= ~owners
         if not self.owed:
             self._given.set()
             self._reading = None
 
     def ask(self) -> list[int] | None:
-        """Waits a moment for the verdict, on a thread of the background. Returns the versions, if the main thread owes
-        the verdict and has come to a point of program order since the last call."""
+        """Waits a moment for the verdict, on a background thread.
+
+        Returns the versions if the main thread owes the verdict and has reached a point of program order since the
+        last call."""
         reading = self._reading
         if reading is not None:
             reading.request()
@@ -64,15 +65,16 @@ class Verdict:
         return None if reading is None else reading.versions()
 
     def is_thread_alive(self) -> bool:
-        """Whether the thread that owes it still runs. Python does not know it of threads that it did not start."""
+        """Whether the thread that owes the verdict still runs, also if Python did not start it."""
         if not isinstance(self.thread, threading._DummyThread):
             return self.thread.is_alive()
         return Path(f"/proc/self/task/{self.thread.native_id}").exists()
 
 
 def wait_durable(durable: Any) -> None:
-    """Returns when the handle ``durable`` is done, or lacks nothing but the verdict of another thread: that thread may
-    be waiting for this one."""
+    """Waits until the handle ``durable`` is done, or lacks only the verdict of another thread.
+
+    That other thread may be waiting for this one."""
     while not durable.done() and durable._obstacle() is None:
         with contextlib.suppress(TimeoutError):
             Future.exception(durable, _LONGEST_PAUSE_S)  # nobody is told of a failure by this

@@ -1,7 +1,7 @@
 """Prepares the staging buffer when training begins, so that the first save finds it ready.
 
-The system hands out gigabytes of memory in seconds, and a GPU takes time to pin them. Without this, the copies of the
-first save wait for both.
+The kernel takes seconds to hand out gigabytes of memory, and a GPU takes time to pin them. Without this, the copies of
+the first save wait for both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lazyckpt.capture import devices
-from lazyckpt.capture.gate import gate, unwrapped
+from lazyckpt.capture.foreign import unwrapped
+from lazyckpt.capture.gate import gate
 from lazyckpt.providers.wrappers import storages_in
 
 
@@ -41,7 +42,7 @@ class Warmup:
             gate.warmups.add(self)
 
     def forget(self) -> None:
-        """Prepares nothing any more."""
+        """Stops waiting for steps."""
         self._objects.clear()
         self._waiting.clear()
         gate.warmups.discard(self)
@@ -60,7 +61,7 @@ class Warmup:
         self._waiting.discard(id(optimizer))
         if not self._waiting:
             gate.warmups.discard(self)
-        with contextlib.suppress(Exception):  # what is wrong the first save says
+        with contextlib.suppress(Exception):  # the first save says what is wrong
             tensors: list[torch.Tensor] = []
             sizes: dict[int, int] = {}  # by storage
             for storages in storages_in([_tensors_of(obj) for obj in self._objects]):

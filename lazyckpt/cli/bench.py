@@ -19,11 +19,12 @@ from rich.text import Text
 
 import lazyckpt
 from lazyckpt import _engine
+from lazyckpt.capture.budget import available_memory_bytes
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, count, plain, print_json, progress, show, size, stdout
-from lazyckpt.config import MIB, available_memory_bytes
+from lazyckpt.config import MIB
 from lazyckpt.errors import ConfigError
-from lazyckpt.storage import commit
+from lazyckpt.storage import commit, folders
 
 if TYPE_CHECKING:
     import torch
@@ -196,7 +197,7 @@ class _Raw:
             os.fsync(fd)
         finally:
             os.close(fd)
-        commit.sync_path(path.parent)
+        folders.sync_path(path.parent)
 
     def read(self, path: Path, nbytes: int) -> None:
         fd = os.open(path, os.O_RDONLY | self._flags)

@@ -16,7 +16,7 @@ from lazyckpt.cli.completion import Found, completed_from
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_json, progress, size, stdout
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
-from lazyckpt.storage import commit
+from lazyckpt.storage import commit, folders
 from lazyckpt.tools.contents import SUFFIXES, document_in, read
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _write(dst: Path, plans: dict[str, FilePlan], texts: dict[str, str], loader:
 
     nbytes = sum(record.nbytes for record in loader.records.values())
     try:
-        if (free := commit.free_bytes(dst.absolute().parent)) < nbytes:
+        if (free := folders.free_bytes(dst.absolute().parent)) < nbytes:
             raise NoSpaceError(f"needs {nbytes} bytes, {free} are free", path=dst)
         staging = commit.Staging(dst) if folder else commit.FileStaging(dst)
         try:

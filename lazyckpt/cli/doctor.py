@@ -14,9 +14,10 @@ from rich.text import Text
 
 import lazyckpt
 from lazyckpt import _engine
+from lazyckpt.capture.budget import auto_ring_bytes, available_memory_bytes
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import columns, plain, print_json, show, size, stdout
-from lazyckpt.config import Config, auto_ring_bytes, available_memory_bytes
+from lazyckpt.config import Config
 from lazyckpt.errors import ConfigError
 from lazyckpt.storage import mounts
 

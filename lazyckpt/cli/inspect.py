@@ -13,7 +13,7 @@ from rich.text import Text
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import TreeLine, age, count, plain, print_json, print_tree, size, stdout
 from lazyckpt.reading.tree import STYLES, Node, drawn_rows, short, shown_shape
-from lazyckpt.storage.catalog import STATE, Checkpoint
+from lazyckpt.storage.manifest import STATE, Checkpoint
 from lazyckpt.tools.contents import Contents, checkpoint_in, document_in, read
 
 

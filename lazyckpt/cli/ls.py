@@ -13,8 +13,9 @@ from rich.text import Text
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import age, columns, plain, print_json, show, size, stdout
 from lazyckpt.errors import LoadError, ReadError, load_error
-from lazyckpt.storage import commit
-from lazyckpt.storage.catalog import Catalog, Checkpoint, pin_of
+from lazyckpt.storage import folders, manifest
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import Checkpoint, pin_of
 from lazyckpt.tools.contents import inside
 
 
@@ -65,7 +66,7 @@ def catalog_of(directory: Path) -> Catalog:
         os.scandir(directory).close()
     except OSError as error:
         raise load_error("cannot be read", error, path=directory) from error
-    if os.path.isfile(directory / commit.MANIFEST):
+    if os.path.isfile(directory / manifest.MANIFEST):
         raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
     return Catalog(directory)
 
@@ -127,12 +128,12 @@ def leftovers(directory: Path) -> list[dict[str, Any]]:
     """What is staged, or was when its process died. A staged folder is locked by its process for its lifetime."""
     found = []
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-        if not commit.is_unfinished(entry.name):
+        if not folders.is_unfinished(entry.name):
             continue
         path = Path(entry.path)
         if not entry.is_dir(follow_symlinks=False):
             state = "unknown"
-        elif entry.name.startswith(commit.TRASH) or not _is_locked(path):
+        elif entry.name.startswith(folders.TRASH) or not _is_locked(path):
             state = "abandoned"
         else:
             state = "in use"

@@ -13,7 +13,7 @@ from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.ls import catalog_of
 from lazyckpt.cli.output import age, plain, print_json, size, stdout
 from lazyckpt.errors import LoadError
-from lazyckpt.storage import catalog
+from lazyckpt.storage import manifest, retention
 
 
 def _steps(directory: Path, *, pinned: bool) -> Found:
@@ -37,20 +37,20 @@ def pin(directory: _Directory, step: Annotated[int, _step(pinned=False)], as_jso
 
     A Checkpointer that is running heeds it, too. A pin belongs to the step: if that is saved again, it stays pinned.
     """
-    checkpoint = catalog_of(directory).root / catalog.folder_name(step)
-    if catalog.is_missing(checkpoint):
+    checkpoint = catalog_of(directory).root / manifest.folder_name(step)
+    if manifest.is_missing(checkpoint):
         raise LoadError("no such checkpoint", path=checkpoint)
-    catalog.read_checkpoint(checkpoint)
-    catalog.pin(checkpoint)
+    manifest.read_checkpoint(checkpoint)
+    retention.pin(checkpoint)
     _tell(checkpoint, True, as_json)
 
 
 def unpin(directory: _Directory, step: Annotated[int, _step(pinned=True)], as_json: _Json = False) -> None:
     """Undo 'lazyckpt pin': retention decides again."""
-    checkpoint = catalog_of(directory).root / catalog.folder_name(step)
-    if catalog.is_missing(checkpoint) and catalog.is_missing(catalog.pin_of(checkpoint)):
+    checkpoint = catalog_of(directory).root / manifest.folder_name(step)
+    if manifest.is_missing(checkpoint) and manifest.is_missing(manifest.pin_of(checkpoint)):
         raise LoadError("no such checkpoint", path=checkpoint)
-    catalog.unpin(checkpoint)
+    retention.unpin(checkpoint)
     _tell(checkpoint, False, as_json)
 
 

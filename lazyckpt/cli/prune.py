@@ -14,8 +14,9 @@ from lazyckpt.cli.ls import catalog_of, leftovers
 from lazyckpt.cli.output import age, columns, count, plain, print_json, show, size, stdout
 from lazyckpt.config import Config
 from lazyckpt.errors import LoadError
-from lazyckpt.storage import commit
-from lazyckpt.storage.catalog import Checkpoint, Verdict, pin_of, read_checkpoint, retention
+from lazyckpt.storage import folders, removal
+from lazyckpt.storage.manifest import Checkpoint, pin_of, read_checkpoint
+from lazyckpt.storage.retention import Fate, retention
 
 
 def prune(
@@ -44,11 +45,11 @@ def prune(
     trash = [leftover for leftover in leftovers(directory) if leftover["state"] == "abandoned"]
     if yes:
         changed = [checkpoint for checkpoint in doomed if not _remove(checkpoint)]
-        verdicts |= dict.fromkeys(changed, Verdict(True, "saved again, removed or pinned meanwhile"))
+        verdicts |= dict.fromkeys(changed, Fate(True, "saved again, removed or pinned meanwhile"))
         doomed = [checkpoint for checkpoint in doomed if not verdicts[checkpoint].stays]
-        swept = {path.name for path in commit.sweep(directory)}
+        swept = {path.name for path in removal.sweep(directory)}
         trash = [leftover for leftover in trash if leftover["name"] in swept]
-        commit.sync_path(directory)
+        folders.sync_path(directory)
     gone = {checkpoint.sequence for checkpoint in doomed}
     kept = [checkpoint for checkpoint in known if checkpoint.sequence not in gone]
     nbytes = sum(checkpoint.nbytes for checkpoint in doomed) + sum(leftover["bytes"] for leftover in trash)
@@ -90,7 +91,7 @@ def _show(doomed: dict[Checkpoint, str], trash: list[dict[str, Any]]) -> None:
     show(stdout(), table)
 
 
-def _row(checkpoint: Checkpoint, verdict: Verdict) -> dict[str, Any]:
+def _row(checkpoint: Checkpoint, verdict: Fate) -> dict[str, Any]:
     row = {"name": checkpoint.path.name, "step": checkpoint.step, "sequence": checkpoint.sequence}
     return row | {"bytes": checkpoint.nbytes, "pinned": checkpoint.pinned, "why": verdict.why}
 
@@ -106,4 +107,4 @@ def _remove(checkpoint: Checkpoint) -> bool:
             return False
         return found == checkpoint.sequence and not os.path.lexists(pin_of(checkpoint.path))
 
-    return commit.remove(checkpoint.path, is_the_same)
+    return removal.remove(checkpoint.path, is_the_same)

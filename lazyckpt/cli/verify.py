@@ -16,11 +16,12 @@ from lazyckpt import _engine
 from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
-from lazyckpt.formats.base import FileReader, Record
+from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.ranges import Reading, process_engine
 from lazyckpt.reading.records import records_of, tensor_names
-from lazyckpt.storage import commit
-from lazyckpt.storage.catalog import Catalog, FileEntry, read_checkpoint
+from lazyckpt.storage import manifest
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import FileEntry, read_checkpoint
 from lazyckpt.tools.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 
 _READ_BYTES = 128 << 20  # read at once, between two moves of the progress bar
@@ -85,7 +86,7 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
 
 def _found_in(path: Path) -> Iterator[Path | LoadError]:
     """Checkpoints newest first; of a folder that is not a Checkpointer's, what is inside by its name."""
-    if not os.path.isdir(path) or os.path.exists(path / commit.MANIFEST):
+    if not os.path.isdir(path) or os.path.exists(path / manifest.MANIFEST):
         yield path
         return
     catalog = Catalog(path)

@@ -1,6 +1,6 @@
 """File formats: how a checkpoint is laid out in a standard file, and how one is read back.
 
-Start with ``formats.base``; then one module per format. This package knows nothing of
+Start with ``formats.program``; then one module per format. This package knows nothing of
 modules, optimizers or pickles, and touches no tensor's bytes.
 """
 
@@ -10,7 +10,7 @@ import os
 from typing import Literal
 
 from lazyckpt.errors import UnsupportedFormatError
-from lazyckpt.formats.base import FileReader
+from lazyckpt.formats.reader import FileReader
 
 # torch.save before 1.6 begins with the pickle of this number (torch.serialization.MAGIC_NUMBER), as LONG1 of
 # 10 bytes, behind the PROTO opcode; from protocol 4 on also behind a FRAME

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lazyckpt.errors import ConfigError, UnsupportedFormatError
-from lazyckpt.formats.base import PAGE_BYTES, Extent, ExtentBuilder, FileReader, Record, count_elements, unique_keys
 from lazyckpt.formats.dtypes import DTYPES, Dtype
+from lazyckpt.formats.program import PAGE_BYTES, Extent, ExtentBuilder
+from lazyckpt.formats.reader import FileReader, Record, count_elements, unique_keys
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from lazyckpt.formats.base import LITERAL, PAGE_BYTES, Extent, ExtentBuilder
+from lazyckpt.formats.program import LITERAL, PAGE_BYTES, Extent, ExtentBuilder
 
 # APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12, 4.3.14, 4.3.15, 4.3.16
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -61,6 +61,21 @@ def small_records(data_pkl: bytes) -> list[tuple[str, bytes]]:
     ]
 
 
+def file_order(sizes: Sequence[int], owned: Sequence[bool]) -> list[int]:
+    """The places of the storages in the order in which they should lie in the file.
+
+    The order depends on sizes (bytes), on whether an optimizer owns each storage, and on the order given: ranks that
+    hold the same state agree on it. It says nothing of the order in which bytes are copied. Storages that begin on a
+    page can be copied in any order; so the smaller ones stand first. Among them, those that ``save()`` usually copies
+    before it returns come first, since a chunk with the checksum of a lazy storage can be copied no sooner than that.
+    """
+    small = [at for at, nbytes in enumerate(sizes) if nbytes < _PAGE_ALIGNED_FROM]
+    large = [at for at, nbytes in enumerate(sizes) if nbytes >= _PAGE_ALIGNED_FROM]
+    small.sort(key=lambda at: (owned[at], sizes[at]))
+    large.sort(key=lambda at: (owned[at], -sizes[at]))
+    return small + large
+
+
 class Layout:
     """Where everything of one archive lies: a pure function of names and sizes, so cache it.
 
@@ -79,7 +94,7 @@ class Layout:
         self._prefix = f"{archive_name}/".encode()
         self._count = len(keys)
         head, directory = ExtentBuilder(), ExtentBuilder()
-        offset = 0
+        offset, alignment = 0, _ALIGNMENT
         for index, (key, nbytes) in enumerate(zip(keys, sizes, strict=True)):
             name = self._prefix + b"data/" + key.encode()
             flags = FLAG_UTF8 | FLAG_DESCRIPTOR if nbytes else FLAG_UTF8
@@ -97,6 +112,8 @@ class Layout:
                 offset += len(descriptor)
             else:
                 directory.literal(entry)
+        # The directory holds every checksum; it shares no page with the last storage, if that is large.
+        self._tail_alignment = alignment
         self.head = [head.build(0)] if keys else []
         self.head_end = offset
         self._directory = directory.build(0)
@@ -105,11 +122,13 @@ class Layout:
     def finish(self, records: list[tuple[str, bytes]]) -> Extent:
         """The rest of the file, beginning at ``head_end``: small ``records`` and the whole directory."""
         local, entries = bytearray(), bytearray()
+        alignment = self._tail_alignment
         for record_name, content in records:
             name = self._prefix + record_name.encode()
             offset = self.head_end + len(local)
             crc = zlib.crc32(content)
-            local += _local_header(offset, name, FLAG_UTF8, crc, len(content), _ALIGNMENT) + content
+            local += _local_header(offset, name, FLAG_UTF8, crc, len(content), alignment) + content
+            alignment = _ALIGNMENT
             entries += _central_entry(offset, name, FLAG_UTF8, crc, len(content))
         directory_bytes = self._directory_bytes + len(entries)
         entries += _end(self._count + len(records), directory_bytes, self.head_end + len(local))

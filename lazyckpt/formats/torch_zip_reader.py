@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lazyckpt.errors import UnsupportedFormatError
-from lazyckpt.formats.base import FileReader, Record
+from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip import (
     CENTRAL_ENTRY,
     CENTRAL_MAGIC,

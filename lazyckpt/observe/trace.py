@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lazyckpt.config import PAGE_BYTES
-from lazyckpt.formats.base import SOURCE, Extent
+from lazyckpt.formats.program import SOURCE, Extent
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter
 from lazyckpt.providers.base import TensorView, TensorViews

@@ -31,7 +31,7 @@ from lazyckpt.pipeline import readback, tasks
 from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.pipeline.tasks import NO_MEMORY, Task, Workers, lacks_memory
-from lazyckpt.storage import commit
+from lazyckpt.storage import commit, removal
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
@@ -132,10 +132,10 @@ class Background:
             return
         try:
             with self._removal:
-                trash = commit.hide(path) if path in self._doomed else None
+                trash = removal.hide(path) if path in self._doomed else None
                 self._doomed.discard(path)
             if trash is not None:
-                commit.unlink(trash)
+                removal.unlink(trash)
         except OSError as cause:
             warn(f"{path} could not be removed: {cause}")
 
@@ -144,10 +144,10 @@ class Background:
         hidden: list[Path | None] = []
         try:
             with self._naming:
-                hidden.extend(map(commit.hide, superfluous()))
+                hidden.extend(map(removal.hide, superfluous()))
         finally:
             for trash in filter(None, hidden):
-                commit.unlink(trash)
+                removal.unlink(trash)
 
     def fail(self, handle: SaveHandle, error: SaveError) -> None:
         """Finishes a save that failed before it was launched. Later removals see that it failed."""
@@ -320,7 +320,7 @@ class Background:
                 doubts += not isinstance(lack, MemoryError)
         try:
             if replaced is not None:
-                commit.remove(replaced)
+                removal.remove(replaced)
             if error is None:
                 self._remove_all(target.superfluous)
         except (OSError, LoadError) as refused:  # the new checkpoint stands all the same

@@ -14,7 +14,7 @@ import torch
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.formats import safetensors, torch_zip
-from lazyckpt.formats.base import Extent
+from lazyckpt.formats.program import Extent
 from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.objects import StateProvider

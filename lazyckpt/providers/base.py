@@ -5,8 +5,8 @@ A provider knows its state; the formats and the engine behind it know bytes. The
     TensorViews   the storages of its tensors: never copied, never serialised, only pointed to
     Bytes         the rest of its state: pickle opcodes that leave one object on the unpickler's stack
 
-and `Deferred`, the third kind of segment, is what a container adds: checksums that are known only when the
-bytes before them are copied (the CRC rows of ``formats.base``).
+A format adds a third kind, `Deferred` there: checksums, which are known only after the bytes before them are copied
+(the CRC rows of ``formats.program``).
 
 To make a provider of your own, derive from ``StateProvider`` (objects.py); from ``Provider``
 itself only to write the opcodes yourself.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -55,6 +55,15 @@ class TensorViews(Sequence[TensorView]):
             return TensorViews(*(column[at] for column in self._columns()))
         return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
 
+    @classmethod
+    def joined(cls, parts: Sequence[TensorViews]) -> TensorViews:
+        """The storages of all ``parts``; the part itself if there is one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            *(list(chain.from_iterable(columns)) for columns in zip(*(p._columns() for p in parts), strict=True))
+        )
+
     def append(self, view: TensorView) -> None:
         self.keys.append(view.key)
         self.storages.append(view.storage)
@@ -64,11 +73,11 @@ class TensorViews(Sequence[TensorView]):
         self.identities.append(view.storage._cdata)
 
     def without_storages(self) -> TensorViews:
-        """What is said of the storages, to be kept: it does not keep their memory alive."""
+        """Returns the columns other than the storages, which keep no memory alive."""
         return TensorViews(keys=self.keys, sizes=self.sizes, dtypes=self.dtypes, devices=self.devices)
 
     def extend(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> None:
-        """``storages``, by identity, of which ``kept`` says the rest."""
+        """Appends ``storages``, by identity, with the other columns of ``kept``."""
         self.keys += kept.keys
         self.storages += storages.values()
         self.sizes += kept.sizes
@@ -77,7 +86,7 @@ class TensorViews(Sequence[TensorView]):
         self.identities += storages
 
     def take(self, order: Sequence[int]) -> TensorViews:
-        """Those at these places, in this order."""
+        """Returns the storages at these places, in this order."""
         return TensorViews(*(list(map(column.__getitem__, order)) if column else [] for column in self._columns()))
 
     def _columns(self) -> tuple[list[Any], ...]:
@@ -86,7 +95,7 @@ class TensorViews(Sequence[TensorView]):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Small and serialised already: nothing that happens after ``save()`` changes it."""
+    """Small state, already serialised: nothing that happens after ``save()`` changes it."""
 
     data: bytes
 
@@ -123,8 +132,8 @@ class StorageTable:
         return view
 
     def add_again(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> bool:
-        """Adds ``storages``, by ``_cdata``, of which ``kept`` says what another save said. False, and nothing is added,
-        if that cannot be."""
+        """Adds ``storages``, by ``_cdata``, with the columns ``kept`` from another save. Returns False, and adds
+        nothing, if keys or dtypes conflict."""
         if not self._positions.keys().isdisjoint(storages):  # another provider has some of them, too
             for key, identity, dtype in zip(kept.keys, storages, kept.dtypes, strict=True):
                 at = self._positions.get(identity)
@@ -141,8 +150,8 @@ class StorageTable:
         return True
 
     def check(self, first: int, keys: list[str]) -> None:
-        """Raises ValueError if one of ``keys`` is not in here, or if a storage from place ``first`` on has not the
-        bytes that were told of it: others would be read, or nobody's memory."""
+        """Raises ValueError if one of ``keys`` is missing, or if a storage from place ``first`` on has another size
+        than its view says: the engine would read foreign memory."""
         if unknown := set(keys) - self._keys:
             raise ValueError(f"segments() gave the storage {min(unknown)!r}, which it has not added to the table")
         for view in self.views[first:]:
@@ -152,7 +161,7 @@ class StorageTable:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A saved tensor whose bytes may be read straight into a live one of the same shape and dtype."""
+    """A saved tensor whose bytes are read straight into a live one of the same shape and dtype."""
 
     saved: torch.Tensor
     live: torch.Tensor

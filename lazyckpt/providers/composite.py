@@ -82,8 +82,8 @@ class CompositeProvider(Provider):
 
 
 def _checked(part: Provider, table: StorageTable) -> Generator[Segment, None, bytes]:
-    """The storages of ``part``; the result is its pickle. Raises TypeError and ValueError for a stream that is not as
-    ``Provider.segments`` says."""
+    """Yields the storages of ``part`` and returns its pickle. Raises TypeError or ValueError for a stream that breaks
+    the rules of ``Provider.segments``."""
     foreign = type(part).segments is not StateProvider.segments
     first = len(table.views)
     keys: list[str] = []
@@ -105,7 +105,7 @@ def _checked(part: Provider, table: StorageTable) -> Generator[Segment, None, by
 
 
 class UnpicklableError(Exception):
-    """Which part of the state could not be pickled; the Checkpointer makes a SerializationError of it."""
+    """A part of the state cannot be pickled; the Checkpointer turns this into a SerializationError."""
 
     def __init__(self, name: str, cause: Exception) -> None:
         super().__init__(f"the state of {name!r} cannot be pickled: {type(cause).__name__}: {cause}")

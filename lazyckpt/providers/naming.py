@@ -1,4 +1,4 @@
-"""Names of storages, for messages: asked only when something went wrong."""
+"""Finds names of storages for messages, after something went wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lazyckpt.providers.wrappers import links_of
 
 
 def name_of_storage(provider: CompositeProvider, storage: torch.UntypedStorage) -> str | None:
-    """Like ``model.layers.0.weight`` or ``optimizer.state.3.exp_avg``; None if no tensor of the state views it."""
+    """Returns a name such as ``model.layers.0.weight`` or ``optimizer.state.3.exp_avg``; None if no tensor views it."""
     for name, part in provider.parts.items():
         if isinstance(part, StateProvider) and (found := name_in(part.state(), name, storage)) is not None:
             return found
@@ -21,7 +21,7 @@ def name_of_storage(provider: CompositeProvider, storage: torch.UntypedStorage) 
 
 
 def name_in(obj: Any, name: str, storage: torch.UntypedStorage) -> str | None:
-    """The path, beginning with ``name``, to a tensor in ``obj`` that views ``storage``; None if there is none."""
+    """Returns the path, from ``name`` on, to a tensor in ``obj`` that views ``storage``; None if there is none."""
     for path, tensor in _walk(obj, name):
         try:
             if tensor.untyped_storage()._cdata == storage._cdata:

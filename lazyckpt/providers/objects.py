@@ -1,4 +1,4 @@
-"""Any Python object as a stream of segments: a provider says what the state is, pickles.py how it is written."""
+"""Turns any Python object into segments: a provider returns the state, pickles.py writes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lazyckpt.providers.sharded import ShardedTensorError
 
 
 class StateProvider(Provider):
-    """A provider of one's own: say what the state is, and take it back.
+    """The base of your own providers: return the state, and take it back.
 
     Derive, implement ``state`` and ``load_state``, hand an instance to ``Checkpointer.track``. The tensors
     in the state are copied out of the step like all others; they must stay unchanged until then only if an
@@ -24,8 +24,8 @@ class StateProvider(Provider):
     """
 
     values_are_apart = False
-    """Whether the state is a dict by strings whose values share no object: then each value is pickled, and its
-    pickle kept, by itself, so that one that changes does not cost the others theirs."""
+    """Whether the state is a dict by strings whose values share no object. Each value then has a pickle of its own, so
+    a value that changes does not cost the others theirs."""
 
     is_restored = True
     """Whether ``restore()`` reads the state back. If so, ``save()`` refuses a state that ``restore()`` would refuse."""
@@ -35,12 +35,12 @@ class StateProvider(Provider):
 
     @abstractmethod
     def state(self) -> Any:
-        """The state now: anything that ``torch.save`` takes. Tensors may alias live ones; objects are pickled at
-        once. Must not depend on anything that ``save()`` changes."""
+        """Returns the present state: anything that ``torch.save`` takes. Tensors may alias live ones; objects are
+        pickled at once. Must not depend on anything that ``save()`` changes."""
 
     @abstractmethod
     def load_state(self, state: Any) -> None:
-        """Takes back what ``state`` gave."""
+        """Takes back what ``state`` returned."""
 
     def segments(self, table: StorageTable) -> Iterator[Segment]:
         state = self.state()
@@ -61,7 +61,7 @@ class StateProvider(Provider):
         yield Bytes(dict_opcodes(opcodes) if apart else opcodes[None])
 
     def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
-        """Raises UnrestorableError if ``restore()`` could not take back the state, which has just been pickled."""
+        """Raises UnrestorableError if ``restore()`` could not take back the state that was just pickled."""
         for key, skeleton in self._skeletons.items():
             if not skeleton.kinds.keys() <= skeleton.accepted.keys():
                 refuse_unreadable(parts[key], key or "", skeleton.pickled, table)
@@ -99,7 +99,7 @@ class TensorProvider(StateProvider):
 
 
 def describe(obj: Any) -> str:
-    """Shape, dtype and layout of a tensor, or the type of anything else; for error messages and comparison."""
+    """Describes a tensor by shape, dtype and layout, anything else by type; for messages and comparison."""
     if not isinstance(obj, torch.Tensor):
         return type(obj).__name__
     # The other sizes of a nested tensor may be symbols, or refused.

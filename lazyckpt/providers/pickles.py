@@ -1,4 +1,4 @@
-"""Any Python object as segments: its pickle, as ``torch.save`` would write it, with the storages beside it.
+"""Pickles any Python object as ``torch.save`` would, with the storages beside the pickle.
 
 ``torch.save`` spends 25 µs a tensor in Python reducers. Three things make a save of 10,000 tensors take
 milliseconds instead:
@@ -8,8 +8,8 @@ milliseconds instead:
 3. these opcodes are kept, and used again while nothing that they say of the tensors changed. Whether it did is
    asked of every tensor in every save: nothing is ever taken to be unchanged because it was before.
 
-What holds other tensors (sparse, quantised, of subclasses) or big NumPy arrays is pickled by ``_Pickler``, which
-asks torch's reducers.
+``_Pickler``, which calls torch's reducers, pickles other tensors (sparse, quantised, of subclasses) and large NumPy
+arrays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _dtype = attrgetter("dtype")
 
 
 class _PersistentStorage:
-    """Stands for a storage in the pickler's input; it becomes the persistent id that ``torch.load`` resolves."""
+    """A storage in the pickler's input; it becomes the persistent id that ``torch.load`` resolves."""
 
     __slots__ = ("persistent_id",)
 
@@ -55,7 +55,7 @@ class _PersistentStorage:
 
 
 class _SharedArray:
-    """Stands for ``numpy.asarray(tensor)``."""
+    """Pickles as ``numpy.asarray(tensor)``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -79,7 +79,7 @@ def _note_kind(obj: Any, kinds: dict[int, Any]) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether torch would write ``_rebuild_tensor_v2`` or ``_v3`` without any metadata for it."""
+    """Whether torch would write ``_rebuild_tensor_v2`` or ``_v3`` without metadata for the tensor."""
     dtype = tensor.dtype
     return (
         dtype in _PLAIN_DTYPES
@@ -94,7 +94,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _array_tensor(array: Any) -> torch.Tensor | None:
-    """The memory of a big contiguous NumPy array as uint8[n], or None if it is to be pickled."""
+    """The memory of a large contiguous NumPy array as uint8[n]; None if the array is pickled instead."""
     if array.nbytes < MIN_ARRAY_BYTES or array.dtype.hasobject or type(array) is not sys.modules["numpy"].ndarray:
         return None
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
@@ -170,7 +170,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _placeholder() -> None:
-    """Stands in an outline where a tensor stood."""
+    """Takes the place of a tensor in an outline."""
 
 
 _PLACEHOLDER = (_placeholder, ())
@@ -182,7 +182,7 @@ _PLACEHOLDER_OPCODES = pickle.BINGET + b"\0" + pickle.EMPTY_TUPLE + pickle.REDUC
 
 
 class _Outline(pickle.Pickler):
-    """Pickles everything but tensors, and notes those."""
+    """Pickles everything but tensors, and collects the tensors."""
 
     def __init__(self, obj: Any) -> None:
         out = io.BytesIO()
@@ -196,7 +196,7 @@ class _Outline(pickle.Pickler):
         self.opcodes = out.getvalue()[2:-1]
 
     def filled(self, tensors: list[bytes]) -> bytes | None:
-        """The opcodes with those of the tensors in their places; None if something else looks like a place."""
+        """Returns the opcodes with those of the tensors in their places; None if another opcode looks like a place."""
         parts = self.opcodes.split(_PLACEHOLDER_OPCODES)
         if len(parts) != len(tensors) + 1:
             return None
@@ -246,7 +246,7 @@ class Skeleton:
         return Skeleton, ()  # a copy of a provider keeps its own
 
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
-        """Pickle opcodes of ``obj`` as it is now; its storages are added to ``table``."""
+        """Returns the pickle opcodes of ``obj`` as it is now, and adds its storages to ``table``."""
         outline = _Outline(obj)
         facts = None
         known = False
@@ -282,15 +282,15 @@ class Skeleton:
 def _spell(
     tensors: list[torch.Tensor], table: StorageTable, reusable_keys: Iterator[str]
 ) -> tuple[list[bytes], TensorViews]:
-    """The opcodes of plain tensors, to be put into an outline in this order, and their storages: what ``_Pickler``
-    writes, at a third of the time."""
+    """The opcodes of plain tensors, in the order of the outline, and their storages: the same as ``_Pickler`` writes,
+    in a third of the time."""
     places: dict[Any, bytes] = {}
     views: dict[str, TensorView] = {}
     geometries: dict[Any, bytes] = {}
     numbers: dict[int, bytes] = {}
 
     def common(obj: Any) -> bytes:
-        """A word that many tensors have in common: in full at first, from then on by its place in the memo."""
+        """A word that many tensors share: in full at first, later by its place in the memo."""
         if (place := places.get(obj)) is not None:
             return place
         word = pickle.dumps(obj, PROTOCOL)[2:-3]  # without the place that it is given there

@@ -29,7 +29,7 @@ _MAX_COPIED_BYTES = 64 << 10
 
 
 class UnrestorableError(Exception):
-    """``what`` is wrong with the state at ``path``, and what to do."""
+    """What is wrong with the state at ``path``, and what to do."""
 
     def __init__(self, path: str, what: str) -> None:
         self.path = path
@@ -37,12 +37,12 @@ class UnrestorableError(Exception):
         super().__init__(f"{path!r} {what}" if path else f"this state {what}")
 
     def inside(self, name: str) -> UnrestorableError:
-        """The same error for the state that holds this one as ``name``."""
+        """Returns the same error for the state that holds this one as ``name``."""
         return UnrestorableError(f"{name}.{self.path}" if self.path else name, self.what)
 
 
 def refuse_unreadable(state: Any, path: str, opcodes: bytes, table: StorageTable) -> None:
-    """Raises UnrestorableError if ``restore()`` could not read ``opcodes``. It names the object in ``state``."""
+    """Raises UnrestorableError, naming the object in ``state``, if ``restore()`` could not read ``opcodes``."""
     why = unreadable(opcodes, table)
     if why is None:
         return
@@ -55,7 +55,7 @@ def refuse_unreadable(state: Any, path: str, opcodes: bytes, table: StorageTable
 
 
 def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
-    """Why ``restore()`` could not read ``opcodes``; None if it can."""
+    """The reason why ``restore()`` could not read ``opcodes``; None if it can."""
     live = dict(zip(table.views.keys, table.views.storages, strict=True))
     copies: dict[str, torch.UntypedStorage] = {}
 
@@ -83,8 +83,8 @@ def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of the same size on the host: a copy of a small one, since a nested tensor, for one, looks at its
-    sizes to be rebuilt; otherwise zeros, which take no memory until they are touched."""
+    """A storage of the same size on the host: a copy of a small one, since rebuilding a nested tensor reads its sizes;
+    otherwise zeros, which take no memory until something touches them."""
     nbytes = storage.nbytes()
     if nbytes <= _MAX_COPIED_BYTES:
         return torch.UntypedStorage(nbytes).copy_(storage)
@@ -103,7 +103,7 @@ _SEQUENCES = (list, tuple, set, frozenset)
 
 
 def _leaves(root: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What is in the plain containers of ``root``, with its path; dictionaries' keys, too."""
+    """The objects in the plain containers of ``root``, dictionary keys too, with their paths."""
     seen: set[int] = set()
     todo = [(path, root)]
     while todo:

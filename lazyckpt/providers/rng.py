@@ -1,20 +1,20 @@
 """The state of every global random number generator that a training run draws from.
 
 Python's ``random``, NumPy's legacy global generator, torch's CPU generator and each CUDA device. Generators
-that the user creates are objects of their own, saved by whoever owns them (loader.py: a DataLoader's).
+that the user creates are objects of their own, saved by whoever owns them (data_loader.py: a DataLoader's).
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import warnings
 from array import array
 from typing import Any
 
 import torch
 
 from lazyckpt.errors import RestoreError
+from lazyckpt.warn import warn
 
 
 def capture_rng() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def check_rng(state: Any) -> None:
 
 
 def _check_numpy(state: dict[str, Any]) -> None:
-    """Raises for a state that NumPy would refuse, or would take although it points outside of the words."""
+    """Refuses a state that NumPy would refuse, or would accept although it points outside its words."""
     if (words := _count_words(state["key"], "NumPy's")) != 624:
         raise ValueError(f"NumPy's has {words} words instead of 624")
     if type(state["pos"]) is not int or not 0 <= state["pos"] <= 624:
@@ -112,10 +112,9 @@ def _capture_numpy() -> dict[str, Any] | None:
         return None
     state = numpy_random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
-        warnings.warn(
+        warn(
             f"np.random's global bit generator was replaced by {state['bit_generator']}; "
-            "its state is not part of the checkpoint: track your own numpy Generator instead.",
-            stacklevel=3,
+            "its state is not part of the checkpoint: track your own numpy Generator instead."
         )
         return None
     return {
@@ -130,7 +129,7 @@ def _apply_numpy(state: dict[str, Any]) -> None:
     try:
         import numpy as np
     except ImportError:
-        warnings.warn("the checkpoint has a NumPy RNG state, but NumPy is not installed here.", stacklevel=4)
+        warn("the checkpoint has a NumPy RNG state, but NumPy is not installed here.")
         return
     key = np.array(state["key"].tolist(), dtype=np.uint32)
     np.random.set_state(("MT19937", key, state["pos"], state["has_gauss"], state["cached_gaussian"]))
@@ -141,19 +140,17 @@ def _apply_cuda(states: list[torch.Tensor]) -> None:
         return
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices != len(states):
-        warnings.warn(
+        warn(
             f"the checkpoint has the RNG state of {len(states)} CUDA device(s), this machine has {devices}: "
-            f"{min(devices, len(states))} restored, random numbers on the others will differ.",
-            stacklevel=4,
+            f"{min(devices, len(states))} restored, random numbers on the others will differ."
         )
     if devices:
-        # Before this, torch would only queue the states, and a capture would miss them.
+        # Otherwise torch would only queue the states, and a capture would miss them.
         torch.cuda.init()
     for device, state in enumerate(states[:devices]):
         torch.cuda.set_rng_state(state.cpu(), device)
 
 
 def _words(values: Any) -> torch.Tensor:
-    """32-bit words as a tensor: a storage record instead of 625 integers in the pickle. By way of an array, since torch
-    takes twice as long to look at each of them."""
+    """32-bit words as a tensor: a storage record instead of 625 integers in the pickle. The array halves the time."""
     return torch.frombuffer(array("q", values), dtype=torch.int64)

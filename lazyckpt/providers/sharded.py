@@ -1,4 +1,4 @@
-"""Refuses distributed tensors of which this process holds only a part.
+"""Refuses distributed tensors of which this process holds only a shard.
 
 A Checkpointer writes what its own process has in memory. Of a tensor that is sharded over several ranks, that is one
 shard: the checkpoint would look whole, and every rank would restore the same shard.
@@ -31,7 +31,7 @@ class ShardedTensorError(ConfigError):
         )
 
     def inside(self, name: str) -> ShardedTensorError:
-        """The same error for the state that holds this one as ``name``."""
+        """Returns the same error for the state that holds this one as ``name``."""
         return type(self)(self.what, f"{name}.{self.name}" if self.name else f"a tensor in {name}")
 
 
@@ -44,9 +44,9 @@ def refuse_part(tensor: torch.Tensor, root: Any) -> None:
 
 
 def refuse_parts(obj: Any, name: str) -> None:
-    """``refuse_part`` for the tensors of a module, of an optimizer, or in a container.
+    """Does the same for the tensors of a module, of an optimizer, or in a container.
 
-    Looks for none unless this process belongs to a group: there are tens of thousands.
+    Skips the search unless this process belongs to a group: there are tens of thousands of tensors.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for path, tensor in _tensors(obj, name, attributes=False):
@@ -55,7 +55,7 @@ def refuse_parts(obj: Any, name: str) -> None:
 
 
 def _part(tensor: torch.Tensor) -> str | None:
-    """What ``tensor`` is, if it is distributed and not whole in this process."""
+    """Describes ``tensor`` if it is distributed and not whole in this process; otherwise returns None."""
     for cls in _classes():
         if not isinstance(tensor, cls):
             continue
@@ -77,7 +77,7 @@ def _classes() -> list[Any]:
 
 def _tensors(obj: Any, path: str, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of ``obj`` and their paths, in its containers and, if asked, in the attributes of objects."""
-    seen: dict[int, Any] = {}  # holds on to what is made here, so that no id comes back
+    seen: dict[int, Any] = {}  # keeps what is made here alive, so that no id comes back
     todo = [(path, obj)]
     while todo:
         path, obj = todo.pop()

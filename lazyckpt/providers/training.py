@@ -1,4 +1,4 @@
-"""Providers for what a training loop holds: modules, optimizers, schedulers, loaders, generators, plain containers."""
+"""Providers for the state of a training loop: modules, optimizers, schedulers, loaders, RNGs, plain containers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.nn.parameter import is_lazy
 
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.base import Landing, Provider, StorageTable
-from lazyckpt.providers.loader import TrackedLoader
+from lazyckpt.providers.data_loader import TrackedLoader
 from lazyckpt.providers.objects import StateProvider, TensorProvider, describe
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
 
 def provider_for(name: str, obj: Any) -> Provider:
-    """The provider of a tracked object. Raises ConfigError for one whose state nobody can tell."""
+    """Returns the provider of a tracked object. Raises ConfigError for an object without a known kind of state."""
     if isinstance(obj, Provider):
         return obj
     if isinstance(obj, torch.nn.Module):

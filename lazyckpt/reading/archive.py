@@ -25,8 +25,8 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.capture import devices
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.formats.base import FileReader, Record
 from lazyckpt.formats.pickle_guard import CONSENT, GuardedPickle
+from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.safe_globals import WITHOUT_STORAGES, RestrictedUnpickler, sparse_tensors_to_validate
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.reading.ranges import Reading

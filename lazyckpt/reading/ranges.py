@@ -12,7 +12,7 @@ from functools import cache
 from lazyckpt import _engine
 from lazyckpt.config import MIB
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
-from lazyckpt.formats.base import Record
+from lazyckpt.formats.reader import Record
 
 CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
 _RING_BYTES = 16 * CHUNK_BYTES

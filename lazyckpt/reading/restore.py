@@ -14,7 +14,8 @@ from lazyckpt.capture import devices
 from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.providers.base import Landing, Provider
 from lazyckpt.reading.archive import Archive
-from lazyckpt.storage.catalog import SCANS, STATE, Catalog, Checkpoint, read_checkpoint
+from lazyckpt.storage.catalog import SCANS, Catalog
+from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.storage.retry import patiently
 
 

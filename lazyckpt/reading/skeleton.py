@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lazyckpt.errors import CorruptFileError
-from lazyckpt.formats.base import FileReader, Record, count_elements
 from lazyckpt.formats.dtypes import DTYPES, Dtype
+from lazyckpt.formats.reader import FileReader, Record, count_elements
 from lazyckpt.formats.torch_zip_reader import Directory
 
 _MAX_DIMENSIONS = 1000

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.storage import commit, mounts
+from lazyckpt.storage import commit, folders, mounts
 
 MARKER = ".lazyckpt-marker"  # in the temporary folder: the name of the marker
 
@@ -38,18 +38,17 @@ class InPlaceStaging(commit.Staging):
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
         """Step 5. Also notes the marker: with Accelerate and the Trainer, the weights."""
         written = list(written)
-        with open(self.path / MARKER, "x", opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
-            file.write("".join(written[:1]))
+        (self.path / MARKER).write_text("".join(written[:1]))
         super().describe(manifest, written)
 
     def publish(self) -> None:
         finish(self.target)  # or an older checkpoint would come after this one
         _contents(self.path, self.target)  # raises before anything is touched
-        ready = commit.fresh_name(commit.PUBLISH, self.target / self.target.name)
+        ready = folders.fresh_name(folders.PUBLISH, self.target / self.target.name)
         os.rename(self.path, ready)
         self._published = True
         try:
-            commit.sync_path(self.target)
+            folders.sync_path(self.target)
             _give_names(ready)
         except OSError as error:
             what = f"{error.strerror} while its files got their names; the next save into the folder finishes that"
@@ -63,7 +62,7 @@ def finish(folder: Path) -> None:
     Raises OSError if the disk fails, or if locks do not work here, so that the other process might be alive.
     """
     for entry in list(os.scandir(folder)):
-        if entry.name.startswith(commit.PUBLISH) and commit.is_unfinished(entry.name):
+        if entry.name.startswith(folders.PUBLISH) and folders.is_unfinished(entry.name):
             _finish(Path(entry.path))
 
 
@@ -88,13 +87,13 @@ def _finish(ready: Path) -> None:
 def _give_names(ready: Path) -> None:
     """Takes steps b. to e.; can be repeated from the start after a crash at any point."""
     target = ready.parent
-    folders, files = _contents(ready, target)
+    subfolders, files = _contents(ready, target)
 
     def sync() -> None:
-        for folder in reversed(folders):  # a folder's name is in the one above it
-            commit.sync_path(target / folder)
+        for folder in reversed(subfolders):  # a folder's name is in the one above it
+            folders.sync_path(target / folder)
 
-    for folder in folders:
+    for folder in subfolders:
         (target / folder).mkdir(exist_ok=True)
     noted = (ready / MARKER).read_text() if (ready / MARKER).exists() else ""
     marker = [file for file in files if str(file) == noted]
@@ -109,7 +108,7 @@ def _give_names(ready: Path) -> None:
         _link(ready / file, target / file)
     sync()
     shutil.rmtree(ready)
-    commit.sync_path(target)  # or the old files could come back and replace newer ones
+    folders.sync_path(target)  # or the old files could come back and replace newer ones
 
 
 def _link(file: Path, name: Path) -> None:
@@ -126,18 +125,18 @@ def _link(file: Path, name: Path) -> None:
 def _contents(ready: Path, target: Path) -> tuple[list[Path], list[Path]]:
     """The folders and the files in ``ready``. Raises OSError if ``target`` has a file in the place of a folder, or the
     other way round, or a link or mount point in the place of a folder."""
-    folders, files = [], []
-    for parent, subfolders, names in os.walk(ready):
+    subfolders, files = [], []
+    for parent, inner, names in os.walk(ready):
         folder = Path(parent).relative_to(ready)
         there = target / folder
         if os.path.lexists(there) and (there.is_symlink() or not there.is_dir()):
             raise NotADirectoryError(errno.ENOTDIR, "the checkpoint has a folder of this name", str(there))
         if there.is_dir() and not mounts.on_one_mount(there, target):
             raise OSError(errno.EXDEV, "the checkpoint has a folder of this name, and it is a mount point", str(there))
-        folders.append(folder)
-        files += [folder / name for name in (*names, *(n for n in subfolders if Path(parent, n).is_symlink()))]
+        subfolders.append(folder)
+        files += [folder / name for name in (*names, *(n for n in inner if Path(parent, n).is_symlink()))]
     for file in files:
         there = target / file
         if there.is_dir() and not there.is_symlink():
             raise IsADirectoryError(errno.EISDIR, "the checkpoint has a file of this name", str(there))
-    return folders, [file for file in files if file != Path(MARKER)]
+    return subfolders, [file for file in files if file != Path(MARKER)]

@@ -1,24 +1,20 @@
-"""Retries reads that the operating system refuses: what cannot be read just now is not damaged."""
+"""Retries reads that the operating system refuses: a file that cannot be read just now is not damaged."""
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 from lazyckpt.errors import ReadError
+from lazyckpt.warn import warn
 
 _PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before each retry
 Read = TypeVar("Read")
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=6)
-
-
-def patiently(attempt: Callable[[], Read], warn: Callable[[str], None] = _warn) -> Read:
-    """Calls ``attempt`` until it raises no ReadError, for three seconds; then raises it. Warns of each retry."""
+def patiently(attempt: Callable[[], Read], warn: Callable[[str], None] = warn) -> Read:
+    """Calls ``attempt``, and again after each ReadError for three seconds; then raises it. Warns of each retry."""
     for pause_s in _PAUSES_S:
         try:
             return attempt()

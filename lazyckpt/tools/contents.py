@@ -13,12 +13,13 @@ from typing import Any
 
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.formats import safetensors, sniff
-from lazyckpt.formats.base import FileReader, unique_keys
+from lazyckpt.formats.reader import FileReader, unique_keys
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.reading.skeleton import Storage, Tensor, dtype_name, read_skeleton, strides_of
 from lazyckpt.reading.tree import Tree
-from lazyckpt.storage import commit
-from lazyckpt.storage.catalog import STATE, Catalog, Checkpoint, is_folder_name, read_checkpoint
+from lazyckpt.storage import manifest
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import STATE, Checkpoint, is_folder_name, read_checkpoint
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
 _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
@@ -58,7 +59,7 @@ def checkpoint_in(folder: Path) -> Checkpoint | None:
     """The checkpoint that ``folder`` is, or the newest in it; None if it holds none of a Checkpointer's.
 
     Raises LoadError if there are only broken ones, and ReadError if one cannot be read: it may be the newest."""
-    if os.path.isfile(folder / commit.MANIFEST):
+    if os.path.isfile(folder / manifest.MANIFEST):
         return read_checkpoint(folder)
     catalog = Catalog(folder)
     checkpoints = catalog.scan()

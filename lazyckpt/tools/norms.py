@@ -11,7 +11,7 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError
-from lazyckpt.formats.base import FileReader
+from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.skeleton import Tensor
 
 _PIECE_BYTES = 4 << 20  # read of either file at once; compared in float64, which takes some times as much

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from lazyckpt.errors import SaveError, save_error
-from lazyckpt.formats.base import LITERAL, SOURCE, Extent, Record
+from lazyckpt.formats.program import LITERAL, SOURCE, Extent
+from lazyckpt.formats.reader import Record
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
 from lazyckpt.reading.ranges import CHUNK_BYTES, Reading, process_engine

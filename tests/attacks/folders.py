@@ -13,7 +13,7 @@ from typing import Any
 import lazyckpt
 from attacks import attack, victim
 from attacks.pickles import PROTO, STOP, archive, call, opcodes, tensor
-from lazyckpt.storage.catalog import checksum
+from lazyckpt.storage.manifest import checksum
 
 SECRET = "the secret outside"
 

@@ -33,7 +33,7 @@ import lazyckpt
 from attacks import ATTACKS, CANARY, Attack, victim
 from lazyckpt.cli import app
 from lazyckpt.errors import LazyCkptError
-from lazyckpt.storage.catalog import checksum
+from lazyckpt.storage.manifest import checksum
 
 SECRET = "the secret outside"
 _TIME_LIMIT_S = 30

@@ -39,7 +39,7 @@ import torch._dynamo  # optimizers would import it, a second for each child
 
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.storage import commit, mounts
+from lazyckpt.storage import commit, folders, mounts, removal
 
 WORDS = 2500  # of a tensor; with three, a checkpoint takes 60 kB
 FEW_WORDS = 40  # and a few kB: few enough blocks that each subset of them can be looked at
@@ -295,7 +295,7 @@ def staged(actor: Actor) -> None:
 
         save()
         (actor.root / "staged" / "theirs").touch()
-        commit.sync_path(actor.root / "staged")
+        folders.sync_path(actor.root / "staged")
         actor.note("theirs", "staged")
         actor.arm()
         save()
@@ -307,7 +307,7 @@ def filled(actor: Actor) -> None:
     folder.mkdir()
     (folder / "theirs").touch()
     for path in (folder, actor.root):
-        commit.sync_path(path)
+        folders.sync_path(path)
     mounts.is_fixed = lambda folder: True
     with lazyckpt.Saver(**{**KNOBS, **actor.task.knobs}) as saver:
 
@@ -380,10 +380,10 @@ SCENARIOS = {
 
 def in_place(actor: Actor) -> None:
     """Written into the folder that has the final name."""
-    commit.temporary_name = lambda target: target
+    folders.temporary_name = lambda target: target
 
     def publish(self: commit.Staging) -> None:
-        commit.sync_path(self.target.parent)
+        folders.sync_path(self.target.parent)
         self._published = True
         self._unlock()
 
@@ -399,7 +399,7 @@ def rename_first(actor: Actor) -> None:
         replaced = publish(self)
         self.path = self.target
         describe(self, *self.arguments)  # type: ignore[attr-defined]
-        commit.sync_path(self.target.parent)
+        folders.sync_path(self.target.parent)
         return replaced  # type: ignore[return-value]
 
     commit.Staging.describe = lambda self, *args: setattr(self, "arguments", args)  # type: ignore[method-assign]
@@ -437,7 +437,7 @@ def retain_early(actor: Actor) -> None:
 
     def late(self: commit.Staging) -> Path | None:
         if actor.calls.armed:
-            commit.remove(self.target.with_name("step-00000002"))
+            removal.remove(self.target.with_name("step-00000002"))
         return publish(self)
 
     commit.Staging.publish = late  # type: ignore[method-assign]

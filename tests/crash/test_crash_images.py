@@ -18,7 +18,7 @@ import pytest
 from crash.actor import FEW_WORDS, WORDS, Server, Task
 from crash.history import History, Violation, contents
 from crash.images import Image, Record, is_name, subsets
-from lazyckpt.storage import commit
+from lazyckpt.storage import removal
 from trials import Trials
 
 SCENARIOS = ("first", "second", "again", "retention", "reopened", "lone", "lone_over", "saver_file", "staged", "filled")
@@ -72,7 +72,7 @@ class Images:
             found = contents(path)
             for folder in (path, path / "run"):
                 if folder.is_dir():
-                    commit.sweep(folder)
+                    removal.sweep(folder)
             if contents(path) != found:
                 raise Violation("sweeping took something away")
             return found

@@ -17,7 +17,7 @@ import pytest
 
 from crash.actor import Server, Task, role
 from crash.history import History, Violation, staged_in
-from lazyckpt.storage import commit
+from lazyckpt.storage import folders, manifest, removal
 from trials import Trials
 
 SCENARIOS = ("first", "second", "again", "retention", "lone", "lone_over", "saver_file", "staged", "filled")
@@ -35,13 +35,13 @@ class Failpoint:
 
 def phase_of(operation: str, name: str) -> str:
     """The step of the protocol that it belongs to."""
-    if commit.TRASH in name or operation in ("unlink", "rmdir"):
+    if folders.TRASH in name or operation in ("unlink", "rmdir"):
         return "clean"
-    if operation in ("mkdir", "create", "allocate") and name != commit.MANIFEST:
+    if operation in ("mkdir", "create", "allocate") and name != manifest.MANIFEST:
         return "stage"
     if operation in ("write", "truncate", "sync"):
         return "write" if operation == "write" else "sync"
-    if name == commit.MANIFEST or name.startswith(commit.TEMPORARY):
+    if name == manifest.MANIFEST or name.startswith(folders.TEMPORARY):
         return "describe"
     return "publish"
 
@@ -88,7 +88,7 @@ def kill(server: Server, folder: Path, scenario: str, point: Failpoint, mutant: 
     found = history.check(folder / "root")
     for swept in (folder / "root", folder / "root" / "run"):
         if swept.is_dir():
-            commit.sweep(swept)
+            removal.sweep(swept)
     if history.check(folder / "root") != found:
         raise Violation("sweeping took something away")
     return caught

@@ -25,7 +25,7 @@ import pytest
 
 from crash.actor import Server, Task
 from crash.history import History, Violation, staged_in
-from lazyckpt.storage import commit
+from lazyckpt.storage import folders, manifest
 from trials import Trials
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
@@ -107,13 +107,13 @@ def wait_for(log: Path, word: str, times: int = 1) -> None:
 
 def phase_of(path: Path) -> str:
     """How far a live run has come with what has a temporary name."""
-    if path.name.startswith(commit.TRASH):
+    if path.name.startswith(folders.TRASH):
         return "clean"
     try:
         names = os.listdir(path)
     except OSError:  # it is gone by now
         names = []
-    return "described" if commit.MANIFEST in names else "writing" if names else "empty"
+    return "described" if manifest.MANIFEST in names else "writing" if names else "empty"
 
 
 def cut_and_mount(server: Server, disk: Disk, pid: int, flags: int) -> None:

@@ -40,7 +40,7 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 import lazyckpt  # noqa: E402
 import lazyckpt.run  # noqa: E402
 from lazyckpt.integrations.accelerate import StateSaver, enable  # noqa: E402
-from lazyckpt.storage import commit, in_place  # noqa: E402
+from lazyckpt.storage import commit, folders, in_place, removal  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("plain_accelerate.py")
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
@@ -638,8 +638,8 @@ def test_total_limit_removes_the_old_one_only_when_the_new_one_is_durable(
 def test_the_folder_of_the_checkpoints_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = ProjectConfiguration(str(tmp_path / "project"), automatic_checkpoint_naming=True)
     synced: list[str] = []
-    sync_path = commit.sync_path
-    monkeypatch.setattr(commit, "sync_path", lambda path: (synced.append(str(path)), sync_path(path)))
+    sync_path = folders.sync_path
+    monkeypatch.setattr(folders, "sync_path", lambda path: (synced.append(str(path)), sync_path(path)))
     with closing(enable(accelerate.Accelerator(cpu=True, project_config=project))) as saver:
         saver._stage(tmp_path / "project" / "some" / "checkpoints" / "checkpoint_0", saver._saver).discard()
     assert {str(tmp_path), str(tmp_path / "project"), str(tmp_path / "project" / "some")} <= set(synced)
@@ -773,8 +773,8 @@ def test_a_resumed_run_does_not_run_into_what_total_limit_removes(
         run.step()
         run.accelerator.save_state()
     run.accelerator.end_training()
-    hide = commit.hide
-    monkeypatch.setattr(commit, "hide", lambda path: (time.sleep(0.3), hide(path))[1])
+    hide = removal.hide
+    monkeypatch.setattr(removal, "hide", lambda path: (time.sleep(0.3), hide(path))[1])
     resumed = Run(**automatic(tmp_path, total_limit=2))
     enable(resumed.accelerator)
     resumed.accelerator.load_state()

@@ -11,7 +11,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.capture import snapshot
+from lazyckpt.capture import laziness
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.storage import commit
 from writers import registry
@@ -76,8 +76,8 @@ def test_with_nothing_lazy_every_writer_comes_too_late(
     """The trial raises no false alarm."""
     if reason := registry.REGISTRY[name].unavailable():
         pytest.skip(reason)
-    monkeypatch.setattr(snapshot, "LAZY_MIN_BYTES", 1 << 60)
-    monkeypatch.setattr(snapshot, "FROZEN_MIN_BYTES", 1 << 60)
+    monkeypatch.setattr(laziness, "LAZY_MIN_BYTES", 1 << 60)
+    monkeypatch.setattr(laziness, "FROZEN_MIN_BYTES", 1 << 60)
     rounds = (Round(1, HELD), Round(1, "at once"), Round(0, None))
     assert trial.run(Plan(name, None, rounds=rounds)) == {"committed": len(rounds)}
 

@@ -26,7 +26,7 @@ _START_KEYS = {"generators", "epochs", "rng", "workers_alive"}
 
 
 def track_loader(loader: Any) -> Any:
-    """What to iterate instead of `loader`, with ``state_dict()`` and ``load_state_dict()``.
+    """Returns an iterable to use instead of ``loader``, with ``state_dict()`` and ``load_state_dict()``.
 
     A loader that has both methods itself (such as torchdata's StatefulDataLoader) comes back untouched, any
     other as a ``TrackedLoader``. Raises ``ConfigError`` for an iterator: it cannot begin again.
@@ -43,7 +43,7 @@ def track_loader(loader: Any) -> Any:
 
 @dataclass
 class _Epoch:
-    """One pass over the loader. An iterator that is no longer the newest counts in an epoch nobody reads."""
+    """One pass over the loader. Only the newest iterator counts in the current epoch."""
 
     start: dict[str, Any] | None = None
     """The randomness from which the epoch began; None before its first batch and after its end."""
@@ -51,7 +51,7 @@ class _Epoch:
 
 
 class TrackedLoader:
-    """Iterates a DataLoader and knows where it is; every other attribute is the loader's own.
+    """Iterates a DataLoader and knows its position; every other attribute is the loader's own.
 
     After ``load_state_dict`` the next ``iter()`` continues the saved epoch: its remaining batches, and
     all random numbers drawn from then on, are those of the run that was not interrupted. The batches already
@@ -83,8 +83,8 @@ class TrackedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        # copy and pickle look for special methods, and before __init__ has run: those of the loader would make a
-        # loader of the copy, which has no position.
+        # copy and pickle look up special methods, also before __init__ has run. The loader's would make the copy a
+        # plain loader, which has no position.
         if name == "_loader" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -133,7 +133,7 @@ class TrackedLoader:
                     int(epoch)
 
     def _has_exact_length(self) -> bool:
-        """Whether the loader's length is that of every epoch. Samplers of one's own may tell an estimate."""
+        """Whether every epoch has the loader's length. A sampler of the user's may return an estimate."""
         parts = self._parts()
         return (
             type(self._loader) is torch.utils.data.DataLoader
@@ -164,10 +164,10 @@ class TrackedLoader:
         epoch.start, epoch.yielded = None, 0
 
     def _replay(self, start: dict[str, Any], count: int) -> Iterator[Any]:
-        """The loader's iterator as it was `count` batches after `start`."""
+        """Returns the loader's iterator as it was ``count`` batches after ``start``."""
         own, rng = self._capture_own(), capture_rng()
         try:
-            # Persistent workers draw their seed when they are started, so only in their first epoch.
+            # Persistent workers draw their seed when they start, so only in their first epoch.
             if start["workers_alive"] and not self._workers_alive:
                 iter(self._loader)
             elif self._workers_alive and not start["workers_alive"]:
@@ -188,7 +188,7 @@ class TrackedLoader:
 
     @property
     def _workers_alive(self) -> bool:
-        """Whether persistent workers wait for the next epoch; DataLoader keeps an iterator only for these."""
+        """Whether persistent workers wait for the next epoch; DataLoader keeps an iterator only then."""
         return getattr(self._loader, "_iterator", None) is not None
 
     def _capture_own(self) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""Keeps saves and optimizer steps of different threads apart.
+
+A step is *open* while its frame is on the stack of its thread. It is *writing* all that time, except while it runs a
+closure that ends at the gate. A save waits until no other thread is writing. Steps that begin meanwhile wait until the
+save has copied the eager storages and guarded the lazy ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from lazyckpt.capture.calls import Call
+from lazyckpt.errors import SaveError
+
+# Seconds: how often a waiting thread checks that the call it waits for still runs; how long a step gives way to a save
+# that waits for other steps; how long each waits for the other before the save fails.
+LOOK_S = 0.02
+_GIVE_WAY_S = 1.0
+_PATIENCE_S = 60.0
+
+
+class Step(Call):
+    """A step of an owner, or another call behind the gate."""
+
+    __slots__ = ("name", "owner", "writing")
+
+    def __init__(self, owner: object, name: str, frame: FrameType) -> None:
+        super().__init__(frame)
+        self.owner = id(owner)  # which outlives the call
+        self.name = name
+        self.writing = False
+
+
+class _Arming(Call):
+    """A ``save()`` from its first look at the state until everything is copied or guarded."""
+
+    def __init__(self, frame: FrameType) -> None:
+        super().__init__(frame)
+        self.armed = False  # no other thread is writing
+        self.collecting = True  # runs the user's code, which may wait for anything
+        self.broken: str | None = None  # which step could wait no longer
+
+
+class Exclusion:
+    """The open steps and the saves of a process. Thread-safe. The gate (gate.py) derives from it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # re-entrant: a signal handler may save
+        self._open: dict[int, list[Step]] = {}  # by thread, innermost last
+        self._armings: list[_Arming] = []
+
+    # steps
+
+    def inside_step(self) -> bool:
+        """Whether a step is open on any thread."""
+        with self._changed:
+            self._forget_raised()
+            return bool(self._open)
+
+    def _enter_step(self, step: Step, caller: FrameType | None) -> None:
+        """Opens a step, whose frame was called by ``caller``."""
+        with self._changed:
+            mine = self._open.get(step.thread)
+            if mine is None:
+                self._open[step.thread] = [step]
+            else:  # nested steps, or some that raised
+                alive = [s for s in mine if s.frame != step.frame and s.under_way(caller)]
+                self._open[step.thread] = [*alive, step]
+
+    def _leave(self, step: Step) -> None:
+        """Closes a step, and those inside it that raised."""
+        with self._changed:
+            mine = self._open.get(step.thread, [])
+            if step in mine:
+                if step is mine[0]:
+                    del self._open[step.thread]
+                else:
+                    self._open[step.thread] = mine[: mine.index(step)]
+            if self._armings:
+                self._changed.notify_all()
+
+    def _pause(self, step: Step) -> None:
+        """Lets saves go on while ``step`` does not write."""
+        with self._changed:
+            step.writing = False
+            self._changed.notify_all()
+
+    def _try_writing(self, steps: list[Step], since: float | None) -> bool:
+        """Marks ``steps``, of this thread, as writing unless they must wait for a save; call with the lock held.
+
+        ``since``: when they began to wait (``time.monotonic()``).
+        """
+        me = steps[0].thread
+        if self._armings and not any(step.writing for step in self._open.get(me, ())):
+            waited_s = time.monotonic() - since if since is not None else 0.0
+            if self._armed_elsewhere(me, waited_s, steps[0].name) is not None:
+                return False
+        for step in steps:
+            step.writing = True
+        return True
+
+    def _forget_raised(self) -> None:
+        """Closes steps that ended without their post-hook."""
+        if self._open:
+            stacks = sys._current_frames()
+            for thread, steps in list(self._open.items()):
+                alive = [step for step in steps if step.under_way(stacks.get(thread))]
+                if alive:
+                    self._open[thread] = alive
+                else:
+                    del self._open[thread]
+
+    # saves
+
+    @contextlib.contextmanager
+    def arming(self, path: str | os.PathLike[str], step: int | None) -> Iterator[None]:
+        """No other thread writes in a step inside this context.
+
+        Raises SaveError if an open step does not end: it may be waiting for this thread.
+        """
+        mine = _Arming(sys._getframe(2))  # behind that of contextlib
+        try:
+            self._arm(mine, path, step)
+            yield
+        finally:
+            with self._changed:
+                self._armings = [arming for arming in self._armings if arming is not mine]
+                self._changed.notify_all()
+            self._go_on_writing(mine.thread)
+
+    def _arm(self, mine: _Arming, path: str | os.PathLike[str], step: int | None) -> None:
+        begin = time.monotonic()
+        with self._changed:
+            self._armings = [*self._armings, mine]
+            while (other := self._writing_elsewhere(mine.thread)) is not None:
+                if time.monotonic() - begin > _PATIENCE_S:
+                    raise SaveError(
+                        f"{other.name} has been inside its step on thread {other.thread_name!r} for {_PATIENCE_S:.0f} "
+                        "s, and a snapshot is never taken in the middle of another thread's step. Call save() on the "
+                        "thread that steps, between two steps",
+                        path=path,
+                        step=step,
+                    )
+                self._changed.wait(LOOK_S)
+            mine.armed = True
+
+    def collected(self, path: str | os.PathLike[str], step: int | None) -> None:
+        """Notes, inside ``arming``, that the save runs no more of the user's code, so steps may wait without limit.
+
+        Raises SaveError if a step could not wait until now.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            for arming in self._armings:
+                if arming.thread == me:
+                    arming.collecting = False
+                    if arming.broken is not None:
+                        raise SaveError(arming.broken, path=path, step=step)
+
+    def _writing_elsewhere(self, me: int) -> Step | None:
+        """A writing step of another thread, unless that thread is in ``save()`` itself."""
+        self._forget_raised()
+        saving = {arming.thread for arming in self._armings}
+        for thread, steps in self._open.items():
+            if thread != me and thread not in saving:
+                for step in steps:
+                    if step.writing:
+                        return step
+        return None
+
+    def _armed_elsewhere(self, me: int, waited_s: float, name: str) -> _Arming | None:
+        """A save on another thread that the step ``name`` must wait for."""
+        if not self._armings:
+            return None
+        stacks = sys._current_frames()
+        self._armings = [arming for arming in self._armings if arming.under_way(stacks.get(arming.thread))]
+        for arming in self._armings:
+            if arming.thread == me or arming.broken is not None:
+                continue
+            if arming.armed and arming.collecting and waited_s > _PATIENCE_S:
+                arming.broken = (
+                    f"{name} on thread {threading.current_thread().name!r} waited {_PATIENCE_S:.0f} s for save() to "
+                    "collect the state, and then stepped. If a state_dict() waits for the training thread, call "
+                    "save() there"
+                )
+            elif arming.armed or waited_s < _GIVE_WAY_S:
+                return arming
+        return None
+
+    def _go_on_writing(self, me: int) -> None:
+        """Waits, after a save inside a step of its own thread, until the step may write again: other saves may be
+        armed."""
+        begin = time.monotonic()
+        with self._changed:
+            writing = [step for step in self._open.get(me, ()) if step.writing]
+            while writing:
+                # Only for saves that are armed: the others wait for this step.
+                waited_s = time.monotonic() - begin + _GIVE_WAY_S
+                if self._armed_elsewhere(me, waited_s, writing[0].name) is None:
+                    return
+                self._changed.wait(LOOK_S)

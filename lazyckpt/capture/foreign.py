@@ -1,0 +1,178 @@
+"""Finds out what optimizers other than torch's do, and puts the gate in front of it.
+
+torch's own optimizers write to parameters in ``step()`` only, after the closure. Others may write before the closure,
+in methods with other names (schedule-free optimizers, SAM, swaps of weights), or inside a step of their own that
+torch's hook never sees. None of these functions fails for an optimizer that is not as torch's are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from lazyckpt.warn import warn_once
+
+if TYPE_CHECKING:
+    from lazyckpt.capture.gate import Gate
+
+_TORCH = Path(torch.__file__).parent
+# Methods of an optimizer that write to parameters outside step(): of schedule-free ones, and of SAM. Also swap_….
+_MOVE = ("first_step", "second_step")  # these may write by `p.data = …`
+_SWITCHES = ("train", "eval", *_MOVE)
+_MAX_CALLERS = 8  # frames in which one optimizer may be the caller of another's step
+
+_told_of: weakref.WeakSet[type[Any]] = weakref.WeakSet()
+_guarded: weakref.WeakSet[type[Any]] = weakref.WeakSet()
+
+
+def is_of_torch(optimizer: object) -> bool:
+    """Whether the optimizer is exactly one of torch's own, not of a class derived from one."""
+    return _is_class_of_torch(type(optimizer))
+
+
+def _is_class_of_torch(kind: type[Any]) -> bool:
+    return f"{kind.__module__}.".startswith("torch.optim.")  # that of Adafactor is torch.optim itself
+
+
+def warn_of_foreign(optimizer: object, error: Exception) -> None:
+    """Warns, once for its class, of an optimizer that raises where torch's do not."""
+    if type(optimizer) in _told_of:
+        return
+    _told_of.add(type(optimizer))
+    why = "".join(traceback.format_exception_only(error)).strip()  # also of an error that cannot be printed
+    _warn(
+        f"lazyckpt cannot tell what {type(optimizer).__name__} trains ({why}): its steps wait for all copies, and "
+        "save() copies what no other optimizer trains before it returns"
+    )
+
+
+def _warn(message: str) -> None:
+    with contextlib.suppress(Warning):  # training goes on where a filter turns warnings into errors
+        warn_once(message)
+
+
+# what runs before the closure
+
+
+def writes_before_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code other than torch's runs between the global hook and the closure; warns once, and names that code."""
+    hooks = [
+        *list(torch_optimizer._global_optimizer_pre_hooks.values())[1:],
+        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+    ]
+    foreign = hooks[0] if hooks else _foreign_step(type(optimizer).step)
+    if foreign is None:
+        return False
+    _warn(
+        f"{type(optimizer).__name__}.step(closure) waits for pending copies before forward and backward, which then do "
+        f"not overlap with them: {_place_of(foreign)} runs before the closure and may write to parameters. Call it "
+        "before step() instead"
+    )
+    return True
+
+
+@functools.lru_cache(maxsize=64)
+def _foreign_step(step: Any) -> Any:
+    """The layer of a class's ``step`` that is not torch's, or None."""
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or not Path(code.co_filename).is_relative_to(_TORCH):
+            return step
+        step = getattr(step, "__wrapped__", None)
+    return None
+
+
+def _place_of(function: Any) -> str:
+    code: CodeType | None = getattr(function, "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    name = getattr(code, "co_qualname", code.co_name)  # not the function's, which functools.wraps changes
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+# what writes outside step()
+
+
+def guard_switches(kind: type[Any], gate: Gate) -> None:
+    """Puts the gate in front of the methods with which optimizers of a class write outside ``step()``.
+
+    The class changes, not the instance, so that optimizers are copied and pickled as before."""
+    if kind in _guarded or _is_class_of_torch(kind):
+        return
+    for name in dir(kind) if kind.__hash__ is not None else ():
+        method = inspect.getattr_static(kind, name)
+        # schedulefree's wrapper is no torch.optim.Optimizer, and its step() writes before the step of the one inside.
+        alone = name == "step" and _is_schedulefree(kind.__module__) and not hasattr(method, "hooked")
+        if (alone or name in _SWITCHES or name.startswith("swap_")) and inspect.isfunction(method):
+            with contextlib.suppress(TypeError, AttributeError):  # a class that cannot be changed
+                setattr(kind, name, _guarded_switch(method, gate))
+    _guarded.add(kind)
+
+
+def guard_callers(frame: FrameType, gate: Gate) -> None:
+    """Guards optimizers that step by another's, as SAM does: torch's hooks never see them. ``frame`` is a step's."""
+    caller = frame.f_back
+    for _ in range(_MAX_CALLERS):
+        if caller is None:
+            return
+        code = caller.f_code
+        alone = code.co_name == "step" and _is_schedulefree(caller.f_globals.get("__name__"))
+        if (alone or code.co_name in _SWITCHES) and code.co_argcount:
+            owner = caller.f_locals.get(code.co_varnames[0])
+            if hasattr(type(owner), "param_groups") or "param_groups" in getattr(owner, "__dict__", ()):
+                guard_switches(type(owner), gate)
+        caller = caller.f_back
+
+
+def _guarded_switch(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+    # Trainers call train() before every batch. If the mode stays the same, forward overlaps with the copy.
+    mode = {"train": True, "eval": False}.get(method.__name__) if _is_schedulefree(method.__module__) else None
+    moves = method.__name__ in _MOVE
+
+    @functools.wraps(method)
+    def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if mode is not None and _is_in_mode(self, mode):
+            return method(self, *args, **kwargs)
+        owner = unwrapped(self)
+        with gate.step(owner), gate.evidence.kept(owner) if moves else contextlib.nullcontext():
+            return method(self, *args, **kwargs)
+
+    return switch
+
+
+def _is_in_mode(optimizer: Any, train: bool) -> bool:
+    """Whether a schedule-free optimizer already holds the weights for training, or for evaluation."""
+    try:
+        own = getattr(optimizer, "train_mode", None)  # of schedulefree's wrapper
+        return all((own if own is not None else group.get("train_mode")) is train for group in optimizer.param_groups)
+    except Exception:
+        return False
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that ``optimizer`` passes everything on to, as LightningOptimizer does: the two are one owner."""
+    seen = [optimizer]
+    try:
+        groups, state = optimizer.param_groups, optimizer.state
+        for outer in seen if groups is not None and state is not None else ():  # grows meanwhile
+            for inner in list(getattr(outer, "__dict__", {}).values()):
+                passed_on = isinstance(inner, torch.optim.Optimizer) and not any(inner is other for other in seen)
+                if passed_on and inner.param_groups is groups and inner.state is state:
+                    seen.append(inner)
+    except Exception:  # not as torch's are: it stands for itself
+        return optimizer
+    return seen[-1]
+
+
+def _is_schedulefree(module: str | None) -> bool:
+    return module is not None and module.startswith("schedulefree.")

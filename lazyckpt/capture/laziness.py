@@ -1,0 +1,89 @@
+"""Decides which storages of a checkpoint are copied lazily.
+
+A storage is lazy if gated optimizers own all of it, stepped since the last save, are not inside a step, and have
+evidence for it (evidence.py). It must be larger than 4 KiB, or 16 KiB if the kernel watches its pages. ``save()``
+copies everything else before it returns: buffers, which change in forward; scalars; RNG state; the user's tensors.
+Frozen parameters become lazy once two snapshots in a row found them unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+
+from lazyckpt.capture import devices
+from lazyckpt.capture.frozen import FrozenParameters, frozen_parameters
+from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.torn import TornStorages
+from lazyckpt.providers.base import TensorViews
+from lazyckpt.providers.wrappers import storages_in
+
+LAZY_MIN_BYTES = 4096
+WATCHED_MIN_BYTES = 16 << 10  # smaller ones share pages with others, and are copied sooner than watched
+FROZEN_MIN_BYTES = 8192  # more than any RNG state: modules are searched only for larger eager storages
+FROZEN_BIT = 1 << 63  # together with the bits of optimizers that hold it in a group, although they do not train it
+
+
+class Laziness(NamedTuple):
+    """What was decided of some storages, by their places."""
+
+    owners: list[int]
+    """The bits of the owners that wait for each storage; 0 if it is eager."""
+    frozen: dict[int, torch.Tensor]
+    """The frozen parameters, lazy or not."""
+    in_training: bool
+    """Whether an optimizer that is at work owns some of them."""
+
+
+def decide(
+    views: TensorViews,
+    located: list[int] | None,
+    ownership: Ownership,
+    frozen: FrozenParameters,
+    modules: Iterable[torch.nn.Module],
+    torn: TornStorages,
+    *,
+    watched: bool,
+) -> Laziness:
+    """Decides for all storages of one checkpoint. ``located`` is what ``devices.locate`` returned for them.
+
+    ``watched``: the engine watches the pages of lazy host memory."""
+    may_be_lazy = list(map(ownership.lazy_owners.get, views.identities, repeat(0)))
+    owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
+    found = _frozen_in(views, owners, modules, ownership)
+    for at, tensor in found.items():
+        if frozen.is_lazy(views[at], tensor):
+            owners[at] = FROZEN_BIT | ownership.frozen_owners.get(views.identities[at], 0)
+    owners = torn.without(owners, views.identities)
+    if located is not None:  # torch copies these now
+        owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
+    if watched:
+        on_host = repeat(True) if located is None else map(devices.HOST.__eq__, located)
+        owners = [
+            0 if host and nbytes <= WATCHED_MIN_BYTES else bits
+            for host, nbytes, bits in zip(on_host, views.sizes, owners, strict=located is not None)
+        ]
+    else:  # another process may write to shared memory; the page witness refuses it by itself
+        columns = zip(owners, views.devices, views.storages, strict=True)
+        owners = [0 if bits and d.type == "cpu" and s.is_shared() else bits for bits, d, s in columns]
+    return Laziness(owners, found, any(may_be_lazy))
+
+
+def _frozen_in(
+    views: TensorViews, owners: list[int], modules: Iterable[torch.nn.Module], ownership: Ownership
+) -> dict[int, torch.Tensor]:
+    """The frozen parameters among the storages without owners, by place."""
+    eager = [at for at, bits in enumerate(owners) if not bits and views.sizes[at] > FROZEN_MIN_BYTES]
+    if not eager:
+        return {}
+    frozen: dict[int, torch.Tensor] = {}
+    for storages in storages_in(frozen_parameters(modules)):
+        here = zip(storages.identities, storages.tensors, strict=True)
+        frozen.update((identity, tensor) for identity, tensor in here if not tensor.is_inference())
+    for identity in ownership.guarded:  # these change, although nobody trains them
+        frozen.pop(identity, None)
+    identities = views.identities
+    return {at: frozen[identities[at]] for at in eager if identities[at] in frozen}

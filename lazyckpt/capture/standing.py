@@ -1,0 +1,70 @@
+"""Lets another thread judge a thread that only waits.
+
+A thread that *stands* writes nothing, so version counters prove something there (verdict.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+
+from lazyckpt.capture.calls import Call
+
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_WAITS = frozenset(
+    function.__code__.co_filename for function in (threading.Event.wait, Future.exception, contextlib.suppress.__init__)
+)
+
+
+class Standing:
+    """The threads that stand. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Call, None] = {}  # a dict, since adding or removing one entry is atomic
+        self._judged: list[int] = []  # threads that must not leave their wait just now
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """The calling thread only waits inside this context."""
+        call = Call(sys._getframe(2))  # behind that of contextlib
+        self._calls[call] = None
+        try:
+            yield
+        finally:
+            self._calls.pop(call, None)
+            # No lock: a signal handler may come here, too, and wait for the thread that judges.
+            while call.thread in self._judged:
+                time.sleep(0.0001)
+
+    def judge(self, thread: int | None, act: Callable[[], None]) -> None:
+        """Calls ``act`` if this thread stands; it does not go on meanwhile."""
+        if thread is None:
+            return
+        self._judged.append(thread)
+        try:
+            stack = sys._current_frames().get(thread)
+            mine = [call for call in list(self._calls) if call.thread == thread]
+            for call in mine:
+                if not call.under_way(stack):  # Ctrl-C came before it could say that it is over
+                    self._calls.pop(call, None)
+            if any(_only_waits(stack, call) for call in mine):
+                act()
+        finally:
+            self._judged.remove(thread)
+
+
+def _only_waits(stack: FrameType | None, call: Call) -> bool:
+    """Whether a thread with this stack runs nothing but waiting code inside ``call``: a user's signal handler may
+    write."""
+    while stack is not None and (stack.f_code.co_filename in _WAITS or stack.f_code.co_filename.startswith(_PACKAGE)):
+        if id(stack) == call.frame:
+            return call.under_way(stack)
+        stack = stack.f_back
+    return False

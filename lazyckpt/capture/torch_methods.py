@@ -1,0 +1,58 @@
+"""Makes methods of torch wait that write to tensors, or free them, outside steps. torch has no fitting hook for them.
+
+Hooks of ``load_state_dict`` exist, but only on the object itself, where they would become part of its copies and
+pickles. So these functions replace the methods of the class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from lazyckpt.capture.gate import Gate
+
+# Methods of a storage that give its memory back. To hold on to the storage does not help: its memory is freed at once,
+# and a thread that reads it may end the process. Sharded training resizes; share_memory(), and sending a tensor to
+# another process, move the memory.
+_GIVE_MEMORY_BACK = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+
+
+def gate_methods(gate: Gate) -> None:
+    """Puts ``gate`` in front of these methods, for the rest of the process."""
+    for name in _GIVE_MEMORY_BACK:
+        setattr(torch.UntypedStorage, name, _behind_copy(getattr(torch.UntypedStorage, name), gate))
+    for kind, name, known in (
+        (torch.nn.Module, "_load_from_state_dict", gate.modules),  # torch calls it for each part
+        (torch.optim.Optimizer, "load_state_dict", gate.steps),
+    ):
+        setattr(kind, name, _behind_copies(getattr(kind, name), known, gate))
+
+
+def _behind_copy(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        gate.wait_for_storage(storage)
+        return method(storage, *args, **kwargs)
+
+    return wait_and_call
+
+
+def _behind_copies(load: Callable[..., Any], known: Container[Any], gate: Gate) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def wait_and_load(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_in(owner, known):
+            gate.wait_all()
+        return load(owner, *args, **kwargs)
+
+    return wait_and_load
+
+
+def _is_in(owner: Any, known: Container[Any]) -> bool:
+    try:
+        return owner in known
+    except Exception:  # it has no hash, or none that works
+        return False

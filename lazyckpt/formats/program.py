@@ -1,0 +1,79 @@
+"""A file as a *program*: a few extents of rows, which the engine runs with live pointers.
+
+A format lays a file out once, from names and sizes alone. A program holds no pointer and no tensor, so it can be kept
+and run for every checkpoint with the same names and sizes.
+
+    kind        nbytes       arg             what the engine writes
+    LITERAL     n            blob offset     ``blob[arg:arg + n]``
+    SOURCE      size of i    source i        the i-th storage of the checkpoint, whole
+    CRC32_LE    4            source i        its CRC-32, little-endian
+    CRC32_HEX   8            source i        its CRC-32, lower-case hex digits
+
+A source of n > 0 bytes has one SOURCE row, an empty one has none. The engine runs the extents of a file in the order
+given, whatever their offsets. A CRC row refers only to a source whose SOURCE row stands before it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+LITERAL, SOURCE, CRC32_LE, CRC32_HEX = 0, 1, 2, 3
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A contiguous part of a file.
+
+    ``offset`` is a multiple of 4096, or the exact end of the extent run before it. ``rows`` is flat: kind, nbytes, arg,
+    kind, nbytes, arg, … (see the module's table).
+    """
+
+    offset: int
+    rows: array[int]
+    blob: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this extent takes in the file."""
+        return sum(self.rows[1::3])
+
+
+class ExtentBuilder:
+    """Collects the rows of one extent, and joins adjacent literals into one row."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._blob = bytearray()
+        self._pending = 0  # where in the blob the literal without a row begins
+
+    def literal(self, data: bytes) -> None:
+        self._blob += data
+
+    def source(self, index: int, nbytes: int) -> None:
+        self._row(SOURCE, nbytes, index)
+
+    def crc32_le(self, index: int) -> None:
+        self._row(CRC32_LE, 4, index)
+
+    def crc32_hex(self, index: int) -> None:
+        self._row(CRC32_HEX, 8, index)
+
+    def build(self, offset: int) -> Extent:
+        self._flush()
+        return Extent(offset, array("q", self._rows), bytes(self._blob))
+
+    def _row(self, kind: int, nbytes: int, arg: int) -> None:
+        begin, end = self._pending, len(self._blob)
+        if end > begin:
+            self._rows += (LITERAL, end - begin, begin, kind, nbytes, arg)
+            self._pending = end
+        else:
+            self._rows += (kind, nbytes, arg)
+
+    def _flush(self) -> None:
+        end = len(self._blob)
+        if end > self._pending:
+            self._rows += (LITERAL, end - self._pending, self._pending)
+            self._pending = end

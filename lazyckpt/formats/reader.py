@@ -1,0 +1,105 @@
+"""Reads files of any format: bounded, exact reads, and the records that they find."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from lazyckpt.errors import CorruptFileError, LoadError, load_error
+
+_MAX_SIZE = 2**63 - 1
+
+
+def count_elements(shape: Iterable[int]) -> int:
+    """Returns the product of ``shape``. Raises ValueError if a partial product needs more than 63 bits, as the
+    safetensors library does, so hostile shapes take no longer than others."""
+    count = 1
+    for size in shape:
+        count *= size
+        if count > _MAX_SIZE:
+            raise ValueError("a shape of more elements than 63 bits can count")
+    return count
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses duplicate keys (ValueError), for ``json.loads``: one reader takes the first, another the last."""
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("duplicate key")
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A named byte range of a file. ``crc32`` is None if the file has no checksum for it."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Opens ``path`` without waiting for the writer of a FIFO that was given by mistake."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+class FileReader:
+    """A regular file, open for parsing. Use it as a context manager.
+
+    Raises LoadError if ``path`` is missing, a folder, or unreadable, and CorruptFileError if it is empty.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0, opener=_open_without_waiting)  # noqa: SIM115
+        except IsADirectoryError as error:
+            raise LoadError("not a regular file", path=path) from error
+        except OSError as error:
+            raise load_error("cannot be opened", error, path=path) from error
+        self.fd = self._file.fileno()
+        status = os.fstat(self.fd)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode) or not self.size:
+            self._file.close()
+            if stat.S_ISREG(status.st_mode):
+                raise CorruptFileError("the file is empty", path=path)
+            raise LoadError("not a regular file", path=path)
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Returns exactly ``nbytes`` bytes from ``offset`` on. Raises CorruptFileError if the file ends before."""
+        if offset < 0 or offset + nbytes > self.size:
+            wanted = f"{nbytes} bytes at offset {offset}, " if offset >= 0 else ""
+            raise self.corrupt(f"truncated: {wanted}file has {self.size} bytes")
+        parts = []
+        while nbytes:
+            try:
+                part = os.pread(self.fd, nbytes, offset)
+            except MemoryError as error:  # a hole in a file costs its writer nothing
+                raise LoadError(
+                    f"{nbytes} bytes at offset {offset} take more memory than there is", path=self.path
+                ) from error
+            except OSError as error:
+                raise load_error(f"cannot be read at offset {offset}", error, path=self.path) from error
+            if not part:
+                raise self.corrupt(f"truncated while being read, at offset {offset}")
+            parts.append(part)
+            offset += len(part)
+            nbytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def corrupt(self, what: str) -> CorruptFileError:
+        return CorruptFileError(what, path=self.path)

@@ -1,0 +1,68 @@
+"""Makes, names and syncs folders and files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import NoReturn
+
+TEMPORARY = ".tmp-"
+TRASH = ".trash-"
+PUBLISH = ".publish-"  # see in_place.py
+_NAME_BYTES = 100  # of a name that come back in the temporary one
+_UNFINISHED = re.compile(r"\.(tmp|trash|publish)-.*-[0-9a-f]{32}", re.DOTALL)
+
+
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Calls fsync on a folder or file, so that its names or bytes survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder if it is missing, and syncs its name: without that, a power cut loses what was synced inside."""
+    new = [path, *(folder for folder in path.parents if not folder.exists())]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        name = error.filename
+        what = f"a symbolic link to {os.readlink(name)}, which leads to no folder" if os.path.islink(name) else "a file"
+        raise NotADirectoryError(errno.ENOTDIR, f"not a folder: {what}", name) from error
+    for folder in new:
+        if not folder.is_mount():
+            with contextlib.suppress(PermissionError):  # not ours to read: whoever made the name syncs it
+                sync_path(folder.absolute().parent)
+
+
+def free_bytes(folder: Path) -> float:
+    """Returns the bytes that may be written there; infinity if the file system does not say. Raises OSError."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks > 0 else math.inf
+
+
+def temporary_name(target: Path) -> Path:
+    return fresh_name(TEMPORARY, target)
+
+
+def fresh_name(prefix: str, target: Path) -> Path:
+    """Returns an unused name beside ``target``, short enough for every file system."""
+    name = os.fsencode(target.name.removeprefix(TEMPORARY))[:_NAME_BYTES].decode(errors="ignore")
+    return target.with_name(f"{prefix}{name}-{uuid.uuid4().hex}")
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether this is one of our temporary, trash or publish names."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
+def reraise(error: OSError) -> NoReturn:
+    """Raises ``error``: for ``os.walk`` and ``os.fwalk``, which otherwise skip a folder that they cannot list."""
+    raise error

@@ -1,0 +1,172 @@
+"""The manifest of a checkpoint: what it says, how it is written and read. docs/format.md describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zlib
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from lazyckpt._version import __version__
+from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
+from lazyckpt.formats.reader import FileReader, unique_keys
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+STATE = "state.pt"
+MAX_NUMBER = 2**63 - 1  # a step, a sequence
+_MAX_MANIFEST_BYTES = 16 << 20
+_FOLDER = re.compile(r"step-([0-9]{8,})")
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def is_folder_name(name: str) -> bool:
+    return _FOLDER.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file, as the manifest describes it."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint, as its manifest describes it."""
+
+    path: Path
+    step: int
+    sequence: int
+    parent: int | None
+    created: datetime
+    files: tuple[FileEntry, ...]
+    pinned: bool = False  # kept by retention, whatever the settings
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+def describe(*, step: int, sequence: int, parent: int | None, files: list[tuple[str, int, int]]) -> dict[str, Any]:
+    """Returns the contents of manifest.json. ``files``: name, bytes and CRC-32 of each."""
+    told = {
+        "format": FORMAT,
+        "lazyckpt": __version__,
+        "sequence": sequence,
+        "parent": parent,
+        "step": step,
+        "world_size": 1,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "files": [
+            {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": [0]} for name, nbytes, crc in files
+        ],
+    }
+    return {**told, "crc32": checksum(told)}
+
+
+def checksum(manifest: dict[str, Any]) -> str:
+    """Returns the CRC-32 of a manifest without its own checksum, whatever the order of keys and the white space."""
+    told = {key: value for key, value in manifest.items() if key != "crc32"}
+    return f"{zlib.crc32(json.dumps(told, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads a manifest and compares the lengths of the files with it; reads no other byte.
+
+    Raises a LoadError that names what is wrong.
+    """
+    file = path / MANIFEST
+    status = _lstat(file)
+    if status is None:
+        raise LoadError(f"no checkpoint: there is no {MANIFEST}", path=path)
+    if stat.S_ISLNK(status.st_mode):
+        raise CorruptFileError("a symbolic link, not a manifest", path=file)
+    with FileReader(file) as reader:
+        if reader.size > _MAX_MANIFEST_BYTES:
+            raise reader.corrupt("too large for a manifest")
+        text = reader.read(0, reader.size)
+    try:
+        data = json.loads(text.decode(), object_pairs_hook=unique_keys)
+        if type(data["format"]) is not int or data["format"] != FORMAT:
+            raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
+        if data["crc32"] != checksum(data):
+            raise CorruptFileError("checksum does not match", path=file)
+        checkpoint = Checkpoint(
+            path,
+            _whole(data["step"]),
+            _whole(data["sequence"]),
+            None if data["parent"] is None else _whole(data["parent"]),
+            _as_utc(datetime.fromisoformat(data["created"])),
+            tuple(FileEntry(_name(f["name"]), _whole(f["bytes"]), _crc(f["crc32"])) for f in data["files"]),
+            os.path.lexists(pin_of(path)),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
+    names = [entry.name for entry in checkpoint.files]
+    if STATE not in names or len(set(names)) != len(names):
+        raise CorruptFileError(f"does not name {STATE}, or names a file twice", path=file)
+    if (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
+        raise CorruptFileError(f"the folder was renamed: its manifest says step {checkpoint.step}", path=path)
+    for entry in checkpoint.files:
+        status = _lstat(path / entry.name)
+        nbytes = status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+        if nbytes != entry.nbytes:
+            found = "is missing" if nbytes is None else f"has {nbytes} bytes"
+            raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
+    return checkpoint
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    """Returns None if nothing is there. Raises ReadError if that cannot be told."""
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise load_error("cannot be read", error, path=path) from error
+
+
+def is_missing(path: Path) -> bool:
+    """Whether nothing has this name. Raises ReadError if that cannot be told."""
+    return _lstat(path) is None
+
+
+def _name(value: Any) -> str:
+    """Checks the name of a file in the checkpoint's folder."""
+    if not isinstance(value, str) or value in ("", ".", "..", MANIFEST) or "/" in value or "\0" in value:
+        raise ValueError(f"{value!r} is no name of a file in this folder")
+    value.encode()  # not half a character
+    return value
+
+
+def _crc(value: Any) -> int:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+        raise ValueError(f"{value!r} is not a CRC-32")
+    return int(value, 16)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _as_utc(time: datetime) -> datetime:
+    return time if time.tzinfo is not None else time.replace(tzinfo=timezone.utc)
+
+
+def pin_of(checkpoint: Path) -> Path:
+    """The empty file beside a checkpoint that pins it. It belongs to the name, so it also pins a later checkpoint of
+    the same step."""
+    return checkpoint.with_name(checkpoint.name + ".pin")

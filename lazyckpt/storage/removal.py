@@ -1,0 +1,153 @@
+"""Step 7 of the durability protocol (commit.py): removes checkpoints, and what dead processes left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from lazyckpt.storage import folders, mounts
+from lazyckpt.storage.manifest import MANIFEST
+
+# Endings of the files without which a framework does not recognize a checkpoint.
+_WEIGHTS = (".safetensors", ".bin", ".index.json")
+
+
+def remove(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> bool:
+    """Renames a path out of sight, then removes it. After a crash in between, ``sweep`` removes the rest.
+
+    Asks ``may_go`` when no other process can replace the path any more. Returns whether the path is gone: False if
+    there was nothing, or if it stays. Raises OSError."""
+    try:
+        trash = _rename_away(path)
+        if trash is None:
+            return take_apart(path, may_go)
+    except FileNotFoundError:
+        return False
+    if not may_go(trash):
+        os.rename(trash, path)
+        return False
+    unlink(trash)
+    return True
+
+
+def hide(path: Path) -> Path | None:
+    """Frees a name, as the first half of ``remove``. Returns the path for ``unlink``, or None if nothing is left."""
+    try:
+        trash = _rename_away(path)
+        if trash is None:
+            take_apart(path)
+    except FileNotFoundError:
+        return None
+    return trash
+
+
+def _rename_away(path: Path) -> Path | None:
+    """Returns the new name, or None if the path must be removed where it is."""
+    if not path.is_dir() and mounts.is_overlay(path.parent):
+        path.lstat()
+        return None  # a rename would first copy a file of a lower layer to the upper one
+    trash = folders.fresh_name(folders.TRASH, path)
+    try:
+        os.rename(path, trash)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            return None
+        raise
+    return trash
+
+
+def take_apart(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> bool:
+    """Removes in place a folder that cannot be renamed, such as one from a lower layer of an overlay.
+
+    Removes the manifest first, then the weights, and syncs each time, so that a loader fails on what a crash leaves.
+    Returns False if ``may_go`` refuses, or if another process replaced the folder meanwhile. Raises OSError.
+    """
+    if path.is_symlink() or not path.is_dir():  # one call removes it whole
+        if not may_go(path):
+            return False
+        path.unlink()
+        folders.sync_path(path.parent)
+        return True
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # From here on everything goes by the descriptor: the name may become that of a new checkpoint.
+        if not may_go(path) or not os.path.samestat(os.fstat(fd), path.lstat()):
+            return False
+        for endings in ((MANIFEST,), _WEIGHTS, ("",)):
+            _unlink_files(fd, endings)
+    finally:
+        os.close(fd)
+    path.rmdir()
+    folders.sync_path(path.parent)
+    return True
+
+
+def _unlink_files(fd: int, endings: tuple[str, ...]) -> None:
+    """Removes the files below an open folder whose names have one of these endings, and then empty folders, durably."""
+    for _, subfolders, names, folder in os.fwalk(".", topdown=False, onerror=folders.reraise, dir_fd=fd):
+        links = {name for name in subfolders if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode)}
+        for name in (*names, *links):
+            if name.endswith(endings):
+                os.unlink(name, dir_fd=folder)
+        for name in set(subfolders) - links:
+            try:
+                os.rmdir(name, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        os.fsync(folder)
+
+
+def unlink(trash: Path) -> None:
+    """Removes a folder, file or link that was renamed to ``trash``.
+
+    Syncs the rename first: a power cut must not give the final name back to half of a checkpoint."""
+    folders.sync_path(trash.parent)
+    if trash.is_dir() and not trash.is_symlink():
+        shutil.rmtree(trash, ignore_errors=True)
+    else:
+        trash.unlink(missing_ok=True)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Removes what dead processes left in ``root``: trash and staged folders."""
+    swept = sweep_staged(root)
+    for entry in list(os.scandir(root)):
+        if entry.name.startswith(folders.TRASH) and folders.is_unfinished(entry.name):
+            unlink(Path(entry.path))
+            swept.append(Path(entry.path))
+    return swept
+
+
+def sweep_staged(root: Path) -> list[Path]:
+    """Removes staged folders whose lock nobody holds."""
+    staged = [e for e in os.scandir(root) if e.name.startswith(folders.TEMPORARY) and folders.is_unfinished(e.name)]
+    return [Path(entry.path) for entry in staged if _remove_abandoned(Path(entry.path))]
+
+
+def _remove_abandoned(path: Path) -> bool:
+    """Removes a staged folder unless a live process holds its lock.
+
+    Holds the lock until the folder is gone: a process that has just made it and is about to lock it notices then
+    (``Staging``), and not when its checkpoint disappears. The folder may be one that was replaced by a process that
+    died before it synced that, so its final name must be gone for good first, as in ``unlink``.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        folders.sync_path(path.parent)
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    finally:
+        os.close(fd)
