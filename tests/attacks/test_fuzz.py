@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from attacks.judge import judge
+from attacks.mutate import EDGES, mutate, seeds
 from attacks.runner import in_child, reset_peak, status_bytes
-from fuzz.judge import judge
-from fuzz.mutate import EDGES, mutate, seeds
 from lazyckpt import _engine
 from lazyckpt.functional import process_engine
 from trials import TORTURE, Trials
