@@ -16,6 +16,7 @@ import torch
 import lazyckpt
 from lazyckpt.capture.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.formats.base import FileReader
 from lazyckpt.formats.safe_globals import sparse_tensors_to_validate
 from lazyckpt.functional import process_engine
 from lazyckpt.reading.archive import Archive
@@ -29,7 +30,12 @@ def plain(tmp_path: Path) -> Path:
 
 
 def landing(path: Path) -> Archive:
-    return Archive(path, "cpu", weights_only=True, lands=True, engine=process_engine())
+    return archive_of(path, lands=True)
+
+
+def archive_of(path: Path, *, lands: bool, weights_only: bool = True) -> Archive:
+    with FileReader(path) as file:
+        return Archive(file, "cpu", weights_only=weights_only, lands=lands, engine=process_engine())
 
 
 def test_what_lands_is_unpickled_first_and_filled_after(plain: Path) -> None:
@@ -184,7 +190,7 @@ LIES: dict[str, Any] = {
 def test_a_pickle_that_lies_about_its_storages(lie: str, lands: bool, weights_only: bool, tmp_path: Path) -> None:
     path = forge(tmp_path / "a.pt", {"x": LIES[lie]}, **DATA)
     with pytest.raises(LoadError, match=r"a\.pt"):
-        Archive(path, "cpu", weights_only=weights_only, lands=lands, engine=process_engine())
+        archive_of(path, lands=lands, weights_only=weights_only)
 
 
 def test_the_forger_can_also_tell_the_truth(tmp_path: Path) -> None:
@@ -233,7 +239,7 @@ def test_a_pickle_that_is_cut_off_or_junk(tmp_path: Path) -> None:
             archive.writestr("archive/data/0", b"\0\0\x80?" * 4)
         for lands in (False, True):
             with pytest.raises(LoadError):
-                Archive(tmp_path / "a.pt", "cpu", weights_only=True, lands=lands, engine=process_engine())
+                archive_of(tmp_path / "a.pt", lands=lands)
         with pytest.raises(LoadError):
             lazyckpt.load(tmp_path / "a.pt", weights_only=False)
 

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
 
@@ -107,9 +107,8 @@ class ExtentBuilder:
             self._pending = end
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A named byte range of a file. ``crc32`` is None where the file tells no checksum."""
+class Record(NamedTuple):
+    """A named byte range of a file. ``crc32`` is None if the file holds no checksum for it."""
 
     name: str
     offset: int
