@@ -42,7 +42,7 @@ def state() -> dict[str, Any]:
     }
 
 
-# out
+# save
 
 
 def test_a_file_is_replaced_atomically_and_nothing_else_is_left(tmp_path: Path, state: Any) -> None:
@@ -194,7 +194,7 @@ def test_a_forked_child_saves_and_loads(tmp_path: Path, state: Any) -> None:
     assert torch.equal(lazyckpt.load(tmp_path / "child.pt")["big"], state["big"])
 
 
-# in
+# load
 
 
 def test_load_is_torch_load(tmp_path: Path, state: Any, graph: Any) -> None:
@@ -318,7 +318,7 @@ def test_weights_only_means_what_it_means_to_torch(
             return False
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of the variable
+        warnings.simplefilter("ignore")  # torch warns of the variable
         assert allowed(lazyckpt.load) == allowed(torch.load)
 
 
@@ -392,7 +392,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(data)
     with pytest.raises(CorruptFileError, match=r"a\.pt: checksum does not match: data/1$"):
         lazyckpt.load(tmp_path / "a.pt")
-    torch.load(tmp_path / "a.pt")  # does not notice
+    torch.load(tmp_path / "a.pt")  # torch does not notice
 
 
 # safetensors

@@ -1,5 +1,5 @@
-"""Changes a file of one of the formats in one to four places: a field of a zip record, an opcode or argument of the
-pickle (packed again, so that its checksum is true), a value of a JSON header, or any byte."""
+"""Changes a valid file in one to four places: a field of a zip record, an opcode or argument of the pickle (packed
+again, so that its checksum is right), a value of a JSON header, or any byte."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def mutate(content: bytes, rng: random.Random) -> bytes:
         try:
             content = rng.choice(kinds)(content, rng)
         except Exception:
-            content = _bytes(content, rng)  # too broken by now to be taken apart
+            content = _bytes(content, rng)  # earlier changes broke it too much to parse
     return content
 
 
@@ -81,7 +81,7 @@ def _bytes(content: bytes, rng: random.Random) -> bytes:
     )()
 
 
-_FIELDS = {  # where the numbers of a zip structure are, and how wide
+_FIELDS = {  # offset and width of the numbers in each zip structure
     b"PK\3\4": [(4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2)],
     b"PK\1\2": [(8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (32, 2), (34, 2), (38, 4), (42, 4)],
     b"PK\5\6": [(4, 2), (6, 2), (8, 2), (10, 2), (12, 4), (16, 4), (20, 2)],
@@ -147,7 +147,7 @@ def mutate_pickle(data: bytes, rng: random.Random) -> bytes:
     try:
         return _opcodes(data, rng)
     except ValueError:
-        return _bytes(data, rng)  # it cannot be parsed any more
+        return _bytes(data, rng)  # it no longer parses
 
 
 def _opcodes(data: bytes, rng: random.Random) -> bytes:
