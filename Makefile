@@ -85,7 +85,7 @@ sanitize: setup
 FUZZ_SECONDS := 300
 fuzz: setup
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) atheris==3.0.0
-	PYTHONPATH=tests $(BIN)/python -m fuzz.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
+	PYTHONPATH=tests $(BIN)/python -m attacks.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
 
 # ECOSYSTEM: further arguments, as in `make ecosystem ECOSYSTEM='-k timm'` or `ECOSYSTEM=--write-docs`.
 ecosystem: $(ECO)/.ready

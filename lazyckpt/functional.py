@@ -13,11 +13,12 @@ import torch
 
 from lazyckpt.capture import devices
 from lazyckpt.errors import LoadError, SaveError, SerializationError, UnsupportedFormatError, save_error
-from lazyckpt.formats import safetensors, sniff
+from lazyckpt.formats import format_of, safetensors
+from lazyckpt.formats.reader import FileReader
 from lazyckpt.pipeline.plan import plan_for, unsavable
 from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.reading.archive import Archive, MapLocation
-from lazyckpt.reading.ranges import Reading, process_engine
+from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.storage import commit, paths, removal
 from lazyckpt.storage.manifest import STATE, read_checkpoint
 
@@ -88,17 +89,16 @@ def _sweep(folder: Path) -> None:
 
 
 def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
-    """Load what ``torch.save``, ``lazyckpt.save`` or safetensors wrote, in parallel, every checksum verified.
+    """Load a file of ``torch.save``, ``lazyckpt.save`` or safetensors, in parallel, and verify every checksum.
 
-    ``path`` is a file, or the folder of a checkpoint. ``map_location`` and ``weights_only`` are ``torch.load``'s;
-    its restricted unpickler, ``torch.serialization.add_safe_globals`` and a short list of our own (NumPy, paths, dates:
-    see ``safe_globals``) decide what may be unpickled, and so do the environment variables with which it is told what
-    None means. A ``map_location`` that names a CUDA device has the file read straight into it, past host memory but for
-    a small buffer.
-    A safetensors file gives a dict of tensors. Files of torch < 1.6 are handed to ``torch.load``.
+    ``path`` is a file or the folder of a checkpoint. ``map_location`` and ``weights_only`` are those of ``torch.load``,
+    and the same environment variables decide about ``weights_only=None``. With ``weights_only``, a file may hold the
+    types that ``torch.load`` allows, those given to ``torch.serialization.add_safe_globals``, and a short list of our
+    own: NumPy arrays and scalars, paths, dates. If ``map_location`` names a CUDA device, the file is read straight into
+    its memory through a small buffer. A safetensors file gives a dict of tensors. ``torch.load`` reads files of
+    torch < 1.6.
 
-    Raises LoadError, or one of its kinds: CorruptFileError (truncated, a bit flipped, hostile),
-    UnsupportedFormatError.
+    Raises LoadError or one of its kinds: CorruptFileError (truncated, damaged, hostile), UnsupportedFormatError.
     """
     weights_only = _weights_only(weights_only)
     paths.local(path)
@@ -106,19 +106,20 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
     if os.path.isdir(path):  # Path.is_dir() raises what load_error() is for
         read_checkpoint(path)
         path = path / STATE
-    kind = sniff(path)
+    with FileReader(path) as file:
+        kind = format_of(file)
+        if kind == "torch_zip":
+            return Archive(file, map_location, weights_only, engine=process_engine()).tree
     if kind == "safetensors":
         return _load_safetensors(path, map_location)
-    if kind == "torch_legacy":
-        try:
-            return torch.load(path, map_location, weights_only=weights_only)
-        except Exception as error:
-            raise LoadError(f"torch.load: {error}", path=path) from error
-    return Archive(path, map_location, weights_only, engine=process_engine()).tree
+    try:
+        return torch.load(path, map_location, weights_only=weights_only)
+    except Exception as error:
+        raise LoadError(f"torch.load: {error}", path=path) from error
 
 
 def _weights_only(asked: bool | None) -> bool:
-    """What ``torch.load`` makes of it."""
+    """What ``torch.load`` would decide."""
 
     def is_set(name: str) -> bool:
         return os.environ.get(name, "").lower() in ("1", "y", "yes", "true")
@@ -145,10 +146,10 @@ def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.
             tensors[name] = empty.set_(storage, 0, info.shape)  # type: ignore[call-overload]  # contiguous
     except torch.cuda.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # strides that overflow, or a hole in a file: it costs its writer nothing
+    except RuntimeError as error:  # strides overflow, or a hole in the file pretends to be data
         raise LoadError(f"torch cannot hold these tensors: {error}", path=path) from error
     records = [info.record for info in header.tensors.values()]
-    Reading(path, records, engine).read_into(list(map(devices.address, tensors.values())), [device] * len(tensors))
+    ParallelRead(path, records, engine).read_into(list(map(devices.address, tensors.values())), [device] * len(tensors))
     if map_location is None or device != devices.HOST:
         return tensors
     return {name: tensor.to(map_location) for name, tensor in tensors.items()}

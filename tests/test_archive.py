@@ -1,12 +1,10 @@
-"""Archives on the way back: storages before pickles or after, and pickles that lie about their storages."""
+"""Reading archives: storages before the pickle or after it, and pickles that lie about their storages."""
 
 from __future__ import annotations
 
 import io
-import pickle
 import threading
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,10 @@ import pytest
 import torch
 
 import lazyckpt
+from attacks.pickles import Raw, archive, call, name, opcodes, storage, tensor
 from lazyckpt.capture.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.formats.reader import FileReader
 from lazyckpt.formats.safe_globals import sparse_tensors_to_validate
 from lazyckpt.functional import process_engine
 from lazyckpt.reading.archive import Archive
@@ -29,7 +29,12 @@ def plain(tmp_path: Path) -> Path:
 
 
 def landing(path: Path) -> Archive:
-    return Archive(path, "cpu", weights_only=True, lands=True, engine=process_engine())
+    return archive_of(path, lands=True)
+
+
+def archive_of(path: Path, *, lands: bool, weights_only: bool = True) -> Archive:
+    with FileReader(path) as file:
+        return Archive(file, "cpu", weights_only=weights_only, lands=lands, engine=process_engine())
 
 
 def test_what_lands_is_unpickled_first_and_filled_after(plain: Path) -> None:
@@ -62,7 +67,7 @@ def test_what_looks_at_bytes_while_it_is_unpickled_finds_them(tmp_path: Path) ->
 
 
 class Summed:
-    """Rebuilt from what its tensor says."""
+    """An object that reads its tensor when it is rebuilt."""
 
     def __init__(self, t: torch.Tensor) -> None:
         self.t = t
@@ -83,7 +88,7 @@ def test_a_users_class_may_look_at_bytes_too(tmp_path: Path) -> None:
 
 
 def test_everything_that_the_providers_write_lands(tmp_path: Path) -> None:
-    """Or a restore would need a second copy of the model."""
+    """Otherwise restore() would need a second copy of the model."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4).bfloat16()).sum().backward()
@@ -104,7 +109,7 @@ def test_everything_that_the_providers_write_lands(tmp_path: Path) -> None:
 
 
 def test_sparse_tensors_are_checked_as_torch_checks_them(tmp_path: Path) -> None:
-    """And nothing of a load is left for the next one to stumble upon."""
+    """A load leaves nothing behind for the next one."""
     bad = torch.sparse_coo_tensor(torch.tensor([[0, 9]]), torch.ones(2), (3,), check_invariants=False)
     torch.save(bad, tmp_path / "a.pt")
     torch.save(torch.eye(3).to_sparse(), tmp_path / "good.pt")
@@ -119,62 +124,26 @@ def test_sparse_tensors_are_checked_as_torch_checks_them(tmp_path: Path) -> None
 # pickles that lie
 
 
-class Storage:
-    """Pickled as a persistent id."""
-
-    def __init__(self, *identity: Any) -> None:
-        self.identity = identity
-
-
-class Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        return obj.identity if type(obj) is Storage else None
-
-
-class Call:
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.function, self.arguments
-
-
-def forge(path: Path, obj: Any, **records: bytes) -> Path:
-    out = io.BytesIO()
-    Pickler(out, 2).dump(obj)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", out.getvalue())
-        for name, data in {"byteorder": b"little", "version": b"3\n", **records}.items():
-            archive.writestr(f"archive/{name.replace('__', '/')}", data)
-    return path
-
-
-def tensor(storage: Any, *, size: Any = (4,), stride: Any = (1,), offset: Any = 0) -> Call:
-    return Call(torch._utils._rebuild_tensor_v2, storage, offset, size, stride, False, OrderedDict())
-
-
-GOOD = Storage("storage", torch.FloatStorage, "0", "cpu", 4)
-DATA = {"data__0": b"\0\0\x80?" * 4}
-LIES: dict[str, Any] = {
-    "a storage that is not there": tensor(Storage("storage", torch.FloatStorage, "7", "cpu", 4)),
-    "a longer storage": tensor(Storage("storage", torch.FloatStorage, "0", "cpu", 5)),
-    "a storage of minus four": tensor(Storage("storage", torch.FloatStorage, "0", "cpu", -4)),
-    "a huge storage": tensor(Storage("storage", torch.FloatStorage, "0", "cpu", 1 << 60)),
-    "another element size": tensor(Storage("storage", torch.DoubleStorage, "0", "cpu", 4)),
-    "a record outside data/": tensor(Storage("storage", torch.ByteStorage, "../version", "cpu", 2)),
-    "a key that is a number": tensor(Storage("storage", torch.FloatStorage, 7, "cpu", 4)),
-    "a size that is text": tensor(Storage("storage", torch.FloatStorage, "0", "cpu", "4")),
-    "another kind of id": tensor(Storage("module", torch.FloatStorage, "0", "cpu", 4)),
-    "a shorter id": tensor(Storage("storage", "0")),
-    "a type that is none": tensor(Storage("storage", torch.Size, "0", "cpu", 4)),
-    "a view past the end": tensor(GOOD, size=(5,)),
-    "a stride past the end": tensor(GOOD, stride=(2,)),
-    "an offset past the end": tensor(GOOD, offset=1),
-    "a huge view": tensor(GOOD, size=(1 << 40,)),
-    "an overflowing view": tensor(GOOD, size=(1 << 40, 1 << 40), stride=(1 << 40, 1)),
-    "a negative stride": tensor(GOOD, stride=(-1,)),
-    "a negative size": tensor(GOOD, size=(-4,)),
-    "a negative offset": tensor(GOOD, offset=-1),
+LIES: dict[str, Raw] = {
+    "a storage that is not there": tensor(key="7"),
+    "a longer storage": tensor(numel=5),
+    "a storage of minus four": tensor(numel=-4),
+    "a huge storage": tensor(numel=1 << 60),
+    "another element size": tensor(kind="torch.DoubleStorage"),
+    "a record outside data/": tensor(key="../version", numel=2, kind="torch.ByteStorage"),
+    "a key that is a number": tensor(key=7),
+    "a size that is text": tensor(numel="4"),
+    "another kind of id": Raw(opcodes(("module", name("torch.FloatStorage"), "0", "cpu", 4)) + b"Q"),
+    "a shorter id": Raw(opcodes(("storage", "0")) + b"Q"),
+    "a type that is none": tensor(kind="torch.Size"),
+    "a view past the end": tensor(size=(5,)),
+    "a stride past the end": tensor(stride=(2,)),
+    "an offset past the end": tensor(offset=1),
+    "a huge view": tensor(size=(1 << 40,)),
+    "an overflowing view": tensor(size=(1 << 40, 1 << 40), stride=(1 << 40, 1)),
+    "a negative stride": tensor(stride=(-1,)),
+    "a negative size": tensor(size=(-4,)),
+    "a negative offset": tensor(offset=-1),
 }
 
 
@@ -182,34 +151,34 @@ LIES: dict[str, Any] = {
 @pytest.mark.parametrize("lands", [False, True])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_pickle_that_lies_about_its_storages(lie: str, lands: bool, weights_only: bool, tmp_path: Path) -> None:
-    path = forge(tmp_path / "a.pt", {"x": LIES[lie]}, **DATA)
-    with pytest.raises(LoadError, match=r"a\.pt"):
-        Archive(path, "cpu", weights_only=weights_only, lands=lands, engine=process_engine())
+    path = archive(tmp_path, {"x": LIES[lie]})
+    with pytest.raises(LoadError, match=r"x\.pt"):
+        archive_of(path, lands=lands, weights_only=weights_only)
 
 
 def test_the_forger_can_also_tell_the_truth(tmp_path: Path) -> None:
-    path = forge(tmp_path / "a.pt", {"x": tensor(GOOD)}, **DATA)
+    path = archive(tmp_path, {"x": tensor()})
     assert torch.equal(lazyckpt.load(path)["x"], torch.ones(4)) and torch.equal(torch.load(path)["x"], torch.ones(4))
 
 
 def test_a_device_that_nobody_knows(tmp_path: Path) -> None:
-    nowhere = Storage("storage", torch.FloatStorage, "0", "nowhere", 4)
-    path = forge(tmp_path / "a.pt", {"x": tensor(nowhere)}, **DATA)
+    hooks = call("collections.OrderedDict")
+    view = call("torch._utils._rebuild_tensor_v2", storage(device="nowhere"), 0, (4,), (1,), False, hooks)
+    path = archive(tmp_path, {"x": view})
     with pytest.raises(LoadError, match="nowhere"):
         lazyckpt.load(path)
     assert torch.equal(lazyckpt.load(path, "cpu")["x"], torch.ones(4))
 
 
 def test_storages_of_two_types_in_one_archive(tmp_path: Path) -> None:
-    """Not written by torch.save; each tensor gets what it asks for, or it is an error. Never another's dtype."""
-    other = Storage("storage", torch.IntStorage, "0", "cpu", 4)
-    path = forge(tmp_path / "a.pt", [tensor(GOOD), tensor(other)], **DATA)
+    """torch.save writes no such archive. Each tensor gets the dtype that it asks for, never another one."""
+    path = archive(tmp_path, [tensor(), tensor(kind="torch.IntStorage")])
     a, b = lazyckpt.load(path)
     assert a.dtype == torch.float32 and b.dtype == torch.int32 and torch.equal(a.view(torch.int32), b)
 
 
 def test_another_byte_order_is_left_to_torch(tmp_path: Path) -> None:
-    path = forge(tmp_path / "a.pt", {"x": tensor(GOOD)}, **{**DATA, "byteorder": b"big"})
+    path = archive(tmp_path, {"x": tensor()}, {"byteorder": b"big", "data/0": b"\0\0\x80?" * 4})
     with pytest.raises(UnsupportedFormatError, match=r"byte order; use torch\.load"):
         lazyckpt.load(path)
 
@@ -233,7 +202,7 @@ def test_a_pickle_that_is_cut_off_or_junk(tmp_path: Path) -> None:
             archive.writestr("archive/data/0", b"\0\0\x80?" * 4)
         for lands in (False, True):
             with pytest.raises(LoadError):
-                Archive(tmp_path / "a.pt", "cpu", weights_only=True, lands=lands, engine=process_engine())
+                archive_of(tmp_path / "a.pt", lands=lands)
         with pytest.raises(LoadError):
             lazyckpt.load(tmp_path / "a.pt", weights_only=False)
 
@@ -247,7 +216,7 @@ def test_a_damaged_pickle_is_found_by_its_checksum(plain: Path) -> None:
 
 
 def test_who_holds_the_error_of_a_load_may_save(tmp_path: Path) -> None:
-    """A read that is given up gives its part of the ring back, also while its exception is alive."""
+    """An abandoned read returns its part of the ring, even while its exception is alive."""
     damaged = tmp_path / "a.pt"
     lazyckpt.save(torch.zeros(10 << 20), damaged)
     data = damaged.read_bytes()

@@ -1,4 +1,4 @@
-"""From a committed checkpoint back into live state: whole or not at all, in place, and the newest that is whole."""
+"""Restoring into live state: whole or not at all, in place, and the newest checkpoint that is whole."""
 
 from __future__ import annotations
 
@@ -78,6 +78,16 @@ def fresh(tmp_path: Path) -> Iterator[Any]:
     ckpt.close()
 
 
+def carry(source: Any, target: Any, folder: Path) -> None:
+    """Saves ``source`` and restores that checkpoint into ``target``."""
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(x=source)
+        ckpt.save(1).result()
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(x=target)
+        assert ckpt.restore() == 1
+
+
 def flip(file: Path, at: int) -> None:
     with open(file, "r+b") as f:
         f.seek(at)
@@ -111,8 +121,8 @@ def test_an_empty_folder_is_none_and_nothing_else_is(tmp_path: Path, fresh: Any)
 def test_another_process_removes_what_is_about_to_be_restored(
     times: int, saved: Any, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: an evaluation beside a training with keep_last found that no checkpoint can be restored. Where that
-    happens again and again, it is so in the end."""
+    """Regression: an evaluation beside a training with keep_last could restore no checkpoint. restore() still gives up
+    if every scan is overtaken."""
     model, optimizer, ckpt = fresh
     theirs = make(seed=5)
     steps = iter(range(4, 4 + times))
@@ -260,7 +270,7 @@ def test_if_bytes_may_have_landed_the_error_says_so(saved: Any, fresh: Any, tmp_
 
 
 def test_an_io_error_while_bytes_land_says_so_too(saved: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: it told that the file cannot be read, and not that tensors might have been overwritten."""
+    """Regression: the error did not say that tensors might have been overwritten."""
 
     def fill(self: Archive, elsewhere: Any) -> None:
         raise lazyckpt.ReadError("cannot be read: Input/output error", path=self.path, errno=errno.EIO)
@@ -278,7 +288,7 @@ REFUSALS = [errno.ETIMEDOUT, errno.EMFILE, errno.ENOMEM, errno.EIO, errno.EACCES
 
 
 class Refusing:
-    """The operating system, which refuses a call for one path so many times."""
+    """A call of the operating system that fails a number of times for one path."""
 
     def __init__(self, call: Callable[..., Any], path: str, code: int, times: int) -> None:
         self.call, self.path, self.code, self.times = call, path, code, times
@@ -297,8 +307,8 @@ class Refusing:
 def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
     code: int, file: str, call: str, times: int, saved: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: one failing open() of the newest, and the one before was restored; the next save replaced the newer,
-    whole one."""
+    """Regression: after one failed open() of the newest checkpoint, restore() took the one before, and the next save
+    replaced the newest."""
     model, optimizer, ckpt = fresh
     before = bits(model, optimizer)
     monkeypatch.setattr(retry, "_PAUSES_S", (0.001,) * 3)
@@ -324,8 +334,8 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
 def test_a_save_is_numbered_behind_what_cannot_be_read_just_now(
     code: int, call: str, path: str, times: int, saved: Any, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a manifest that could not be read counted as sequence 0. The next checkpoint got a number that was
-    taken, and restore() could go back to the older one."""
+    """Regression: an unreadable manifest counted as sequence 0. The next checkpoint got a number that was taken, and
+    restore() could go back to the older one."""
     ckpt = fresh[2]
     with lazyckpt.Checkpointer(tmp_path) as another:
         another.track(x={"x": 1})
@@ -410,7 +420,7 @@ def test_what_is_no_longer_tracked_is_an_error_too(saved: Any, tmp_path: Path) -
 
 
 def test_a_misfit_does_not_fall_back_to_an_older_checkpoint(saved: Any, tmp_path: Path) -> None:
-    """That would hide the mistake, and lose training."""
+    """An older one would hide the mistake and lose training."""
     model, optimizer = make()
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
@@ -421,7 +431,7 @@ def test_a_misfit_does_not_fall_back_to_an_older_checkpoint(saved: Any, tmp_path
 
 
 class Tag:
-    """A type that nobody has allowed."""
+    """A type that the user has not allowed."""
 
 
 def test_a_type_that_is_not_allowed_does_not_fall_back_either(tmp_path: Path) -> None:
@@ -452,17 +462,10 @@ def test_live_tensors_keep_their_memory_and_their_graph(saved: Any, fresh: Any) 
     after += [t for s in optimizer.state.values() for t in s.values()]
     assert [t.data_ptr() for t in after] == pointers and [*map(id, model.parameters())] == identities
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
-    train(model, optimizer)
-    ckpt.restore(step=2)
-    assert same(bits(model, optimizer), saved[2])
-
-
-def test_restoring_twice_gives_the_same(saved: Any, fresh: Any) -> None:
-    model, optimizer, ckpt = fresh
-    for _ in range(3):
-        ckpt.restore()
-        assert same(bits(model, optimizer), saved[3])
+    for step in (3, 3, 2):
         train(model, optimizer, 2)
+        ckpt.restore(step=step)
+        assert same(bits(model, optimizer), saved[step])
 
 
 def test_an_optimizer_without_state_gets_it(saved: Any, tmp_path: Path) -> None:
@@ -494,37 +497,24 @@ def test_restored_tensors_alias_nothing(saved: Any, tmp_path: Path) -> None:
 def test_what_was_tied_when_saved_and_is_not_now(tmp_path: Path) -> None:
     """Each gets its bytes, in memory of its own."""
     t = torch.arange(2000.0)
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x={"a": t, "b": t})
-        ckpt.save(1).result()
     live: Any = {"a": torch.zeros(2000), "b": torch.zeros(2000)}
-    a, b = live["a"], live["b"]
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x=live)
-        ckpt.restore()
+    kept = [*live.values()]
+    carry({"a": t, "b": t}, live, tmp_path)
     assert torch.equal(live["a"], t) and torch.equal(live["b"], t)
-    del a, b
+    del kept
 
 
 def test_what_is_tied_now_and_was_not_when_saved(tmp_path: Path) -> None:
-    """Two saved tensors must not land on top of each other by chance of order: as load_state_dict, the last wins."""
-    source, target = (
-        nn.ModuleList([nn.Linear(50, 50), nn.Linear(50, 50)]),
-        nn.ModuleList([nn.Linear(50, 50), nn.Linear(50, 50)]),
-    )
+    """Two saved tensors must not land on top of each other in a random order: the last wins, as in load_state_dict."""
+    source, target = (nn.ModuleList([nn.Linear(50, 50), nn.Linear(50, 50)]) for _ in range(2))
     target[1].weight = target[0].weight
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x=source)
-        ckpt.save(1).result()
-    for _ in range(5):
-        with lazyckpt.Checkpointer(tmp_path) as ckpt:
-            ckpt.track(x=target)
-            ckpt.restore()
+    for number in range(5):
+        carry(source, target, tmp_path / str(number))
         assert torch.equal(target[0].weight, source[1].weight)
 
 
 def test_a_parameter_that_is_tied_now_takes_the_last_of_its_values(tmp_path: Path) -> None:
-    """As load_state_dict would, wherever that lies in the file: what is lazy is written last."""
+    """As in load_state_dict, wherever it lies in the file: lazy storages are written last."""
 
     def pair() -> nn.ParameterDict:
         return nn.ParameterDict({name: nn.Parameter(torch.randn(64, 64)) for name in ("first", "last")})
@@ -545,7 +535,7 @@ def test_a_parameter_that_is_tied_now_takes_the_last_of_its_values(tmp_path: Pat
 
 
 def test_a_weight_that_somebody_else_has_saved_too_reaches_both(tmp_path: Path) -> None:
-    """It must not be read into the module's memory alone: the other's tensor would hold nothing."""
+    """It must not be read into the module's memory alone, or the other tensor would hold nothing."""
 
     class Best:
         def __init__(self, weight: torch.Tensor) -> None:
@@ -568,31 +558,14 @@ def test_a_weight_that_somebody_else_has_saved_too_reaches_both(tmp_path: Path) 
     assert torch.equal(target.weight, source.weight) and torch.equal(best.weight, source.weight)
 
 
-def test_live_views_of_a_flat_buffer(tmp_path: Path) -> None:
+def test_views_of_a_flat_buffer(tmp_path: Path) -> None:
     flat = torch.zeros(6000)
     source = {"a": torch.rand(3000), "b": torch.rand(3000)}
-    target = {"a": flat[:3000], "b": flat[3000:]}
-    for tracked in (source, target):
-        with lazyckpt.Checkpointer(tmp_path) as ckpt:
-            ckpt.track(x=tracked)
-            if tracked is source:
-                ckpt.save(1).result()
-            else:
-                ckpt.restore()
+    views = {"a": flat[:3000], "b": flat[3000:]}
+    carry(source, views, tmp_path / "live")
     assert torch.equal(flat, torch.cat([source["a"], source["b"]]))
-
-
-def test_saved_views_of_a_flat_buffer(tmp_path: Path) -> None:
-    flat = torch.rand(6000)
-    source = {"a": flat[:3000], "b": flat[3000:]}
     target = {"a": torch.zeros(3000), "b": torch.zeros(3000)}
-    for tracked in (source, target):
-        with lazyckpt.Checkpointer(tmp_path) as ckpt:
-            ckpt.track(x=tracked)
-            if tracked is source:
-                ckpt.save(1).result()
-            else:
-                ckpt.restore()
+    carry(views, target, tmp_path / "saved")
     assert torch.equal(torch.cat([target["a"], target["b"]]), flat)
 
 
@@ -614,26 +587,16 @@ def test_views_that_show_other_values_than_their_bytes(base: Any, view: Any, whi
     shown = view(base())
     plain = shown.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     source, target = (shown, torch.zeros_like(plain)) if which == "saved" else (plain, view(torch.zeros_like(base())))
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x={"t": source})
-        ckpt.save(1).result()
     live = {"t": target}
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x=live)
-        ckpt.restore()
+    carry({"t": source}, live, tmp_path)
     assert torch.equal(live["t"], plain)
 
 
 def test_a_part_of_a_saved_storage_lands_alone(tmp_path: Path) -> None:
     """torch saves the whole of it."""
     part, flat = torch.rand(6000)[:3000], torch.zeros(9000)
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x={"t": part})
-        ckpt.save(1).result()
     live = {"t": flat[3000:6000]}
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x=live)
-        ckpt.restore()
+    carry({"t": part}, live, tmp_path)
     assert torch.equal(live["t"], part)
     assert not flat[:3000].any() and not flat[6000:].any()
 
@@ -661,7 +624,7 @@ with lazyckpt.Checkpointer(folder, host_buffer_bytes=32 << 20) as ckpt:
 
 
 def test_no_second_copy_of_the_model_in_memory(tmp_path: Path) -> None:
-    """148 MiB of state. Where it exists it is read in place; where it does not, it is allocated once."""
+    """148 MiB of state. State that exists is read in place; the rest is allocated once."""
 
     def growth(*arguments: str) -> int:
         command = [sys.executable, "-c", MEMORY, str(tmp_path), *arguments]

@@ -1,4 +1,4 @@
-"""What load and restore read beyond torch's own list, and what of it they refuse."""
+"""The types that load and restore allow beyond torch's list, and the ones that they refuse."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_list_of_other_threads_is_not_changed(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["attribute", "arrays", "bytearray", "set"])
 def test_places_in_the_memo_that_look_like_opcodes(name: str, tmp_path: Path) -> None:
-    """Some checkpoints were refused, depending on how many objects were in front of a tensor with an attribute."""
+    """Regression: load refused some checkpoints, depending on how many objects preceded a tensor with an attribute."""
     noted = torch.ones(3)
     noted.note = "x"  # type: ignore[attr-defined]
     arrays = [np.dtype("f4"), np.arange(3)]
@@ -152,7 +152,7 @@ def test_places_in_the_memo_that_look_like_opcodes(name: str, tmp_path: Path) ->
 
 
 def test_a_number_of_numpy_does_not_cost_the_place_to_land(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors beside it are read straight into the live ones."""
+    """restore() still reads the tensors beside it straight into the live ones."""
     model = torch.nn.Linear(100, 100)
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(model=model, run={"best": np.float64(0.5), "from": Path("a"), "names": frozenset("ab"), "raw": b""})

@@ -1,4 +1,4 @@
-"""The archives we write are read by torch, unzip and zipfile; those we read are exactly what they claim."""
+"""torch, unzip and zipfile read the archives that we write. We read only archives that are exactly what they claim."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 class Sparse:
-    """A source of zeros but for some pages, without the memory or the disk that they would take."""
+    """A source of zeros with some pages of data. The zeros take no memory and no disk."""
 
     def __init__(self, nbytes: int, pages: dict[int, bytes]) -> None:
         self.nbytes, self.pages = nbytes, pages
@@ -52,7 +52,7 @@ class Sparse:
 
 
 def run_program(path: Path, extents: Sequence[Extent], sources: Sequence[bytes | Sparse]) -> None:
-    """What the engine does with a program, slowly."""
+    """Runs a program as the engine does, slowly."""
     crcs: dict[int, int] = {}
     with path.open("wb") as file:
         for extent in extents:
@@ -138,7 +138,7 @@ def archive(tmp_path: Path) -> Path:
     return save(example(), tmp_path / "state.pt")
 
 
-# Writing: read by everything else
+# Writing: other readers
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -170,7 +170,7 @@ def test_torch_finds_offsets_without_loading(archive: Path) -> None:
 
 
 def test_torch_must_not_calculate_offsets(archive: Path) -> None:
-    """Regresses the record .format_version, with which torch loads wrong tensors from this order."""
+    """Regression: with the record .format_version, torch loaded wrong tensors from this order."""
     from torch.utils.serialization import config
 
     torch.manual_seed(0)
@@ -251,7 +251,7 @@ def test_more_records_than_a_zip_has_room_for(tmp_path: Path) -> None:
 def large_archive(path: Path) -> bytes:
     """A storage above 4 GiB, and behind it an ordinary one and the small records."""
     large = 4 * GIB + 12345
-    with torch.serialization.skip_data():  # sparse; only its pickle is wanted
+    with torch.serialization.skip_data():  # a sparse file; only its pickle is needed
         torch.save({"large": torch.empty(large, dtype=torch.uint8), "small": torch.zeros(1)}, path)
     with zipfile.ZipFile(path) as file:
         pickle = file.read(f"{path.stem}/data.pkl")
@@ -471,14 +471,14 @@ def with_gap(content: bytes) -> bytes:
 
 
 def nested(content: bytes) -> bytes:
-    """The second record inside the data of the first, as a reader would accept that trusts the directory."""
+    """The second record inside the data of the first. A reader that trusts the directory would accept it."""
     second = content[content.index(LOCAL, 1) :][: LOCAL_HEADER.size + len("state/data/1")]
     second = patched(second, LOCAL, 28, b"\0\0")  # no extra field
     content = patched(content, b"a" * 100, 8, second)
     return patched(content, CENTRAL, 42, struct.pack("<L", content.index(b"a" * 8) + 8), nth=1)
 
 
-# what each changes, and the reason that must be given
+# name -> the change, and the reason that the error must give
 ATTACKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "prefix": (lambda c: b"#!/bin/sh\n" + c, "not a zip archive"),
     "suffix": (lambda c: c + b"junk", "followed by other bytes"),
@@ -537,7 +537,7 @@ def test_names_twice_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def zip64_ends(count: int, nbytes: int, offset: int, zip64: dict[str, int]) -> bytes:
-    """End records of an empty region at ``offset``, those of zip64 with fields overridden."""
+    """The end records of a directory at ``offset``. ``zip64`` overrides fields of the zip64 ones."""
     told = {"count": count, "nbytes": nbytes, "offset": offset, "rest": 44, "at": offset + nbytes, "disks": 1}
     told |= zip64
     long = struct.pack(

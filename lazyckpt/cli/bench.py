@@ -165,12 +165,13 @@ def _measure(folder: Path, nbytes: int, raw: _Raw) -> dict[str, list[float]]:
 
 
 def _restore(state: dict[str, torch.Tensor], path: Path) -> None:
+    from lazyckpt.formats.reader import FileReader
     from lazyckpt.providers.training import provider_for
     from lazyckpt.reading.archive import Archive
     from lazyckpt.reading.ranges import process_engine
     from lazyckpt.reading.restore import restore_archive
 
-    with Archive(path, "cpu", weights_only=True, engine=process_engine(), lands=True) as archive:
+    with FileReader(path) as file, Archive(file, "cpu", True, engine=process_engine(), lands=True) as archive:
         restore_archive(archive, provider_for("state", state), path)
 
 

@@ -17,7 +17,7 @@ from lazyckpt.cli.flags import path_argument
 from lazyckpt.cli.output import count, plain, print_error, print_json, progress, size, stdout
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader, Record
-from lazyckpt.reading.ranges import Reading, process_engine
+from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.records import records_of, tensor_names
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
@@ -239,7 +239,7 @@ def _checksums(file: Path, records: list[Record], nbytes: int, advance: Advance)
     whole = 0
     found = [0] * len(records)
     for batch in _batches(_pieces(records, nbytes)):
-        crcs = Reading(file, [piece for _, piece in batch], process_engine()).read_into([0] * len(batch))
+        crcs = ParallelRead(file, [piece for _, piece in batch], process_engine()).read_into([0] * len(batch))
         for (owner, piece), crc in zip(batch, crcs, strict=True):
             whole = _engine.crc32_combine(whole, crc, piece.nbytes)
             if owner is not None:

@@ -17,24 +17,30 @@ from lazyckpt.formats.reader import FileReader
 _LEGACY_MAGIC = b"\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 _LFS_POINTER = b"version https://git-lfs"
 
+Format = Literal["torch_zip", "safetensors", "torch_legacy"]
 
-def sniff(path: str | os.PathLike[str]) -> Literal["torch_zip", "safetensors", "torch_legacy"]:
-    """Tells the format of the file from its first bytes; says nothing about whether the rest is sound.
 
-    Raises LoadError if ``path`` is missing, a folder or unreadable, CorruptFileError if it is empty,
-    UnsupportedFormatError if it is none of these formats.
-    """
+def sniff(path: str | os.PathLike[str]) -> Format:
+    """Opens ``path`` and tells its format; see ``format_of``. Raises LoadError if it cannot."""
     with FileReader(path) as file:
-        start = file.read(0, min(file.size, 32))
-        if start.startswith(b"PK\3\4"):
-            return "torch_zip"
-        if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
-            return "safetensors"
-        if start[2:].startswith(_LEGACY_MAGIC) or start[11:].startswith(_LEGACY_MAGIC):
-            return "torch_legacy"
-        if start.startswith(_LFS_POINTER):
-            raise UnsupportedFormatError(
-                "a pointer of Git LFS, not the file itself: git lfs pull fetches it", path=path
-            )
-        what = f"neither a torch.save archive nor a safetensors file (begins with {start[:16]!r})"
-        raise UnsupportedFormatError(what, path=path)
+        return format_of(file)
+
+
+def format_of(file: FileReader) -> Format:
+    """Tells the format of a file from its first bytes; says nothing about whether the rest is sound.
+
+    Raises UnsupportedFormatError if it is none of these formats.
+    """
+    start = file.read(0, min(file.size, 32))
+    if start.startswith(b"PK\3\4"):
+        return "torch_zip"
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= file.size - 8:
+        return "safetensors"
+    if start[2:].startswith(_LEGACY_MAGIC) or start[11:].startswith(_LEGACY_MAGIC):
+        return "torch_legacy"
+    if start.startswith(_LFS_POINTER):
+        raise UnsupportedFormatError(
+            "a pointer of Git LFS, not the file itself: git lfs pull fetches it", path=file.path
+        )
+    what = f"neither a torch.save archive nor a safetensors file (begins with {start[:16]!r})"
+    raise UnsupportedFormatError(what, path=file.path)

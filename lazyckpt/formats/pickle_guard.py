@@ -1,11 +1,13 @@
-"""What torch's restricted unpickler is not asked to survive.
+"""Guards torch's restricted unpickler against pickles that it does not survive.
 
-It calls only functions on its list, but some of those allocate whatever they are told to, or set attributes that mean
-something to torch, and Python hashes tuples by recursion in C, without a limit: a key that is nested a million times
-ends the process. And the functions that we add to
-the list (``safe_globals``) may be called only as pickle itself calls them. So the pickle is handed over as a stream
-that looks at the unpickler's stack in front of the opcodes that call, set keys or set a state. It does not change what
-is made of the pickle, and parses it only to tell an opcode from an operand that looks like one, before it raises.
+torch's unpickler calls only functions on its list. But some of them allocate as much as they are told to, or set
+attributes that mean something to torch. And Python hashes tuples by recursion in C, without a limit: a key nested a
+million times ends the process. The functions that we add to the list (``safe_globals``) may be called only as pickle
+itself calls them.
+
+So the unpickler reads the pickle from a stream that looks at the unpickler's stack before each opcode that calls, sets
+keys or sets a state. The stream changes nothing that the unpickler makes. Only before it raises does it parse the
+pickle, to tell an opcode from an operand that looks like one.
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ from lazyckpt.formats.safe_globals import RestrictedUnpickler, allows_call, allo
 
 _WATCHED = frozenset((REDUCE, NEWOBJ, BUILD, SETITEM, SETITEMS))
 _MAX_DEPTH = 100
-# The memory that the arguments of all calls, and all keys, may come to: a file may name one long list again and again,
-# for two bytes each time.
-_BUDGET_BYTES, _BUDGET_FACTOR = 8 << 20, 64  # and this many times the file
+# The memory that the arguments of all calls and all keys may take together: a file may name one long list again and
+# again, for two bytes each time.
+_BUDGET_BYTES, _BUDGET_FACTOR = 8 << 20, 64  # plus this many times the pickle
 _ITEM_BYTES = 64
 CONSENT = (
     "allow the type with torch.serialization.add_safe_globals, or load with weights_only=False, which runs code from "
     "the file: only if you trust its origin"
 )
-_ENCODINGS = ("latin1", "latin-1", "utf-8", "ascii")  # bytes are pickled as text that is to be encoded
+_ENCODINGS = ("latin1", "latin-1", "utf-8", "ascii")  # protocol 2 writes bytes as text and its encoding
 
 
 class GuardedPickle(io.BytesIO):
-    """``data`` as a stream for the restricted ``unpickler``, which is to be set before the first read.
+    """``data`` as a stream for the restricted ``unpickler``. Set ``unpickler`` before the first read.
 
-    Reading raises CorruptFileError, or UnsupportedFormatError for a call that no ``torch.save`` writes.
+    Reading raises CorruptFileError, or UnsupportedFormatError for a call that ``torch.save`` never writes.
     """
 
     unpickler: RestrictedUnpickler
@@ -49,7 +51,7 @@ class GuardedPickle(io.BytesIO):
         super().__init__(data)
         self._budget = _BUDGET_BYTES + _BUDGET_FACTOR * len(data)
         self._path = path
-        self._opcodes: Iterator[int] | None = None  # where they are, from the place that was asked for last
+        self._opcodes: Iterator[int] | None = None  # their offsets, from the last one asked for
         self._opcode = -1
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -71,30 +73,30 @@ class GuardedPickle(io.BytesIO):
             pass  # the unpickler raises
         elif opcode == BUILD:
             if type(stack[-2]) in (torch.Tensor, torch.nn.Parameter) and len(stack[-1]) == 4:
-                self._check_view(*stack[-1])  # these are the arguments of Tensor.set_
+                self._check_view(*stack[-1])  # the state holds the arguments of Tensor.set_
             elif not allows_state(stack[-2], stack[-1]):
                 self._restricted(f"it sets the state of a {type(stack[-2]).__name__}")
-        elif type(stack[-1]) is not tuple:  # what may be endless when it is unpacked
+        elif type(stack[-1]) is not tuple:  # to unpack anything else may take forever
             self._restricted("it calls a function with other arguments than a tuple")
-        elif id(stack[-2]) in _VIEWS:  # which hash nothing
+        elif id(stack[-2]) in _VIEWS:  # these hash nothing
             self._check_view(*stack[-1][:4])
         else:
             self._check_depth(stack[-1:])
             self._check_call(stack[-2], stack[-1], new=opcode == NEWOBJ)
 
     def _is_opcode(self, at: int) -> bool:
-        """Whether the byte at ``at`` is an opcode, not part of an operand. Places may only grow from call to call."""
+        """Whether the byte at ``at`` is an opcode, not part of an operand. ``at`` may only grow from call to call."""
         if self._opcodes is None:
             self._opcodes = (place for _, _, place in pickletools.genops(self.getvalue()) if place is not None)
         try:
             while self._opcode < at:
                 self._opcode = next(self._opcodes)
         except (ValueError, StopIteration):
-            return True  # what cannot be parsed is not to be trusted
+            return True  # nobody can trust a pickle that cannot be parsed
         return self._opcode == at
 
     def _check_depth(self, values: list[Any]) -> None:
-        """Of tuples and lists in ``values``. Shared ones count each time, as they do where they are hashed."""
+        """Limits the depth of tuples and lists. Shared ones count each time, since hashing walks them each time."""
         found = [(value, 1) for value in values if isinstance(value, tuple | list)]
         while found:
             value, depth = found.pop()
@@ -140,7 +142,7 @@ class GuardedPickle(io.BytesIO):
             raise UnsupportedFormatError(f"record data.pkl: {what}", path=self._path)
 
     def _check_attributes(self, states: tuple[Any, ...]) -> None:
-        """Of tensors. To set what their class computes, such as ``real``, would write to memory."""
+        """Refuses attributes of tensors that their class computes: to set ``real``, for one, would write to memory."""
         for state in states:
             for attributes in state if isinstance(state, tuple) else [state]:
                 for key in attributes or ():
@@ -153,8 +155,8 @@ class GuardedPickle(io.BytesIO):
         raise UnsupportedFormatError(f"{what} ({CONSENT})", path=self._path)
 
     def _check_view(self, storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-        """torch would enlarge a storage that is too small for a tensor."""
-        # Numbers of NumPy would wrap.
+        """Refuses a view past the end: torch would enlarge the storage."""
+        # NumPy's integers would wrap around.
         last = index(offset) + sum((index(n) - 1) * index(step) for n, step in zip(size, stride, strict=True))
         if 0 not in size and last >= storage._size():
             raise CorruptFileError("record data.pkl: a tensor views more than its storage holds", path=self._path)
@@ -170,8 +172,7 @@ def _is_memory(function: Any) -> bool:
 
 _COLLECTIONS = (set, torch.Size, OrderedDict, Counter)
 _read = io.BytesIO.read
-# Nearly all calls, by id(), since what is called may be anything. They begin with a storage, an offset, a size and a
-# stride.
+# Nearly all calls; by id(), since a pickle may call anything. They begin with a storage, an offset, a size, a stride.
 _VIEWS = frozenset(
     map(id, (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3, torch._utils._rebuild_tensor))
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
 
@@ -33,8 +32,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A named byte range of a file. ``crc32`` is None if the file has no checksum for it."""
 
     name: str

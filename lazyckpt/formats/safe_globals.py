@@ -1,20 +1,20 @@
-"""Globals that ``load`` and ``restore`` read beyond torch's own list: NumPy, paths, dates, frozen sets, empty bytes.
+"""The globals that ``load`` and ``restore`` allow beyond torch's list: NumPy, paths, dates, frozen sets, empty bytes.
 
 A pickle may name these, and call them only with the arguments that pickle itself writes for such an object. Nothing on
 the list runs code of the file's choice, opens a file, or takes more memory than the file has bytes:
 
-- ``numpy.dtype`` makes booleans, numbers and fixed-width text, always a new object. Its state is compared with that of
-  the type it names: fields, objects and metadata, which can alias memory, are refused.
-- ``numpy._core.multiarray._reconstruct`` makes one empty array. Its state must hold exactly the bytes of its shape, and
-  is taken once, since other arrays may view the memory of an array that has one.
+- ``numpy.dtype`` makes booleans, numbers and fixed-width text, always as a new object. Its state must equal that of the
+  type it names. Fields, objects and metadata, which can alias memory, are refused.
+- ``numpy._core.multiarray._reconstruct`` makes one empty array. Its state must hold exactly the bytes of its shape. An
+  array takes a state once, since other arrays may view its memory afterwards.
 - ``numpy._core.multiarray.scalar`` reads exactly one item.
-- ``numpy.asarray`` and ``numpy.ndarray`` view the whole storage of one tensor: the form in which lazyckpt writes large
-  arrays. The first is a function of ours, since NumPy's believes an ``__array_interface__`` that a pickle has given to
-  a tensor.
-- ``pathlib`` paths take strings and touch no file. ``datetime`` classes take bytes that are a date, and whole numbers.
+- ``numpy.asarray`` and ``numpy.ndarray`` view the whole storage of one tensor: lazyckpt writes large arrays in this
+  form. The first is a function of ours, since NumPy's believes an ``__array_interface__`` that a pickle has given to a
+  tensor.
+- ``pathlib`` paths take strings and touch no file. ``datetime`` classes take bytes that form a date, and whole numbers.
 - ``frozenset`` takes a list, and ``bytes`` takes nothing.
 
-What the user allows with ``torch.serialization.add_safe_globals`` is the user's choice, and not restricted here.
+Types that the user allows with ``torch.serialization.add_safe_globals`` are the user's choice and not restricted here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import _weights_only_unpickler
 
 numpy: Any = sys.modules.get("numpy")  # torch imports it where it is installed
 
-_MAX_DIMENSIONS = 32  # of NumPy 1; an array that is given a state with too many reads beyond its own memory
+_MAX_DIMENSIONS = 32  # NumPy 1's limit; with more in its state an array reads past its own memory
 _DTYPES = re.compile(r"b1|[iufc][0-9]{1,2}|[SU][0-9]{1,9}")
 
 
@@ -92,7 +92,7 @@ def _is_dtype(arguments: tuple[Any, ...]) -> bool:
         len(arguments) == 3
         and type(arguments[0]) is str
         and _DTYPES.fullmatch(arguments[0]) is not None
-        and arguments[1:] == (False, True)  # a copy: numpy shares its own, and a state changes them
+        and arguments[1:] == (False, True)  # a copy: NumPy shares its own dtypes, and a state changes them
     )
 
 
@@ -137,7 +137,7 @@ def _is_simple(dtype: Any) -> bool:
 
 
 def _fits(shape: Any, dtype: Any, nbytes: int) -> bool:
-    """Whether an array of this shape has this many bytes. Empty items would let an array of any length have none."""
+    """Whether an array of this shape has this many bytes. With empty items, an array of any length would have none."""
     return (
         type(shape) is tuple
         and len(shape) <= _MAX_DIMENSIONS
@@ -193,7 +193,7 @@ def _numpy() -> _Calls:
 
 _CALLS = _standard_library() | ({} if numpy is None else _numpy())
 _ARGUMENTS = {id(function): accepts for function, accepts in _CALLS.values()}
-# The classes of NumPy's types may be given a state. No pickle can name them: a name has no line feed in it.
+# NumPy's dtype classes, which may take a state. No pickle can name them: no name holds a line feed.
 _DTYPE_CLASSES = {} if numpy is None else {f"\n{code}": type(numpy.dtype(code)) for code in "?bhilqBHILQefdgFDGSU"}
 _STATES: dict[Any, Callable[[Any, Any], bool]] = dict.fromkeys(_DTYPE_CLASSES.values(), _is_state_of_dtype)
 if numpy is not None:
@@ -204,7 +204,7 @@ _GLOBALS = {name: function for name, (function, _) in _CALLS.items()} | _DTYPE_C
 WITHOUT_STORAGES = frozenset(
     name.replace("builtins.", "__builtin__.") for name in _CALLS if name not in ("numpy.asarray", "numpy.ndarray")
 )
-"""The names, as a pickle spells them, that look at no tensor."""
+"""The names, as a pickle spells them, of globals that look at no tensor."""
 
 _allowed_by_user: Callable[[], dict[str, Any]] = _weights_only_unpickler._get_user_allowed_globals
 
@@ -214,10 +214,10 @@ def _allowed_globals() -> dict[str, Any]:
 
 
 class RestrictedUnpickler(_weights_only_unpickler.Unpickler):
-    """torch's, with our globals beside those that the user allowed.
+    """torch's unpickler with our globals beside those that the user allowed.
 
-    To be read from a ``GuardedPickle``, which checks the calls. torch has only one list for all threads; here the same
-    code runs with a list of its own.
+    It reads from a ``GuardedPickle``, which checks the calls. torch keeps one list for all threads, so this class runs
+    torch's code with a list of its own.
     """
 
 
@@ -228,14 +228,14 @@ for _name, _method in vars(_weights_only_unpickler.Unpickler).items():  # load()
 
 
 def sparse_tensors_to_validate() -> list[torch.Tensor]:
-    """torch's own list, which became one for each thread between 2.13 and 2.15."""
+    """torch's own list. Between 2.13 and 2.15 it became one list per thread."""
     of_thread = getattr(torch.serialization._serialization_tls, "sparse_tensors_to_validate", None)
     return torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread
 
 
 def allows_call(function: Any, arguments: Any, *, pickled: bool) -> bool:
-    """Whether a pickle may call ``function``, as far as our list decides. ``pickled``: by the opcode that pickle writes
-    for it, not through ``__new__`` or another function."""
+    """Whether our list lets a pickle call ``function``. ``pickled``: by the opcode that pickle writes for it, not
+    through ``__new__`` or another function."""
     accepts = _ARGUMENTS.get(id(function))
     if accepts is None and not (isinstance(function, type) and function in _STATES):
         return True
@@ -245,7 +245,7 @@ def allows_call(function: Any, arguments: Any, *, pickled: bool) -> bool:
 
 
 def allows_state(obj: Any, state: Any) -> bool:
-    """Whether a pickle may set the state of ``obj``, as far as our list decides."""
+    """Whether our list lets a pickle set the state of ``obj``."""
     kind = type(obj)
     accepts = _STATES.get(kind)
     if (accepts is None and id(kind) not in _ARGUMENTS) or _is_in(kind, _allowed_by_user()):

@@ -1,10 +1,9 @@
-"""Finds the records of a ``torch.save`` archive, and refuses whatever is not exactly such an archive.
+"""Finds the records of a ``torch.save`` archive, and refuses any file that is not exactly such an archive.
 
-Zip is a format in which two readers can see two contents: junk in front or behind, local headers that
-contradict the directory, entries on top of each other, duplicate names. Here every byte of the file must
-belong to what the directory tells: local headers, data and descriptors follow one another from offset 0
-without a gap, then the directory, then the end records, then nothing. Archives of all torch versions since
-1.6 are like that, and so are those that zip tools wrote without compression.
+Zip lets two readers see two contents: junk in front or behind, local headers that contradict the directory, entries on
+top of each other, duplicate names. This parser accounts for every byte of the file: local headers, data and descriptors
+follow one another from offset 0 without a gap, then comes the directory, then the end records, then nothing. All torch
+versions since 1.6 write such archives, and so do zip tools without compression.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Directory:
 
 
 class _Entry(NamedTuple):
-    """What the central directory tells of a record."""
+    """A record as the central directory describes it."""
 
     offset: int  # of the local header
     nbytes: int
@@ -62,29 +61,37 @@ class _Entry(NamedTuple):
     flags: int
     name: bytes
 
+    def __str__(self) -> str:
+        return f"record {self.name.decode(errors='replace')!r} at offset {self.offset}"
+
 
 def read_directory(path: str | os.PathLike[str]) -> Directory:
+    """Opens the archive ``path`` and returns its directory; see ``directory_of``. Raises LoadError if it cannot."""
+    with FileReader(path) as file:
+        return directory_of(file)
+
+
+def directory_of(file: FileReader) -> Directory:
     """Reads the directory and every local header of the archive, but no data.
 
-    A checksum of zero for data that is not empty counts as none: torch writes it where it was told not to
-    compute checksums, and under ``skip_data``.
+    A checksum of zero for data that is not empty counts as none: torch writes it when its checksums are switched off,
+    and under ``skip_data``.
 
     Raises CorruptFileError if the archive is damaged, truncated or ambiguous, UnsupportedFormatError if it is
-    no archive of ``torch.save`` or is compressed or encrypted, LoadError if ``path`` cannot be read.
+    no archive of ``torch.save`` or is compressed or encrypted.
     """
-    with FileReader(path) as file:
-        if file.read(0, min(file.size, 4)) != LOCAL_MAGIC:
-            raise UnsupportedFormatError("not a zip archive: it does not begin with a record", path=path)
-        count, directory_offset, directory_bytes = _read_end(file)
-        raw = file.read(directory_offset, directory_bytes)
-        entries = sorted(_parse_entries(file, raw, count))
-        offsets = list(_data_offsets(file, entries, directory_offset))
-        archive_name, names = _strip_folder(file, entries)
-        records = {
-            name: Record(name, offset, entry.nbytes, entry.crc32 if entry.crc32 or not entry.nbytes else None)
-            for name, offset, entry in zip(names, offsets, entries, strict=True)
-        }
-        return Directory(records, archive_name, file.size)
+    if file.read(0, min(file.size, 4)) != LOCAL_MAGIC:
+        raise UnsupportedFormatError("not a zip archive: it does not begin with a record", path=file.path)
+    count, directory_offset, directory_bytes = _read_end(file)
+    raw = file.read(directory_offset, directory_bytes)
+    entries = sorted(_parse_entries(file, raw, count))
+    offsets = list(_data_offsets(file, entries, directory_offset))
+    archive_name, names = _strip_folder(file, entries)
+    records = {
+        name: Record(name, offset, entry.nbytes, entry.crc32 if entry.crc32 or not entry.nbytes else None)
+        for name, offset, entry in zip(names, offsets, entries, strict=True)
+    }
+    return Directory(records, archive_name, file.size)
 
 
 def _read_end(file: FileReader) -> tuple[int, int, int]:
@@ -122,10 +129,9 @@ def _read_end(file: FileReader) -> tuple[int, int, int]:
 def _parse_entries(file: FileReader, raw: bytes, count: int) -> Iterator[_Entry]:
     position = 0
     for index in range(count):
-        where = f"zip directory, entry {index}"
         data = position + CENTRAL_ENTRY.size
         if data > len(raw):
-            raise file.corrupt(f"{where}: cut off")
+            raise file.corrupt(f"zip directory, entry {index}: cut off")
         (
             magic, _, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len, comment_len, disk, _,
             attributes, offset,
@@ -134,24 +140,25 @@ def _parse_entries(file: FileReader, raw: bytes, count: int) -> Iterator[_Entry]
         extra = raw[data + name_len : data + name_len + extra_len]
         position = data + name_len + extra_len
         if magic != CENTRAL_MAGIC or comment_len or disk or position > len(raw):
-            raise file.corrupt(f"{where}: damaged")
+            raise file.corrupt(f"zip directory, entry {index}: damaged")
         if method or flags & ~(FLAG_DESCRIPTOR | FLAG_UTF8):
             what = f"compressed or encrypted (method {method}, flags {flags:#x}); save it with torch.save"
-            raise UnsupportedFormatError(f"{where}: {what}", path=file.path)
-        # The type of a Unix file mode: none told, or a regular file. DOS's mark of a folder: torch reads no data then.
+            raise UnsupportedFormatError(f"zip directory, entry {index}: {what}", path=file.path)
+        # The file type of a Unix mode: unknown, or a regular file. For DOS's mark of a folder torch reads no data.
         if attributes >> 28 not in (0, 8) or attributes & 0x10:
-            raise file.corrupt(f"{where}: not a plain file")
+            raise file.corrupt(f"zip directory, entry {index}: not a plain file")
         if extra or MAX_32 in (packed, nbytes, offset):
+            where = f"zip directory, entry {index}"
             nbytes, packed, offset = _zip64(file, where, extra, [nbytes, packed, offset])
         if packed != nbytes:
-            raise file.corrupt(f"{where}: {packed} bytes stored for {nbytes}")
+            raise file.corrupt(f"zip directory, entry {index}: {packed} bytes stored for {nbytes}")
         yield _Entry(offset, nbytes, crc, flags, name)
     if position != len(raw):
         raise file.corrupt("zip directory: bytes behind the last entry")
 
 
 def _zip64(file: FileReader, where: str, extra: bytes, fields: list[int]) -> list[int]:
-    """The fields, those that say "see zip64" replaced by the values of the zip64 extra field."""
+    """Replaces the fields that say "see zip64" by the values of the zip64 extra field."""
     values = b""
     position = 0
     while position < len(extra):
@@ -170,12 +177,12 @@ def _zip64(file: FileReader, where: str, extra: bytes, fields: list[int]) -> lis
 
 
 def _data_offsets(file: FileReader, entries: list[_Entry], directory_offset: int) -> Iterator[int]:
-    """Where each record's data begins; checks that headers, data and descriptors follow without a gap.
+    """Where each record's data begins. Checks that headers, data and descriptors follow without a gap.
 
-    What lies between the data of two records is a descriptor and a local header, so one read serves both.
+    Between the data of two records lie a descriptor and a local header, so one read serves both.
     """
     starts = [entry.offset for entry in entries]
-    # A header ends with extra fields of unknown length, needed only for large records: those are read apart.
+    # Extra fields of unknown length end a header. Only large records need them, and they are read apart.
     spans = [
         (max(0, entry.offset - DESCRIPTOR_64.size), entry.offset + LOCAL_HEADER.size + len(entry.name))
         for entry in entries
@@ -186,35 +193,35 @@ def _data_offsets(file: FileReader, entries: list[_Entry], directory_offset: int
     windows = _read_spans(file, spans)
     window_offset, window = next(windows)
     for entry, next_start in zip(entries, [*starts[1:], directory_offset], strict=True):
-        where = f"record {entry.name.decode(errors='replace')!r} at offset {entry.offset}"
         header = entry.offset - window_offset
         magic, _, flags, method, _, _, crc, packed, nbytes, name_len, extra_len = LOCAL_HEADER.unpack_from(
             window, header
         )
         if magic != LOCAL_MAGIC:
-            raise file.corrupt(f"{where}: no local header there")
+            raise file.corrupt(f"{entry}: no local header there")
         name = window[header + LOCAL_HEADER.size : header + LOCAL_HEADER.size + len(entry.name)]
         if (name_len, name) != (len(entry.name), entry.name) or flags != entry.flags or method:
-            raise file.corrupt(f"{where}: local header contradicts the directory")
+            raise file.corrupt(f"{entry}: local header contradicts the directory")
         data = entry.offset + LOCAL_HEADER.size + name_len + extra_len
         end = data + entry.nbytes
         if end > next_start:
-            raise file.corrupt(f"{where}: overlaps what follows at {next_start}")
+            raise file.corrupt(f"{entry}: overlaps what follows at {next_start}")
         if nbytes == MAX_32 or packed == MAX_32:
             extra = file.read(data - extra_len, extra_len)
-            nbytes, packed = _zip64(file, where, extra, [nbytes, packed])
+            nbytes, packed = _zip64(file, str(entry), extra, [nbytes, packed])
         deferred = bool(flags & FLAG_DESCRIPTOR)
-        for told, known in ((crc, entry.crc32), (packed, entry.nbytes), (nbytes, entry.nbytes)):
-            if told != known and not (deferred and told == 0):
-                raise file.corrupt(f"{where}: local header contradicts the directory")
+        if (crc, packed, nbytes) != (entry.crc32, entry.nbytes, entry.nbytes):
+            for found, expected in ((crc, entry.crc32), (packed, entry.nbytes), (nbytes, entry.nbytes)):
+                if found != expected and not (deferred and found == 0):
+                    raise file.corrupt(f"{entry}: local header contradicts the directory")
         window_offset, window = next(windows)
         gap = next_start - end
         if gap:
             descriptor = window[next_start - window_offset - gap : next_start - window_offset]
             if not deferred or gap > DESCRIPTOR_64.size or descriptor not in _descriptors(entry):
-                raise file.corrupt(f"{where}: {gap} bytes behind the data are not its descriptor")
+                raise file.corrupt(f"{entry}: {gap} bytes behind the data are not its descriptor")
         elif deferred and entry.nbytes:
-            raise file.corrupt(f"{where}: its descriptor is missing")
+            raise file.corrupt(f"{entry}: its descriptor is missing")
         yield data
 
 
@@ -226,7 +233,7 @@ def _descriptors(entry: _Entry) -> tuple[bytes, ...]:
 
 
 def _read_spans(file: FileReader, spans: list[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-    """For each (begin, end), ascending, a window (offset, bytes) that holds it; near ones share one read."""
+    """Yields a window (offset, bytes) for each (begin, end), in ascending order. Near ones share one read."""
     reads: list[tuple[int, int, int]] = []  # begin, end, how many spans
     for begin, end in spans:
         if reads:
@@ -235,8 +242,7 @@ def _read_spans(file: FileReader, spans: list[tuple[int, int]]) -> Iterator[tupl
                 reads[-1] = (first, max(last, end), shared + 1)
                 continue
         reads.append((begin, end, 1))
-    # All reads are announced first: a cold disk then serves them together, one thread's reads would come one
-    # by one.
+    # Announce all reads first: a cold disk then serves them together.
     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
     for begin, end, _ in reads:
         os.posix_fadvise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
@@ -247,7 +253,7 @@ def _read_spans(file: FileReader, spans: list[tuple[int, int]]) -> Iterator[tupl
 
 
 def _strip_folder(file: FileReader, entries: list[_Entry]) -> tuple[str, list[str]]:
-    """The archive's folder and the names inside it, all of them safe, unique, and in that one folder."""
+    """The archive's folder, and the names inside it: all safe, unique, and in that one folder."""
     try:
         full_names = [entry.name.decode() for entry in entries]
     except UnicodeDecodeError as error:

@@ -98,6 +98,14 @@ class TensorProvider(StateProvider):
             self._tensor.copy_(state)
 
 
+def matches(saved: Any, live: Any) -> bool:
+    """Whether ``describe`` says the same of both."""
+    plain = type(saved) is type(live) is torch.Tensor and saved.layout is live.layout is torch.strided
+    if plain and not saved.is_nested and not live.is_nested:
+        return saved.dtype is live.dtype and saved.shape == live.shape
+    return describe(saved) == describe(live)
+
+
 def describe(obj: Any) -> str:
     """Describes a tensor by shape, dtype and layout, anything else by type; for messages and comparison."""
     if not isinstance(obj, torch.Tensor):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -21,6 +22,7 @@ import torch
 
 from lazyckpt.errors import LoadError
 from lazyckpt.formats.pickle_guard import GuardedPickle
+from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.safe_globals import RestrictedUnpickler, sparse_tensors_to_validate
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.pickles import dump, pickle_of
@@ -66,7 +68,11 @@ def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         return torch.storage.TypedStorage(wrap_storage=copies[key], dtype=dtype, _internal=True)
 
-    stream = GuardedPickle(pickle_of(opcodes), "")
+    pickled = pickle_of(opcodes)
+    with contextlib.suppress(NotPlain):
+        read_plain(pickled, copy)
+        return None
+    stream = GuardedPickle(pickled, "")
     unpickler: Any = RestrictedUnpickler(stream, encoding="utf-8")
     unpickler.persistent_load = copy
     stream.unpickler = unpickler

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.base import Landing, Provider, StorageTable
 from lazyckpt.providers.data_loader import TrackedLoader
-from lazyckpt.providers.objects import StateProvider, TensorProvider, describe
+from lazyckpt.providers.objects import StateProvider, TensorProvider, describe, matches
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
@@ -235,7 +235,7 @@ class OptimizerProvider(StateProvider):
             for key, tensor in state.items():
                 if not isinstance(tensor, torch.Tensor):
                     continue
-                if key in here and describe(here[key]) == describe(tensor):
+                if key in here and matches(here[key], tensor):
                     landings.append(Landing(tensor, here[key]))
                 elif key in known and tensor.dim() > 0 and tensor.shape != parameters[index].shape:
                     problems.append(
@@ -394,7 +394,7 @@ def compare(saved: Any, live: Mapping[str, Any]) -> None:
         if name in saved
         and isinstance(value, torch.Tensor)
         and not is_lazy(value)  # takes its shape from what is loaded
-        and describe(saved[name]) != describe(value)
+        and not matches(saved[name], value)
     ]
     if problems:
         raise RestoreError("\n".join(problems))

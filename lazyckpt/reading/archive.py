@@ -1,153 +1,150 @@
-"""A ``torch.save`` archive on the way back.
+"""Reads a ``torch.save`` archive back: its directory, its pickle, its storages.
 
-The directory at the end of the file says where every storage is: the parallel read of all of them begins at once,
-into a few staging buffers. Two orders of what follows. For ``load`` the read ends and is checked, then is unpickled:
-whatever is unpickled finds its bytes. For ``restore`` it is the other way round: unpickling gives every tensor a
-storage that is allocated but not touched, so that it costs addresses, not memory; whoever restores then says which
-storages have a better place to land (live parameters), and the read fills everything. That is only for pickles which
-name nothing but plain tensors: a nested tensor, for one, looks at bytes to be rebuilt.
+The directory at the end of the file says where every storage is, so the parallel read of all of them begins at once,
+into a few staging buffers. Then ``load`` and ``restore`` differ:
+
+- ``load`` finishes the read, verifies it, and unpickles. Whatever is unpickled finds its bytes.
+- ``restore`` unpickles first (``lands=True``). Every tensor gets a storage that is allocated but not touched, so it
+  costs addresses, not memory. The caller then says which storages have a better place to land (live parameters), and
+  the read fills everything. This works only for pickles that name nothing but plain tensors: to rebuild a nested
+  tensor, for one, torch looks at bytes. For other pickles ``restore`` does as ``load`` does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import os
-import pickle
 import re
 import sys
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture import devices
-from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.formats.pickle_guard import CONSENT, GuardedPickle
+from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
+from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.reader import FileReader, Record
-from lazyckpt.formats.safe_globals import WITHOUT_STORAGES, RestrictedUnpickler, sparse_tensors_to_validate
-from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.reading.ranges import Reading
+from lazyckpt.formats.torch_zip_reader import directory_of
+from lazyckpt.reading.collector import collector_paused
+from lazyckpt.reading.ranges import ParallelRead
+from lazyckpt.reading.unpickle import NeedsBytes, load_errors, unpickle
 
-_MAX_VERSION = 10  # kMaxSupportedFileFormatVersion of torch
+_MAX_VERSION = 10  # torch's kMaxSupportedFileFormatVersion
 _MAX_SMALL_BYTES = 1024
 _SMALL_RECORDS = {".storage_alignment": rb"[0-9]+", ".data/serialization_id": rb"[\x20-\x7e]*"}
-
-# What pickle writes and the restricted unpickler does not read.
-_BEYOND = re.compile("Unsupported operand|nested too deep")
-_BEYOND_US = (
-    "holds an integer of more than 255 bytes, a key nested more than 100 deep or an unknown opcode; load it with "
-    "weights_only=False, which runs code from the file: only if you trust its origin"
-)
 
 MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
-    """One storage of the archive: what is to be filled, and from where."""
+    """One storage of an archive and the memory that it is read into."""
 
     record: Record
     memory: torch.UntypedStorage  # what the engine reads into
-    final: torch.UntypedStorage | None = None  # where the tensors look; another one if torch copies them to a device
+    final: torch.UntypedStorage | None = None  # what the tensors view; not ``memory`` if torch copies it to a device
     references: int = 0  # how many tensors of the archive view it
 
 
 class Archive:
-    """``tree`` is what was saved; ``slots`` are its storages by key.
+    """An archive with its pickle read: ``tree`` is the saved object, ``slots`` are its storages by key.
 
-    With ``lands`` the storages are not filled until ``fill`` is called, unless they had to be (``filled``).
+    With ``lands``, ``fill`` reads the storages, unless the pickle needed their bytes (``filled``).
 
-    Raises CorruptFileError for what is damaged or hostile, UnsupportedFormatError for what ``weights_only`` forbids
-    and for what only ``torch.load`` reads (another byte order), and LoadError if unpickling fails otherwise.
+    Raises CorruptFileError for a damaged or hostile file, UnsupportedFormatError for a type that ``weights_only``
+    forbids and for a file that only ``torch.load`` reads (another byte order), and LoadError if unpickling fails
+    otherwise.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        file: FileReader,
         map_location: MapLocation,
         weights_only: bool,
         *,
         engine: _engine.Engine,
         lands: bool = False,
     ) -> None:
-        self.path = path
+        self.path = file.path
         self.engine = engine
         self.slots: dict[str, Slot] = {}
-        self._device = devices.target(map_location, engine)  # all is read to there
-        self._records = read_directory(path).records
-        self._data = {name.removeprefix("data/"): r for name, r in self._records.items() if name.startswith("data/")}
-        self._reading: Reading | None = Reading(path, list(self._data.values()), engine)
+        self._typed: dict[str, torch.storage.TypedStorage] = {}
+        self._device = devices.target(map_location, engine)  # the device that every storage is read to
+        with collector_paused():
+            records = directory_of(file).records
+        self._data = {name.removeprefix("data/"): r for name, r in records.items() if name.startswith("data/")}
+        self._read: ParallelRead | None = ParallelRead(file.path, list(self._data.values()), engine)
         try:
-            self.tree = self._load(map_location, weights_only, lands)
+            self._restore_location = torch.serialization._get_restore_location(map_location)
+            _check_small_records(file, records)
+            data = _verified(file, records["data.pkl"])
+            self.tree = self._load(data, records["data.pkl"].crc32 is not None, map_location, weights_only, lands)
+            self._check_sizes()
         except BaseException:
             self.close()
             raise
 
-    def _load(self, map_location: MapLocation, weights_only: bool, lands: bool) -> Any:
-        path = self.path
-        self._restore_location = torch.serialization._get_restore_location(map_location)
-        if "byteorder" in self._records and self._read_small("byteorder") != sys.byteorder.encode():
-            raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=path)
-        self._check_what_torch_reads()
-        if "data.pkl" not in self._records:
-            raise CorruptFileError("no record data.pkl: not an archive of torch.save", path=path)
-        data = self._read_small("data.pkl")
-        try:
+    def _load(self, data: bytes, verified: bool, map_location: MapLocation, weights_only: bool, lands: bool) -> Any:
+        path, load = self.path, self._persistent_load
+        with load_errors(path, weights_only=weights_only, verified=verified):
+            if not lands:
+                self._read_all()
+            if weights_only:
+                with contextlib.suppress(NotPlain), collector_paused():
+                    return read_plain(data, load)
+                for slot in self.slots.values():
+                    slot.references = 0
             if lands:
-                with contextlib.suppress(_NeedsBytes):
-                    return self._unpickle(_PlainTensors(data, path), map_location, weights_only=True)
-            self._read_all()
-            stream = GuardedPickle(data, path) if weights_only else io.BytesIO(data)
-            tree = self._unpickle(stream, map_location, weights_only)
-            # torch checks only on request; an index outside of its tensor is a write outside of its memory.
-            with torch.sparse.check_sparse_tensor_invariants(weights_only or _checks_sparse_tensors()):
-                torch._utils._validate_loaded_sparse_tensors()
-            return tree
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            # If the checksum is right, the pickle is as it was saved: restore() must not take it for damaged.
-            if weights_only and self._records["data.pkl"].crc32 is not None and _BEYOND.search(str(error)):
-                raise UnsupportedFormatError(f"{_BEYOND_US} ({error})", path=path) from error
-            if isinstance(error, LoadError):
-                raise
-            if weights_only and ("weights_only" in str(error) or "allowed global" in str(error)):
-                raise UnsupportedFormatError(f"is not to be unpickled: {error} ({CONSENT})", path=path) from error
-            why = "it takes more memory than there is" if isinstance(error, MemoryError) else error
-            raise LoadError(f"cannot be unpickled: {why}", path=path) from error
-        finally:
-            sparse_tensors_to_validate().clear()
+                with contextlib.suppress(NeedsBytes):
+                    return unpickle(data, path, load, map_location, weights_only=True, needs_no_bytes=True)
+                self._read_all()
+            return unpickle(data, path, load, map_location, weights_only=weights_only)
+
+    def _read_all(self) -> None:
+        self._typed = {}
+        self.slots = {
+            key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self._data.items()
+        }
+        self.fill({})
+
+    def _check_sizes(self) -> None:
+        """torch enlarges a storage that is too small for a tensor. The bytes beyond the record belong to nobody."""
+        for key, slot in self.slots.items():
+            if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:
+                raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot that a tensor of the tree views."""
-        if not hasattr(self, "_by_storage"):
-            self._by_storage = {slot.final._cdata: slot for slot in self.slots.values() if slot.final is not None}
         try:
             return self._by_storage.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return None
 
-    def fill(self, elsewhere: dict[str, tuple[int, int]]) -> None:
-        """Reads every storage and checks its CRC-32. Does nothing if ``filled``.
+    @cached_property
+    def _by_storage(self) -> dict[int, Slot]:
+        return {slot.final._cdata: slot for slot in self.slots.values() if slot.final is not None}
 
-        ``elsewhere`` maps keys to live memory to read into instead: a pointer and its device. Raises
-        CorruptFileError that names the damaged records; what was read by then stays where it landed.
+    def fill(self, elsewhere: dict[str, tuple[int, int]]) -> None:
+        """Reads every storage and verifies its CRC-32. Does nothing if ``filled``.
+
+        ``elsewhere`` maps keys to live memory to read into instead: a pointer and its device. Raises CorruptFileError
+        that names the damaged records. Bytes that were read before the error stay where they landed.
         """
-        if self._reading is None:
+        if self._read is None:
             return
         places = {key: (devices.data_ptr(slot.memory), self._device) for key, slot in self.slots.items()} | elsewhere
         found = [places.get(key, (0, devices.HOST)) for key in self._data]
         try:
-            self._reading.read_into([pointer for pointer, _ in found], [device for _, device in found])
+            self._read.read_into([pointer for pointer, _ in found], [device for _, device in found])
         finally:
             self.close()
 
     @property
     def filled(self) -> bool:
-        return self._reading is None
+        return self._read is None
 
     def __enter__(self) -> Archive:
         return self
@@ -156,58 +153,14 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Gives up what is not read yet, and with it the part of the engine's ring that it was read into: who holds
-        the exception holds this object, and may want to save."""
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.close()
-
-    def _read_all(self) -> None:
-        self.slots = {
-            key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self._data.items()
-        }
-        self.fill({})
-
-    def _unpickle(self, stream: io.BytesIO, map_location: MapLocation, weights_only: bool) -> Any:
-        self._typed: dict[str, torch.storage.TypedStorage] = {}
-        kind: Any = RestrictedUnpickler if weights_only else _Unpickler
-        unpickler = kind(stream, encoding="utf-8")
-        unpickler.persistent_load = self._persistent_load
-        torch.serialization._serialization_tls.map_location = map_location
-        if isinstance(stream, GuardedPickle):
-            stream.unpickler = unpickler
-        try:
-            tree = unpickler.load()
-        finally:
-            if isinstance(stream, GuardedPickle):
-                del stream.unpickler  # a cycle: this object, and its part of the ring, would outlive an error
-            torch.serialization._serialization_tls.map_location = None
-        for key, slot in self.slots.items():
-            # torch enlarges a storage that is too small for a tensor; what is behind the record is nobody's data.
-            if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:
-                raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
-        return tree
-
-    def _check_what_torch_reads(self) -> None:
-        """The small records that nothing here needs: where they make no sense, torch refuses the archive."""
-        version = self._read_small("version") if "version" in self._records else b""
-        if not re.fullmatch(rb"[0-9]{1,2}\n?", version) or not 1 <= int(version) <= _MAX_VERSION:
-            raise CorruptFileError(f"record version: missing, or not within 1 to {_MAX_VERSION}", path=self.path)
-        for name, pattern in _SMALL_RECORDS.items():
-            if name in self._records and not re.fullmatch(pattern, self._read_small(name)):
-                raise CorruptFileError(f"record {name}: not what torch.save writes", path=self.path)
-
-    def _read_small(self, name: str) -> bytes:
-        record = self._records[name]
-        if name != "data.pkl" and record.nbytes > _MAX_SMALL_BYTES:  # also a hole, which costs its writer nothing
-            raise CorruptFileError(f"record {name}: {record.nbytes} bytes, for a few characters", path=self.path)
-        with FileReader(self.path) as file:
-            data = file.read(record.offset, record.nbytes)
-        if record.crc32 not in (None, zlib.crc32(data)):
-            raise CorruptFileError(f"record {name}: checksum does not match", path=self.path)
-        return data
+        """Abandons whatever is not read yet and returns its part of the engine's ring. An exception keeps this object
+        alive, and the thread that holds the exception may want to save."""
+        read, self._read = self._read, None
+        if read is not None:
+            read.close()
 
     def _persistent_load(self, saved_id: Any) -> torch.storage.TypedStorage:
+        """The storage that a persistent id of the pickle names. Raises CorruptFileError if the file has no such one."""
         if not (isinstance(saved_id, tuple) and len(saved_id) == 5 and _text(saved_id[0]) == "storage"):
             raise CorruptFileError(f"unknown persistent id {saved_id!r}", path=self.path)
         _, storage_type, key, location, numel = saved_id
@@ -216,7 +169,7 @@ class Archive:
             raise CorruptFileError("a storage's key is no text", path=self.path)
         key = _text(key)
         record = self._data.get(key)
-        nbytes = numel * torch._utils._element_size(dtype)
+        nbytes = numel * dtype.itemsize
         if record is None or record.nbytes != nbytes:
             found = "missing" if record is None else f"{record.nbytes} bytes"
             raise CorruptFileError(f"record data/{key}: {found}, the pickle says {nbytes} bytes", path=self.path)
@@ -234,54 +187,30 @@ class Archive:
         return typed
 
 
-class _NeedsBytes(Exception):
-    """Something in the pickle may look at the bytes of a storage when it is rebuilt."""
+def _check_small_records(file: FileReader, records: dict[str, Record]) -> None:
+    """Refuses an archive that torch refuses for a small record that nothing here needs."""
+
+    def small(name: str) -> bytes:
+        record = records[name]
+        if record.nbytes > _MAX_SMALL_BYTES:  # a hole of any size costs its writer nothing
+            raise CorruptFileError(f"record {name}: {record.nbytes} bytes, for a few characters", path=file.path)
+        return _verified(file, record)
+
+    if "byteorder" in records and small("byteorder") != sys.byteorder.encode():
+        raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=file.path)
+    version = small("version") if "version" in records else b""
+    if not re.fullmatch(rb"[0-9]{1,2}\n?", version) or not 1 <= int(version) <= _MAX_VERSION:
+        raise CorruptFileError(f"record version: missing, or not within 1 to {_MAX_VERSION}", path=file.path)
+    for name, pattern in _SMALL_RECORDS.items():
+        if name in records and not re.fullmatch(pattern, small(name)):
+            raise CorruptFileError(f"record {name}: not what torch.save writes", path=file.path)
 
 
-class _PlainTensors(GuardedPickle):
-    """The pickle of plain tensors and containers; raises _NeedsBytes if it names anything else.
-
-    The restricted unpickler reads lines only where something is named: module and name alternate.
-    """
-
-    _module: str | None = None
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        line = super().readline(size)
-        word = line.decode("utf-8").removesuffix("\n")
-        if self._module is None:
-            self._module = word
-            return line
-        module, self._module = self._module, None
-        in_torch = module in ("torch", "torch.storage")
-        if not ((in_torch and word.endswith("Storage")) or f"{module}.{word}" in _PLAIN_NAMES):
-            raise _NeedsBytes
-        return line
-
-
-_PLAIN_NAMES = frozenset(
-    ["collections.OrderedDict", "_codecs.encode", "torch.Size", "torch.device"]
-    + [f"torch._utils._rebuild_{what}" for what in ("tensor_v2", "tensor_v3", "parameter", "meta_tensor_no_storage")]
-    + [str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
-    + sorted(WITHOUT_STORAGES)
-)
-
-
-class _Unpickler(pickle.Unpickler):
-    """What ``torch.load(weights_only=False)`` uses: storage types are looked up by name, modules that moved are
-    found where they are now."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if "Storage" in name:
-            try:
-                return torch.serialization.StorageType(name)
-            except KeyError:
-                pass
-        return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
-
-
-def _checks_sparse_tensors() -> bool:
-    return bool(torch.sparse.check_sparse_tensor_invariants.is_enabled())
+def _verified(file: FileReader, record: Record) -> bytes:
+    data = file.read(record.offset, record.nbytes)
+    if record.crc32 not in (None, zlib.crc32(data)):
+        raise CorruptFileError(f"record {record.name}: checksum does not match", path=file.path)
+    return data
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The parallel read of parts of a file, every checksum compared. Needs torch only for bytes that go to a device."""
+"""Reads parts of a file in parallel and verifies every checksum. Needs torch only if bytes go to a device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lazyckpt.config import MIB
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
 from lazyckpt.formats.reader import Record
 
-CHUNK_BYTES = 2 * MIB  # small ones, so that 32 MiB hold enough of them to keep eight writes in flight
+CHUNK_BYTES = 2 * MIB  # small, so that 32 MiB hold enough chunks to keep eight writes in flight
 _RING_BYTES = 16 * CHUNK_BYTES
 
 
 def process_engine() -> _engine.Engine:
-    """One small engine for each process; a forked child makes its own."""
+    """The small engine of this process. A forked child makes its own."""
     return _engine_of(os.getpid())
 
 
@@ -30,8 +30,8 @@ def _engine_of(pid: int) -> _engine.Engine:
     return engine
 
 
-class Reading:
-    """A read of records under way: the disk has begun, nothing has landed. Raises LoadError."""
+class ParallelRead:
+    """A read of records that has begun on the disk but has landed nowhere yet. Raises LoadError."""
 
     def __init__(self, path: str | os.PathLike[str], records: list[Record], engine: _engine.Engine) -> None:
         self._path = path
@@ -41,12 +41,15 @@ class Reading:
             self._reader = _engine.RangeReader(engine, path, offsets, sizes)
 
     def close(self) -> None:
-        """Gives up."""
+        """Abandons whatever is not read yet."""
         del self._reader
 
     def read_into(self, pointers: list[int], ordinals: list[int] | None = None) -> list[int]:
-        """Reads each record to its place (0: nowhere), on the host or on attached devices, and returns the CRC-32 of
-        each. Raises CorruptFileError that names the records whose bytes are not what was written."""
+        """Reads each record to its pointer (0: nowhere) and returns the CRC-32 of each. To be called once.
+
+        ``ordinals`` names the CUDA device that each pointer is on, or HOST. Raises CorruptFileError that names the
+        records whose checksum does not match.
+        """
         cuda: set[int] = set()
         streams = None
         if ordinals is not None:
@@ -69,6 +72,6 @@ class Reading:
         except OSError as error:
             if error.errno == errno.ENODATA:
                 raise CorruptFileError("truncated while being read", path=self._path) from error
-            if str(error.filename).startswith("cuda:"):  # the device's fault, not the file's
+            if str(error.filename).startswith("cuda:"):  # the device failed, not the file
                 raise LoadError(f"cannot be read: {error.strerror}", path=self._path) from error
             raise load_error("cannot be read", error, path=self._path) from error

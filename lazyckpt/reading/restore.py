@@ -1,10 +1,10 @@
-"""From a committed checkpoint back into the live training state."""
+"""Restores a committed checkpoint into the live training state."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -12,19 +12,22 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.capture import devices
 from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
+from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing, Provider
-from lazyckpt.reading.archive import Archive
+from lazyckpt.reading.archive import Archive, Slot
+from lazyckpt.reading.collector import collector_paused
 from lazyckpt.storage.catalog import SCANS, Catalog
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.storage.retry import patiently
 
 
 def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:
-    """Restores the newest checkpoint that is whole; damaged ones are passed over with a warning.
+    """Restores the newest checkpoint that is whole. Passes over damaged ones with a warning.
 
-    One that cannot be read just now is not damaged: it is tried again for three seconds. If one is gone by then,
-    another process has removed it, and has newer ones: the catalog is read anew, up to ``SCANS`` times in all. Returns
-    None for an empty catalog. Raises ReadError; RestoreError if none is whole, or if one does not fit; and
+    Retries for three seconds if a checkpoint cannot be read; that does not make it damaged. If a checkpoint has gone,
+    another process has removed it and has newer ones: the catalog is scanned again, up to ``SCANS`` times in all.
+
+    Returns None for an empty catalog. Raises ReadError; RestoreError if no checkpoint is whole, or if one does not fit;
     UnsupportedFormatError for one that holds types which the user has not allowed.
     """
     return patiently(lambda: _restore_newest(catalog, provider, engine, SCANS))
@@ -49,7 +52,7 @@ def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine
         except ReadError as error:
             raise _refused(error, archive) from error
         except UnsupportedFormatError:
-            raise  # not damaged: to go back to an older one would lose training for want of a word with the user
+            raise  # not damaged: an older one would lose training that the user can save by allowing a type
         except LoadError as error:
             if scans > 1 and not os.path.exists(checkpoint.path):
                 return _restore_newest(catalog, provider, engine, scans - 1)
@@ -63,7 +66,7 @@ def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine
 
 
 def restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
-    """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError, ReadError after some more attempts."""
+    """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError; ReadError after retries."""
     return patiently(lambda: _restore_one(path, provider, engine))
 
 
@@ -88,21 +91,24 @@ def _refused(error: ReadError, archive: Archive | None) -> ReadError:
 
 
 def _open(path: Path, engine: _engine.Engine) -> Archive:
-    return Archive(path / STATE, "cpu", weights_only=True, engine=engine, lands=True)
+    with FileReader(path / STATE) as file:
+        return Archive(file, "cpu", weights_only=True, engine=engine, lands=True)
 
 
 def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
-    """Checks, reads, hands over, in this order: nothing is touched unless everything fits."""
+    """Checks, then reads, then hands over. Touches nothing unless everything fits."""
     try:
-        landings = provider.landings(archive.tree)
+        with collector_paused():
+            landings = provider.landings(archive.tree)
     except RestoreError as error:
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
-    except Exception as error:  # a state that nothing of ours has written may make a provider raise nearly anything
+    except Exception as error:  # a provider may raise anything for a state that we have not written
         what = f"{type(error).__name__}: {error}"
         raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n  {what}") from error
     try:
-        elsewhere, landed = _choose(archive, landings)
+        with collector_paused():
+            elsewhere, landed = _choose(archive, landings)
     except OSError as error:  # a device cannot be used
         raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
@@ -114,40 +120,45 @@ def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
 
 
 def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[int, int]], dict[int, torch.Tensor]]:
-    """Which storages may be read straight into live memory, on the host or a device: those that are seen only
-    through tensors that land, whole, in one and the same place, in which nothing else lands."""
-    by_key: dict[str, list[Landing]] = defaultdict(list)
-    for landing in landings if not archive.filled else ():
-        if (slot := archive.slot_of(landing.saved)) is not None:
-            by_key[slot.record.name.removeprefix("data/")].append(landing)
-    lives = [landing.live for group in by_key.values() for landing in group]
+    """Chooses the storages that are read straight into live memory, on the host or on a device.
+
+    Returns the place of each one by key, and the live tensors by the id of their saved ones. Such a storage is seen
+    only through tensors that land, whole, in one and the same place, and nothing else lands in that place.
+    """
+    found = [] if archive.filled else [(slot, lg) for lg in landings if (slot := archive.slot_of(lg.saved)) is not None]
+    lives = [landing.live for _, landing in found]
     storages = [live.untyped_storage() for live in lives]
     located = devices.locate(storages, [s.device for s in storages], archive.engine) or [devices.HOST] * len(lives)
-    place_of = {id(live): (devices.address(live), device) for live, device in zip(lives, located, strict=True)}
-    claims: dict[tuple[int, int], int] = defaultdict(int)
-    for group in by_key.values():
-        for place in {place_of[id(landing.live)] for landing in group}:
-            claims[place] += 1
+    places = list(zip(map(devices.address, lives), located, strict=True))
+    slots: dict[tuple[int, int], Slot | None] = {}  # that land in a place; None if there are several
+    groups: dict[tuple[int, int], list[Landing]] = defaultdict(list)
+    landings_of = Counter(id(slot) for slot, _ in found)
+    for (slot, landing), place in zip(found, places, strict=True):
+        if slots.setdefault(place, slot) is not slot:
+            slots[place] = None
+        groups[place].append(landing)
     elsewhere = {}
     landed = {}
-    for key, group in by_key.items():
-        slot = archive.slots[key]
-        place = place_of[id(group[0].live)]
+    for place, slot in slots.items():
+        group = groups[place]
         if (
-            len(group) == slot.references
-            and slot.record.nbytes > 0
-            and claims[place] == 1
+            slot is not None
+            and slot.references == landings_of[id(slot)] == len(group)  # all that views it lands, and lands here
             and place[1] != devices.ELSEWHERE
-            and all(
-                place_of[id(landing.live)] == place
-                and landing.live.is_contiguous()
-                and landing.saved.is_contiguous()
-                and landing.saved.is_conj() == landing.live.is_conj()
-                and landing.saved.is_neg() == landing.live.is_neg()
-                and landing.saved.numel() * landing.saved.element_size() == slot.record.nbytes
-                for landing in group
-            )
+            and all(_is_whole(slot, landing) for landing in group)
         ):
-            elsewhere[key] = place
+            elsewhere[slot.record.name.removeprefix("data/")] = place
             landed.update({id(landing.saved): landing.live for landing in group})
     return elsewhere, landed
+
+
+def _is_whole(slot: Slot, landing: Landing) -> bool:
+    """Whether both tensors show the bytes of the storage, all of them, in order and as they are."""
+    saved, live = landing.saved, landing.live
+    return (
+        saved.numel() * saved.element_size() == slot.record.nbytes > 0
+        and saved.is_contiguous()
+        and live.is_contiguous()
+        and saved.is_conj() == live.is_conj()
+        and saved.is_neg() == live.is_neg()
+    )

@@ -28,7 +28,7 @@ from lazyckpt.formats.program import LITERAL, SOURCE, Extent
 from lazyckpt.formats.reader import Record
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
-from lazyckpt.reading.ranges import CHUNK_BYTES, Reading, process_engine
+from lazyckpt.reading.ranges import CHUNK_BYTES, ParallelRead, process_engine
 
 _BATCH_BYTES = 16 << 20  # at most, unless one storage is larger
 
@@ -174,7 +174,7 @@ def _read(wanted: list[tuple[int, Origin]], pointers: array[int]) -> dict[int, i
         else:
             _read_view(origin, pointers[source])
     for file, found in by_file.items():
-        reading = Reading(file, [record for _, record in found], process_engine())
+        reading = ParallelRead(file, [record for _, record in found], process_engine())
         sums = reading.read_into([pointers[source] for source, _ in found])
         crcs |= {source: crc for (source, _), crc in zip(found, sums, strict=True)}
     return crcs
@@ -184,6 +184,6 @@ def _read_view(origin: Origin, pointer: int) -> None:
     assert origin.view is not None
     dtype, offset, shape, stride = origin.view
     storage = torch.UntypedStorage(origin.record.nbytes)
-    Reading(origin.file, [origin.record], process_engine()).read_into([storage.data_ptr()])
+    ParallelRead(origin.file, [origin.record], process_engine()).read_into([storage.data_ptr()])
     dense = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).contiguous()
     ctypes.memmove(pointer, dense.data_ptr(), dense.nbytes)

@@ -1,8 +1,12 @@
-"""What was tried to get in: each attempt is a function that makes one hostile file or folder and says in one sentence
-what it hopes for. ``test_attacks.py`` gives each to everything that reads.
+"""Hostile files: written by hand, and found by mutating valid ones.
 
-Modules by what they attack: ``zips``, ``pickles``, ``headers`` (safetensors), ``folders``. To add one, write the
-function; nothing else needs to know.
+An attack is a function that makes one hostile file or folder and says in one sentence what it hopes for.
+``test_attacks.py`` gives each one to everything that reads. The modules are named after what they attack: ``zips``,
+``pickles``, ``headers`` (safetensors), ``folders``. To add an attack, write its function; nothing else needs to know.
+
+``test_fuzz.py`` gives nearly valid files (``mutate.py``) to everything that reads, and ``judge.py`` says what must hold
+for any bytes at all. ``make fuzz`` lets atheris look for inputs that reach new code (``explore.py``). Whatever it finds
+becomes an attack.
 """
 
 from __future__ import annotations
@@ -16,16 +20,16 @@ from typing import Any
 import torch
 
 Make = Callable[[Path], Path]
-CANARY = "canary"  # what a gadget creates in the folder that its attack was made in
+CANARY = "canary"  # the file that a gadget creates in the folder of its attack
 
 
 @dataclass(frozen=True)
 class Attack:
-    """``make(folder)`` writes into the empty ``folder`` and returns what the victim is to open.
+    """``make(folder)`` writes into the empty ``folder`` and returns the path that the victim opens.
 
-    ``harmless``: why it may be read, if it may; what is read is then what the format's own library reads.
+    ``harmless``: why readers may accept it, if they may. They must then read what the format's own library reads.
     ``large``: why it may ask for more memory than there is, if it may.
-    ``trap``: an unpickler that is not restricted leaves a CANARY.
+    ``trap``: an unrestricted unpickler leaves a CANARY.
     """
 
     name: str
@@ -41,7 +45,7 @@ ATTACKS: dict[str, Attack] = {}
 def attack(
     make: Make | None = None, *, harmless: str = "", large: str = "", trap: bool = False
 ) -> Callable[[Make], Make]:
-    """Registers an attempt, under its function's name."""
+    """Registers an attack under the name of its function."""
 
     def register(make: Make) -> Make:
         name = f"{make.__module__.rpartition('.')[2]}.{make.__name__}"
@@ -53,7 +57,7 @@ def attack(
 
 
 def victim() -> dict[str, Any]:
-    """What is tracked when a folder is restored."""
+    """The state that is tracked when a folder is restored."""
     model = torch.nn.Linear(2, 2)
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "x": {}}
 

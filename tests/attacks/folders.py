@@ -51,7 +51,7 @@ def outside(folder: Path) -> Path:
     return path
 
 
-# What is no file
+# Not a regular file
 
 
 @attack
@@ -322,7 +322,7 @@ def genuine(folder: Path, changes: list[dict[str, Any]]) -> Path:
     return folder / "run"
 
 
-# States that fit into no training
+# States that fit no training
 
 
 def state(name: str, sentence: str, **parts: Any) -> None:

@@ -1,7 +1,7 @@
-"""Gives hostile files to everything that reads, and tells what went wrong.
+"""Gives hostile files to everything that reads, and reports what went wrong.
 
-``python -m attacks.runner FOLDER [NAME...]`` makes each attack in a folder below FOLDER, in a child of its own that may
-take only so much memory and time, and prints a JSON line for each: its name, and what was violated.
+``python -m attacks.runner FOLDER [NAME...]`` makes each attack in a folder below FOLDER, in a child of its own with
+limits on memory and time. It prints a JSON line for each attack: its name and its violations.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from lazyckpt.storage.manifest import checksum
 
 SECRET = "the secret outside"
 _TIME_LIMIT_S = 30
-_ADDRESSES_BYTES = 4 << 30  # that may be reserved above what torch has
-_FREE_BYTES = 96 << 20  # of memory that may be used whatever the file: the rings of the engine, modules of torch
-_BYTES_PER_BYTE = 50  # of memory for each byte of the file: a parsed JSON header is about thirty times its text
+_ADDRESSES_BYTES = 4 << 30  # address space that a child may reserve beyond torch's
+_FREE_BYTES = 96 << 20  # memory that any file may cost: the engine's rings, modules of torch
+_BYTES_PER_BYTE = 50  # memory per byte of the file: a parsed JSON header takes about thirty times its text
 
 
 class Witness:
@@ -47,7 +47,7 @@ class Witness:
 
     def __init__(self, target: Path, large: bool) -> None:
         self.violations: list[str] = []
-        self.refused: dict[str, str] = {}  # by whom, with which error
+        self.refused: dict[str, str] = {}  # reader -> the error that it raised
         self._large = large  # it may ask for more memory than there is
         self._allowed = _FREE_BYTES + _BYTES_PER_BYTE * _bytes_on_disk(target)
         self._before = reset_peak()
@@ -77,12 +77,12 @@ class Witness:
             self.blame(f"{who}: {type(error).__name__}: {str(error)[:200]} ({last.filename}:{last.lineno})")
         grown = status_bytes("VmHWM") - self._before
         if grown > self._allowed:
-            self._before += grown  # told once
+            self._before += grown  # reported once
             self.blame(f"{who}: took {grown >> 20} MiB, {self._allowed >> 20} are allowed")
 
 
 def assault(path: Path, large: bool = False) -> Witness:
-    """Everything that reads is given ``path``."""
+    """Gives ``path`` to everything that reads."""
     witness = Witness(path, large)
     if path.is_dir():
         _assault_folder(witness, path)
@@ -100,7 +100,7 @@ def _assault_file(witness: Witness, path: Path) -> None:
             del loaded
     for command in (["inspect"], ["inspect", "--json"]):
         _command(witness, *command, path)
-    if os.stat(path).st_size < 1 << 30:  # a hole of a terabyte is read in its own time
+    if os.stat(path).st_size < 1 << 30:  # to read a hole of a terabyte takes too long
         _command(witness, "verify", path)
         run = _planted(path)
         _restore(witness, run)
@@ -122,7 +122,7 @@ def _assault_folder(witness: Witness, run: Path) -> None:
 
 
 def compare(witness: Witness, path: Path, found: Any) -> None:
-    """What was accepted is what the format's own library reads."""
+    """Blames a reader that accepted something else than the format's own library reads."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -138,14 +138,14 @@ def compare(witness: Witness, path: Path, found: Any) -> None:
         found, theirs = ({k: v.clone() for k, v in sorted(x.items())} for x in (found, theirs))
     try:
         ours = describe_graph(found)
-    except (RecursionError, TypeError):  # too deep, or with methods that are none: nothing to compare
+    except (RecursionError, TypeError):  # too deep, or its methods are not callable
         return
     if ours != describe_graph(theirs):
         witness.blame("read something else than its own library")
 
 
 def _planted(path: Path) -> Path:
-    """A run's folder with the file as the state of a checkpoint."""
+    """Makes a run's folder with the file as the state of a checkpoint."""
     folder = path.parent / "planted" / "step-00000001"
     folder.mkdir(parents=True)
     shutil.copyfile(path, folder / "state.pt")
@@ -183,7 +183,7 @@ def _command(witness: Witness, *arguments: str | Path) -> None:
 
 
 def controls(text: str) -> set[str]:
-    """What a terminal would obey: controls of both kinds, and those that turn text around."""
+    """Characters that a terminal obeys: controls of both kinds, and those that turn text around."""
     return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs")}
 
 
@@ -206,12 +206,12 @@ def reset_peak() -> int:
 
 
 def _snapshot(folder: Path) -> dict[str, bytes | None]:
-    """What is outside of the run's folder."""
+    """Everything outside of the run's folder."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
 def in_child(work: Callable[[], Any], limit_s: float = _TIME_LIMIT_S) -> Any:
-    """What ``work`` returns, from a child with bounds; or how it died."""
+    """Runs ``work`` in a child with limits. Returns its result, or how the child died."""
     read, write = os.pipe()
     sys.stdout.flush()
     if (pid := os.fork()) == 0:
@@ -241,7 +241,7 @@ def in_child(work: Callable[[], Any], limit_s: float = _TIME_LIMIT_S) -> Any:
 
 
 def tried(attack: Attack, folder: Path) -> dict[str, Any]:
-    """What an attempt did. ``violations`` is empty if nothing."""
+    """Runs an attack. ``violations`` is empty if it achieved nothing."""
     folder.mkdir(parents=True)
 
     def work() -> dict[str, Any]:
@@ -268,7 +268,7 @@ def tried(attack: Attack, folder: Path) -> dict[str, Any]:
 
 
 def _spring(folder: Path) -> None:
-    """Runs the gadget, as a reader would that is not careful."""
+    """Runs the gadget, as a careless reader would."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in (".pt", ".bin"):
             with suppress(BaseException):
@@ -279,7 +279,7 @@ def main(folder: Path, names: list[str]) -> None:
     warm = folder / "warm.pt"
     torch.save({"x": torch.ones(3)}, warm)
     CliRunner().invoke(app, ["inspect", str(warm)])
-    victim()  # all that is imported late is imported now, once
+    victim()  # imports now what is imported late
     gc.collect()
     gc.freeze()
     for name in names or ATTACKS:

@@ -1,4 +1,4 @@
-"""No one gets in: each attempt of the corpus, against everything that reads."""
+"""Gives each attack to everything that reads: no one gets in."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TESTS = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process for each core imports torch, and forks for each attempt that is asked for."""
+    """One process per core imports torch, and forks for each selected attack."""
     wanted = {item.name for item in request.session.items}
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     names = [name for name in ATTACKS if f"test_no_one_gets_in[{name}]" in wanted]
     processes = max(1, min(os.cpu_count() or 1, len(names)))
-    # Not by the threads: pytest makes the folder above all of them in the first call, and two would both make it.
+    # Not in the threads: the first call makes pytest's parent folder, and two threads would both make it.
     folders = [tmp_path_factory.mktemp("attacks") for _ in range(processes)]
 
     def run(first: int) -> list[dict[str, Any]]:
@@ -45,12 +45,12 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_one_gets_in(name: str, outcomes: dict[str, Any]) -> None:
-    """No code runs, nothing outside is read or changed, memory is bounded by the file, errors are typed, and nothing
-    that a terminal would obey is printed."""
+    """No code runs, nothing outside is read or changed, the file's size bounds memory, errors are typed, and no output
+    holds a character that a terminal obeys."""
     assert outcomes[name]["violations"] == []
 
 
 def test_no_one_got_in(outcomes: dict[str, Any], trials: Trials, tmp_path: Path) -> None:
-    """Last: how many tried."""
+    """Runs last and counts the attacks."""
     assert not any(outcome["violations"] for outcome in outcomes.values())
     trials.report("attempts to get in", len(outcomes), tmp_path, of=len(ATTACKS))

@@ -1,5 +1,5 @@
-"""Changes a file of one of the formats in one to four places: a field of a zip record, an opcode or argument of the
-pickle (packed again, so that its checksum is true), a value of a JSON header, or any byte."""
+"""Changes a valid file in one to four places: a field of a zip record, an opcode or argument of the pickle (packed
+again, so that its checksum is right), a value of a JSON header, or any byte."""
 
 from __future__ import annotations
 
@@ -15,26 +15,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-EDGES = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    127,
-    128,
-    255,
-    256,
-    2**15,
-    2**16 - 1,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**32,
-    2**62,
-    2**63,
-    2**64 - 1,
-]
+EDGES = [0, 1, 2, 3, 7, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63]
+EDGES.append(2**64 - 1)
 _NAMES = [
     "os system", "builtins eval", "builtins bytearray", "builtins set", "builtins complex", "collections OrderedDict",
     "collections Counter", "_codecs encode", "torch Size", "torch device", "torch FloatStorage", "torch LongStorage",
@@ -79,7 +61,7 @@ def mutate(content: bytes, rng: random.Random) -> bytes:
         try:
             content = rng.choice(kinds)(content, rng)
         except Exception:
-            content = _bytes(content, rng)  # too broken by now to be taken apart
+            content = _bytes(content, rng)  # earlier changes broke it too much to parse
     return content
 
 
@@ -99,7 +81,7 @@ def _bytes(content: bytes, rng: random.Random) -> bytes:
     )()
 
 
-_FIELDS = {  # where the numbers of a zip structure are, and how wide
+_FIELDS = {  # offset and width of the numbers in each zip structure
     b"PK\3\4": [(4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2)],
     b"PK\1\2": [(8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (32, 2), (34, 2), (38, 4), (42, 4)],
     b"PK\5\6": [(4, 2), (6, 2), (8, 2), (10, 2), (12, 4), (16, 4), (20, 2)],
@@ -154,7 +136,21 @@ def _records(content: bytes, rng: random.Random) -> bytes:
 def _pickle(content: bytes, rng: random.Random) -> bytes:
     entries = _unpack(content)
     (index,) = (i for i, (name, _) in enumerate(entries) if name.endswith("/data.pkl"))
-    data = entries[index][1]
+    entries[index] = entries[index][0], _opcodes(entries[index][1], rng)
+    return _pack(entries)
+
+
+def mutate_pickle(data: bytes, rng: random.Random) -> bytes:
+    """``data`` with one byte or one opcode changed."""
+    if rng.random() < 0.3:
+        return _bytes(data, rng)
+    try:
+        return _opcodes(data, rng)
+    except ValueError:
+        return _bytes(data, rng)  # it no longer parses
+
+
+def _opcodes(data: bytes, rng: random.Random) -> bytes:
     places = [place for _, _, place in pickletools.genops(data)]
     ops = [data[begin:end] for begin, end in zip(places, [*places[1:], len(data)], strict=True)]
     at = rng.randrange(len(ops))
@@ -163,7 +159,7 @@ def _pickle(content: bytes, rng: random.Random) -> bytes:
         ops[at] = _integer(rng)
     elif change == 1:
         globals_at = [i for i, op in enumerate(ops) if op.startswith(pickle.GLOBAL)]
-        ops[rng.choice(globals_at)] = b"c" + rng.choice(_NAMES).replace(" ", "\n").encode() + b"\n"
+        ops[rng.choice(globals_at or [at])] = b"c" + rng.choice(_NAMES).replace(" ", "\n").encode() + b"\n"
     elif change == 2:
         del ops[at]
     elif change == 3:
@@ -175,8 +171,7 @@ def _pickle(content: bytes, rng: random.Random) -> bytes:
     else:
         plain = b"R b \x81 )\x81 \x85 \x86 \x87 ( t u s a e Q 0 2 N \x88 ] } ) h\0 q\1 \x93".split(b" ")
         ops.insert(at, rng.choice(plain))
-    entries[index] = entries[index][0], b"".join(ops)
-    return _pack(entries)
+    return b"".join(ops)
 
 
 def _integer(rng: random.Random) -> bytes:

@@ -1,4 +1,4 @@
-"""What must hold for any bytes at all."""
+"""The rules that must hold for any bytes at all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lazyckpt.tools.contents import read
 
 
 class Violation(AssertionError):
-    """A reader did what none may."""
+    """A reader broke a rule."""
 
 
 def judge(path: Path) -> str:
     """Reads a file in every way. Returns "refused" or "accepted".
 
-    An error that is not lazyckpt's own comes out as it is. Raises Violation if load reads what the format's own library
-    does not.
+    Errors that are not lazyckpt's own pass through. Raises Violation if load reads something that the format's own
+    library does not.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

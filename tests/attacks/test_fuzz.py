@@ -1,4 +1,4 @@
-"""Files that are nearly right, by the hundred in `make test` and by the hundred thousand in `make torture`."""
+"""Nearly valid files: hundreds in `make test`, a hundred thousand in `make torture`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
+from attacks.judge import judge
+from attacks.mutate import EDGES, mutate, seeds
 from attacks.runner import in_child, reset_peak, status_bytes
-from fuzz.judge import judge
-from fuzz.mutate import EDGES, mutate, seeds
 from lazyckpt import _engine
 from lazyckpt.functional import process_engine
 from trials import TORTURE, Trials
 
-_BATCH = 500  # by one child
-_MAX_BYTES = 128 << 20  # of memory, above what torch takes; the files have a few KB
+_BATCH = 500  # trials in one child
+_MAX_BYTES = 128 << 20  # memory beyond torch's; the files have a few KB
 
 
 def batch(folder: Path, seed: int, first: int, count: int) -> dict[str, Any]:
-    """Some trials, in a child. A case is known by its seed and number."""
+    """Runs some trials, in a child. Seed and number identify a case."""
     valid = seeds()
     before = reset_peak()
     found: dict[str, Any] = {"refused": 0, "accepted": 0, "violations": []}
@@ -61,7 +61,7 @@ def test_whatever_is_nearly_right_is_refused_or_read_as_its_own_library_reads_it
 
 
 def test_the_engine_reads_inside_the_file_or_not_at_all(tmp_path: Path, trials: Trials) -> None:
-    """The engine parses nothing; what it is told by those who do are ranges of a file."""
+    """The engine parses nothing. The parsers give it ranges of a file."""
     path = tmp_path / "x"
     content = random.Random(1).randbytes(300_000)
     path.write_bytes(content)

@@ -1,7 +1,7 @@
 """``make fuzz``: atheris looks for files that reach new code in the parsers, from the seeds of mutate.py.
 
-``python -m fuzz.explore FOLDER [libFuzzer's options]``. A file that is read wrongly ends it, and lies in FOLDER as
-``crash-…``: add what it does to ``tests/attacks``.
+``python -m attacks.explore FOLDER [libFuzzer's options]``. It stops at a file that is read wrongly and leaves it in
+FOLDER as ``crash-…``. Add an attack that does the same.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 import atheris
 import torch
 
-torch.set_num_threads(1)  # imported before what is instrumented: torch itself would take minutes
+torch.set_num_threads(1)  # imported before the instrumented modules: torch itself would take minutes
 
 with atheris.instrument_imports(include=["lazyckpt"]):
-    from fuzz.judge import judge
-    from fuzz.mutate import mutate, seeds
-    from lazyckpt import pickle_guard  # noqa: F401
-    from lazyckpt.formats import safetensors, torch_zip_reader  # noqa: F401
+    from attacks.judge import judge
+    from attacks.mutate import mutate, seeds
+    from lazyckpt.formats import pickle_guard, plain_pickle, safetensors, torch_zip_reader  # noqa: F401
     from lazyckpt.reading import skeleton, tree  # noqa: F401
 
 
