@@ -1,10 +1,9 @@
-"""The face of lazyckpt: track the state, restore it, save it while training goes on."""
+"""``Checkpointer``: tracks the state of a run, restores it, and saves it while training goes on."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -13,21 +12,19 @@ from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB
 from lazyckpt.errors import ClosedError, ConfigError, LazyCkptError, LoadError, ReadError, save_error
 from lazyckpt.observe.interval import interval
-from lazyckpt.pipeline.background import Target, warn
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.plan import ZipPlan
+from lazyckpt.pipeline.lineage import Lineage
+from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.providers.base import TensorView
+from lazyckpt.pipeline.request import CheckpointRequest
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.loader import track_loader
-from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
 from lazyckpt.storage import catalog, commit, paths
 from lazyckpt.storage.catalog import STATE, Catalog, Checkpoint
-from lazyckpt.storage.retry import patiently
 
 RNG = "rng"
 _READ_AHEAD_BYTES = 64 * MIB
@@ -62,7 +59,7 @@ class Checkpointer:
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
-        self._callers = self._saver._callers
+        self._callers = self._saver.launcher.callers
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)
         try:
@@ -76,16 +73,12 @@ class Checkpointer:
                 self._saver.close()
                 raise
             warnings.warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not", stacklevel=2)
-        known = self._catalog.scan()
-        self._sequence = known[0].sequence if known else 0  # of the last one; a save that fails may leave a gap
-        self._warned = False  # that somebody else saves here
-        self._ours = {(c.step, c.sequence) for c in known}  # and what is saved here: retention leaves alone the others
-        self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
+        self._lineage = Lineage(self._catalog, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
         self._provider = CompositeProvider()
-        self._plan = ZipPlan(self._provider)
+        self._archive = ArchiveCache()
         self._pid = os.getpid()
-        if known:  # what restore() reads ahead of the unpickler; the first save lets the ring grow to what it needs
-            self._saver.reserve(min(known[0].nbytes, _READ_AHEAD_BYTES))
+        if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
+            self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
 
     def _refuse_if_empty(self, error: OSError) -> None:
@@ -163,12 +156,8 @@ class Checkpointer:
             checkpoint = restore_one(folder, self._provider, self._saver.engine)
         if checkpoint is None:
             return None
-        self._saver.forget_frozen()
-        own = checkpoint.path.parent.resolve() == self.directory.resolve()
-        self._parent = checkpoint.sequence if own else None
-        if own:  # also if whoever was here before us committed it since
-            self._ours.add((checkpoint.step, checkpoint.sequence))
-            self._sequence = max(self._sequence, checkpoint.sequence)
+        self._saver.launcher.forget_frozen()
+        self._lineage.restored(checkpoint, own=checkpoint.path.parent.resolve() == self.directory.resolve())
         return checkpoint.step
 
     # save
@@ -185,15 +174,9 @@ class Checkpointer:
         own, if it fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
         self._check_usable()
-        handle = SaveHandle(_checked_step(step), self.directory / catalog.folder_name(step))
-        target = Target(
-            files={STATE: self._plan},
-            stage=lambda: commit.Staging(handle.path),
-            manifest=partial(self._manifest, step),
-            published=lambda: setattr(self, "_parent", self._sequence),
-            superfluous=self._superfluous,
-        )
-        return self._saver.submit(handle, target, blocking=blocking, name_of=self._name_of)
+        request = CheckpointRequest(self.directory / catalog.folder_name(_checked_step(step)), step, self._lineage)
+        plan = StatePlan(self._provider, self._archive)
+        return self._saver.launcher.launch(request, {STATE: plan}, blocking=blocking)
 
     def maybe_save(self, step: int) -> SaveHandle | None:
         """``save``, if it is time; to be called once after every optimizer step.
@@ -217,32 +200,6 @@ class Checkpointer:
         such that it is at most ``max_overhead``; so many at least that it is durable before the next. Tuned anew after
         every checkpoint."""
         return None if self._interval is None else self._interval.every
-
-    def _name_of(self, view: TensorView) -> str | None:
-        return name_of_storage(self._provider, view.storage)
-
-    # in the background
-
-    def _manifest(self, step: int, files: list[tuple[str, int, int]]) -> dict[str, Any]:
-        """Numbered now, after all that is committed, whoever saved it: the newest is what was committed last."""
-        newest = patiently(self._catalog.last_sequence, warn)
-        if newest > self._sequence and not self._warned:
-            self._warned = True
-            warn(
-                f"another process also saves into {self.directory}; a run belongs to one process. restore() takes what "
-                "either has committed last, and retention removes only what this one has saved or found"
-            )
-        self._sequence = max(self._sequence, newest) + 1
-        self._ours.add((step, self._sequence))
-        return catalog.manifest(step=step, sequence=self._sequence, parent=self._parent, files=files)
-
-    def _superfluous(self) -> list[Path]:
-        if self.config.keep_last is None:
-            return []
-        known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
-        gone = catalog.superfluous(known, self.config.keep_last, self.config.keep_every, self._catalog.damaged)
-        self._ours.difference_update((c.step, c.sequence) for c in gone)
-        return [c.path for c in gone]
 
     # the end
 

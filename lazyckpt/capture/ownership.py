@@ -59,8 +59,9 @@ class Parameters(NamedTuple):
 class Ownership:
     """Which optimizer owns which storage, at one instant. Storages are known by their ``_cdata``."""
 
-    def __init__(self, gate: Gate, steps_before: dict[int, int], *, watched: bool = True) -> None:
-        """``watched``: the engine watches pages, so that a write which nobody expects is found."""
+    def __init__(self, gate: Gate | None, steps_before: dict[int, int], *, watched: bool = True) -> None:
+        """``watched``: the engine watches pages, so that a write which nobody expects is found. Without a ``gate``
+        nothing has an owner."""
         # The bit of each owner, and the parameters it had. Weakly held: an optimizer may die while its storages wait.
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
@@ -69,6 +70,8 @@ class Ownership:
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
         self.guarded: set[int] = set()  # storages of others than optimizers, which write to them in methods
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
+        if gate is None:
+            return
         owners, eager = gate.owners()
         mixed: dict[int, _Claim] = {}
         sizes: dict[int, int] = {}

@@ -14,7 +14,8 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.handle import SaveHandle, wait_for
+from lazyckpt.pipeline.in_flight import in_flight
 
 _log = logging.getLogger("lazyckpt")
 _late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # what missed a deadline
