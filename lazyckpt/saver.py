@@ -29,21 +29,20 @@ from lazyckpt.storage import paths
 
 
 class Saver:
-    """Saves any objects, lazily and durably; each save is one file or one folder, which appears whole under its name.
+    """Saves any object, lazily and durably. Each save is one file or folder, which appears whole under its name.
 
         with lazyckpt.Saver() as saver:
             ...
             optimizer.step()
             saver.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"runs/step{step}.pt")
 
-    What only the steps of an optimizer change is copied while the next forward and backward compute: its parameters and
-    its state, whatever object they are saved in. Everything else is frozen before ``save`` returns.
-    A ``Checkpointer`` adds a folder of checkpoints, their retention and their restoration.
+    Parameters and optimizer state, whatever object holds them, are copied while the next forward and backward compute.
+    Everything else is copied before ``save`` returns. A ``Checkpointer`` adds a folder of checkpoints, retention and
+    restoration.
 
-    Keyword arguments are the fields of ``Config``; ``keep_last`` and ``keep_every`` have no effect here: retention is a
-    ``Checkpointer``'s. One thread at a time may call: a second one, and a signal handler inside a call, get a
-    ConfigError. Saves become durable in the order in which they were called.
-    Raises ConfigError for a knob that makes no sense.
+    Keyword arguments are the fields of ``Config``; ``keep_last`` and ``keep_every`` have no effect here. One thread at
+    a time may call: a second one, and a signal handler inside a call, get a ConfigError. Saves become durable in the
+    order of the calls. Raises ConfigError for an invalid knob.
     """
 
     def __init__(self, **knobs: Any) -> None:
@@ -77,15 +76,15 @@ class Saver:
     def save(
         self, obj: Any, path: str | os.PathLike[str], *, step: int | None = None, blocking: bool = False
     ) -> SaveHandle:
-        """Save ``obj`` as the file ``path``, as ``torch.save`` would; a name that ends in ``.safetensors`` gives that
-        format, and ``obj`` is then a dict of tensors.
+        """Save ``obj`` as the file ``path``, as ``torch.save`` would. A name that ends in ``.safetensors`` gives that
+        format; ``obj`` is then a dict of tensors.
 
-        Returns in milliseconds, unless ``max_in_flight`` saves are not durable yet: it waits then. ``blocking=True``
-        returns when the file is durable. ``step``, the training step, is for messages; several saves of one step stay
-        lazy by it, although no optimizer has stepped between them.
+        Returns in milliseconds, but waits while ``max_in_flight`` saves are not durable yet. ``blocking=True`` returns
+        when the file is durable. ``step`` is the training step, for messages; several saves of one step stay lazy,
+        although no optimizer has stepped between them.
 
-        Raises the SaveError of an earlier save that failed in the background (``on_error="raise"``), or its own, if it
-        fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
+        Raises SaveError if an earlier save failed in the background (``on_error="raise"``) or if this one fails at
+        once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
         if not Path(path).name:
             raise ConfigError(f"save: {str(path)!r} is not the name of a file")
@@ -100,12 +99,12 @@ class Saver:
     def stage(
         self, path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | None = None, step: int | None = None
     ) -> StagedFolder:
-        """Begin a folder that will appear as ``path`` when all that is put into it is durable.
+        """Begin a folder that appears as ``path`` when everything in it is durable.
 
-        Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount. A
-        folder that has the name is replaced by it; files in there that the new one lacks stay, as they would if it had
-        been written to. A folder that cannot be renamed, such as a mount point, is filled instead (in_place.py), and a
-        symbolic link is followed. Raises SaveError if it cannot be made.
+        Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount. It
+        replaces a folder of that name, but keeps files there that it lacks itself. A folder that cannot be renamed
+        (a mount point, for example) is filled instead (in_place.py). A symbolic link is followed. Raises SaveError if
+        the folder cannot be made.
         """
         refuse("stage()")
         self.launcher.check_usable()
@@ -113,18 +112,17 @@ class Saver:
         return StagedFolder(self.launcher, staging, step, self._staged_archives)
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Make ``module.load_state_dict`` wait for pending copies. Its frozen parameters may become lazy, too."""
+        """Make ``module.load_state_dict`` wait for pending copies. Also lets its frozen parameters become lazy."""
         modules = self.launcher.modules
         if not any(module is known for known in modules):
             modules.append(module)
             gate.watch(module)
 
     def expect(self, *objects: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Say what the first save will hold, so that its staging buffer is ready in time.
+        """Announce what the first save will hold, so that its staging buffer is ready in time.
 
-        After the first step of one of these optimizers a background thread takes the memory, and pins it where there is
-        a GPU. Without this the first save begins that, and its copies wait. A process that takes no step, since it only
-        loads, takes no memory.
+        After the first step of one of these optimizers a background thread allocates the memory, and pins it if there
+        is a GPU. Otherwise the first save starts that, and its copies wait. A process that only loads takes no memory.
         """
         for obj in objects:
             self._buffer.warmup.expect(obj)
@@ -134,10 +132,9 @@ class Saver:
         return self._background.pending
 
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Return when nothing is pending any more, neither saves nor removals nor done-callbacks of handles; or no save
-        that will have the name ``path`` or lie in it.
+        """Wait for all pending saves, removals and done-callbacks; with ``path``, only for saves of that name or below.
 
-        Raises the first SaveError that nobody has seen yet (``on_error="raise"``).
+        Raises the first SaveError that was not reported yet (``on_error="raise"``).
         """
         refuse("wait()")
         self.launcher.check_process()
@@ -150,17 +147,17 @@ class Saver:
         self._background.raise_failed()
 
     def check(self) -> None:
-        """Raise the first SaveError that nobody has seen yet (``on_error="raise"``); wait for nothing."""
+        """Raise the first SaveError that was not reported yet (``on_error="raise"``), without waiting."""
         refuse("check()")
         self._background.raise_failed()
 
     @alone("remove()")
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file or folder in the background, once everything saved before this call is durable and the
-        done-callbacks of those saves have returned.
+        """Remove a file or folder in the background, once every save before this call is durable and its done-callbacks
+        have returned.
 
-        If the last of that fails, ``path`` stays, with a warning: it may be the last good one. So does what is saved
-        under that name after this call.
+        If the last of these saves fails, ``path`` stays, with a warning: it may be the last good one. ``path`` also
+        stays if it is saved again after this call.
         """
         self.launcher.check_usable()
         self._background.remove(paths.local(path))
@@ -170,7 +167,7 @@ class Saver:
         if self._ended or os.getpid() != self._pid:
             return
         closed, self.launcher.closed = self.launcher.closed, True
-        # Inside a call of another Saver it may close: a garbage collection there may be what closes it.
+        # Inside a call of another Saver this may go on: a garbage collection there may be what closes this one.
         if self._callers or gate.is_held():
             self.launcher.closed = closed
             refuse("close()")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import warnings
 import weakref
@@ -25,11 +26,11 @@ class Task(Future[None]):
         self.run = run
 
     def do(self) -> None:
-        """Calls the function. An exception becomes a warning, so that the thread lives on."""
+        """Calls the function. The thread survives an exception, which is reported as the end of a thread would be."""
         try:
             self.run()
-        except BaseException as error:
-            warn(f"a background task raised {type(error).__name__}: {error}")
+        except BaseException:
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         finally:
             self.run = _nothing  # a task that somebody keeps holds nothing alive
             self.set_result(None)
