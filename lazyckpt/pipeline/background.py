@@ -19,7 +19,7 @@ from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline import persist
 from lazyckpt.pipeline.handle import SaveHandle, wait_for
 from lazyckpt.pipeline.in_flight import in_flight
-from lazyckpt.pipeline.persist import Flight, as_save_error
+from lazyckpt.pipeline.persist import Flight
 from lazyckpt.pipeline.workers import Task, Workers, warn
 from lazyckpt.storage import commit
 
@@ -157,9 +157,7 @@ class Background:
                 m.blocked_s * 1e3,
             )
         else:
-            _logger.warning(
-                "%s", str(error)
-            )  # not the error itself: handlers keep records, and it refers to the engine
+            _logger.warning("%s", str(error))  # as text: handlers keep records, and the error refers to the engine
         if self._config.on_done is not None:
             try:
                 self._config.on_done(m, error)
@@ -177,40 +175,38 @@ class Background:
 
     def _persist(self, flight: Flight) -> TracebackType | None:
         """Takes the steps of persist.py and settles the handle, whatever they raise. Returns where they failed."""
-        handle = flight.handle
         replaced: Path | None = None
-        failure: BaseException | None = None
         error: SaveError | None = None
         where: TracebackType | None = None
         try:
-            try:
-                replaced = self._make_durable(flight)
-            except BaseException as cause:  # no other thread would report it
-                failure, where = cause, cause.__traceback__
-                error = failure = as_save_error(cause, handle)
-            try:
-                persist.measure(flight)
-            finally:
-                self.settle(handle, error)
-        except BaseException as raised:  # SystemExit in on_done, for example, must not end this thread
-            warn(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
-        finally:
-            in_flight.pop(handle, None)
-            handle._settle(failure)  # unless that is done: even if there was no memory for its error
-            gate.discard(flight.snapshot)
-            flight.snapshot.job = None  # a user may keep the handle for its metrics; the engine must go
+            replaced = self._make_durable(flight)
+        except BaseException as cause:  # no other thread would report it
+            error, where = flight.failure(cause), cause.__traceback__
+        self._end(flight, error)
         self._clean_up(flight, replaced, error)
         if self._trace is not None and flight.traced is not None:
             self._trace.end(
                 flight.traced,
-                handle.metrics,
-                path=handle.path,
+                flight.handle.metrics,
+                path=flight.handle.path,
                 begin=flight.begin,
                 created=flight.created,
                 engine_begin=flight.job.stats()["begin"],
                 error=error,
             )
         return where
+
+    def _end(self, flight: Flight, error: SaveError | None) -> None:
+        """Settles the handle and lets go of the engine's job, which a user who keeps the handle must not hold."""
+        try:
+            try:
+                persist.measure(flight)
+            finally:
+                self.settle(flight.handle, error)
+        except BaseException as raised:  # SystemExit in on_done, for example, must not end this thread
+            warn(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
+        gate.discard(flight.snapshot)
+        flight.snapshot.job = None
 
     def _make_durable(self, flight: Flight) -> Path | None:
         """Returns what the checkpoint replaced. If a step fails, nothing staged is left."""

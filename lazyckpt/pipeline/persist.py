@@ -40,6 +40,17 @@ class Flight:
     traced: Traced | None = None
     created: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(),) * 2)  # begin and end
 
+    def __post_init__(self) -> None:
+        what = "there is no memory, not even to say what failed"
+        self._unexplained = SaveError(what, path=self.handle.path, step=self.handle.step)
+
+    def failure(self, cause: BaseException) -> SaveError:
+        """The error to settle the handle with."""
+        try:
+            return as_save_error(cause, self.handle)
+        except MemoryError:
+            return self._unexplained
+
 
 @dataclass(frozen=True)
 class Receipt:
