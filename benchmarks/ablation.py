@@ -26,7 +26,7 @@ from benchmarks.train import Contest, contest
 from benchmarks.workload import Training
 from lazyckpt import _engine
 from lazyckpt.capture.ownership import Ownership
-from lazyckpt.pipeline.background import Flight
+from lazyckpt.pipeline.persist import Flight
 
 ALL_ON, FLOOR = "everything on", "floor"
 ACCUMULATION = (1, 4, 16, 64)  # micro-batches in a step
@@ -44,7 +44,7 @@ class _AllEager(Ownership):
 
 class NotLazy(LazyCkpt):
     def save(self, step: int) -> None:
-        with mock.patch("lazyckpt.saver.Ownership", _AllEager):
+        with mock.patch("lazyckpt.pipeline.launch.Ownership", _AllEager):
             super().save(step)
 
 
@@ -69,7 +69,7 @@ class NewRing(LazyCkpt):
     def save(self, step: int) -> None:
         saver = self._checkpointer._saver
         config, used = saver.config, saver.engine
-        saver.engine = _engine.Engine(
+        saver._buffer.engine = _engine.Engine(
             ring_bytes=int(config.host_buffer_bytes),
             chunk_bytes=config.chunk_bytes,
             io_depth=config.io_depth,

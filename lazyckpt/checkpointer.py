@@ -1,10 +1,9 @@
-"""The face of lazyckpt: track the state, restore it, save it while training goes on."""
+"""``Checkpointer``: tracks the state of a run, restores it, and saves it while training goes on."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -13,29 +12,27 @@ from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB
 from lazyckpt.errors import ClosedError, ConfigError, LazyCkptError, LoadError, ReadError, save_error
 from lazyckpt.observe.interval import interval
-from lazyckpt.pipeline.background import Target, warn
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.plan import ZipPlan
+from lazyckpt.pipeline.lineage import Lineage
+from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.providers.base import TensorView
+from lazyckpt.pipeline.request import CheckpointRequest
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import track_loader
-from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
-from lazyckpt.storage import commit, folders, manifest, paths, removal, retention
+from lazyckpt.storage import commit, folders, manifest, paths, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import STATE, Checkpoint
-from lazyckpt.storage.retry import patiently
 
 RNG = "rng"
 _READ_AHEAD_BYTES = 64 * MIB
 
 
 class Checkpointer:
-    """Saves and restores a training run in the folder ``directory``, which is made if it is missing.
+    """Saves and restores a training run in the folder ``directory``. Makes the folder if it is missing.
 
         with lazyckpt.Checkpointer("runs/a") as ckpt:
             ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler)
@@ -45,11 +42,11 @@ class Checkpointer:
             optimizer.step()
             ckpt.save(step)
 
-    ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as checkpoints cost at most the
-    part ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
+    ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as possible while checkpoints cost at
+    most the fraction ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
     One thread at a time may call: a second one, and a signal handler inside a call, get a ConfigError.
-    Raises ConfigError for a knob that makes no sense, ReadError if the folder cannot be read, SaveError if it cannot be
-    written to. If it holds checkpoints, these can be restored all the same: that is a warning, and what is saved fails.
+    Raises ConfigError for an invalid knob, ReadError if the folder cannot be read, SaveError if it cannot be written
+    to. If such a folder holds checkpoints, that is a warning instead: they can be restored, and saves fail.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Checkpointer:
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
-        self._callers = self._saver._callers
+        self._callers = self._saver.launcher.callers
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)
         try:
@@ -77,20 +74,16 @@ class Checkpointer:
                 self._saver.close()
                 raise
             warnings.warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not", stacklevel=2)
-        known = self._catalog.scan()
-        self._sequence = known[0].sequence if known else 0  # of the last one; a save that fails may leave a gap
-        self._warned = False  # that somebody else saves here
-        self._ours = {(c.step, c.sequence) for c in known}  # and what is saved here: retention leaves alone the others
-        self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
+        self._lineage = Lineage(self._catalog, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
         self._provider = CompositeProvider()
-        self._plan = ZipPlan(self._provider)
+        self._archive = ArchiveCache()
         self._pid = os.getpid()
-        if known:  # what restore() reads ahead of the unpickler; the first save lets the ring grow to what it needs
-            self._saver.reserve(min(known[0].nbytes, _READ_AHEAD_BYTES))
+        if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
+            self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
 
     def _refuse_if_empty(self, error: OSError) -> None:
-        """Raises if a folder that cannot be written to cannot be read either, or has nothing to restore."""
+        """Raises if a folder that cannot be written to holds no checkpoint, or cannot be read either."""
         try:
             if self._catalog.scan() or self._catalog.broken:
                 return
@@ -106,8 +99,8 @@ class Checkpointer:
         """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
         tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
-        The random number generators are tracked as ``rng``. Raises ConfigError for anything else, and for a tensor that
-        is sharded over several ranks (FSDP2, tensor parallelism): this process would save only its own shard.
+        The random number generators are tracked as ``rng``. Raises ConfigError for other values, and for a tensor that
+        is sharded over several ranks (FSDP2, tensor parallelism), since this process would save only its own shard.
         """
         self._check_usable()
         gate.guard_averages()
@@ -119,15 +112,15 @@ class Checkpointer:
             self._track(name, obj)
 
     def track_loader(self, loader: Any, name: str = "loader") -> Any:
-        """Track a data loader and return what to iterate instead of it: a wrapper that knows its position, or the
-        loader itself if it has ``state_dict`` and ``load_state_dict``."""
+        """Track a data loader. Returns what to iterate instead: a wrapper that knows its position, or the loader itself
+        if it has ``state_dict`` and ``load_state_dict``."""
         wrapped = track_loader(loader)
         self.track(**{name: wrapped})
         return wrapped
 
     def _track(self, name: str, obj: Any) -> None:
         provider = provider_for(name, obj)
-        # RNG last: what is restored before it may draw random numbers.
+        # RNG last: restoring other state may draw random numbers.
         parts = {**self._provider.parts, name: provider}
         if RNG in parts:
             parts[RNG] = parts.pop(RNG)
@@ -144,18 +137,18 @@ class Checkpointer:
     def restore(self, *, step: int | None = None, path: str | os.PathLike[str] | None = None) -> int | None:
         """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none.
 
-        Newest is the last one saved, whatever its step; a damaged one is passed over with a warning. ``step`` or
-        ``path`` (a checkpoint folder) roll back to a given one. Waits for saves in flight.
+        The newest is the one saved last, whatever its step. A damaged one is passed over with a warning. ``step`` or
+        ``path`` (a checkpoint folder) select another one. Waits for saves in flight.
 
-        Raises RestoreError if the checkpoint does not fit what is tracked (nothing is touched then), if something
-        tracked fails to load it, or if none is whole; LoadError if the given one, or the folder, cannot be read;
+        Raises RestoreError if the checkpoint does not fit the tracked state (nothing is touched then), if tracked state
+        fails to load it, or if no checkpoint is whole; LoadError if the selected one, or the folder, cannot be read;
         UnsupportedFormatError if it holds types that are not allowed (``torch.serialization.add_safe_globals``).
         """
         self._check_usable()
         if step is not None and path is not None:
             raise ConfigError("restore: give a step or a path, not both")
         self._saver.drain()
-        gate.wait_all()  # other Checkpointers may be copying what is about to be overwritten
+        gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         checkpoint: Checkpoint | None
         if step is None and path is None:
             checkpoint = restore_newest(self._catalog, self._provider, self._saver.engine)
@@ -166,12 +159,8 @@ class Checkpointer:
             checkpoint = restore_one(folder, self._provider, self._saver.engine)
         if checkpoint is None:
             return None
-        self._saver.forget_frozen()
-        own = checkpoint.path.parent.resolve() == self.directory.resolve()
-        self._parent = checkpoint.sequence if own else None
-        if own:  # also if whoever was here before us committed it since
-            self._ours.add((checkpoint.step, checkpoint.sequence))
-            self._sequence = max(self._sequence, checkpoint.sequence)
+        self._saver.launcher.forget_frozen()
+        self._lineage.restored(checkpoint, own=checkpoint.path.parent.resolve() == self.directory.resolve())
         return checkpoint.step
 
     # save
@@ -180,28 +169,22 @@ class Checkpointer:
     def save(self, step: int, *, blocking: bool = False) -> SaveHandle:
         """Snapshot the tracked state as checkpoint ``step`` and make it durable in the background.
 
-        Returns in milliseconds: what only an optimizer step changes is copied later, under the next forward and
-        backward, and the next ``optimizer.step()`` waits if need be. Everything else is copied before this returns.
-        Waits if ``max_in_flight`` checkpoints are not durable yet. ``blocking=True`` returns when it is durable.
+        Returns in milliseconds. State that only an optimizer step changes is copied during the next forward and
+        backward; the next ``optimizer.step()`` waits for these copies. Everything else is copied before this returns.
+        Waits while ``max_in_flight`` checkpoints are not durable yet. ``blocking=True`` returns when it is durable.
 
-        Raises the SaveError of an earlier checkpoint that failed in the background (``on_error="raise"``), or its
-        own, if it fails at once; with ``on_error="warn"`` these are warnings, and the handle holds the error.
+        Raises SaveError if an earlier checkpoint failed in the background (``on_error="raise"``) or if this one fails
+        at once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
         self._check_usable()
-        handle = SaveHandle(_checked_step(step), self.directory / manifest.folder_name(step))
-        target = Target(
-            files={STATE: self._plan},
-            stage=lambda: commit.Staging(handle.path),
-            manifest=partial(self._manifest, step),
-            published=lambda: setattr(self, "_parent", self._sequence),
-            superfluous=self._superfluous,
-        )
-        return self._saver.submit(handle, target, blocking=blocking, name_of=self._name_of)
+        request = CheckpointRequest(self.directory / manifest.folder_name(_checked_step(step)), step, self._lineage)
+        plan = StatePlan(self._provider, self._archive)
+        return self._saver.launcher.launch(request, {STATE: plan}, blocking=blocking)
 
     def maybe_save(self, step: int) -> SaveHandle | None:
-        """``save``, if it is time; to be called once after every optimizer step.
+        """Save if it is time. Call this once after every optimizer step.
 
-        With ``save_every=n`` that is every multiple of ``n``; with "auto" it is found out: see ``interval``.
+        With ``save_every=n`` it is time at every multiple of ``n``; with "auto", every ``interval`` steps.
         Raises ConfigError without ``save_every``, and whatever ``save`` raises.
         """
         if self._interval is None:
@@ -215,37 +198,12 @@ class Checkpointer:
 
     @property
     def interval(self) -> int | None:
-        """Steps between checkpoints of ``maybe_save``, as of now. With ``save_every="auto"``: what a checkpoint
-        costs (time in ``save()``, and what iterations take longer until it is durable) by the time of an iteration,
-        such that it is at most ``max_overhead``; so many at least that it is durable before the next. Tuned anew after
-        every checkpoint."""
+        """Steps between checkpoints of ``maybe_save``; None without ``save_every``.
+
+        With ``save_every="auto"``, the shortest interval that keeps the overhead within ``max_overhead`` and in which a
+        checkpoint becomes durable. Overhead is the time in ``save()`` plus the slowdown of iterations until the
+        checkpoint is durable. Tuned after every checkpoint."""
         return None if self._interval is None else self._interval.every
-
-    def _name_of(self, view: TensorView) -> str | None:
-        return name_of_storage(self._provider, view.storage)
-
-    # in the background
-
-    def _manifest(self, step: int, files: list[tuple[str, int, int]]) -> dict[str, Any]:
-        """Numbered now, after all that is committed, whoever saved it: the newest is what was committed last."""
-        newest = patiently(self._catalog.last_sequence, warn)
-        if newest > self._sequence and not self._warned:
-            self._warned = True
-            warn(
-                f"another process also saves into {self.directory}; a run belongs to one process. restore() takes what "
-                "either has committed last, and retention removes only what this one has saved or found"
-            )
-        self._sequence = max(self._sequence, newest) + 1
-        self._ours.add((step, self._sequence))
-        return manifest.describe(step=step, sequence=self._sequence, parent=self._parent, files=files)
-
-    def _superfluous(self) -> list[Path]:
-        if self.config.keep_last is None:
-            return []
-        known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
-        gone = retention.superfluous(known, self.config.keep_last, self.config.keep_every, self._catalog.damaged)
-        self._ours.difference_update((c.step, c.sequence) for c in gone)
-        return [c.path for c in gone]
 
     # the end
 

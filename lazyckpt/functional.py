@@ -3,87 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-from array import array
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lazyckpt.capture import devices
-from lazyckpt.errors import LoadError, SaveError, SerializationError, UnsupportedFormatError, save_error
+from lazyckpt.errors import LoadError, SaveError, UnsupportedFormatError
 from lazyckpt.formats import format_of, safetensors
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.pipeline.plan import plan_for, unsavable
-from lazyckpt.providers.sharded import ShardedTensorError
+from lazyckpt.pipeline.plan import plan_for
+from lazyckpt.pipeline.request import FileRequest
+from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.ranges import ParallelRead, process_engine
-from lazyckpt.storage import commit, paths, removal
+from lazyckpt.storage import paths, removal
 from lazyckpt.storage.manifest import STATE, read_checkpoint
 
-_swept: set[Path] = set()  # folders in which nothing is left of those who died in the middle of a save
+_swept: set[Path] = set()  # folders from which this process has removed what killed saves left
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """Save ``obj`` as ``torch.save`` would, durably: when this returns, the file survives a power cut.
 
-    The file appears under its name only when it is whole; one that exists is replaced atomically. A name that ends
-    in ``.safetensors`` gives that format; ``obj`` is then a dict of tensors. Peak memory is 32 MiB above ``obj``.
-    The first save into a folder removes what killed processes left of theirs in there (``.tmp-…``).
+    The file appears under its name only when it is whole; an existing file is replaced atomically. A name that ends
+    in ``.safetensors`` gives that format; ``obj`` is then a dict of tensors. Takes 32 MiB of memory besides ``obj``.
+    The first save into a folder removes temporary folders (``.tmp-…``) that killed processes left there.
 
-    Raises SaveError, or one of its kinds: NoSpaceError, SerializationError. Raises ConfigError for a URL, and for a
-    tensor that is sharded over several ranks.
+    Raises SaveError or one of its kinds (NoSpaceError, SerializationError), and ConfigError for a URL or a tensor that
+    is sharded over several ranks.
     """
     if not Path(path).name:
         raise SaveError("is not the name of a file", path=path)
     target = paths.local(path)
     paths.refuse_special_file(target)
-    plan = plan_for(target.name, obj)
-    try:
-        views = plan.gather()
-        extents, nbytes = plan.lay_out(views)
-    except ShardedTensorError:
-        raise
-    except Exception as error:
-        raise SerializationError(unsavable(error), path=target) from error
-    engine = process_engine()
-    staging: commit.Staging | None = None
-    try:
-        _sweep(target.parent)
-        staging = commit.FileStaging(target)
-        sources = devices.sources(views.storages, devices.locate(views.storages, views.devices, engine))
-        job = engine.begin(
-            sources.pointers,
-            array("Q", views.sizes),
-            array("Q", bytes(8 * len(views))),
-            files=1,
-            devices=sources.devices,
-            streams=sources.streams,
-        )
-        try:
-            job.open(0, staging.path / target.name, nbytes)
-            for extent in extents:
-                job.append(0, extent.offset, extent.rows, extent.blob)
-            job.seal()
-            job.wait_eager()
-            job.wait_settled()
-            job.raise_error()
-        except BaseException:
-            job.fail(errno.ECANCELED, "abandoned")
-            job.wait_settled()
-            raise
-        staging.publish()
-    except OSError as error:
-        raise save_error(error, path=target) from error
-    finally:
-        if staging is not None:
-            staging.discard()
+    _sweep(target.parent)
+    save_now(FileRequest(target, None), {target.name: plan_for(target.name, obj)}, process_engine())
 
 
 def _sweep(folder: Path) -> None:
     if folder not in _swept:
-        with contextlib.suppress(OSError):  # what others left is no reason not to save
+        with contextlib.suppress(OSError):  # the save works without it
             removal.sweep_staged(folder)
         _swept.add(folder)
 

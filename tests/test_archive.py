@@ -17,8 +17,8 @@ from lazyckpt.capture.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.formats.safe_globals import sparse_tensors_to_validate
-from lazyckpt.functional import process_engine
 from lazyckpt.reading.archive import Archive
+from lazyckpt.reading.ranges import process_engine
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def test_many_tensors_are_trained(tmp_path: Path) -> None:
 def test_a_machine_without_page_witness_has_the_other_rows(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lazyckpt.saver._engine.page_witness", lambda **_: "userfaultfd: not permitted")
+    monkeypatch.setattr("lazyckpt._engine.page_witness", lambda **_: "userfaultfd: not permitted")
     found = witness.compare(training, 1, tmp_path, lambda text: None)
     assert "not permitted" in found.failures[witness.PAGES]
     rows = {row[0]: row[1:] for row in witness._table("small pages", found).rows}

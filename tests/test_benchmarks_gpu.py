@@ -28,7 +28,8 @@ from lazyckpt import _engine
 from lazyckpt.capture import devices
 from lazyckpt.cli.trace import read_trace
 from lazyckpt.config import Config
-from lazyckpt.observe.trace import COPIES, LARGEST, WRITES
+from lazyckpt.observe.trace import LARGEST
+from lazyckpt.observe.trace_file import COPIES, WRITES
 
 ROOT = Path(__file__).parent.parent
 ROUNDED_S = 1e-6  # moments in a trace are microseconds since 1970

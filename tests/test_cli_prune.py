@@ -54,7 +54,7 @@ def test_prune_shows_first_and_removes_when_told(folder: Path) -> None:
 def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, int]) -> None:
     told = run_json("prune", folder, *(f"--{name.replace('_', '-')}={n}" for name, n in rules.items()))
     with lazyckpt.Checkpointer(folder, **rules) as ckpt:
-        ckpt._saver._background._remove_all(ckpt._superfluous)
+        ckpt._saver._background._remove_all(ckpt._lineage.superfluous)
     assert steps(folder) == sorted(row["step"] for row in told["kept"]) != [10, 20, 25, 30, 40]
 
 

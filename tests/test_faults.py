@@ -25,13 +25,14 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine, functional
+from lazyckpt import _engine, config, functional
 from lazyckpt.checkpointer import Checkpointer
 from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
 from lazyckpt.formats.program import SOURCE
-from lazyckpt.functional import process_engine
-from lazyckpt.pipeline import background
-from lazyckpt.pipeline.handle import SaveHandle, in_flight
+from lazyckpt.pipeline import launch, persist
+from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.reading.ranges import process_engine
 from lazyckpt.storage import catalog, commit, folders, manifest
 from trials import Trials
 
@@ -450,7 +451,7 @@ def test_a_replaced_checkpoint_outlives_a_failed_publication(tmp_path: Path, mon
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    monkeypatch.setattr(folders, "sync_path", fail_for_parent)
+    monkeypatch.setattr(commit, "sync_path", fail_for_parent)
     with pytest.raises(SaveError, match="may or may not"):
         run.step(1).result(30)
     kept = [p for p in tmp_path.iterdir() if p.name.startswith(".tmp-")]
@@ -546,7 +547,7 @@ def test_disk_full(small_disk: Path, found_by: str, monkeypatch: pytest.MonkeyPa
     fds = descriptors()
     steps = []
     if found_by == "fallocate":  # somebody else took the space in the meantime
-        monkeypatch.setattr(lazyckpt.Saver, "_check_space", lambda *_: None)
+        monkeypatch.setattr(launch, "check_space", lambda *_: None)
     with pytest.raises(NoSpaceError, match="free some space") as caught:
         for step in range(1, 100):
             run.step(step).result(30)
@@ -908,50 +909,45 @@ for mib in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256, 1024):
     assert {"saved", "ConfigError"} <= set(outcomes) <= {"saved", "ConfigError", "SaveError", "MemoryError"}, outcomes
 
 
-def test_a_failure_that_lacks_memory_for_its_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: if there was no memory for what follows a failure either, result() waited for ever."""
+@pytest.mark.parametrize("step", ["create_files", "settle", "agree", "commit", "abort", "as_save_error", "measure"])
+def test_no_memory_in_the_background(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handle settles, nothing half done is committed, and the run goes on."""
     run = Run(tmp_path, monkeypatch)
-    let_go = background._let_go
-    refused = 0
+    own = getattr(persist, step)
 
-    def refuse(snapshot: Any) -> None:
-        nonlocal refused
-        refused += 1
-        if refused <= 3:
-            raise MemoryError
-        let_go(snapshot)
-
-    monkeypatch.setattr(background, "_let_go", refuse)
-    assert isinstance(run.step(1).exception(30), SaveError)
-    assert refused > 3
-    assert not list(tmp_path.rglob(".tmp-*")), "what was staged is left behind"
-    run.step(2).result(30)
-    run.check(2)
-    run.checkpointer.close()
-
-
-def test_a_handle_that_lacks_memory_to_be_done_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: as above."""
-    run = Run(tmp_path, monkeypatch)
-    finish = background.Background.finish
-
-    def refuse(*_: Any) -> None:
-        monkeypatch.setattr(background.Background, "finish", finish)
+    def refuse(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(persist, step, own)
         raise MemoryError
 
-    monkeypatch.setattr(background.Background, "finish", refuse)
-    with warnings.catch_warnings():
+    monkeypatch.setattr(persist, step, refuse)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if step in ("abort", "as_save_error"):
+            patch.setattr(persist, "agree", refuse_io)
         handle = run.step(1)
-        handle.result(30)
-    run.check(1)
+        error = handle.exception(30)
+        run.checkpointer._saver.drain()
+    assert not in_flight
+    if step == "measure":
+        assert error is None
+        run.check(1)
+    else:
+        assert isinstance(error, SaveError)
+        run.check()
+    run.step(2).result(30)
+    run.check(*([1] if error is None else []), 2)
     run.checkpointer.close()
-    assert handle not in in_flight
 
 
-def test_a_ring_larger_than_the_address_space(tmp_path: Path) -> None:
+def refuse_io(*_: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_ring_larger_than_the_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the threads of the background were left behind."""
     threads = threading.active_count()
-    with pytest.raises(ConfigError, match="host_buffer_bytes"):
-        Checkpointer(tmp_path, host_buffer_bytes=1 << 60)
-    assert threading.active_count() == threads
+    for known in (False, True):  # by the knobs, then by the engine alone
+        with pytest.raises(ConfigError, match="host_buffer_bytes"):
+            Checkpointer(tmp_path, host_buffer_bytes=1 << 60)
+        assert threading.active_count() == threads, known
+        monkeypatch.setattr(config, "_memory_bytes", lambda: 1 << 62)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dis
 import functools
@@ -17,8 +18,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture.gate import gate
-from lazyckpt.pipeline.handle import in_flight
-from lazyckpt.pipeline.tasks import wait_for
+from lazyckpt.pipeline.in_flight import in_flight
 from trials import TORTURE, Trials
 
 PACKAGE = str(Path(lazyckpt.__file__).parent)
@@ -202,12 +202,11 @@ def check(training: Training, where: str) -> None:
     """All that was saved lands within seconds, the ring is empty then, and a save holds what it should."""
     __tracebackhide__ = True
     saver = training.ckpt._saver
-    # One by one: what settles twice may wake concurrent.futures.wait() before the others are done.
     for handle in saver._background._in_flight:
-        wait_for([handle], timeout=5)
+        concurrent.futures.wait([handle], timeout=5)
         assert handle.done(), f"{where}: a save that never ends"
     for task in saver._background._tasks:
-        wait_for([task], timeout=5)
+        concurrent.futures.wait([task], timeout=5)
         assert task.done(), f"{where}: a task that never ends"
     before = training.model[0].weight.detach().clone()
     try:

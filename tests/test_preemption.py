@@ -172,21 +172,6 @@ def test_what_was_saved_before_the_signal_is_committed(child: Any, tmp_path: Pat
     trials.report("SIGTERM at a random instant", count, tmp_path, in_flight_at_the_signal=in_flight)
 
 
-def test_without_commit_on_a_signal_loses_what_is_in_flight(child: Any, tmp_path: Path) -> None:
-    """What the trials above would find."""
-
-    def body(note: Any) -> None:
-        hold_the_disk(SLOW_S)
-        training(tmp_path, note, steps=1)
-        idle()
-
-    process = child(body)
-    process.lines(until="saved 1")
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.end() == -signal.SIGTERM
-    assert committed(tmp_path) == []
-
-
 def test_after_the_deadline_it_gives_up_and_the_checkpoint_before_stands(child: Any, tmp_path: Path) -> None:
     def body(note: Any) -> None:
         lazyckpt.commit_on(signal.SIGTERM, deadline=0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import lazyckpt
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import RestoreError, SerializationError
-from lazyckpt.pipeline.handle import in_flight
+from lazyckpt.pipeline.in_flight import in_flight
 from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.pickles import dump

@@ -89,7 +89,7 @@ def test_who_only_restores_takes_no_memory(training: Training, tmp_path: Path, m
 
 
 def test_it_takes_no_more_than_it_may(training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.saver.auto_ring_bytes", lambda chunk_bytes: 5 * chunk_bytes)
+    monkeypatch.setattr("lazyckpt.pipeline.staging_buffer.auto_ring_bytes", lambda chunk_bytes: 5 * chunk_bytes)
     with open_run(tmp_path / "auto", training) as ckpt:
         training.step()
         assert ring_bytes(ckpt) == 5 * CHUNK

@@ -490,7 +490,7 @@ def test_the_ring_is_prepared_for_what_is_inside(tmp_path: Path, monkeypatch: py
     optimizer = SGD(model.parameters())
     seen = []
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        monkeypatch.setattr(ckpt._saver, "reserve", seen.append)
+        monkeypatch.setattr(ckpt._saver._buffer, "reserve", seen.append)
         ckpt.track(model=model, optimizer=optimizer)
         for p in model:
             p.grad = boxed(1.0)

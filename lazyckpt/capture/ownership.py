@@ -61,8 +61,9 @@ class Parameters(NamedTuple):
 class Ownership:
     """The owners of storages at one instant. Storages are known by their ``_cdata``."""
 
-    def __init__(self, gate: Gate, steps_before: dict[int, int], *, watched: bool = True) -> None:
-        """``watched``: the engine watches pages, so it finds unexpected writes."""
+    def __init__(self, gate: Gate | None, steps_before: dict[int, int], *, watched: bool = True) -> None:
+        """``watched``: the engine watches pages, so it finds unexpected writes. Without a ``gate`` nothing has an
+        owner."""
         # The bit and the parameters of each owner. Weak: an optimizer may die while its storages wait.
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
@@ -71,6 +72,8 @@ class Ownership:
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
         self.guarded: set[int] = set()  # storages of guarded objects
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
+        if gate is None:
+            return
         owners, eager = gate.owners()
         mixed: dict[int, _Claim] = {}
         sizes: dict[int, int] = {}

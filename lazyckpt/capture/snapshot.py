@@ -59,17 +59,21 @@ class Snapshot:
         engine: _engine.Engine,
         watched: bool,
         torn: TornStorages,
+        metrics: CheckpointMetrics,
+        durable: Future[Any] | None,
+        name_of: Callable[[TensorView], str],
     ) -> None:
         """``files``: the storages of each file; the snapshot may put them into another order where ``any_order``.
-        ``watched``: the engine watches the pages of lazy host memory.
+        ``watched``: the engine watches the pages of lazy host memory. ``metrics`` counts waits at the gate.
+        ``durable``: if given, optimizer steps wait for it (before_step). ``name_of`` names a tensor in messages.
 
         Raises OSError if ``engine`` cannot use a device of theirs."""
         self.torn: str | None = None  # what changed, if something did
         self.job: _engine.Job | None = None  # while it is under way
-        self.metrics = CheckpointMetrics()
-        self.durable: Future[Any] | None = None  # set if steps wait for it (before_step)
-        self.waited: Callable[[float], None] = _nothing  # called after every wait at the gate, with its begin
-        self.name_of = _key_of
+        self.metrics = metrics
+        self.durable = durable
+        self.waited: Callable[[float], None] = _nothing  # told of every wait at the gate: when it began
+        self.name_of = name_of
         self._owners = ownership.owners
         self._frozen = frozen
         self._torn_storages = torn

@@ -1,11 +1,10 @@
-"""What ``save()`` returns."""
+"""The handle that ``save()`` returns: a future of the durable path."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import errno
-import os
 import threading
 import time
 from collections.abc import Iterable
@@ -18,7 +17,6 @@ from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import ClosedError, SaveError
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.pipeline.reentry import refuse
-from lazyckpt.pipeline.tasks import Condition, LastingFuture
 
 _PATIENCE_S = 30.0  # with another thread's verdict, once nothing else is missing
 _LOOK_S = 1.0
@@ -31,14 +29,14 @@ class _StandingEvent(threading.Event):
 
 
 class _Waiters(list[Any]):
-    """Those of ``concurrent.futures.wait`` and ``as_completed``, which wait for an event of theirs."""
+    """The waiters of ``concurrent.futures.wait`` and ``as_completed``. Their threads stand while they wait."""
 
     def append(self, waiter: Any) -> None:
         waiter.event = _StandingEvent()
         super().append(waiter)
 
 
-class SaveHandle(LastingFuture[Path]):
+class SaveHandle(Future[Path]):
     """One checkpoint on its way: a Future of the folder's path, done when the folder is durable.
 
     ``result(timeout=None)`` returns the path or raises the SaveError; ``metrics`` is final when it is done.
@@ -46,26 +44,27 @@ class SaveHandle(LastingFuture[Path]):
 
     def __init__(self, step: int | None, path: Path) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()  # a save under way cannot be cancelled
         self._waiters = _Waiters()
         self.step = step
         self.path = path
         self.metrics = CheckpointMetrics(step)
         self.in_training = False
-        """Whether some of it belongs to an optimizer that has stepped since the save before: if not, there may be no
-        training to overlap with."""
-        self._snapshot: Snapshot | None = None
-        self._previous: SaveHandle | None = None  # is published before this one, until that is done
+        """Whether an optimizer that stepped since the save before owns some of it. If none does, no training may be
+        running that the save could overlap with."""
+        self._snapshot: Snapshot | None = None  # set when the background takes over
+        self._previous: SaveHandle | None = None  # published before this one; None once this one is done
         self._reported = False
 
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Wait until nothing reads the training state any more; False if ``timeout`` (seconds) ran out first.
 
-        Whether the checkpoint succeeds, ``result()`` tells.
+        ``result()`` tells whether the checkpoint succeeds.
         """
         self._refuse("wait_captured()", timeout)
         snapshot = self._snapshot
         if snapshot is None or snapshot.job is None:
-            return True  # failed before anything was to be copied
+            return True  # failed before the engine had it, or done
         released = snapshot.job.wait_released(timeout)
         if released:
             snapshot.verify_soon()  # now, since the caller is free to change everything
@@ -73,14 +72,14 @@ class SaveHandle(LastingFuture[Path]):
 
     @property
     def awaits_verdict(self) -> bool:
-        """Whether the files are durable and only their final name is missing: the thread that called ``save()`` has
-        not come to a point since then at which it is known to write nothing. Only without a page witness; see
+        """Whether the files are durable and only their final name is missing, because the thread that called
+        ``save()`` has not yet reached a point at which it is known to write nothing. Only without a page witness; see
         docs/consistency.md."""
         snapshot = self._snapshot
         return snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.owed != 0 and not self.done()
 
     def _refuse(self, call: str, timeout: float | None) -> None:
-        """Raises ConfigError if the save that this thread is inside of might be waited for."""
+        """Raises ConfigError if this thread is inside the save that it might wait for."""
         if timeout is None and not self.done():
             refuse(call)
 
@@ -106,9 +105,30 @@ class SaveHandle(LastingFuture[Path]):
             "pass on its path or its metrics after result() has returned"
         )
 
+    def _settle(self, error: BaseException | None) -> None:
+        """Makes the handle done: durable, or failed with ``error``. The first call counts."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                self.set_result(self.path)
+            else:
+                self.set_exception(error)
+
+    def _give_up(self, why: str) -> None:
+        """Stops writing. The checkpoint fails unless all of it was written before."""
+        job = None if self._snapshot is None else self._snapshot.job
+        if job is not None:
+            job.fail(errno.ECANCELED, why)
+
+    def _disown(self) -> None:
+        """Fails the handle in a forked child. Callbacks are for the process that saves."""
+        self._condition = threading.Condition()  # another thread may have held the lock at the fork
+        self._done_callbacks.clear()  # type: ignore[attr-defined]
+        self._waiters = _Waiters()
+        self._snapshot = None
+        self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
+
     def _obstacle(self) -> SaveHandle | None:
-        """The save that lacks nothing but the verdict of another thread, and is to be published first; if there is
-        one."""
+        """The first save, of this one and those published before it, that lacks only the verdict of another thread."""
         handle: SaveHandle | None = self
         while handle is not None and not handle.done():
             snapshot = handle._snapshot
@@ -126,26 +146,12 @@ class SaveHandle(LastingFuture[Path]):
         )
         return SaveError(what, path=self.path, step=self.step)
 
-    def _give_up(self, why: str) -> None:
-        """No more of it is written, and it fails, unless all of it was written before."""
-        job = None if self._snapshot is None else self._snapshot.job
-        if job is not None:
-            job.fail(errno.ECANCELED, why)
-
-    def _disown(self) -> None:
-        # Another thread may have held the lock at the fork; callbacks are for the process that saved.
-        self._condition = Condition()
-        self._done_callbacks.clear()  # type: ignore[attr-defined]
-        self._waiters = _Waiters()
-        self._snapshot = None
-        self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
-
 
 def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, saves: Iterable[SaveHandle] = ()) -> None:
-    """Returns when they are done, or after so many seconds; the calling thread writes nothing meanwhile.
+    """Waits until the futures are done, at most ``timeout`` seconds. The calling thread stands: it writes nothing.
 
-    ``saves``: those that the futures wait for. Raises SaveError, without a timeout, rather than wait for ever for
-    another thread's verdict: that thread may be waiting for this one."""
+    ``saves``: the saves that the futures wait for. Without a timeout, raises SaveError if one of them has lacked only
+    another thread's verdict for long: that thread may be waiting for this one."""
     end = None if timeout is None else time.monotonic() + timeout
     saves = list(saves)
     with gate.standing():
@@ -160,17 +166,3 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                         raise obstacle._impatience()
                 with contextlib.suppress(concurrent.futures.TimeoutError):
                     Future.exception(future, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
-
-
-# Of all Savers of this process, in the order of the saves; the keys of a dict, since copying these is atomic.
-in_flight: dict[SaveHandle, None] = {}
-
-
-def _disown() -> None:
-    """In a forked child: the threads that would finish these are the parent's."""
-    for handle in list(in_flight):
-        handle._disown()
-    in_flight.clear()
-
-
-os.register_at_fork(after_in_child=_disown)

@@ -1,7 +1,4 @@
-"""What one file of a save holds: state → storages (providers/), storages → layout (formats/).
-
-A plan is kept from save to save, and with it what stays the same: the pickle without its storages, the layout.
-"""
+"""The plan of one file of one save: state → storages (providers/), storages → layout (formats/)."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ import torch
 from lazyckpt.errors import ConfigError
 from lazyckpt.formats import safetensors, torch_zip
 from lazyckpt.formats.program import Extent
-from lazyckpt.providers.base import Bytes, Provider, StorageTable, TensorView, TensorViews
-from lazyckpt.providers.composite import UnpicklableError
-from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.pickles import pickle_of
+from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
+from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
+from lazyckpt.providers.naming import name_in, name_of_storage
+from lazyckpt.providers.pickles import Skeleton, pickle_of
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import refuse_part
 
@@ -26,20 +23,39 @@ ARCHIVE_NAME = "archive"  # the folder inside the zip, as torch.save names it fo
 
 
 class FilePlan(ABC):
-    """One file of every save."""
+    """One file of one save. Holds the state until the save is copied."""
 
     any_order: bool  # whether the storages may be laid out in another order than gather() gives
 
     @abstractmethod
     def gather(self) -> TensorViews:
-        """The storages of the state as it is now; everything else of it is frozen when this returns.
+        """The storages of the state as it is now; everything else of the state is frozen when this returns.
 
         Raises whatever pickle raises, and ConfigError for what the format cannot hold.
         """
 
     @abstractmethod
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
-        """The program that writes them, source i being view i, and the size of the file in bytes."""
+        """The program that writes the views, source i being view i, and the size of the file in bytes."""
+
+    @abstractmethod
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        """The path to a tensor of the state that views ``storage``; for messages."""
+
+
+class ArchiveCache:
+    """What successive archives of one state share: pickle, storage keys and layout. Holds no tensor."""
+
+    def __init__(self) -> None:
+        self.skeleton = Skeleton()  # of an object; the providers of a tracked state have their own
+        self.fresh_keys = map(str, itertools.count())
+        self._layout: tuple[tuple[list[str], list[int]], torch_zip.Layout] | None = None
+
+    def layout(self, views: TensorViews) -> torch_zip.Layout:
+        facts = views.keys, views.sizes
+        if self._layout is None or self._layout[0] != facts:
+            self._layout = facts, torch_zip.Layout(ARCHIVE_NAME, *facts)
+        return self._layout[1]
 
 
 class ZipPlan(FilePlan):
@@ -47,40 +63,52 @@ class ZipPlan(FilePlan):
 
     any_order = True
 
-    def __init__(self, provider: Provider) -> None:
-        self._provider = provider
-        self._fresh_keys = map(str, itertools.count())
+    def __init__(self, cache: ArchiveCache) -> None:
+        self._cache = cache
         self._opcodes = b""
-        self._layout: tuple[tuple[list[str], list[int]], torch_zip.Layout] | None = None
 
     def gather(self) -> TensorViews:
-        table = StorageTable(self._fresh_keys)
-        self._opcodes = b"".join(s.data for s in self._provider.segments(table) if isinstance(s, Bytes))
+        table = StorageTable(self._cache.fresh_keys)
+        self._opcodes = self._pickle(table)
         return table.views
 
+    @abstractmethod
+    def _pickle(self, table: StorageTable) -> bytes:
+        """Pickle opcodes of the state, whose storages are added to ``table``."""
+
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
-        facts = views.keys, views.sizes
-        if self._layout is None or self._layout[0] != facts:
-            self._layout = facts, torch_zip.Layout(ARCHIVE_NAME, *facts)
-        layout = self._layout[1]
+        layout = self._cache.layout(views)
         tail = layout.finish(torch_zip.small_records(pickle_of(self._opcodes)))
         return [*layout.head, tail], layout.head_end + tail.nbytes
 
 
-class ObjectProvider(StateProvider):
-    """An object that is given anew for every save, and that its user loads by other ways than ``restore()``."""
+class StatePlan(ZipPlan):
+    """The tracked state of a Checkpointer."""
 
-    is_restored = False
+    def __init__(self, state: CompositeProvider, cache: ArchiveCache) -> None:
+        super().__init__(cache)
+        self._state = state
 
-    def __init__(self, obj: Any) -> None:
-        super().__init__()
-        self.obj = obj
+    def _pickle(self, table: StorageTable) -> bytes:
+        return b"".join(s.data for s in self._state.segments(table) if isinstance(s, Bytes))
 
-    def state(self) -> Any:
-        return self.obj
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return name_of_storage(self._state, storage)
 
-    def load_state(self, state: Any) -> None:
-        self.obj = state
+
+class ObjectPlan(ZipPlan):
+    """Any object. ``prefix`` begins the names of its tensors in messages."""
+
+    def __init__(self, obj: Any, cache: ArchiveCache, prefix: str = "") -> None:
+        super().__init__(cache)
+        self._obj = obj
+        self._prefix = prefix
+
+    def _pickle(self, table: StorageTable) -> bytes:
+        return self._cache.skeleton.opcodes(self._obj, table)
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return name_in(self._obj, self._prefix, storage)
 
 
 class SafetensorsPlan(FilePlan):
@@ -88,9 +116,10 @@ class SafetensorsPlan(FilePlan):
 
     any_order = False
 
-    def __init__(self, tensors: Any, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, tensors: Any, metadata: Mapping[str, str] | None = None, prefix: str = "") -> None:
         self._tensors = tensors
         self._metadata = metadata
+        self._prefix = prefix
         self._shapes: list[tuple[int, ...]] = []
 
     def gather(self) -> TensorViews:
@@ -135,22 +164,34 @@ class SafetensorsPlan(FilePlan):
             raise ConfigError(str(error)) from error
         return [layout.data, layout.header], layout.header_bytes + sum(views.sizes)
 
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return name_in(self._tensors, self._prefix, storage)
+
 
 def _bytes_spanned(tensor: torch.Tensor) -> int:
-    """How many bytes a storage must have for this tensor to lie in it."""
+    """The bytes that a storage needs to hold this tensor."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int((tensor.storage_offset() + last + 1) * tensor.itemsize)
 
 
-def plan_for(name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> FilePlan:
-    """The plan of a file of this name that is to hold ``obj``."""
-    return SafetensorsPlan(obj, metadata) if name.endswith(".safetensors") else ZipPlan(ObjectProvider(obj))
+def plan_for(
+    name: str,
+    obj: Any,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    cache: ArchiveCache | None = None,
+    prefix: str = "",
+) -> FilePlan:
+    """The plan of a file ``name`` that holds ``obj``. ``cache`` speeds up the next archive of a similar object."""
+    if name.endswith(".safetensors"):
+        return SafetensorsPlan(obj, metadata, prefix)
+    return ObjectPlan(obj, cache or ArchiveCache(), prefix)
 
 
 def unsavable(error: Exception) -> str:
-    """Why a plan could not gather or lay out, in words."""
+    """Says why a plan could not gather or lay out."""
     if isinstance(error, UnpicklableError | UnrestorableError | ConfigError):
         return str(error)
     return f"cannot be pickled: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Commit what was saved when a signal says that the process is about to end."""
+"""Commits what was saved when a signal announces the end of the process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.handle import SaveHandle, wait_for
+from lazyckpt.pipeline.in_flight import in_flight
 
 _log = logging.getLogger("lazyckpt")
-_late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # what missed a deadline
+_late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # saves that missed a deadline
 
 
 def _give_up_the_late() -> None:
@@ -25,28 +26,27 @@ def _give_up_the_late() -> None:
         handle._give_up("not committed within the deadline of a signal")
 
 
-# Called when the main thread has ended, before the interpreter waits for the threads of executors: it would wait for a
-# disk that stalls, longer than whoever sent the signal does. Exit handlers come too late for that.
+# Called when the main thread has ended, before exit handlers wait for the background threads. Those may wait for a
+# stalled disk longer than the sender of the signal waits for this process.
 threading._register_atexit(_give_up_the_late)  # type: ignore[attr-defined]
 
 
 def commit_on(*signals: int, deadline: float = 25.0) -> CommitOnSignal:
-    """At these signals, wait until every save that has returned is durable, but no longer than ``deadline`` seconds;
-    then let the signal do what it would have done.
+    """At these signals, wait until every save is durable, at most ``deadline`` seconds; then let the signal act.
 
         lazyckpt.commit_on(signal.SIGTERM)
 
-    What it would have done is to call the handler that was there before, to end the process (as killed by that
-    signal), or nothing, if it was ignored. A second signal does not wait. Training goes on meanwhile. SLURM, Kubernetes
-    and torchrun kill 30 s after SIGTERM unless told otherwise: the default leaves them time.
+    The signal then does what it did before: it calls the earlier handler, kills the process, or is ignored. A second
+    signal acts at once. Training goes on during the wait. SLURM, Kubernetes and torchrun kill 30 s after SIGTERM by
+    default; the default deadline leaves a margin.
 
-    A handler that is installed later takes the place of this one. If it calls this one, as Lightning's does, it is
-    what ends the process, and this one only reports: closing a Checkpointer waits for what it saved.
+    A handler installed later replaces this one. If it calls this one, as Lightning's does, the later handler ends the
+    process, and this one only reports; closing a Checkpointer waits for its saves.
 
-    One line in the log ``lazyckpt`` says what was committed in time and what was not. ``close()`` of what is returned,
-    or the end of its ``with``, puts the former handlers back.
+    One line in the log ``lazyckpt`` says what was committed in time and what was not. ``close()`` of the returned
+    object, or the end of its ``with``, restores the earlier handlers.
 
-    Only the main thread may call. Raises ConfigError elsewhere, and for what is no signal or cannot be handled.
+    Only the main thread may call. Raises ConfigError on other threads, and for a signal that cannot be handled.
     """
     return CommitOnSignal(signals, deadline)
 
@@ -54,9 +54,9 @@ def commit_on(*signals: int, deadline: float = 25.0) -> CommitOnSignal:
 class CommitOnSignal:
     """The handlers of ``commit_on``, until they are closed.
 
-    The handler itself does nothing but start a thread. It runs between two lines of the main thread, which may hold a
-    lock there that a checkpoint needs; so the main thread must go on while the checkpoint is waited for. When it is
-    durable, the thread sends the signal again.
+    The handler only starts a thread. It runs between two lines of the main thread, which may hold a lock that a
+    checkpoint needs, so the main thread must go on until the checkpoint is durable. The thread then sends the signal
+    again.
     """
 
     def __init__(self, signals: tuple[int, ...], deadline: float) -> None:
@@ -70,7 +70,7 @@ class CommitOnSignal:
         self._pid = os.getpid()
         self._main = threading.get_ident()
         self._former: dict[int, signal._HANDLER] = {}
-        self._committing: set[int] = set()  # signals that came once
+        self._committing: set[int] = set()  # signals that arrived once
         self._closed = False
         try:
             for number in signals:
@@ -119,20 +119,21 @@ class CommitOnSignal:
                 self._send(number)
 
     def _send(self, number: int) -> None:
-        """Until it is noticed: one that comes just before the main thread waits in a system call does not end that."""
+        """Sends the signal until it is noticed. One that arrives just before the main thread enters a system call does
+        not end that call."""
         pause_s = 0.05
         while number in self._committing:
             signal.pthread_kill(self._main, number)
             if signal.getsignal(number) != self._handle:
-                break  # a handler was installed meanwhile, which takes it from here
+                break  # a later handler has taken over
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5)
 
     def close(self) -> None:
-        """Put the handlers back that were there before, where no other has taken the place of these."""
+        """Restore the earlier handlers, except where a later handler has replaced these."""
         self._closed = True
         if threading.get_ident() != self._main or os.getpid() != self._pid:
-            return  # from now on they do no more than to call the former ones
+            return  # from now on these handlers only call the earlier ones
         for number, former in self._former.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, former)
@@ -164,7 +165,7 @@ def _report(name: str, handles: list[SaveHandle], deadline: float) -> None:
     for handle in handles:
         if not handle.done():
             state = f"not committed within {deadline:g} s"
-        elif Future.exception(handle) is None:  # nobody has been told of a failure by this
+        elif Future.exception(handle) is None:  # does not mark a failure as reported
             state = "committed"
         else:
             state = "failed"

@@ -13,10 +13,10 @@ _MAX_NAMES = 5
 
 
 def compare(job: _engine.Job, folder: Path, names: list[str]) -> None:
-    """Reads the durable files of a job in ``folder``, past the page cache.
+    """Reads the durable files of a job in ``folder`` past the page cache and compares their checksums.
 
-    Raises OSError (EIO) that names the file, the place in it and the tensors there if a checksum differs; OSError if a
-    file cannot be read."""
+    Raises OSError: EIO if a checksum differs, naming the file, the offset and the tensors there; the system's own error
+    if a file cannot be read."""
     for number, name in enumerate(names):
         if different := job.read_back(number):
             offset, nbytes = different[0][0], sum(nbytes for _, nbytes in different)
@@ -29,7 +29,7 @@ def compare(job: _engine.Job, folder: Path, names: list[str]) -> None:
 
 
 def _tensors_at(file: Path, places: list[tuple[int, int]]) -> str:
-    """The tensors in these places, as far as the damaged file tells: its header or directory may be in one of them."""
+    """The tensors in these places. Empty if the damage is in the header or the directory of the file."""
     try:
         records = records_of(file)
     except LoadError:

@@ -1,9 +1,9 @@
-"""Refuses calls that would wait for the very call that they interrupt.
+"""Refuses calls that would wait for the call that they interrupt.
 
-A signal handler, or a ``state_dict()`` of the user's, may run in the middle of ``save()``, on the same thread. Until it
-returns, that save goes no further: its state is half gathered, and it may hold the whole staging buffer. So while a
-thread is inside ``save()`` or ``restore()`` of any Saver, its further calls raise ConfigError. So does a second thread
-that calls a Saver in the middle of such a call.
+A signal handler or the user's ``state_dict()`` may run in the middle of ``save()``, on the same thread. That save makes
+no progress until it returns: the state is half gathered, and the save may hold the whole staging buffer. So a thread
+inside ``save()`` or ``restore()`` gets a ConfigError from any further call to any Saver. A second thread gets one if it
+calls the same Saver meanwhile.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lazyckpt.errors import ConfigError
 
 
 class _HasCallers(Protocol):
-    _callers: dict[str, int]  # "inside": the thread that is inside one of its calls
+    _callers: dict[str, int]  # "inside": the thread inside one of its calls; shared by all that use one Launcher
 
 
 _Self = TypeVar("_Self", bound=_HasCallers)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_inside: dict[int, str] = {}  # the call that each thread is inside of
+_inside: dict[int, str] = {}  # thread → the call that it is inside of
 
 
 def refuse(call: str) -> None:
-    """Raises ConfigError if this thread is inside a call of this library for which ``call`` might wait."""
+    """Raises ConfigError if this thread is inside a call of lazyckpt that ``call`` might wait for."""
     outer = _inside.get(threading.get_ident())
     if outer is None and gate.is_held():
         outer = "the gate"
@@ -48,8 +48,8 @@ def other_thread(call: str) -> ConfigError:
 def alone(
     call: str,
 ) -> Callable[[Callable[Concatenate[_Self, _P], _T]], Callable[Concatenate[_Self, _P], _T]]:
-    """Makes a method refuse to run inside another one of its kind on this thread, or beside one of the same object on
-    another thread."""
+    """Decorates a method that must not run inside another decorated one on this thread, nor while another thread runs
+    one of the same Saver."""
 
     def decorate(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
         @functools.wraps(method)
@@ -63,7 +63,7 @@ def alone(
                     raise other_thread(call)
                 return method(self, *args, **kwargs)
             finally:
-                # Nothing written in Python is called here: Ctrl-C would come before its first line.
+                # Calls no Python function: Ctrl-C could come before its first line.
                 if "inside" in callers and callers["inside"] == me:
                     del callers["inside"]
                 _inside.pop(me, None)
@@ -74,7 +74,7 @@ def alone(
 
 
 def _forget_others() -> None:
-    """In a forked child: this thread is its only one."""
+    """In a forked child, where this thread is the only one."""
     me = threading.get_ident()
     for thread in [thread for thread in _inside if thread != me]:
         del _inside[thread]

@@ -15,7 +15,7 @@ from attacks.judge import judge
 from attacks.mutate import EDGES, mutate, seeds
 from attacks.runner import in_child, reset_peak, status_bytes
 from lazyckpt import _engine
-from lazyckpt.functional import process_engine
+from lazyckpt.reading.ranges import process_engine
 from trials import TORTURE, Trials
 
 _BATCH = 500  # trials in one child

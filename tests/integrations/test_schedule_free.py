@@ -25,7 +25,7 @@ schedulefree = pytest.importorskip("schedulefree")
 
 import lazyckpt  # noqa: E402
 from lazyckpt.pipeline import background  # noqa: E402
-from lazyckpt.saver import Saver  # noqa: E402
+from lazyckpt.pipeline.launch import Launcher  # noqa: E402
 
 Graph = Callable[[Any], Any]
 Knobs = dict[str, Any] | None  # of lazyckpt; None: the trainer without it
@@ -262,17 +262,17 @@ def contents(folder: Path, graph: Graph) -> dict[str, Any]:
 def handles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[lazyckpt.SaveHandle]]:
     """Of all saves, which are late."""
     handles: list[lazyckpt.SaveHandle] = []
-    submit, persist = Saver.submit, background.Background._persist
+    launch, persist = Launcher.launch, background.Background._persist
 
-    def recorded(saver: Saver, handle: lazyckpt.SaveHandle, *args: Any, **kwargs: Any) -> lazyckpt.SaveHandle:
-        handles.append(handle)
-        return submit(saver, handle, *args, **kwargs)
+    def recorded(*args: Any, **kwargs: Any) -> lazyckpt.SaveHandle:
+        handles.append(launch(*args, **kwargs))
+        return handles[-1]
 
     def late(self: Any, flight: Any) -> None:
         time.sleep(LATE_S)
         persist(self, flight)
 
-    monkeypatch.setattr(Saver, "submit", recorded)
+    monkeypatch.setattr(Launcher, "launch", recorded)
     monkeypatch.setattr(background.Background, "_persist", late)
     yield handles
 

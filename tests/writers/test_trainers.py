@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import lazyckpt
-from lazyckpt.saver import Saver
+from lazyckpt.pipeline.launch import Launcher
 from trials import TORTURE
 from writers.judge import Copies, Flat, Violation, clone, flat, judge, limit
 from writers.registry import EVERYONE, ONLY_PAGES, VERSIONS
@@ -386,18 +386,18 @@ def test_in_a_trainer(
     writer = WRITERS[name]()
     run = TRAINERS[trainer](writer, tmp_path, {} if witness is None else {"witness": witness})
     saves: list[tuple[lazyckpt.SaveHandle, Flat]] = []
-    submit = Saver.submit
+    launch = Launcher.launch
 
-    def recorded(saver: Saver, handle: lazyckpt.SaveHandle, *args: Any, **kwargs: Any) -> lazyckpt.SaveHandle:
+    def recorded(*args: Any, **kwargs: Any) -> lazyckpt.SaveHandle:
         expected = clone(run.leaves())
         copies.hold(at_most_s=HOLD_S)
-        saves.append((handle, expected))
         try:
-            return submit(saver, handle, *args, **kwargs)
+            saves.append((launch(*args, **kwargs), expected))
         finally:
             copies.release(after_s=0.005)
+        return saves[-1][0]
 
-    monkeypatch.setattr(Saver, "submit", recorded)
+    monkeypatch.setattr(Launcher, "launch", recorded)
     with limit(CASE_LIMIT_S, (trainer, name, witness), copies.release):
         run.train()
     assert len(saves) >= SAVES

@@ -1,0 +1,284 @@
+"""Launches a save: from Python objects to the engine, and on to the background.
+
+    1. wait        for room in flight; raise what failed in the background
+    2. gather      the storages of the state; all else of the state is frozen then
+    3. snapshot    which storages are lazy, and which optimizers must wait for them
+    4. lay out     each file, as a program for the engine
+    5. begin       the engine copies; the gate guards the lazy storages
+    6. hand over   to the background (persist.py), which settles the handle
+    7. freeze      wait until every eager byte is copied
+
+save_now.py takes the same steps for ``lazyckpt.save``, without a background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+
+from lazyckpt import _engine
+from lazyckpt.capture import devices
+from lazyckpt.capture.eager import EagerShare
+from lazyckpt.capture.frozen import FrozenParameters
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.capture.torn import TornStorages
+from lazyckpt.config import Config
+from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
+from lazyckpt.formats.program import Extent
+from lazyckpt.observe.trace import Trace
+from lazyckpt.pipeline.background import Background
+from lazyckpt.pipeline.handle import SaveHandle, wait_for
+from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.persist import Flight, as_save_error
+from lazyckpt.pipeline.plan import FilePlan, unsavable
+from lazyckpt.pipeline.request import Request
+from lazyckpt.pipeline.staging_buffer import StagingBuffer
+from lazyckpt.providers.base import TensorView, TensorViews
+from lazyckpt.providers.sharded import ShardedTensorError
+from lazyckpt.storage import folders
+
+Plans = Mapping[str, FilePlan]  # by name, under the final path; a lone file has that path's name
+Program = tuple[list[Extent], int]  # of one file, and its size in bytes
+
+_EAGER_FIRST_S = 0.002
+
+
+class Launcher:
+    """Launches the saves of one Saver. One thread at a time may call."""
+
+    def __init__(self, config: Config, buffer: StagingBuffer, background: Background, trace: Trace | None) -> None:
+        self.callers: dict[str, int] = {}  # of the Saver and of all that launches through it; see reentry.py
+        self.modules: list[torch.nn.Module] = []  # whose frozen parameters may become lazy
+        self.config = config
+        self.closed = False  # to new saves
+        self._pid = os.getpid()
+        self._buffer = buffer
+        self._background = background
+        self._trace = trace
+        self._frozen = FrozenParameters()
+        self._torn = TornStorages()
+        self._eager_share = EagerShare()
+        self._steps: dict[int, int] = {}  # of each optimizer, at the last save
+        self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
+        self._training_step: int | None = None  # of the last save
+
+    def forget_frozen(self) -> None:
+        """Forgets what saves have seen of frozen parameters, since they were written to."""
+        self._frozen = FrozenParameters()
+
+    def check_usable(self) -> None:
+        """Raises ClosedError when the Saver is closed, and in a forked child."""
+        self.check_process()
+        if self.closed:
+            raise ClosedError("this Saver is closed")
+
+    def check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this Saver belongs to the parent of this process; make one here")
+
+    def launch(self, request: Request, plans: Plans, *, blocking: bool, training_step: int | None = None) -> SaveHandle:
+        """Starts a save. Returns when everything is copied or guarded; with ``blocking``, when it is durable.
+
+        Saves of one ``training_step`` stay lazy, although no optimizer has stepped between them. Raises what
+        ``Saver.save`` raises. A request that does not reach the background is abandoned."""
+        begin = time.perf_counter()
+        handle = SaveHandle(request.step, request.path)
+        try:
+            self._wait_for_room()
+            handle.metrics.in_flight_wait_s = time.perf_counter() - begin
+            try:
+                with gate.arming(handle.path, handle.step):
+                    self._launch(handle, request, plans, begin, training_step)
+            except (SaveError, OSError) as error:
+                self._background.fail(handle, as_save_error(error, handle))
+                blocking = True  # it has failed already, so this call raises, not the next
+        finally:
+            if handle._snapshot is None:
+                request.abandon()
+        if blocking:
+            wait_for([handle])
+        handle.metrics.save_blocked_s = time.perf_counter() - begin
+        if self._trace is not None and handle._snapshot is not None:
+            self._trace.saved(handle.metrics, begin)
+        if blocking:
+            self._background.raise_failed()
+        return handle
+
+    def _wait_for_room(self) -> None:
+        self.check_usable()
+        gate.give_verdicts()
+        self._background.raise_failed(before_save=True)
+        if devices.capturing():
+            raise ConfigError("save() inside a CUDA graph capture; save before or after it")
+        self._background.wait_for_room()
+
+    def _launch(
+        self, handle: SaveHandle, request: Request, plans: Plans, begin: float, training_step: int | None
+    ) -> None:
+        """Steps 2 to 7. When this returns, every eager byte is copied and every lazy one guarded."""
+        started = time.perf_counter()
+        with _no_garbage_collection():
+            views = gather(plans, handle)
+            snapshot = self._take_snapshot(views, plans, handle, training_step)
+            programs = lay_out(plans, snapshot, handle)
+        gate.collected(handle.path, handle.step)
+        sizes = [nbytes for _, nbytes in programs]
+        check_space(sum(sizes), handle)
+        self._note(snapshot, sizes, handle)
+        self._buffer.reserve_for_save(sum(sizes))
+        assert self._buffer.engine is not None
+        job = begin_job(self._buffer.engine, snapshot, len(programs), eager_by_caller=True)
+        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin, self._background.newest)
+        try:
+            append(job, snapshot, programs)
+            self._guard(flight, programs)
+            # Usually all of it: once other threads run, this one may have to wait for the GIL and for a core. Not
+            # longer, since the ring may have no room before the background has created the files.
+            frozen = job.wait_eager(_EAGER_FIRST_S)
+            self._background.launch(flight)
+            handle.metrics.plan_s = time.perf_counter() - started
+            job.go()
+            if not frozen:
+                job.wait_eager()
+        except BaseException as error:
+            self._withdraw(flight, error)
+            raise
+        if snapshot.devices is not None:
+            self._buffer.warn_if_unpinned()
+        handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
+
+    def _take_snapshot(
+        self, views: list[TensorViews], plans: Plans, handle: SaveHandle, training_step: int | None
+    ) -> Snapshot:
+        """Decides which storages are lazy. Raises OSError if the engine cannot use one of their devices."""
+        if training_step is None or training_step != self._training_step:
+            self._steps_before = self._steps
+        self._training_step = training_step
+        gate.guard_averages()
+        ownership = Ownership(gate, self._steps_before, watched=self._buffer.watched)
+        self._steps = ownership.steps
+        assert self._buffer.engine is not None
+        return Snapshot(
+            views,
+            ownership,
+            self._frozen,
+            self.modules,
+            any_order=[plan.any_order for plan in plans.values()],
+            audit=self.config.audit,
+            engine=self._buffer.engine,
+            watched=self._buffer.watched,
+            torn=self._torn,
+            metrics=handle.metrics,
+            durable=handle if self.config.durability == "before_step" else None,
+            name_of=partial(_name_of, plans),
+        )
+
+    def _note(self, snapshot: Snapshot, sizes: list[int], handle: SaveHandle) -> None:
+        """What the snapshot says about the save: for the user's metrics, and for the warning of eager.py."""
+        self._eager_share.look(snapshot, self.modules, snapshot.name_of)
+        handle.in_training = snapshot.in_training
+        handle.metrics.storages = len(snapshot.sizes)
+        handle.metrics.bytes = sum(sizes)
+
+    def _guard(self, flight: Flight, programs: list[Program]) -> None:
+        """Makes optimizer steps wait for what the engine has not copied yet."""
+        snapshot, handle = flight.snapshot, flight.handle
+        snapshot.job = flight.job
+        if self._trace is not None:
+            layout = [extents for extents, _ in programs]
+            flight.traced = self._trace.begin(flight.begin, flight.files, layout, snapshot.files, snapshot.name_of)
+            snapshot.waited = partial(self._trace.gate, flight.traced, handle.step)
+        gate.add(snapshot)
+
+    def _withdraw(self, flight: Flight, error: BaseException) -> None:
+        """Abandons a save, for example at Ctrl-C: training may go on and change what is only half copied."""
+        flight.job.fail(errno.ECANCELED, "save() was interrupted")
+        gate.discard(flight.snapshot)
+        if self._trace is not None and flight.traced is not None:
+            self._trace.forget(flight.traced)
+        in_flight.pop(flight.handle, None)
+        flight.handle._reported = not isinstance(error, OSError)  # launch() reports an OSError
+
+
+def check_space(nbytes: int, handle: SaveHandle) -> None:
+    """Raises NoSpaceError if the disk is full now. ``fallocate`` finds what others write in the meantime."""
+    try:
+        free = folders.free_bytes(handle.path if handle.path.is_dir() else handle.path.parent)
+    except OSError as error:
+        raise save_error(error, path=handle.path, step=handle.step) from error
+    if free < nbytes:
+        what = f"needs {nbytes} bytes, {free} are free; free some space, or keep fewer checkpoints (keep_last)"
+        raise NoSpaceError(what, path=handle.path, step=handle.step)
+
+
+def gather(plans: Plans, handle: SaveHandle) -> list[TensorViews]:
+    with _serialization_errors(handle):
+        return [plan.gather() for plan in plans.values()]
+
+
+def lay_out(plans: Plans, snapshot: Snapshot, handle: SaveHandle) -> list[Program]:
+    with _serialization_errors(handle):
+        return [plan.lay_out(file) for plan, file in zip(plans.values(), snapshot.files, strict=True)]
+
+
+def begin_job(engine: _engine.Engine, snapshot: Snapshot, files: int, *, eager_by_caller: bool) -> _engine.Job:
+    return engine.begin(
+        snapshot.pointers,
+        snapshot.sizes,
+        snapshot.owners,
+        files,
+        eager_by_caller,
+        snapshot.devices,
+        snapshot.streams,
+    )
+
+
+def append(job: _engine.Job, snapshot: Snapshot, programs: list[Program]) -> None:
+    """Gives the engine the program of every file."""
+    first_source = 0
+    for number, (extents, _) in enumerate(programs):
+        for extent in extents:
+            job.append(number, extent.offset, extent.rows, extent.blob, first_source)
+        first_source += len(snapshot.files[number])
+    job.seal()
+
+
+def _name_of(plans: Plans, view: TensorView) -> str:
+    """The name of a tensor in a message. Asking for it may run code of the user's, which may raise."""
+    found = None
+    with contextlib.suppress(Exception):  # the message matters more than the name
+        found = next(filter(None, (plan.name_of(view.storage) for plan in plans.values())), None)
+    return found or f"data/{view.key}"
+
+
+@contextlib.contextmanager
+def _serialization_errors(handle: SaveHandle) -> Iterator[None]:
+    try:
+        yield
+    except ShardedTensorError:
+        raise
+    except Exception as error:
+        what = unsavable(error)
+        raise SerializationError(what, path=handle.path, step=handle.step) from error.__cause__ or error
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A save creates tens of thousands of small objects, none of them in a cycle. Collecting garbage among them would
+    take longer than creating them."""
+    enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,179 @@
+"""The steps of the durability protocol (storage/commit.py) for one save, taken on one thread.
+
+``prepare`` makes the files durable under a temporary name. ``commit`` or ``abort`` decides. Between them, ``agree``
+waits until every earlier save is decided and the verdict on this snapshot is known.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lazyckpt import _engine
+from lazyckpt.capture.gate import gate
+from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.errors import LazyCkptError, SaveError, TornSnapshotError, save_error
+from lazyckpt.metrics import ChunkEvent
+from lazyckpt.observe.trace import Traced
+from lazyckpt.pipeline import readback
+from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.request import Request
+from lazyckpt.pipeline.workers import warn
+from lazyckpt.storage import commit as protocol
+
+
+@dataclass
+class Flight:
+    """A save that the engine has."""
+
+    handle: SaveHandle
+    request: Request
+    files: list[str]  # names relative to the staged folder
+    nbytes: list[int]  # of each file
+    snapshot: Snapshot
+    job: _engine.Job
+    begin: float  # time.perf_counter() when save() was called
+    previous: SaveHandle | None = None  # published before this one
+    traced: Traced | None = None
+    created: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(),) * 2)  # begin and end
+
+    def __post_init__(self) -> None:
+        what = "there is no memory, not even to say what failed"
+        self._unexplained = SaveError(what, path=self.handle.path, step=self.handle.step)
+
+    def failure(self, cause: BaseException) -> SaveError:
+        """The error to settle the handle with."""
+        try:
+            return as_save_error(cause, self.handle)
+        except MemoryError:
+            return self._unexplained
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A checkpoint that is durable under a temporary name: name, bytes and CRC-32 of each file."""
+
+    files: list[tuple[str, int, int]]
+
+
+def prepare(flight: Flight, staging: protocol.Staging, *, read_back: bool) -> Receipt:
+    """Steps 2 and 3. Returns when the files are durable and, with ``read_back``, compared with what was copied.
+
+    Raises TornSnapshotError if the snapshot is known to be torn, and OSError."""
+    create_files(flight, staging)
+    return settle(flight, staging, read_back=read_back)
+
+
+def create_files(flight: Flight, staging: protocol.Staging) -> None:
+    """Creates the files, so that the engine can write what it has copied."""
+    begin = time.perf_counter()
+    for number, (name, nbytes) in enumerate(zip(flight.files, flight.nbytes, strict=True)):
+        file = staging.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        flight.job.open(number, file, nbytes)
+    flight.created = begin, time.perf_counter()
+
+
+def settle(flight: Flight, staging: protocol.Staging, *, read_back: bool) -> Receipt:
+    """Waits until all is copied, written and synced, and lets go of the training state as soon as it is copied."""
+    job, snapshot = flight.job, flight.snapshot
+    job.wait_released()
+    snapshot.verify_pages()
+    snapshot.verify_frozen()
+    snapshot.note_copied()
+    if not snapshot.verdict.owed:
+        snapshot.verify()
+        _let_go(snapshot)
+    job.wait_settled()
+    _raise_torn(flight)
+    job.raise_error()
+    if read_back:
+        begin = time.perf_counter()
+        readback.compare(job, staging.path, flight.files)
+        flight.handle.metrics.readback_s = time.perf_counter() - begin
+    return Receipt([(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)])
+
+
+def agree(flight: Flight) -> None:
+    """Step 4. Returns when every earlier save is published or has failed, and this snapshot is known not to be torn.
+
+    Raises TornSnapshotError; SaveError if the process ends before the verdict is known."""
+    handle, snapshot = flight.handle, flight.snapshot
+    if flight.previous is not None:
+        concurrent.futures.wait([flight.previous])
+    begin = time.perf_counter()
+    snapshot.verdict.awaited = True
+    if not snapshot.await_verdict():
+        what = (
+            f"is not published: the process ended, and thread {snapshot.verdict.thread.name!r}, which called save(), "
+            "did not say whether it wrote to the tensors. Call result() there, or close() at the end"
+        )
+        error = SaveError(what, path=handle.path, step=handle.step)
+        warn(str(error))  # no later call of this Saver would raise it
+        raise error
+    handle.metrics.verdict_s = time.perf_counter() - begin
+    _let_go(snapshot)
+    _raise_torn(flight)
+
+
+def commit(flight: Flight, staging: protocol.Staging, receipt: Receipt) -> Path | None:
+    """Steps 5 and 6. Returns the folder that the checkpoint replaced, under another name, or None. Raises OSError."""
+    staging.describe(flight.request.manifest(receipt.files), flight.files)
+    replaced = staging.publish()
+    flight.request.published()
+    return replaced
+
+
+def abort(flight: Flight, staging: protocol.Staging | None) -> None:
+    """Stops the engine and removes what was staged."""
+    flight.job.fail(errno.ECANCELED, "another part of the checkpoint failed")
+    flight.job.wait_settled()
+    _let_go(flight.snapshot)
+    if staging is not None:
+        staging.discard()
+
+
+def as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:
+    """The SaveError to tell the user, caused by ``cause``."""
+    if isinstance(cause, SaveError):
+        return cause
+    if isinstance(cause, OSError):
+        error = save_error(cause, path=handle.path, step=handle.step)
+    else:
+        what = str(cause) if isinstance(cause, LazyCkptError) else f"{type(cause).__name__}: {cause}"
+        error = SaveError(what, path=handle.path, step=handle.step)
+    error.__cause__ = cause
+    return error
+
+
+def measure(flight: Flight) -> None:
+    """Fills in what the engine measured, on the clock of ``save()``."""
+    metrics, stats = flight.handle.metrics, flight.job.stats()
+    metrics.durable_s = time.perf_counter() - flight.begin
+    metrics.save_blocked_s = metrics.save_blocked_s or metrics.durable_s  # if save() has not returned yet
+    handed_over = stats["begin"] - flight.begin
+    metrics.bytes = int(stats["bytes"])
+    metrics.eager_bytes = int(stats["eager_bytes"])
+    metrics.chunks = int(stats["chunks"])
+    metrics.copy_s = stats["copy_s"]
+    metrics.ring_wait_s = stats["ring_wait_s"]
+    metrics.captured_s = handed_over + stats["captured_s"]
+    metrics.written_s = handed_over + stats["written_s"]
+    metrics.synced_s = handed_over + stats["synced_s"]
+    metrics.write_s = stats["written_s"] - stats["first_write_s"]
+    metrics.commit_s = metrics.durable_s - metrics.written_s
+    metrics.timeline = [ChunkEvent(*event) for event in flight.job.timeline()]
+
+
+def _raise_torn(flight: Flight) -> None:
+    if flight.snapshot.torn is not None:
+        raise TornSnapshotError(flight.snapshot.torn, path=flight.handle.path, step=flight.handle.step)
+
+
+def _let_go(snapshot: Snapshot) -> None:
+    if snapshot.durable is None:  # otherwise optimizer steps still wait for the disk
+        gate.discard(snapshot)
+    snapshot.release()

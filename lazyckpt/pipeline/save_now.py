@@ -1,0 +1,65 @@
+"""Saves one file on the calling thread: the steps of launch.py, all eager, then those of persist.py."""
+
+from __future__ import annotations
+
+import time
+
+from lazyckpt import _engine
+from lazyckpt.capture.frozen import FrozenParameters
+from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.capture.torn import TornStorages
+from lazyckpt.errors import save_error
+from lazyckpt.pipeline import persist
+from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.launch import Plans, append, begin_job, check_space, gather, lay_out
+from lazyckpt.pipeline.persist import Flight
+from lazyckpt.pipeline.request import Request
+from lazyckpt.providers.base import TensorViews
+from lazyckpt.storage import commit
+
+
+def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
+    """Saves a lone file on this thread: copies everything at once and returns when it is durable. No gate, no
+    background, and no more memory than ``engine`` has. Raises SaveError."""
+    handle = SaveHandle(request.step, request.path)
+    staging: commit.Staging | None = None
+    begin = time.perf_counter()
+    views = gather(plans, handle)
+    try:
+        snapshot = _all_eager(views, handle, engine)
+        programs = lay_out(plans, snapshot, handle)
+        sizes = [nbytes for _, nbytes in programs]
+        check_space(sum(sizes), handle)
+        job = begin_job(engine, snapshot, len(programs), eager_by_caller=False)
+        snapshot.job = job
+        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
+        try:
+            append(job, snapshot, programs)
+            staging = request.stage()
+            persist.create_files(flight, staging)
+            job.wait_eager()
+            persist.commit(flight, staging, persist.settle(flight, staging, read_back=False))
+        except BaseException:
+            persist.abort(flight, staging)
+            raise
+    except OSError as error:
+        raise save_error(error, path=request.path, step=request.step) from error
+
+
+def _all_eager(views: list[TensorViews], handle: SaveHandle, engine: _engine.Engine) -> Snapshot:
+    """A snapshot that nobody waits for, laid out in the order of the object."""
+    return Snapshot(
+        views,
+        Ownership(None, {}),
+        FrozenParameters(),
+        (),
+        any_order=[False] * len(views),
+        audit=False,
+        engine=engine,
+        watched=False,
+        torn=TornStorages(),
+        metrics=handle.metrics,
+        durable=None,
+        name_of=lambda view: view.key,
+    )

@@ -1,0 +1,78 @@
+"""Background threads that run tasks in the order in which they were put."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+
+def warn(message: str) -> None:
+    """Warns from a background thread. A filter that turns warnings into errors has no effect: nobody could catch it."""
+    with contextlib.suppress(Warning):
+        warnings.warn(message, stacklevel=2)
+
+
+class Task(Future[None]):
+    """A function for a background thread. The future is done when the function has returned or raised."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.run = run
+
+    def do(self) -> None:
+        """Calls the function. The thread survives an exception, which is reported as the end of a thread would be."""
+        try:
+            self.run()
+        except BaseException:
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        finally:
+            self.run = _nothing  # a task that somebody keeps holds nothing alive
+            self.set_result(None)
+
+
+class Workers:
+    """Daemon threads that share one queue. All start at once, so that no save waits for a thread to start.
+
+    They are daemons because the interpreter joins other threads before it runs exit handlers; ``stop`` is one.
+    Raises RuntimeError if the system refuses a thread."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        threads: list[threading.Thread] = []
+        self.stop = weakref.finalize(self, _stop, self._queue, threads)
+        """Finishes all tasks, then joins the threads. Also runs at exit, and when this object is garbage."""
+        try:
+            for number in range(count):
+                thread = threading.Thread(target=_work, args=(self._queue,), name=f"{name}_{number}", daemon=True)
+                thread.start()
+                threads.append(thread)
+        except RuntimeError:
+            self.stop()
+            raise
+
+    def put(self, task: Task) -> None:
+        self._queue.put(task)
+
+
+def _work(queue: SimpleQueue[Task | None]) -> None:
+    while (task := queue.get()) is not None:
+        task.do()
+        del task  # or the thread would hold it while it waits for the next one
+
+
+def _stop(queue: SimpleQueue[Task | None], threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # which dropped the last reference to the Workers
+            thread.join()
+
+
+def _nothing() -> None:
+    pass
