@@ -1,4 +1,4 @@
-"""What several rooms' tests share: an exact comparison of object graphs, and a small training run."""
+"""Fixtures that several tests share: an exact comparison of object graphs, a small training run, a fake GPU."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ Graph = Callable[[Any], Any]
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files_go_with_the_others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Those of processes that are killed, and of torchrun and Lightning, which leave some. No folder of their own:
-    their sockets' names may have a hundred bytes."""
+    """Keeps what killed processes, torchrun and Lightning leave in pytest's folder.
+
+    The folder itself serves as TMPDIR: the names of their sockets may have only a hundred bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.getbasetemp()))
-        patch.setattr(tempfile, "tempdir", None)  # what it was before is not asked again
+        patch.setattr(tempfile, "tempdir", None)  # tempfile caches the folder
         yield
 
 
 @pytest.fixture(autouse=True)
 def no_step_stays_open() -> Iterator[None]:
-    """An optimizer whose step has failed is inside of it until it is garbage that was collected; all that the next
-    tests save would be eager till then."""
+    """Fails a test that leaves a step open: all that later tests save would be eager.
+
+    A step that raised stays open until its traceback is collected."""
     yield
     if gate.inside_step():
         gc.collect()
@@ -58,8 +60,7 @@ def no_step_stays_open() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_garbage_collection() -> Iterator[None]:
-    """For tests that collect often: the modules of torch and of other tests hold a million objects, none of them
-    garbage."""
+    """Makes gc.collect() quick: it skips the million objects that the modules of torch and of the tests hold."""
     gc.collect()
     gc.freeze()
     yield
@@ -68,7 +69,7 @@ def quick_garbage_collection() -> Iterator[None]:
 
 @pytest.fixture
 def trials(request: pytest.FixtureRequest) -> Trials:
-    """How many trials of a safety to run, their seed, and where they are reported."""
+    """The number of trials, their seed, and where to report them."""
     trials = Trials(request.node.nodeid)
     print(f"LAZYCKPT_SEED={trials.seed}")  # shown if the test fails
     return trials
@@ -76,8 +77,9 @@ def trials(request: pytest.FixtureRequest) -> Trials:
 
 @pytest.fixture
 def graph() -> Graph:
-    """A function that tells everything ``torch.save`` keeps of an object: two objects are saved alike exactly if
-    their graphs are equal. Bits, not values: -0.0, NaN payloads, strides, and who is the same object as whom."""
+    """A function that describes everything ``torch.save`` keeps of an object, to compare two objects exactly.
+
+    It compares bits and not values: -0.0, NaN payloads, strides, and which objects are one."""
     return describe_graph
 
 
@@ -155,14 +157,14 @@ def describe_graph(obj: Any) -> Any:
 
 
 def torch_load_with_our_globals(path: Path) -> Any:
-    """``torch.load(path)``, which may also name what ``lazyckpt.load`` reads beyond torch's own list."""
+    """Loads with torch, and allows the globals that lazyckpt adds to torch's list."""
     with torch.serialization.safe_globals([(found, name) for name, found in safe_globals._GLOBALS.items()]):
         return torch.load(path, weights_only=True)
 
 
 @pytest.fixture
 def by_torch() -> Callable[[Any], Any]:
-    """What ``torch.load`` gives for what ``torch.save`` wrote."""
+    """A function that saves and loads an object with torch."""
 
     def round_trip(obj: Any) -> Any:
         buffer = io.BytesIO()
@@ -175,8 +177,7 @@ def by_torch() -> Callable[[Any], Any]:
 
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
-    """Two devices that exist only in this process, and nobody who broke their rules. A test that means to break one
-    calls ``forget_violations()``."""
+    """Two fake devices. Fails the test if somebody broke their rules; ``forget_violations()`` forgives."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
     fake = FakeCuda()
@@ -189,7 +190,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 @pytest.fixture
 def gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """Tensors on these devices, and nothing left of them in the end: see fake_cuda/memory.py."""
+    """Tensors on the fake devices (fake_cuda/memory.py). Fails the test if it leaves anything on them."""
     if not _engine.FAULTS:
         pytest.skip("only the test build looks for another driver")
     monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(cuda.path))
@@ -214,7 +215,7 @@ def shm() -> Iterator[Path]:
 
 
 class Disk:
-    """Holds checkpoints back before their file is made: what does not fit into the ring stays uncopied."""
+    """Holds checkpoints back before their file is made. What does not fit into the ring stays uncopied."""
 
     def __init__(self) -> None:
         self._free = threading.Event()
@@ -223,7 +224,7 @@ class Disk:
 
     def hold(self) -> None:
         if self._timer is not None:
-            self._timer.join()  # of the time before
+            self._timer.join()  # an earlier release must not end this hold
         self._free.clear()
 
     def release(self, after_s: float = 0.0) -> None:
@@ -254,7 +255,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 @dataclass
 class Run:
-    """A model whose state is 18 times the ring, small enough to be saved a thousand times."""
+    """A training whose state is 18 times the ring, and small enough to be saved a thousand times."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -274,7 +275,7 @@ class Run:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Copies of what is tracked."""
+        """Copies the tracked state."""
         tracked = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         buffer = io.BytesIO()
         torch.save(tracked, buffer)
@@ -289,7 +290,7 @@ TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 
 @pytest.fixture
 def make_run(tmp_path: Path, disk: Disk) -> Iterator[MakeRun]:
-    """A function that makes a ``Run`` which has taken one step; 2 MiB of state, a ring of 128 KiB."""
+    """A function that makes a ``Run`` and takes one step: 2 MiB of state, a ring of 128 KiB."""
     runs: list[Run] = []
 
     def make(optimizer: Any = None, model: torch.nn.Module | None = None, warm: bool = True, **knobs: Any) -> Run:
@@ -312,7 +313,7 @@ def make_run(tmp_path: Path, disk: Disk) -> Iterator[MakeRun]:
 
 
 def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
-    """Chunks with lazy bytes that are not copied yet."""
+    """Counts the lazy chunks that are not copied yet."""
     job = handle._snapshot.job
     return 0 if job is None else job.pending_chunks((1 << 64) - 1)
 
@@ -337,5 +338,5 @@ def small_tensors_are_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torn snapshot leaves everything as lazy as it was, so that a test can tear one after the other."""
+    """Keeps torn storages lazy, so that a test can tear one snapshot after another."""
     monkeypatch.setattr("lazyckpt.capture.torn.TornStorages.without", lambda self, owners, *_: owners)

@@ -1,4 +1,4 @@
-"""The ways in which a program may duplicate an object: every pickle protocol, cloudpickle and deepcopy."""
+"""The ways in which a program may duplicate an object: two pickle protocols, cloudpickle and deepcopy."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def _cloudpickled(obj: Any) -> Any:
     return pickle.loads(pytest.importorskip("cloudpickle").dumps(obj))
 
 
-_PICKLES = {f"protocol {protocol}": _pickled(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)}
+_PICKLES = {f"protocol {protocol}": _pickled(protocol) for protocol in (0, pickle.HIGHEST_PROTOCOL)}
 DUPLICATES = {**_PICKLES, "cloudpickle": _cloudpickled, "deepcopy": copy.deepcopy}

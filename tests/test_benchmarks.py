@@ -1,98 +1,174 @@
-"""The benchmarks of the trainers run, and their stopwatch misses nothing that a checkpoint makes training wait for."""
+"""The benchmarks run from the command to the report. What they measure in a test is not looked at."""
 
 from __future__ import annotations
 
-import time
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import lazyckpt
-from benchmarks import frameworks
-from benchmarks.frameworks import NONE, TRAINERS, Block
-from benchmarks.workload import Training
-from lazyckpt.capture.gate import gate
+from benchmarks import __main__ as command
+from benchmarks import ablation, frameworks, growth, latency, papers, tuning, verdict, witness, workload
+from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
+from benchmarks.gpu import restore, training
+from benchmarks.gpu.__main__ import run
+from benchmarks.gpu.part import Part as GpuPart
+from benchmarks.parts import PARTS, Part
+from benchmarks.pictures import Picture
+from benchmarks.report import Table
+from benchmarks.settings import Settings
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-SMALL = 10_000_000  # bytes of the smallest model
-CHECKPOINTS = 2
-STEPS = (CHECKPOINTS + 1) * frameworks.EVERY + 1
-WAIT_S = 0.2
-
-
-@pytest.fixture(scope="module")
-def training() -> Training:
-    return Training(SMALL)
+ROOT = Path(__file__).parent.parent
+KNOWN = "floor,lazyckpt,torch.save"
+NO_COMPUTE = {"compute_over_write": 0.0, "min_compute_s": 0.0}
 
 
-def run(training: Training, trainer: str, arm: str, folder: Path) -> Block:
-    pytest.importorskip(trainer)
-    block = Block(training, arm, folder / "run", STEPS)
-    block.run(TRAINERS[trainer].train)
-    assert not list(folder.iterdir())
-    return block
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every part take about a second."""
+    try:
+        Floor(2 * CHUNK_BYTES, copy_threads=0).close()
+    except FloorUnavailable as error:
+        pytest.skip(str(error))
+    case = latency.Case("small", ((10, 10_000),))
+    for module, name, value in (
+        (workload, "LAYERS", 1),
+        (workload, "VOCABULARY", 64),
+        (latency, "CASES", (case,)),
+        (latency, "GIGABYTE", case),
+        (latency, "LEAST_SAVES", 2),
+        (ablation, "SMALL", case),
+        (ablation, "ACCUMULATION", (1, 2)),
+        (papers, "MODEL_SHARES", (1.0,)),
+        (papers, "INTERVALS", (1, 2)),
+        (papers, "COPY_THREADS", (1,)),
+        (papers, "BUFFERED_BYTES", (4 << 20,)),
+        (growth, "TENSORS", (10, 100, 1)),
+        (growth, "CHUNK_MIB", (1, 4)),
+        (growth, "RING_SHARES", (0.25, 1.0)),
+        (growth, "IN_FLIGHT", (1, 2)),
+        (tuning, "CHUNK_MIB", (2, 8)),
+        (tuning, "IO_DEPTH", (8,)),
+        (tuning, "COPY_THREADS", (1,)),
+        (verdict, "SECONDS", 0.05),
+        (witness, "ROUNDS_PER_PAIR", 1),
+        (witness, "TENSORS", {}),
+        (command, "Settings", lambda **told: Settings(**{**told, "compute": NO_COMPUTE})),
+    ):
+        monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.parametrize(("trainer", "arm"), [(t, arm) for t, kind in TRAINERS.items() for arm in (NONE, *kind.arms)])
-def test_every_arm_saves_as_often(training: Training, trainer: str, arm: str, tmp_path: Path) -> None:
-    before = training.model.head.weight.detach().clone()
-    block = run(training, trainer, arm, tmp_path)
-    assert block.seconds > block.blocked_s > 0
-    assert block.watch.saves == (0 if arm == NONE else CHECKPOINTS)
-    assert not torch.equal(before, training.model.head.weight), "nothing was trained"
-    ours = arm == TRAINERS[trainer].arms[-1]
-    # The Trainer's loggers get the newest checkpoint that is durable, which on a slow disk is not each.
-    least = 1 if trainer == "transformers" else CHECKPOINTS + 1
-    assert (least if ours else 0) <= len(block.reported_s) <= (CHECKPOINTS + 1 if ours else 0)
+def benchmarks(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str | int | None:
+    """Runs ``python -m benchmarks`` and returns what it exits with."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    return ended.value.code
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("where", ["save", "gate"])
-def test_what_a_checkpoint_makes_training_wait_for_counts(
-    training: Training, trainer: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Some start processes of their own, which takes half a minute. Trainers have a test of their own.
+ALL = [name for name in PARTS if name != "frameworks"]
+QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("parts", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_every_part_is_in_the_report(
+    small: None, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the call that saves, and at the gate, which with Lightning stands inside ``optimizer.step``."""
-
-    def late(method: Any) -> Any:
-        def wait_and(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(WAIT_S)
-            return method(*args, **kwargs)
-
-        return wait_and
-
-    if where == "save":
-        monkeypatch.setattr(lazyckpt.Saver, "submit", late(lazyckpt.Saver.submit))
-    else:
-        monkeypatch.setattr(gate, "_wait", late(gate._wait))
-    block = run(training, trainer, TRAINERS[trainer].arms[-1], tmp_path)
-    assert WAIT_S <= block.blocked_s < block.seconds / CHECKPOINTS
+    pytest.importorskip("matplotlib")
+    sizes = ("--pairs", 1, "--steps", 2, "--train-gb", 0.001, "--disk-gb", 0.0024, "--largest-gb", 0.04)
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--full", "--only", ",".join(parts), "--arms", KNOWN, *sizes, *folders) == 0
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert [name for name in parts if f"\n# {name}\n" not in report] == []
+    assert [line for line in report.splitlines() if " is missing: " in line and "fio" not in line] == []
+    for picture in [*re.findall(r"\]\(([\w-]+\.svg)\)", report), "phases-timeline.png"]:
+        assert (tmp_path / "report" / picture).stat().st_size > 5_000
+    assert "](train-1.svg)" in report
 
 
-def test_a_trainer_that_is_not_installed_is_missing_and_the_others_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train_none(block: Block) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_trainers_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with lazyckpt and without checkpoints. One that is not installed is reported as missing."""
+    ours = {name: replace(kind, arms=kind.arms[-1:]) for name, kind in frameworks.TRAINERS.items()}
+
+    def train_none(block: object) -> None:
         raise ImportError("no module named trainer")
 
-    def train_instantly(block: Block) -> None:
-        block.step_begins(frameworks.EVERY, lambda: None)
-        with block.watch.saving():
-            (block.folder / "checkpoint").write_bytes(b"")
-
-    kinds = {
-        "absent": frameworks.TrainerKind(train_none, ("default",)),
-        "present": frameworks.TrainerKind(train_instantly, ("default", "ours")),
-    }
-    monkeypatch.setattr(frameworks, "TRAINERS", kinds)
-    told: list[str] = []
+    absent = frameworks.TrainerKind(train_none, ("default",))
+    monkeypatch.setattr(frameworks, "TRAINERS", {**ours, "absent": absent})
     table = frameworks.measure(
-        pairs=2, checkpoints=1, state_bytes=SMALL, directory=tmp_path, progress=told.append, compute_s=0
+        pairs=1, checkpoints=1, state_bytes=10_000_000, directory=tmp_path, progress=print, compute_s=0
     )
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert list(rows) == ["absent: none", "absent: default", "present: none", "present: default", "present: ours"]
-    assert set(rows["absent: default"]) == {"missing"}
+    missing = {row[0] for row in table.rows if "missing" in row}
+    assert missing == {"absent: none", "absent: default"} and len(table.rows) == 2 * 4
     assert any("no module named trainer" in note for note in table.notes)
-    assert rows["present: none"][0] == "1" and "missing" not in rows["present: ours"]
-    assert len(told) == 2 + 3 * 3  # what is missing is tried once, the others in the round that warms up, too
+
+
+def test_a_part_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[str] = []
+
+    def fail(settings: Settings, progress: object) -> Iterator[Table]:
+        raise OSError("no disk")
+
+    def measure(settings: Settings, progress: object) -> Iterator[Table]:
+        runs.append("two")
+        yield Table("How fast", ["arm", "GB/s"], [["ours", "1.5"]], picture=Picture("size", "GB/s"))
+
+    monkeypatch.setattr(command, "PARTS", {"one": Part("fails", fail, quick=True), "two": Part("runs", measure)})
+    options = ("--full", "--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, *options) == "not measured: one"
+    assert "one failed: OSError: no disk" in capfd.readouterr().err
+    assert "no disk" in (tmp_path / "report" / "stderr.log").read_text()
+    assert benchmarks(monkeypatch, *options, "--resume") == "not measured: one"
+    assert runs == ["two"], "--resume leaves out the parts that the report has"
+    assert benchmarks(monkeypatch, *options, "--only", "two") == 0 and runs == ["two", "two"]
+    assert benchmarks(monkeypatch, *options, "--only", "three") == 2
+    assert "unknown: three; choose from one, two" in capfd.readouterr().err
+
+
+# On a GPU, rehearsed on the host
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> GpuPart:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    return GpuPart("memory", torch.device("cpu"), 60.0, 4_000_000, directory, tmp_path / "memory.json")
+
+
+@pytest.mark.parametrize("measure", [training.measure_pairs, training.measure_large, restore.measure_restore])
+def test_a_part_for_the_gpu_runs(
+    measure: Callable[[GpuPart], None], part: GpuPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "ARMS", ("lazyckpt", "torch.save"))
+    monkeypatch.setattr(training, "ROUNDS", 1)
+    measure(part)
+    assert '"rows": [[' in part.output.read_text().replace("\n", "").replace("  ", "")
+
+
+def test_the_report_of_the_gpu_benchmark(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--minutes", "2", "--gb", "0.004", "--only", "peak"]
+    arguments += ["--output", str(tmp_path), "--dir", str(tmp_path), "--tmpfs", str(tmp_path)]
+    benchmark = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    subprocess.run(benchmark, cwd=ROOT, env=os.environ, check=True, capture_output=True, timeout=120)
+    report = (tmp_path / "report.md").read_text()
+    assert "none: a rehearsal on the host" in report and "| lazyckpt |" in report
+
+
+def test_a_part_for_the_gpu_that_hangs_or_fails_is_stopped(tmp_path: Path) -> None:
+    script = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    assert run([sys.executable, "-c", script], 1.5, tmp_path / "log") == "stopped after 2 s"
+    child = Path(f"/proc/{int((tmp_path / 'log').read_text())}")
+    assert not child.exists() or "Z (zombie)" in (child / "status").read_text()
+    failing = [sys.executable, "-c", "raise RuntimeError('no device')"]
+    assert run(failing, 30, tmp_path / "log") == "exit status 1: RuntimeError: no device"

@@ -1,7 +1,7 @@
-"""Ways to train, each of which changes what was saved an instant ago in a way of its own.
+"""Ways to train. Each changes the saved state right after the save in a way of its own.
 
-Every tensor of theirs holds one value all over, and another one after each round: whatever a checkpoint is mixed of,
-the values tell. Sizes are random multiples of 64 elements: vector and scalar code of an optimizer round differently.
+Every tensor holds one value all over, and another one after each round, so the values tell which rounds a checkpoint
+mixes. Sizes are random multiples of 64 elements, since vector and scalar code of an optimizer round differently.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class Place(Protocol):
     """Where tensors are."""
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """torch has just changed these."""
+        """Notes that torch has just changed these tensors."""
 
     def value(self, tensor: torch.Tensor) -> object:
-        """What a tensor holds all over."""
+        """The value that a tensor holds all over."""
 
     def settle(self) -> None:
-        """Returns when everything that torch was told to do is done."""
+        """Waits until everything that torch was told to do is done."""
 
 
 class Host:
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """torch's own kernels have written."""
+        """torch's kernels have written."""
 
     def value(self, tensor: torch.Tensor) -> object:
         return value_of(tensor)
 
     def settle(self) -> None:
-        """It is."""
+        """Host operations are done when they return."""
 
 
 class Device:
-    """A fake one: kernels write there, each a byte of its own, in the order of the training stream."""
+    """A fake device. Each kernel writes a byte of its own, in the order of the training stream."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -68,7 +68,7 @@ class Device:
 
 
 def value_of(tensor: torch.Tensor) -> object:
-    """The value that a tensor holds all over, or what it is mixed of."""
+    """The value that a tensor holds all over, or the values that it mixes."""
     flat = tensor.detach().flatten()
     if flat.numel() and bool((flat != flat[0]).any()):
         return f"mixed of {flat.unique().tolist()[:9]}"
@@ -76,7 +76,7 @@ def value_of(tensor: torch.Tensor) -> object:
 
 
 def values_in(state: Any, value: Callable[[torch.Tensor], object] = value_of) -> Any:
-    """A state with values in the place of tensors."""
+    """Replaces the tensors of a state by their values."""
     if isinstance(state, torch.Tensor):
         return value(state)
     if isinstance(state, dict):
@@ -93,7 +93,7 @@ def tensors_in(state: Any) -> Iterator[torch.Tensor]:
 
 
 class Training:
-    """With one optimizer, whose step follows at once."""
+    """A model with one optimizer, whose step follows the save at once."""
 
     def __init__(self, place: Place, chance: random.Random, optimizer: Callable[[Any], Optimizer]) -> None:
         self.place = place
@@ -106,13 +106,13 @@ class Training:
         self.prepare()
 
     def prepare(self) -> None:
-        """What else there is to train."""
+        """Adds what else there is to train."""
 
     def parameter(self, numel: int) -> torch.nn.Parameter:
         return torch.nn.Parameter(torch.full((numel,), 1.0 + self.chance.randrange(8)))
 
     def watched(self, optimizer: Optimizer) -> Optimizer:
-        """With the kernels of its steps."""
+        """Notes what each step of the optimizer writes."""
         optimizer.register_step_post_hook(lambda *_: self.place.wrote(self.owned(optimizer)))
         return optimizer
 
@@ -121,7 +121,7 @@ class Training:
         return [tensor for tensor in found if tensor.numel() > 1]  # Adam's ``step`` is on the host
 
     def backward(self, *optimizers: Optimizer) -> torch.Tensor:
-        """Other gradients in every round, so that what is averaged over them never rests."""
+        """Sets other gradients in every round, so that averages over them never rest."""
         for optimizer in optimizers or [self.optimizer]:
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -129,7 +129,7 @@ class Training:
         return torch.zeros((), requires_grad=True)
 
     def train(self) -> None:
-        """From one save to the next."""
+        """Trains from one save to the next."""
         self.round += 1
         self.go_on()
 
@@ -144,13 +144,13 @@ class Training:
         return values_in(self.state(), self.place.value)
 
     def sizes(self) -> tuple[int, int]:
-        """How many bytes of the state stand behind the gate, and how many do not."""
+        """Counts the bytes of the state that the gate protects, and the others."""
         owners = [o for o in self.tracked.values() if isinstance(o, Optimizer)]
         gated = {id(t): t.nbytes for o in owners for t in self.owned(o) if t.nbytes > LAZY_MIN_BYTES} | self.guarded()
         return sum(gated.values()), sum(t.nbytes for t in tensors_in(self.state())) - sum(gated.values())
 
     def guarded(self) -> dict[int, int]:
-        """Tensors of others than optimizers that stand behind the gate, too, by identity, and their bytes."""
+        """The bytes of guarded tensors that no optimizer owns, by identity."""
         return {}
 
 
@@ -185,7 +185,7 @@ class Average(torch.optim.swa_utils.AveragedModel):
 
 
 class Averaged(Training):
-    """With a moving average; its update stands behind the gate too."""
+    """A training with a moving average, whose update waits at the gate too."""
 
     def prepare(self) -> None:
         self.average = Average(self.model, self.place)
@@ -203,7 +203,7 @@ class Averaged(Training):
 
 
 class Normed(Training):
-    """With statistics that change in the next forward, before any step, and move no version."""
+    """A training with statistics that change in forward, before any step, and move no version."""
 
     def prepare(self) -> None:
         self.norm = torch.nn.BatchNorm1d(64 * self.chance.randint(30, 100), affine=False)
@@ -218,7 +218,7 @@ class Normed(Training):
 
 
 class Accumulating(Training):
-    """A gradient is saved, too, and grows in the next backward."""
+    """A training that also saves a gradient, which grows in the next backward."""
 
     def prepare(self) -> None:
         self.gradient = torch.zeros_like(self.model[0])
@@ -238,7 +238,7 @@ class Accumulating(Training):
 
 
 class Loading(Training):
-    """A state is loaded right after the save, in place and not."""
+    """A training that loads a state right after the save, in place and not."""
 
     def prepare(self) -> None:
         self.model.register_load_state_dict_post_hook(lambda *_: self.place.wrote(self.model.parameters()))
@@ -267,7 +267,7 @@ class Loading(Training):
 
 
 class Regrouped(Training):
-    """Between a save and the step, parameters and their state change hands, and so do learning rates."""
+    """A training whose optimizers exchange parameters, state and learning rates between a save and the step."""
 
     def prepare(self) -> None:
         self.head = torch.nn.ParameterList([self.parameter(64 * 100)])

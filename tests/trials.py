@@ -1,4 +1,4 @@
-"""The safety trials: how many are run, from which seed, and a line for what they found.
+"""Counts the safety trials of a test, seeds them, and reports them.
 
 ``make test`` runs a few of each; ``make torture`` (LAZYCKPT_TORTURE=1) runs all. LAZYCKPT_SEED repeats a run. Each test
 adds a line to ``build/trials.jsonl``; ``python tests/trials.py`` prints them as the table of docs/durability.md.
@@ -25,7 +25,7 @@ LOG = Path(__file__).parent.parent / "build" / "trials.jsonl"
 
 
 class Trials:
-    """Those of one test: the fixture ``trials``."""
+    """The trials of one test; the fixture ``trials``."""
 
     def __init__(self, test: str) -> None:
         self.test = test
@@ -37,14 +37,16 @@ class Trials:
         return all_of_them if TORTURE else few
 
     def examples(self, few: int, all_of_them: int) -> Callable[[Any], Any]:
-        """Decorates a hypothesis test inside of a test: so many examples, from this seed."""
+        """Decorates a hypothesis test inside a test: sets its number of examples and its seed."""
         found = settings(max_examples=self.count(few, all_of_them), deadline=None, database=None)
         quiet = settings(found, suppress_health_check=[HealthCheck.too_slow])
         return lambda test: seed(self.seed)(quiet(test))
 
     def report(self, figure: str, trials: int, folder: Path, **counts: object) -> None:
-        """``figure``: the row of the table; ``folder``: where the trials wrote; ``counts``: what else is to be told,
-        kills per phase for instance. Call it once nothing was violated."""
+        """Logs the trials, after they found no violation.
+
+        ``figure`` names the row of the table, ``folder`` is where the trials wrote, and ``counts`` holds more columns,
+        such as kills per phase."""
         assert trials > 0, "nothing was tried"
         line = {
             "figure": figure,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lazyckpt.errors import LoadError, UnsupportedFormatError
 from lazyckpt.formats import safetensors, sniff
-from lazyckpt.formats.base import Record
+from lazyckpt.formats.reader import Record
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.reading.skeleton import read_skeleton
 from lazyckpt.reading.tree import Tree

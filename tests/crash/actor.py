@@ -1,15 +1,15 @@
-"""A process that saves, to be killed, cut off, or recorded: ``python actor.py``, forked for each line of its input.
+"""A process that saves, for a trial to kill, cut off, or record: ``python actor.py`` forks a child for each line.
 
-A line is a :class:`Task` as JSON. The answer is two lines, the child's process id, and, when it has ended, its exit
-code. Importing torch takes longer than most trials, so it is imported once; the parent never computes anything.
+A line is a :class:`Task` as JSON. The parent answers with the child's process id and, when the child has ended, its
+exit code. It imports torch once, since that takes longer than most trials, and computes nothing itself.
 
-``log`` is the oracle. What is saved and acknowledged goes there, each line written at once, so that it survives:
+``log`` is the oracle. The child writes each line at once, so that it survives:
 
     saving NAME VALUE     and later   durable NAME VALUE
     letting NAME          from here on retention may remove it
-    armed                 what comes now is what the trial is about
+    armed                 the trial begins
 
-With ``record`` every operation on the file system is noted there, too, those of the engine by its fault backend:
+With ``record`` the log holds every operation on the file system, too; the engine's fault backend writes its own:
 
     begin NUMBER OPERATION PATH …     and later   end NUMBER OPERATION PATH …
 """
@@ -47,7 +47,7 @@ KNOBS: dict[str, Any] = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10,
 
 
 def state(value: int, words: int = WORDS) -> dict[str, torch.Tensor]:
-    """Wherever a piece of another state stands in it, :func:`value_of` sees that."""
+    """A state in which :func:`value_of` notices any piece of another one."""
     return {name: torch.arange(words) * 1000 + value for name in "abc"}
 
 
@@ -81,7 +81,7 @@ def role(path: str) -> str:
 
 
 class Calls:
-    """Python's calls that change the file system under a folder, counted, recorded, left out, or the last."""
+    """Counts, records, drops or ends at the calls of Python that change the file system under a folder."""
 
     FUNCTIONS = ("mkdir", "rmdir", "unlink", "rename", "replace", "link", "fsync", "open")
 
@@ -182,7 +182,7 @@ class Actor:
 
     @contextmanager
     def saving(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Gives what is to be called once it is durable, maybe with a future."""
+        """Returns a callback for when the save is durable."""
         value = self.value
         self.note("saving", name, value)
 
@@ -238,7 +238,7 @@ def retention(actor: Actor) -> None:
 
 
 def reopened(actor: Actor) -> None:
-    """A process dies when it has exchanged a checkpoint for another and not synced that yet; the next one sweeps."""
+    """A process dies after an exchange that it has not synced; the next process sweeps."""
 
     def die(staging: commit.Staging) -> None:
         staging._exchange()
@@ -330,7 +330,7 @@ def filled(actor: Actor) -> None:
 
 
 def endless(actor: Actor) -> None:
-    """A run that goes on from where it was cut off."""
+    """Continues a run that was cut off."""
     chance = random.Random(actor.task.seed)
     with actor.checkpointer(keep_last=2) as checkpointer:
         actor.tree.update(state(0, actor.task.words))
@@ -349,7 +349,7 @@ def endless(actor: Actor) -> None:
 
 
 def one_and_wait(actor: Actor) -> None:
-    """What is not on the disk soon after it was acknowledged may be there a little later all the same."""
+    """Waits, since a checkpoint that was acknowledged too early may still reach the disk a little later."""
     with actor.checkpointer() as checkpointer:
         actor.arm()
         actor.save(checkpointer, 1)
@@ -379,7 +379,7 @@ SCENARIOS = {
 
 
 def in_place(actor: Actor) -> None:
-    """Written into the folder that has the final name."""
+    """Writes into the folder that has the final name."""
     folders.temporary_name = lambda target: target
 
     def publish(self: commit.Staging) -> None:
@@ -391,7 +391,7 @@ def in_place(actor: Actor) -> None:
 
 
 def rename_first(actor: Actor) -> None:
-    """The manifest is written when the folder has its name."""
+    """Writes the manifest after the folder has its name."""
     describe = commit.Staging.describe
     publish = commit.Staging.publish
 
@@ -407,7 +407,7 @@ def rename_first(actor: Actor) -> None:
 
 
 def acknowledge_early(actor: Actor) -> None:
-    """The handle resolves before anything is published."""
+    """Resolves the handle before publishing."""
     publish = commit.Staging.publish
 
     def after(self: commit.Staging) -> None:
@@ -419,7 +419,7 @@ def acknowledge_early(actor: Actor) -> None:
 
 
 def sync_early(actor: Actor) -> None:
-    """The manifest is synced before its bytes are handed to the kernel."""
+    """Syncs the manifest before handing its bytes to the kernel."""
     write = commit.json.dump
 
     def dump(manifest: Any, file: Any, **options: Any) -> None:
@@ -432,7 +432,7 @@ def sync_early(actor: Actor) -> None:
 
 
 def retain_early(actor: Actor) -> None:
-    """What is no longer kept goes before the new checkpoint has its name."""
+    """Removes old checkpoints before the new one has its name."""
     publish = commit.Staging.publish
 
     def late(self: commit.Staging) -> Path | None:
@@ -464,7 +464,7 @@ class Server:
         return int(self.process.stdout.readline())
 
     def wait(self) -> int:
-        """The exit code of the child."""
+        """Runs a task and returns the exit code of its child."""
         assert self.process.stdout is not None
         return int(self.process.stdout.readline())
 

@@ -1,8 +1,8 @@
-"""Every state in which a power cut may leave the disk, made from the record of a save (images.py), and read.
+"""Builds and reads every state in which a power cut may leave the disk, from the record of a save (images.py).
 
-For each line of the record as the last one before the cut: all subsets of what was not yet synced, for a state so
-small that these are few; for one of many blocks a seeded sample where they are too many, and how many of how many is
-reported. What was acknowledged up to that line must be there, and whatever has a final name must be whole.
+The cut comes after each line of the record. For a small state the test builds an image for every subset of the changes
+not yet synced; for one of many blocks it draws a seeded sample. What was acknowledged before the cut must be there, and
+everything with a final name must be whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCENARIOS = ("first", "second", "again", "retention", "reopened", "lone", "lone_
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder without a disk: an image is read once."""
+    """A folder on tmpfs, since each image is read once."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         pytest.skip("no /dev/shm")
@@ -45,7 +45,7 @@ def record(server: Server, folder: Path, scenario: str, **options: object) -> tu
 
 
 class Images:
-    """Those of one record, each read once: many subsets of the changes make the same image."""
+    """The images of one record. Each is read once, since many subsets of changes make the same image."""
 
     def __init__(self, record: Record, folder: Path) -> None:
         self.record, self.folder = record, folder
@@ -103,7 +103,7 @@ class Images:
 
 
 def check_all(server: Server, folder: Path, memory: Path, trials: Trials, figure: str, words: int, most: int) -> None:
-    """All images at each cut of a small save, up to ``most`` of a large one."""
+    """Reads all images at each cut of every scenario, or up to ``most``."""
     counts: Counter[str] = Counter()
     for scenario in SCENARIOS:
         _, recorded = record(server, folder / scenario, scenario, words=words)
@@ -155,8 +155,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_images_find_mutants(server: Server, tmp_path: Path, memory: Path, trials: Trials, mutant: str) -> None:
-    """With a sync left out or a step in the wrong place, the images of that save do violate a promise: nine times out
-    of ten even with the few images at each cut that `make test` tries."""
+    """A protocol without a sync, or with a misplaced step, fails nine times out of ten, even with few images."""
     scenario, options = MUTANTS[mutant]
     _, recorded = record(server, tmp_path, scenario, **options)
     times = trials.count(1, 20)

@@ -1,9 +1,8 @@
-"""Bit flips and truncations of whole checkpoints: what is read is what was saved, or an error says that it is not.
+"""Flips bits of checkpoints and truncates them. A reader must return what was saved, or raise an error.
 
-A flip is found by :func:`lazyckpt.load` (the error), or by ``lazyckpt verify``, or it is in padding: in bytes that no
-reader looks at, which this test knows from the records. In the headers and the directory of a lone archive, which no
-checksum covers, some of what is said does not matter for the value: that is reported apart. The value is compared bit
-by bit, as is all that is loaded in spite of damage.
+:func:`lazyckpt.load` or ``lazyckpt verify`` finds a flip, unless it hits padding, which no reader looks at. No checksum
+covers the headers and the directory of a lone archive, and some of their fields do not matter for the value: the test
+reports these apart. It compares everything that loads in spite of damage bit by bit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def same(a: object, b: object) -> bool:
 
 
 def regions(file: Path) -> list[tuple[str, int, int]]:
-    """What each range of bytes is."""
+    """Names each range of bytes."""
     size = file.stat().st_size
     if file.name == "manifest.json":
         return [("manifest", 0, size)]
@@ -64,7 +63,7 @@ def regions(file: Path) -> list[tuple[str, int, int]]:
 
 
 def damaged(content: bytes, file: Path, chance: random.Random) -> tuple[str, bytes]:
-    """What was done, and the result: mostly one bit, in a region, each as often as the others."""
+    """Damages a file, mostly by one bit, and says where. Each region is hit as often as the others."""
     known = regions(file)
     if chance.random() < 0.2:
         edges = [edge for _, first, end in known for edge in (first, end) if edge < len(content)]

@@ -1,8 +1,8 @@
-"""SIGKILL between every two steps of the protocol: what was acknowledged is there, and nothing half has a final name.
+"""Kills a save between every two steps of the protocol. Acknowledged checkpoints survive, and final names are whole.
 
-A first run of each scenario is recorded. Each operation on the file system that it does, in the order of the protocol
-(docs/durability.md), is a failpoint: another process is killed when it is about to do it. SIGKILL leaves the page cache
-alone: this tests atomicity; test_power_cuts.py and test_crash_images.py are about what is on the disk.
+The test records a first run of each scenario. Each of its operations on the file system is a failpoint: the test kills
+another process right before that operation. SIGKILL keeps the page cache, so this tests atomicity; test_power_cuts.py
+and test_crash_images.py test durability.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Failpoint:
 
 
 def phase_of(operation: str, name: str) -> str:
-    """The step of the protocol that it belongs to."""
+    """The step of the protocol to which an operation belongs."""
     if folders.TRASH in name or operation in ("unlink", "rmdir"):
         return "clean"
     if operation in ("mkdir", "create", "allocate") and name != manifest.MANIFEST:
@@ -47,7 +47,7 @@ def phase_of(operation: str, name: str) -> str:
 
 
 def failpoints(server: Server, folder: Path, scenario: str) -> list[Failpoint]:
-    """One for each operation after the process is armed."""
+    """The failpoints of a scenario: one for each operation after the process is armed."""
     task = Task(str(folder / "root"), str(folder / "log"), scenario, record=True)
     (folder / "root").mkdir(parents=True)
     assert server.run(task) == 0
@@ -75,7 +75,7 @@ def failpoints(server: Server, folder: Path, scenario: str) -> list[Failpoint]:
 
 
 def kill(server: Server, folder: Path, scenario: str, point: Failpoint, mutant: str = "", **options: object) -> bool:
-    """Whether something was being saved or removed when it died. Raises Violation."""
+    """Kills a save at a failpoint and checks what is left. Returns whether something was staged. Raises Violation."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "root").mkdir(parents=True)
     task = Task(str(folder / "root"), str(folder / "log"), scenario, mutant=mutant, **options)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_sigkill_at_each_failpoint(server: Server, tmp_path: Path, trials: Trial
 def test_kills_find_mutants(
     server: Server, tmp_path: Path, trials: Trials, mutant: str, scenario: str, after: str
 ) -> None:
-    """The trials of the steps where a protocol with a step in the wrong place is not safe do fail."""
+    """A protocol with a step in the wrong place fails at the failpoints of that step."""
     points = [p for p in failpoints(server, tmp_path / "recorded", scenario) if p.name.startswith(after)]
     if mutant == "rename_first":  # of the operations counted, the rename comes before the manifest now
         points = [Failpoint("fsync", "describe", kill_at) for kill_at in (4, 5)]

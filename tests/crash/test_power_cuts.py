@@ -1,9 +1,8 @@
-"""The power goes off while a run saves: what was acknowledged is there afterwards, and what has a final name is whole.
+"""Cuts the power while a run saves. Acknowledged checkpoints must survive, and every final name must be whole.
 
-A cut counts only if something had a temporary name right before it: a save or a removal was under way.
-ext4 on a loop device is told to stop at once (EXT4_IOC_SHUTDOWN), with its journal written out or not, and mounted
-again: what was neither synced nor in the journal is lost. That tells what ext4 does; what other file systems may do is
-the subject of test_crash_images.py. It takes root.
+A cut counts only if something had a temporary name right before it: a save or a removal was under way. The test tells
+ext4 on a loop device to stop at once (EXT4_IOC_SHUTDOWN), with its journal written out or not, and mounts it again.
+This tests ext4; test_crash_images.py covers what other file systems may do. It needs root.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def wait_for(log: Path, word: str, times: int = 1) -> None:
 
 
 def phase_of(path: Path) -> str:
-    """How far a live run has come with what has a temporary name."""
+    """The phase of a live run, as its temporary names show."""
     if path.name.startswith(folders.TRASH):
         return "clean"
     try:
@@ -173,7 +172,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_power_cuts_find_mutants(server: Server, disk: Disk, tmp_path: Path, trials: Trials, mutant: str) -> None:
-    """With a sync left out, the power that goes off right after the acknowledgement takes something with it."""
+    """Without one of the syncs, a power cut right after the acknowledgement loses something."""
     flags, options = MUTANTS[mutant]
     times = trials.count(1, 20)
     caught = 0

@@ -1,7 +1,7 @@
 """A small real training that test_sigkill.py kills: ``python trainer.py RUN LOG``, forked many times.
 
-Importing torch takes longer than a whole trial, so this process imports it once and forks a trainer for each line
-on its standard input, answering with its process id; it never computes anything itself. End of input ends it.
+Importing torch takes longer than a whole trial. So this process imports it once, forks a trainer for each line on its
+standard input, and answers with the process id. It computes nothing itself, and ends with its input.
 
 A trainer resumes from RUN and saves at every step until it is killed. LOG is the oracle: before each save a line
 "saving STEP DIGEST", after each result "durable STEP", both written at once, so that they survive the kill.
@@ -38,7 +38,7 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
 
 
 def digest(state: dict[str, Any]) -> str:
-    """Of all that a step changes: ``model`` and ``optimizer``, as a checkpoint holds them."""
+    """The digest of everything that a step changes: ``model`` and ``optimizer``, as a checkpoint holds them."""
     hashed = hashlib.blake2b(digest_size=8)
     for tensor in tensors_in([state["model"], state["optimizer"]]):
         hashed.update(tensor.detach().contiguous().numpy())

@@ -65,7 +65,7 @@ GROUP = "lightning.pytorch.callbacks_factory"
 ROOT = Path(__file__).parents[2]
 # Holds a third of the state. A smaller chunk would hold no whole page, and nothing in it would be copied lazily.
 SMALL_RING = {"host_buffer_bytes": 4 * 8192, "chunk_bytes": 8192, "copy_threads": 1}
-SLOW_S = 0.1
+SLOW_S = 0.04
 WIDTH = 64
 
 
@@ -395,7 +395,7 @@ def test_files_are_what_torch_save_wrote_and_training_resumes_bit_for_bit(
     assert run(lazy_io(), ckpt_path=tmp_path / "run" / files[0]) == run(None, ckpt_path=tmp_path / "plain" / files[0])
 
 
-@pytest.mark.parametrize("make", [Net, Manual, Gan])
+@pytest.mark.parametrize("make", [Net, Gan])
 def test_a_stopped_run_resumes_bit_for_bit(
     make: Callable[[], Net], tmp_path: Path, slow_disk: None, graph: Any
 ) -> None:
@@ -708,7 +708,7 @@ def test_after_kill_9_last_is_there_and_training_goes_on_from_it(
 ) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     log.touch()
-    wanted = trials.count(6, 200)
+    wanted = trials.count(3, 200)
     script = Path(__file__).with_name("killed_lightning.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(lazyckpt.__file__).parents[1]), *sys.path])}
     with subprocess.Popen(
@@ -808,14 +808,13 @@ class SwapAtValidation(Callback):
             p.data.copy_(kept)
 
 
-class SwapAtEpochStart(Callback):
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for p in pl_module.parameters():
-            p.data.mul_(-1.0)
+class SwapAt(Callback):
+    """Changes the sign of every weight in one hook."""
 
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.swap)
 
-class SwapAtEpochEnd(Callback):
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for p in pl_module.parameters():
             p.data.mul_(-1.0)
 
@@ -825,12 +824,6 @@ class SwapsItself(Net):
 
     def on_train_epoch_start(self) -> None:
         for p in self.parameters():
-            p.data.mul_(-1.0)
-
-
-class SwapAtTrainEnd(Callback):
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for p in pl_module.parameters():
             p.data.mul_(-1.0)
 
 
@@ -853,10 +846,22 @@ SWAPS: dict[str, tuple[list[Callable[[], Callback]], dict[str, Any], dict[str, A
     "validation": ([SwapAtValidation], {"every_n_train_steps": 2}, {"val_check_interval": 2}),
     "in validation": ([SaveInValidation], {"every_n_epochs": 1}, {}),
     "WeightAveraging": ([lambda: EMAWeightAveraging(decay=0.5)], {"every_n_train_steps": 2}, {"val_check_interval": 2}),
-    "epoch start": ([SwapAtEpochStart], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"max_epochs": 3}),
-    "epoch end": ([SwapAtEpochEnd], {"every_n_train_steps": 2}, {"max_epochs": 2, "limit_val_batches": 0}),
+    "epoch start": (
+        [lambda: SwapAt("on_train_epoch_start")],
+        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        {"max_epochs": 3},
+    ),
+    "epoch end": (
+        [lambda: SwapAt("on_train_epoch_end")],
+        {"every_n_train_steps": 2},
+        {"max_epochs": 2, "limit_val_batches": 0},
+    ),
     "module": ([], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"max_epochs": 3}),
-    "train end": ([SwapAtTrainEnd], {"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"limit_val_batches": 0}),
+    "train end": (
+        [lambda: SwapAt("on_train_end")],
+        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        {"limit_val_batches": 0},
+    ),
     "SWA": (
         [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)],
         {"every_n_epochs": 1, "save_on_train_epoch_end": True},
@@ -1431,6 +1436,7 @@ def test_copies_of_what_attends_to_a_trainer_attend_to_another(
     assert resumed.global_step == 7
 
 
+@pytest.mark.slow
 def test_a_spawned_process_trains_with_the_plugin(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

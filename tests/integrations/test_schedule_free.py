@@ -26,6 +26,7 @@ schedulefree = pytest.importorskip("schedulefree")
 import lazyckpt  # noqa: E402
 from lazyckpt.pipeline import background  # noqa: E402
 from lazyckpt.pipeline.launch import Launcher  # noqa: E402
+from trainer_folders import contents  # noqa: E402
 
 Graph = Callable[[Any], Any]
 Knobs = dict[str, Any] | None  # of lazyckpt; None: the trainer without it
@@ -241,21 +242,6 @@ TRAINERS: dict[str, Train] = {
 
 
 # What is compared
-
-
-def contents(folder: Path, graph: Graph) -> dict[str, Any]:
-    """By name: what torch or safetensors finds in each file, and None for others."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    found: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.suffix == ".safetensors":
-            found[name] = graph(sorted(safetensors.load_file(path).items()))
-        elif path.suffix in (".pt", ".pth", ".bin", ".pkl", ".ckpt") and path.name != "training_args.bin":
-            found[name] = graph(torch.load(path, weights_only=False))
-        elif path.is_file():
-            found[name] = None
-    return found
 
 
 @pytest.fixture

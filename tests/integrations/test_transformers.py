@@ -43,6 +43,7 @@ from lazyckpt.integrations.transformers import (  # noqa: E402
 )
 from lazyckpt.pipeline import background  # noqa: E402
 from lazyckpt.storage import commit  # noqa: E402
+from trainer_folders import contents  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 # Half of the state of bert(): the rest stays uncopied while the disk is held back.
@@ -171,35 +172,6 @@ def checkpoints(folder: Path | str) -> list[str]:
 
 
 # What is compared
-
-
-def contents(folder: Path, graph: Graph) -> dict[str, Any]:
-    """Every file, as its loader gives it."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.suffix == ".safetensors":
-            with safetensors.safe_open(path, "pt") as file:
-                tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
-                # Ours are the checksums, which the format has no place for.
-                metadata = {k: v for k, v in file.metadata().items() if not k.startswith("lazyckpt.")}
-                found[name] = metadata, graph(tensors)
-        elif path.name == "trainer_state.json":
-            state = json.loads(path.read_text())
-            state["log_history"] = [without_times(entry) for entry in state["log_history"]]
-            found[name] = state
-        elif path.name == "training_args.bin":
-            found[name] = torch.load(path, weights_only=False).max_steps
-        elif path.suffix in (".pt", ".pth"):
-            found[name] = graph(torch.load(path, weights_only=path.suffix == ".pt"))
-        elif path.is_file() and path.suffix != ".md":
-            found[name] = path.read_bytes()
-    return found
-
-
-def without_times(entry: dict[str, Any]) -> dict[str, Any]:
-    timing = ("runtime", "per_second")
-    return {k: v for k, v in entry.items() if not k.endswith(timing)}
 
 
 def final_state(trainer: Trainer, graph: Graph) -> Any:
@@ -400,12 +372,27 @@ def train_and_die(folder: str) -> None:
     trainer_of(folder, lazy()).train()
 
 
-def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Graph) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def processes_find_the_modules_of_the_tests() -> Iterator[None]:
+    """This file is also a script, which some tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a killed run. Copy it: several tests go on from it."""
+    folder = tmp_path_factory.mktemp("killed")
+    died = subprocess.run([sys.executable, __file__, "die", str(folder)], capture_output=True, timeout=120, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    return folder
+
+
+def test_a_killed_run_resumes_bit_for_bit(killed_run: Path, tmp_path: Path, graph: Graph) -> None:
     whole = trainer_of(tmp_path / "whole", lazy())
     whole.train()
-    killed = tmp_path / "killed"
-    died = subprocess.run([sys.executable, __file__, "die", str(killed)], capture_output=True, timeout=120, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    killed = Path(shutil.copytree(killed_run, tmp_path / "killed"))
     (leftover,) = (killed / STAGING).glob(".tmp-checkpoint-6-*")
     assert (leftover / "model.safetensors").exists() and (leftover / "trainer_state.json").exists()
     assert checkpoints(killed) == [STAGING, "checkpoint-2", "checkpoint-4"]
@@ -428,11 +415,9 @@ class AtFirstStep(TrainerCallback):  # type: ignore[misc]
             self.names = checkpoints(args.output_dir)
 
 
-def test_a_run_that_never_saves_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_a_run_that_never_saves_removes_what_a_killed_one_left(killed_run: Path, tmp_path: Path) -> None:
     """Regression: the staged checkpoint of a killed run stayed until the next run saved, or for good."""
-    killed = tmp_path / "killed"
-    died = subprocess.run([sys.executable, __file__, "die", str(killed)], capture_output=True, timeout=120, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    killed = Path(shutil.copytree(killed_run, tmp_path / "killed"))
     assert STAGING in checkpoints(killed)
     first = AtFirstStep()
     trainer_of(killed, lazy(), first, max_steps=1, save_strategy="no").train()
@@ -652,8 +637,16 @@ class Scripted(Trainer):  # type: ignore[misc]
         return {**metrics, "eval_score": self.SCORES[self.state.global_step]}
 
 
-@pytest.mark.parametrize("strategy", ["steps", "best"])
-@pytest.mark.parametrize("limit", [None, 1, 2])
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "score",
+    "greater_is_better": False,
+}
+
+
+@pytest.mark.parametrize(("strategy", "limit"), [("steps", None), ("steps", 1), ("best", 2)])
 def test_the_best_model_is_kept_and_loaded(
     strategy: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, graph: Graph
 ) -> None:
@@ -662,16 +655,7 @@ def test_the_best_model_is_kept_and_loaded(
     def run(name: str, *callbacks: TrainerCallback) -> Trainer:
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        options = arguments(
-            "out",
-            save_strategy=strategy,
-            eval_strategy="steps",
-            eval_steps=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="score",
-            greater_is_better=False,
-            save_total_limit=limit,
-        )
+        options = arguments("out", save_strategy=strategy, save_total_limit=limit, **BEST)
         trainer = Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=list(callbacks))
         trainer.train()
         return trainer
@@ -714,15 +698,7 @@ def test_whenever_the_process_ends_the_last_checkpoint_and_the_best_that_it_name
 
     monkeypatch.setattr(os, "rename", looking(rename))
     monkeypatch.setattr(shutil, "rmtree", removed)
-    options = arguments(
-        tmp_path,
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="score",
-        greater_is_better=False,
-        save_total_limit=limit,
-    )
+    options = arguments(tmp_path, save_total_limit=limit, **BEST)
     Scripted(bert(), options, train_dataset=data(), eval_dataset=data()[:4], callbacks=[lazy(on_error="raise")]).train()
     assert len(set(looked)) >= 4 and in_place == []
 
@@ -732,7 +708,7 @@ def test_who_goes_back_to_a_checkpoint_during_training_finds_it(
     best: bool, tmp_path: Path, disk: Disk, graph: Graph
 ) -> None:
     """As callbacks do when the loss has jumped."""
-    disk.publish_s = 0.5
+    disk.publish_s = 0.2
     states = []
 
     class GoBack(TrainerCallback):  # type: ignore[misc]

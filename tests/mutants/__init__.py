@@ -1,8 +1,7 @@
-"""A copy of the package and of its tests, in which a safety can be taken out."""
+"""A copy of the package and of its tests, in which one safety at a time is taken out."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -15,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from lazyckpt import _engine
+import pybind11
 
-ROOT = Path(__file__).parent.parent.parent
+from lazyckpt import _engine
+from mutants.anchors import ROOT, Native, Python
+
 _LIBRARIES = ("-luring", "-ldeflate", "-lz", "-lpthread", "-ldl")
 # An editable installation is found before sys.path, also by the processes that tests start.
 _SITECUSTOMIZE = """
@@ -25,9 +26,8 @@ import sys
 sys.meta_path = [f for f in sys.meta_path if "ditable" not in type(f).__name__ + type(f).__module__]
 """
 
-
-# Imports what takes long once, and forks for each run of pytest. One line a run: its number, arguments, where the
-# output goes; in answer, its number and exit code.
+# Imports the slow packages once, then forks a child for each run of pytest. It reads a line for each run (number,
+# arguments, output file, seconds) and answers with the number and the exit code.
 _NURSERY = """
 import json, os, signal, sys, time
 import hypothesis, numpy, pytest, torch
@@ -52,18 +52,19 @@ for line in sys.stdin:
 
 
 class Mutant(NamedTuple):
-    """What goes wrong, the file, the text that stands there once, what stands there instead, and the tests that are
-    meant to notice, as pytest is told of them in tests/."""
+    """One safety taken out: what goes wrong then, where and how it is taken out, and the tests that must notice."""
 
+    promise: Promise
     what: str
-    file: str
-    old: str
-    new: str
-    tests: str
+    edit: Python | Native
+    tests: str  # as pytest takes them, seen from tests/
 
-    @property
-    def is_native(self) -> bool:
-        return self.file.startswith("csrc/")
+
+class Promise(NamedTuple):
+    """A sentence that users rely on, and the document that says it."""
+
+    text: str
+    document: str
 
 
 class Outcome(NamedTuple):
@@ -72,7 +73,7 @@ class Outcome(NamedTuple):
 
 
 class Copy:
-    """The package and its tests in a folder, until it is closed. Mutants of C++ are built on what was built before."""
+    """The package and its tests in a folder, until it is closed. C++ objects are built once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -106,23 +107,23 @@ class Copy:
         self._nursery.communicate()
 
     def run(self, tests: str, mutant: Mutant | None = None) -> Outcome:
-        """Which test fails, if one does."""
+        """Runs the tests, with the mutant if there is one, and says which of them failed."""
         begin = time.monotonic()
         if mutant is None:
             return Outcome(self._failing(tests), time.monotonic() - begin)
-        path = self._folder / mutant.file
+        file, changed = mutant.edit.apply()
+        path = self._folder / ("lazyckpt" / file if file.parts[0] == "integrations" else file)
         text = path.read_text()
-        assert text.count(mutant.old) == 1, f"{mutant.file} has changed: {mutant.old}"
-        if mutant.is_native:
+        if mutant.edit.is_native:
             self._build()
-        path.write_text(text.replace(mutant.old, mutant.new))
+        path.write_text(changed)
         try:
-            if mutant.is_native:
+            if mutant.edit.is_native:
                 self._link(path)
             return Outcome(self._failing(tests), time.monotonic() - begin)
         finally:
             path.write_text(text)
-            if mutant.is_native:
+            if mutant.edit.is_native:
                 self._install()
 
     def _failing(self, tests: str) -> str | None:
@@ -134,7 +135,7 @@ class Copy:
         assert self._nursery.stdin is not None and self._nursery.stdout is not None
         print(json.dumps(told), file=self._nursery.stdin, flush=True)
         number = code = 0
-        while number != self._runs:  # before it: the answers to those who no longer waited
+        while number != self._runs:  # skip answers to runs that nobody waited for
             number, code = map(int, self._nursery.stdout.readline().split())
         text = output.read_text(errors="replace")
         if code == 0:
@@ -150,22 +151,21 @@ class Copy:
     # The engine
 
     def _install(self) -> None:
-        """The one that this process runs."""
-        self._engine.unlink(missing_ok=True)  # it may be mapped by somebody
+        """Puts the engine of this process into the copy."""
+        self._engine.unlink(missing_ok=True)  # a process may have it mapped
         shutil.copy(_engine.__file__, self._engine)
 
     def _build(self) -> None:
-        """What a changed source is linked with."""
+        """Compiles every source once: a changed one is linked with the objects of the others."""
         if not self._built:
             (self._folder / "objects").mkdir(exist_ok=True)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(self._compile, (self._folder / "csrc").glob("*.cc")))
+                list(pool.map(self._compile, (self._folder / "csrc").rglob("*.cc")))
             self._built = True
 
     def _compile(self, source: Path, target: Path | None = None) -> None:
-        assert source.suffix == ".cc", "a change in a header would need all to be compiled"
         flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", f"-I{self._folder / 'csrc'}"]
-        flags += [f"-I{importlib.import_module('pybind11').get_include()}", f"-I{sysconfig.get_path('include')}"]
+        flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         flags += [f"-DLAZYCKPT_{name}" for name in ("FAULTS", "HAVE_LIBURING", "HAVE_LIBDEFLATE")]
         target = target or self._folder / "objects" / f"{source.stem}.o"
         subprocess.run(["c++", *flags, "-c", source, "-o", target], check=True)

@@ -1,5 +1,4 @@
-"""Which test noticed each mutant, as a table behind all of them, whichever process ran them; and that none was left
-out."""
+"""Prints which test noticed each mutant, and fails the run if a mutant has no answer."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A mutant without an answer, for whatever reason, fails the run: a skip would not."""
+    """Fails the run if a mutant was skipped: a skip alone would pass."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or session.config.option.collectonly:  # a process of pytest-xdist's tells the first one
+    if reporter is None or session.config.option.collectonly:  # the first process of pytest-xdist reports
         return
     reports = reporter.getreports("passed") + reporter.getreports("failed") + reporter.getreports("error")
     answered = {r.nodeid for r in reports if r.outcome == "failed" or "mutant" in dict(r.user_properties)}
-    missing = sorted(test for test in _asked - answered if "::test_it_is_noticed[" in test)
+    missing = sorted(test for test in _asked - answered if "::test_a_mutant_is_noticed[" in test)
     for test in missing:
         reporter.write_line(f"\nno answer: {test}", red=True)
     if missing and session.exitstatus == pytest.ExitCode.OK:
@@ -43,13 +42,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     noticed = {found["mutant"]: found for found in passed if "mutant" in found}
     rows = [(m, found) for m in MUTANTS if (found := noticed.get(m.what))]
     if rows:
-        terminalreporter.write_line("\n| file | mutant | caught by | seconds |\n|---|---|---|--:|")
+        terminalreporter.write_line("\n| promise | mutant | caught by | seconds |\n|---|---|---|--:|")
     for mutant, found in rows:
         terminalreporter.write_line(
-            f"| {mutant.file} | {mutant.what} | {found['caught_by']} | {found['seconds']:.0f} |"
+            f"| {mutant.promise.text} | {mutant.what} | {found['caught_by']} | {found['seconds']:.0f} |"
         )
     if len(rows) == len(MUTANTS):
-        native = sum(mutant.is_native for mutant in MUTANTS)
+        native = sum(mutant.edit.is_native for mutant in MUTANTS)
         _trials.report(
             "mutants (a sync, a rename, a wait, a check removed), each noticed",
             len(MUTANTS),

@@ -30,7 +30,7 @@ Flat = dict[str, Any]
 
 
 class Violation(AssertionError):
-    """A third outcome."""
+    """A save ended in a way that is not allowed."""
 
 
 class Hang(BaseException):
@@ -55,7 +55,7 @@ def flat(state: Any, name: str = "") -> Flat:
 
 
 def clone(leaves: Flat) -> Flat:
-    """The oracle: copies of all tensors."""
+    """Copies all tensors: the oracle."""
     return {name: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
 
 
@@ -88,10 +88,10 @@ def judge(
     must_commit: bool = False,
     wrong: Callable[[Flat, Flat], list[str]] = different,
 ) -> tuple[Outcome, list[str]]:
-    """The outcome of a save, with the names of tensors if it failed; raises Violation if it is not allowed.
+    """Returns the outcome of a save, and the tensors that its error names. Raises Violation if it is not allowed.
 
-    ``expected``: the oracle. ``now``: the state after the write. ``wrong``: which leaves of a file are not of the
-    instant of ``save()``.
+    ``expected`` is the oracle. ``now`` returns the state after the write, ``wrong`` the leaves of a file that are not
+    of the instant of ``save()``.
     """
     try:
         path = handle.result(timeout=60)
@@ -131,7 +131,7 @@ def named_in(error: lazyckpt.SaveError, expected: Flat, now: Flat) -> list[str]:
 
 
 class Copies:
-    """Holds the copies of saves back: a job creates its files late, so that what does not fit into the ring waits."""
+    """Holds copies back: a job creates its files late, so what does not fit into the ring waits."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._free = threading.Event()
@@ -168,7 +168,7 @@ class Copies:
 
 
 def pending(handle: lazyckpt.SaveHandle) -> int:
-    """Chunks with lazy bytes that are not copied yet."""
+    """Counts the lazy chunks that are not copied yet."""
     snapshot = handle._snapshot
     job = None if snapshot is None else snapshot.job
     return 0 if job is None else job.pending_chunks(ALL_OWNERS)
@@ -186,9 +186,9 @@ def wait_until(copied: Callable[[], bool], limit_s: float = 5.0) -> None:
 
 @contextlib.contextmanager
 def limit(seconds: float, what: object, on_hang: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Raises Hang, with the stacks of all threads on stderr, if what is inside takes longer.
+    """Raises Hang if the block takes longer, and prints the stacks of all threads.
 
-    If the main thread does not heed the signal, the process ends some seconds later, with all stacks as well.
+    If the main thread does not react to the signal, the process ends some seconds later and prints them, too.
     """
     begin = time.monotonic()
 

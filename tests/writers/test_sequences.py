@@ -44,7 +44,7 @@ def _is_available(name: str) -> bool:
 @pytest.mark.parametrize("witness", WITNESSES, ids=IDS)
 def test_any_sequence(witness: str | None, trial: Trial, trials: Trials) -> None:
     """The instant of save(), or an error by name and then a save that commits; with copy-on-write, never an error."""
-    count = trials.count(25, 1500)
+    count = trials.count(10, 1500)
     common = settings(
         max_examples=count,
         deadline=None,

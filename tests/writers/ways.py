@@ -1,4 +1,4 @@
-"""The containers a state is saved in, each behind the same four calls."""
+"""Ways to save a state, one for each container, behind the same four calls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Way:
         self._tracked = tracked
 
     def state(self) -> dict[str, Any]:
-        """What is saved, live."""
+        """The live state that is saved."""
         return {n: o.state_dict() if hasattr(o, "state_dict") else o for n, o in self._tracked.items()}
 
     def leaves(self) -> Flat:
-        """What the file holds, by name: live tensors."""
+        """The live tensors that the file holds, by name."""
         return flat(self.state())
 
     def oracle(self) -> Flat:
