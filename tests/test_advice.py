@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 import lazyckpt
 from lazyckpt.cli import app
-from lazyckpt.cli.advise import measure
-from lazyckpt.cli.trace import TraceFile
 from lazyckpt.observe.advice import optimal_interval_s
 from lazyckpt.observe.trace_file import SAVES, TRAINING
+from lazyckpt.tools.measure import measure_trace
+from lazyckpt.tools.trace import TraceFile
 
 GIB = 1 << 30
 KNOWN: dict[str, Any] = {"state_bytes": 3_500_000_000, "iteration_s": 0.8, "write_bytes_per_s": 1.2e9}
@@ -190,17 +190,17 @@ def traced(*iterations: tuple[float, float]) -> TraceFile:
 
 
 def test_a_validation_in_a_trace_is_not_taken_for_the_cost_of_a_checkpoint() -> None:
-    assert measure(traced((0.0, 0.1), (0.1, 0.1), (0.2, 60.0), (60.2, 0.1)))["cost_s"] == 0.25
+    assert measure_trace(traced((0.0, 0.1), (0.1, 0.1), (0.2, 60.0), (60.2, 0.1)))["cost_s"] == 0.25
 
 
 @pytest.mark.parametrize("iterations", [[(0.2, 0.1), (0.3, 0.1)], [(0.0, 0.1), (0.1, 0.1)], []])
 def test_with_nothing_to_compare_a_checkpoint_costs_what_it_blocked(iterations: list[tuple[float, float]]) -> None:
     """Every iteration overlaps a checkpoint, or none does."""
-    assert measure(traced(*iterations))["cost_s"] == pytest.approx(0.01)
+    assert measure_trace(traced(*iterations))["cost_s"] == pytest.approx(0.01)
 
 
 def test_a_trace_without_an_iteration_to_measure_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.cli.advise.read_trace", lambda path: traced((0.2, 0.1)))
+    monkeypatch.setattr("lazyckpt.tools.measure.read_trace", lambda path: traced((0.2, 0.1)))
     (line,) = run(tmp_path / "t.json").stderr.splitlines()
     assert line.endswith("t.json: there is no iteration without a checkpoint in it; give --iteration")
     assert json.loads(run(tmp_path / "t.json", "--iteration", "10ms", "--json").stdout)["cost_s"] == pytest.approx(0.01)

@@ -26,9 +26,9 @@ from benchmarks.report import Table
 from fake_cuda import FakeCuda
 from lazyckpt import _engine
 from lazyckpt.capture import devices
-from lazyckpt.cli.trace import read_trace
 from lazyckpt.config import Config
 from lazyckpt.observe.trace import COPIES, LARGEST, WRITES
+from lazyckpt.tools.trace import read_trace
 
 ROOT = Path(__file__).parent.parent
 ROUNDED_S = 1e-6  # moments in a trace are microseconds since 1970

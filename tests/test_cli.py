@@ -28,12 +28,13 @@ from safetensors.torch import save_file
 import lazyckpt
 from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
-from lazyckpt.cli import verify
-from lazyckpt.cli.output import progress, size
+from lazyckpt.cli.output import progress_bar
 from lazyckpt.config import auto_ring_bytes
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.reading.skeleton import read_skeleton
+from lazyckpt.reading.inert import read_inert
 from lazyckpt.reading.tree import MAX_DEPTH, Tree
+from lazyckpt.tools import inspect, verify
+from lazyckpt.tools.units import size
 
 
 def flip(path: Path, offset: int) -> None:
@@ -130,7 +131,7 @@ def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) 
 def test_ls_of_what_is_no_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / ".hidden").mkdir(parents=True)
     line = run("ls", tmp_path / "empty").stdout
-    assert line.startswith("no checkpoints in") and "what trainers saved: lazyckpt verify" in line
+    assert line.startswith("no checkpoints in") and "for the checkpoints of a trainer use 'lazyckpt verify'" in line
     assert "No such file" in fails(2, "ls", tmp_path / "missing")
     assert "a checkpoint itself" in fails(2, "ls", folder / "step-00000010")
 
@@ -282,7 +283,7 @@ def test_inspect_survives_hostile_shapes_of_objects(tmp_path: Path) -> None:
     assert "\x1b" not in result.stdout and "\\x1b[31m\\n[b]" in result.stdout
     entries = run_json("inspect", tmp_path / "hostile.pt")["entries"]
     assert len(entries) < 60 * 3 * 3
-    root = Tree("x", read_skeleton(tmp_path / "hostile.pt", read_directory(tmp_path / "hostile.pt"))).root
+    root = Tree("x", read_inert(tmp_path / "hostile.pt", read_directory(tmp_path / "hostile.pt"))).root
     assert max(node.depth for node in root.walk()) == MAX_DEPTH
 
 
@@ -510,7 +511,7 @@ def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pyte
     shown = run("doctor", tmp_path / "not" / "yet").stdout
     assert "pool of threads, since io_uring is refused (Operation not permitted)" in shown
     assert "does not watch pages (userfaultfd: Function not implemented)" in " ".join(shown.split())
-    assert "through the page cache" in shown or "Write to memory" in shown
+    assert "Use the page cache" in shown or "Write to memory" in shown
     assert "may not write to the folder" in shown
     assert f"{tmp_path} (the nearest folder of" in shown
     assert "64.0 KiB" in shown
@@ -528,7 +529,7 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
         return " ".join(run("doctor", tmp_path).stdout.split())
 
     assert "NVIDIA H200; driver of CUDA 12.8" in shown(**found)
-    assert "while training computes" in shown(**found) and "in one call" in shown(**found)
+    assert "during training" in shown(**found) and "in one call" in shown(**found)
     assert "cannot be pinned" not in shown(**found)
     assert "cannot be pinned (device 0 cannot)" in shown(**{**found, "cuda_pinning": "no: device 0 cannot"})
     assert "one by one (CUDA < 12.8)" in shown(**{**found, "cuda_batches": "no"})
@@ -542,8 +543,8 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_doctor_warns_of_memory_file_systems() -> None:
-    assert "gone after a restart" in run("doctor", "/dev/shm").stdout
-    assert "gone after a restart" not in run("doctor", "/proc").stdout
+    assert "loses every checkpoint" in run("doctor", "/dev/shm").stdout
+    assert "loses every checkpoint" not in run("doctor", "/proc").stdout
 
 
 # the program
@@ -565,8 +566,8 @@ def test_an_error_is_one_line_unless_debug_is_asked_for(tmp_path: Path, monkeypa
     torch.save({}, tmp_path / "--debug")
     monkeypatch.chdir(tmp_path)
     assert run("inspect", "--", "--debug").exit_code == 0
-    monkeypatch.setattr(lazyckpt.cli.inspect, "read", lambda file: {}[file])
-    assert "KeyError" in (line := fails(2, "inspect", tmp_path / "missing")) and "--debug tells where" in line
+    monkeypatch.setattr(inspect, "read", lambda file: {}[file])
+    assert "KeyError" in (line := fails(2, "inspect", tmp_path / "missing")) and "--debug shows where" in line
 
 
 def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: Path) -> None:
@@ -761,7 +762,7 @@ def test_a_narrow_terminal_has_no_room_for_the_notes_of_a_trace(tmp_path: Path) 
 
 
 def test_a_bar_takes_one_line_of_a_narrow_terminal() -> None:
-    bar = progress()
+    bar = progress_bar()
     bar.update(bar.add_task("step-00000400/model.safetensors.index.json", total=900 << 20), completed=300 << 20)
     shown = io.StringIO()
     Console(width=60, file=shown).print(bar.make_tasks_table(bar.tasks))

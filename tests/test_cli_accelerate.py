@@ -111,7 +111,7 @@ class Interrupted(io.StringIO):
 def test_no_answer_ends_it_as_it_ends_all_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lazyckpt.yaml"
     ended = config("--config-file", file, answers="yes\n")
-    assert ended.exit_code == 2 and "error: the input has ended" in ended.stderr
+    assert ended.exit_code == 2 and "error: the input ended" in ended.stderr
     monkeypatch.setattr(sys, "stdin", Interrupted())
     with pytest.raises(SystemExit) as interrupted:
         app(["accelerate", "config", "--config-file", str(file)])

@@ -10,9 +10,10 @@ import torch
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt.cli import bench
+from lazyckpt import functional
 from lazyckpt.config import MIB
 from lazyckpt.storage import commit
+from lazyckpt.tools import bench
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,6 @@ def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lazyckpt, "save", break_off)
+        patch.setattr(functional, "save", break_off)
         assert run("bench", tmp_path).exit_code != 0
     assert os.listdir(tmp_path) == []

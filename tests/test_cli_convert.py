@@ -121,7 +121,7 @@ def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
     base = torch.ones(4)
     target = tmp_path / "x.safetensors"
     for obj, why in [
-        ({"model": {"w": base}, "epoch": 3}, "'model' is a dict; take a part with --key: model"),
+        ({"model": {"w": base}, "epoch": 3}, "'model' is a dict; give a part of it as key: model"),
         ({"w": base, "epoch": 3}, "'epoch' is an int"),
         ({7: base}, "7 is not a name"),
         ([base], "a dict of tensors, this is a list"),

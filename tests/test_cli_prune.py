@@ -12,8 +12,8 @@ import torch
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt.cli import prune
 from lazyckpt.storage import catalog
+from lazyckpt.tools import prune
 
 HEX = f"{0:032x}"
 

@@ -189,7 +189,7 @@ def test_shards_hold_tensors_and_go_into_a_new_folder(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     lazyckpt.save({"model": tensors(2), "epoch": 3}, "a.pt")
     wanted = ["--max-shard-size", "1GB"]
-    assert "'model' is a dict; take a part with --key: model" in fails(2, "convert", "a.pt", "b/model.bin", *wanted)
+    assert "'model' is a dict; give a part of it as key: model" in fails(2, "convert", "a.pt", "b/model.bin", *wanted)
     line = fails(2, "convert", "a.pt", "model.bin", "--key", "model", *wanted)
     assert ".: exists already; shards are written into a new folder: DIR or DIR/model.bin" in line
     assert os.listdir() == ["a.pt"]

@@ -75,9 +75,9 @@ def _warnings() -> Iterator[str]:
 
 
 def _nodes() -> Iterator[ast.AST]:
-    """Of the whole package but for the command line."""
+    """Of the whole package but for the command line and its tools."""
     package = DOCS.parent / "lazyckpt"
-    files = [file for file in package.rglob("*.py") if file.parent.name not in ("cli", "integrations")]
+    files = [file for file in package.rglob("*.py") if file.parent.name not in ("cli", "tools", "integrations")]
     for file in [*files, *DOCS.parent.glob("integrations/*.py")]:
         yield from ast.walk(ast.parse(file.read_text()))
 

@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 import lazyckpt
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.cli import app
-from lazyckpt.cli.trace import read_trace
 from lazyckpt.observe import trace, trace_file
+from lazyckpt.tools.trace import read_trace
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
