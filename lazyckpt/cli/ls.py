@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
 from lazyckpt.cli.output import age, columns, plain, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, RunFolder
+from lazyckpt.storage.catalog import Checkpoint
 from lazyckpt.tools.contents import hint_at_subfolders
-from lazyckpt.tools.listing import ListedCheckpoint, list_run
+from lazyckpt.tools.listing import list_run
 from lazyckpt.tools.units import size
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")
+_BLANK = dict.fromkeys(("sequence", "parent", "created", "reason")) | {"ok": True, "newest": False, "unreadable": False}
 _LEFTOVERS = {
     "in use": "being written now",
     "abandoned": "left by a run that died; the next Checkpointer that opens the folder removes it",
@@ -28,28 +31,33 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
     reads the files.
     """
     listing = list_run(directory)
+    newest = listing.checkpoints[0] if listing.checkpoints else None
     if as_json:
-        found = asdict(listing)
-        for row in found["checkpoints"]:
-            row["ok"] = row["reason"] is None
-        print_json(found)
+        rows = [_BLANK | checkpoint_row(c) | {"newest": c is newest} for c in listing.checkpoints]
+        rows += [_BLANK | asdict(broken) | {"name": broken.path.name, "ok": False} for broken in listing.broken]
+        about = {"directory": directory, "checkpoints": rows}
+        print_json(about | {"leftovers": list(map(asdict, listing.leftovers))})
         return
-    if not listing.checkpoints:
+    if newest is None and not listing.broken:
         where = hint_at_subfolders(directory) or "; for the checkpoints of a trainer use 'lazyckpt verify'"
         say(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there{plain(where)}")
     else:
         table = columns(*_NUMBERS, "state", right=_NUMBERS, wrap=("state",))
         for c in listing.checkpoints:
-            numbers = ("-" if number is None else str(number) for number in (c.step, c.sequence, c.parent))
-            table.add_row(*numbers, age(c.created), size(c.bytes), _state(c), style="bold" if c.newest else None)
+            parent = "-" if c.parent is None else str(c.parent)
+            state = Text.assemble(("ok", "green"), ", newest" * (c is newest), ", pinned" * c.pinned)
+            cells = (str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes))
+            table.add_row(*cells, state, style="bold" if c is newest else None)
+        for broken in listing.broken:
+            word = ("unreadable: " if broken.unreadable else "broken: ", "bold red")
+            state = Text.assemble(word, plain(broken.reason), ", pinned" * broken.pinned)
+            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), state)
         show(table, spared=("sequence", "parent"))
     for leftover in listing.leftovers:
         say((f"{plain(leftover.name)} ({size(leftover.bytes)}): {_LEFTOVERS[leftover.state]}", "yellow"))
 
 
-def _state(c: ListedCheckpoint) -> Text:
-    pinned = ", pinned" if c.pinned else ""
-    if c.reason is not None:
-        word = "unreadable: " if c.unreadable else "broken: "
-        return Text.assemble((word, "bold red"), plain(c.reason), pinned)
-    return Text.assemble(("ok", "green"), ", newest" if c.newest else "", pinned)
+def checkpoint_row(c: Checkpoint) -> dict[str, Any]:
+    """Describes a checkpoint in JSON."""
+    about = {"name": c.path.name, "step": c.step, "sequence": c.sequence, "parent": c.parent}
+    return about | {"created": c.created, "bytes": c.nbytes, "pinned": c.pinned}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lazyckpt.cli.ls import checkpoint_row
 from lazyckpt.cli.output import age, columns, plain, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from
 from lazyckpt.tools import prune as tool
@@ -37,21 +37,27 @@ def prune(
     The newest checkpoint, pinned ones ('lazyckpt pin'), broken ones and those being written always stay.
     """
     found = tool.prune(directory, keep_last=keep_last, keep_every=keep_every, remove=yes)
+    doomed, kept = found.doomed, found.kept
     if as_json:
-        print_json(asdict(found) | {"leftovers": [leftover.name for leftover in found.leftovers]})
+        rows = {
+            key: [checkpoint_row(c) | {"why": why} for c, why in part.items()]
+            for key, part in (("checkpoints", doomed), ("kept", kept))
+        }
+        about = {"directory": directory, "removed": yes, "bytes": found.bytes}
+        print_json({**about, **rows, "leftovers": [leftover.name for leftover in found.leftovers]})
         return
-    if found.checkpoints or found.leftovers:
+    if doomed or found.leftovers:
         table = columns(*_COLUMNS, right=_COLUMNS[:4])
-        for c in found.checkpoints:
-            table.add_row(str(c.step), str(c.sequence), age(c.created), size(c.bytes), c.name, c.why)
+        for c, why in doomed.items():
+            table.add_row(str(c.step), str(c.sequence), age(c.created), size(c.nbytes), c.path.name, why)
         for leftover in found.leftovers:
             table.add_row("-", "-", "-", size(leftover.bytes), plain(leftover.name), "left by a process that died")
         show(table)
-    what = f"{count(len(found.checkpoints), 'checkpoint')} and {count(len(found.leftovers), 'leftover')}"
-    stay = f"{count(len(found.kept), 'checkpoint')} of {size(sum(c.bytes for c in found.kept))}"
+    what = f"{count(len(doomed), 'checkpoint')} and {count(len(found.leftovers), 'leftover')}"
+    stay = f"{count(len(kept), 'checkpoint')} of {size(sum(c.nbytes for c in kept))}"
     if yes:
         say(f"removed {what}, {size(found.bytes)}; kept {stay}")
-    elif not found.checkpoints and not found.leftovers:
+    elif not doomed and not found.leftovers:
         say(f"nothing to remove; keep {stay}", "" if keep_last is not None else " (--keep-last N keeps only N)")
     else:
         say(f"would remove {what}, {size(found.bytes)}; keep {stay}")
@@ -60,8 +66,8 @@ def prune(
 
 def _steps(directory: Path, *, pinned: bool) -> Found:
     for c in list_run(directory).checkpoints:
-        if c.pinned == pinned and c.reason is None:
-            yield str(c.step), f"{c.name}, {size(c.bytes)}"
+        if c.pinned == pinned:
+            yield str(c.step), f"{age(c.created)} ago, {size(c.nbytes)}"
 
 
 def _step(*, pinned: bool) -> Any:

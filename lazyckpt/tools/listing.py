@@ -5,42 +5,33 @@ from __future__ import annotations
 import fcntl
 import os
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
 from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import commit
-from lazyckpt.storage.catalog import Catalog, pin_of
+from lazyckpt.storage.catalog import Catalog, Checkpoint, pin_of
 
 
 @dataclass(frozen=True)
-class ListedCheckpoint:
-    """A checkpoint of a run, as its manifest describes it; a broken one has a ``reason``.
+class BrokenCheckpoint:
+    """A checkpoint whose manifest cannot be read, or whose files have other lengths.
 
     Attributes:
-        name: The name of its folder.
+        path: Its folder.
         step: The training step.
-        sequence: Its number in the folder; None if broken, like ``created``.
-        parent: The sequence of the checkpoint that training saved or restored before; None if there was none.
-        created: When it was saved.
         bytes: Length of its files.
-        newest: Whether it was saved last.
         pinned: Whether retention keeps it in any case.
         unreadable: Whether the operating system refuses to let it be read; it may be whole.
-        reason: Why it is broken or unreadable; None if it is neither.
+        reason: What is wrong.
     """
 
-    name: str
+    path: Path
     step: int
-    sequence: int | None
-    parent: int | None
-    created: datetime | None
     bytes: int
-    newest: bool
     pinned: bool
-    unreadable: bool = False
-    reason: str | None = None
+    unreadable: bool
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -54,22 +45,20 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Listing:
-    """The checkpoints of a run, the one saved last first and broken ones at the end, and what is left over."""
+    """The checkpoints of a run, the one saved last first; broken ones by name; and what is left over."""
 
     directory: Path
-    checkpoints: tuple[ListedCheckpoint, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    broken: tuple[BrokenCheckpoint, ...]
     leftovers: tuple[Leftover, ...]
 
 
 def list_run(directory: Path) -> Listing:
     """Lists a run's folder from its manifests; no other file is read. Raises LoadError for what is no run's folder."""
     catalog = catalog_of(directory)
-    whole = [
-        ListedCheckpoint(c.path.name, c.step, c.sequence, c.parent, c.created, c.nbytes, index == 0, c.pinned)
-        for index, c in enumerate(catalog.scan())
-    ]
-    broken = sorted((_broken(directory, error) for error in catalog.broken), key=lambda listed: listed.name)
-    return Listing(directory, (*whole, *broken), leftovers(directory))
+    checkpoints = tuple(catalog.scan())
+    broken = sorted((_broken(directory, error) for error in catalog.broken), key=lambda broken: broken.path.name)
+    return Listing(directory, checkpoints, tuple(broken), leftovers(directory))
 
 
 def catalog_of(directory: Path) -> Catalog:
@@ -83,19 +72,15 @@ def catalog_of(directory: Path) -> Catalog:
     return Catalog(directory)
 
 
-def _broken(directory: Path, error: LoadError) -> ListedCheckpoint:
+def _broken(directory: Path, error: LoadError) -> BrokenCheckpoint:
     folder = error.path if error.path.parent == directory else error.path.parent
-    return ListedCheckpoint(
-        name=folder.name,
+    return BrokenCheckpoint(
+        path=folder,
         step=int(folder.name.removeprefix("step-")),
-        sequence=None,
-        parent=None,
-        created=None,
         bytes=_bytes_on_disk(folder),
-        newest=False,
         pinned=os.path.lexists(pin_of(folder)),
         unreadable=isinstance(error, ReadError),
-        reason=str(error).removeprefix(f"{error.path}: "),
+        reason=error.what,
     )
 
 

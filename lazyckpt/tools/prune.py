@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from lazyckpt.config import Config
@@ -15,37 +14,27 @@ from lazyckpt.tools.listing import Leftover, catalog_of, leftovers
 
 
 @dataclass(frozen=True)
-class JudgedCheckpoint:
-    """A checkpoint of ``bytes`` bytes, and ``why`` retention keeps it or lets it go."""
-
-    name: str
-    step: int
-    sequence: int
-    created: datetime
-    bytes: int
-    pinned: bool
-    why: str
-
-
-@dataclass(frozen=True)
 class Pruning:
     """What ``prune`` removed, or would remove.
 
     Attributes:
         directory: The run's folder.
-        removed: Whether ``checkpoints`` and ``leftovers`` are gone.
-        bytes: Their bytes.
-        checkpoints: The checkpoints that retention lets go.
-        kept: The others.
+        removed: Whether ``doomed`` and ``leftovers`` are gone.
+        doomed: The checkpoints that retention lets go, each with the reason.
+        kept: The others, each with the reason.
         leftovers: What dead processes left.
     """
 
     directory: Path
     removed: bool
-    bytes: int
-    checkpoints: tuple[JudgedCheckpoint, ...]
-    kept: tuple[JudgedCheckpoint, ...]
+    doomed: dict[Checkpoint, str]
+    kept: dict[Checkpoint, str]
     leftovers: tuple[Leftover, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of ``doomed`` and ``leftovers``."""
+        return sum(c.nbytes for c in self.doomed) + sum(leftover.bytes for leftover in self.leftovers)
 
 
 def prune(
@@ -67,19 +56,9 @@ def prune(
         swept = {path.name for path in commit.sweep(directory)}
         trash = [leftover for leftover in trash if leftover.name in swept]
         commit.sync_path(directory)
-    doomed = tuple(_judged(c, verdicts[c]) for c in known if not verdicts[c].stays)
-    return Pruning(
-        directory=directory,
-        removed=remove,
-        bytes=sum(c.bytes for c in doomed) + sum(leftover.bytes for leftover in trash),
-        checkpoints=doomed,
-        kept=tuple(_judged(c, verdicts[c]) for c in known if verdicts[c].stays),
-        leftovers=tuple(trash),
-    )
-
-
-def _judged(c: Checkpoint, verdict: Verdict) -> JudgedCheckpoint:
-    return JudgedCheckpoint(c.path.name, c.step, c.sequence, c.created, c.nbytes, c.pinned, verdict.why)
+    doomed = {c: verdicts[c].why for c in known if not verdicts[c].stays}
+    kept = {c: verdicts[c].why for c in known if verdicts[c].stays}
+    return Pruning(directory, remove, doomed, kept, tuple(trash))
 
 
 def _remove(checkpoint: Checkpoint) -> bool:

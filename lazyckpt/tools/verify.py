@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -105,97 +105,77 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
     try:
         if isinstance(target, LoadError):
             raise target
-        report = _verify_target(target, progress)
+        if os.path.isdir(path):  # reading the manifest compares the lengths
+            parts = [_verify_file(path / entry.name, progress, entry) for entry in read_checkpoint(path).files]
+        elif model_of(path) is not None:
+            parts = [_verify_shard(file, names, progress) for file, names in shards_of(path).items()]
+        else:
+            parts = [_verify_file(path, progress)]
     except CorruptFileError as error:
         return Finding(path, "damaged", damage=(str(error),))
     except LoadError as error:
         if not isinstance(error, ReadError) and target is path and in_folder and not os.path.exists(path):
             return Finding(path, "gone", damage=("removed meanwhile by a job that keeps only some",))
         return Finding(path, "unreadable", damage=(str(error),))
+    alone = len(parts) == 1 and parts[0].path == path
+    damage = tuple(line if alone else f"{part.path.name}: {line}" for part in parts for line in part.damage)
     return Finding(
         path=path,
-        state="damaged" if report.damage else "ok",
-        bytes=report.nbytes,
-        records=report.records,
-        without_checksum=report.without_checksum,
-        whole_file_checked=report.whole_file_checked,
-        damage=tuple(report.damage),
+        state="damaged" if damage else "ok",
+        bytes=sum(part.bytes for part in parts),
+        records=sum(part.records for part in parts),
+        without_checksum=sum(part.without_checksum for part in parts),
+        whole_file_checked=any(part.whole_file_checked for part in parts),
+        damage=damage,
         seconds=time.perf_counter() - begin,
     )
 
 
-@dataclass
-class _Report:
-    """Sums up the files of one target."""
-
-    nbytes: int = 0
-    records: int = 0
-    without_checksum: int = 0
-    whole_file_checked: bool = False
-    damage: list[str] = field(default_factory=list)
-
-    def add(self, other: _Report) -> None:
-        self.nbytes += other.nbytes
-        self.records += other.records
-        self.without_checksum += other.without_checksum
-        self.whole_file_checked = self.whole_file_checked or other.whole_file_checked
-        self.damage += other.damage
+def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:
+    """Verifies a shard, and that it holds these tensors. A missing one is damage, so that the others are verified."""
+    try:
+        finding = _verify_file(file, progress)
+        if not finding.damage:
+            read_shard(file, names)
+        return finding
+    except UnsupportedFormatError:
+        raise
+    except LoadError as error:
+        return Finding(file, "damaged", damage=(error.what,))
 
 
-def _verify_target(target: Path, progress: Progress) -> _Report:
-    if os.path.isdir(target):
-        report = _Report()
-        for entry in read_checkpoint(target).files:  # which compares the lengths
-            report.add(_verify_file(target / entry.name, progress, entry, prefix=f"{entry.name}: "))
-        return report
-    return _verify_file(target, progress) if model_of(target) is None else _verify_shards(target, progress)
-
-
-def _verify_shards(index: Path, progress: Progress) -> _Report:
-    report = _Report()
-    for file, names in shards_of(index).items():
-        try:
-            part = _verify_file(file, progress, prefix=f"{file.name}: ")
-            report.add(part)
-            if not part.damage:
-                read_shard(file, names)
-        except UnsupportedFormatError:
-            raise
-        except LoadError as error:  # a missing shard, too: verify the others
-            report.damage.append(str(error).removeprefix(f"{file.parent}/"))
-    return report
-
-
-def _verify_file(file: Path, progress: Progress, entry: FileEntry | None = None, *, prefix: str = "") -> _Report:
-    """Verifies one file. ``entry`` is its row in the manifest; ``prefix`` begins every line of damage. Raises LoadError
-    if the file cannot be read, and CorruptFileError for a broken structure unless there is an ``entry``."""
-    report = _Report()
+def _verify_file(file: Path, progress: Progress, entry: FileEntry | None = None) -> Finding:
+    """Verifies one file. ``entry`` is its row in the manifest. Raises LoadError if the file cannot be read, and
+    CorruptFileError for a broken structure unless there is an ``entry``."""
+    damage: list[str] = []
     records: list[Record] = []
     try:
         records = records_of(file)
     except (CorruptFileError, UnsupportedFormatError) as error:
         if entry is None:
             raise
-        report.damage.append(str(error).removeprefix(f"{file.parent}/"))
+        damage.append(error.what)
     with FileReader(file) as opened:
-        report.nbytes = opened.size
+        nbytes = opened.size
     name = f"{file.parent.name}/{file.name}"
-    whole, found = _checksums(file, records, report.nbytes, lambda done: progress(name, done, report.nbytes))
-    report.records = len(records)
-    report.without_checksum = sum(record.crc32 is None for record in records)
+    whole, found = _checksums(file, records, nbytes, lambda done: progress(name, done, nbytes))
     damaged = [(r, crc) for r, crc in zip(records, found, strict=True) if r.crc32 is not None and r.crc32 != crc]
     names = tensor_names(file) if damaged else {}
     for record, crc in damaged:
         meaning = f" ({names[record.name]})" if record.name in names else ""
-        told = f"checksum {crc:08x}, written was {record.crc32:08x}"
-        report.damage.append(f"{prefix}record {record.name}{meaning}: {told}")
-    if entry is not None:
-        report.whole_file_checked = True
-        if whole != entry.crc32:
-            told = f"checksum {whole:08x}, the manifest says {entry.crc32:08x}"
-            where = "" if damaged else " (the damage is outside the records, or in the manifest)"
-            report.damage.append(f"{prefix}the whole file: {told}{where}")
-    return report
+        damage.append(f"record {record.name}{meaning}: checksum {crc:08x}, written was {record.crc32:08x}")
+    if entry is not None and whole != entry.crc32:
+        where = "" if damaged else " (the damage is outside the records, or in the manifest)"
+        damage.append(f"the whole file: checksum {whole:08x}, the manifest says {entry.crc32:08x}{where}")
+    return Finding(
+        path=file,
+        state="damaged" if damage else "ok",
+        bytes=nbytes,
+        records=len(records),
+        without_checksum=sum(record.crc32 is None for record in records),
+        whole_file_checked=entry is not None,
+        damage=tuple(damage),
+    )
 
 
 def _checksums(
