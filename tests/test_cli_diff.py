@@ -92,7 +92,7 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
         "step": ("only in A", "3"),
     }
     shown = run("diff", a, b)
-    assert shown.exit_code == 1 and "4 changed, 1 only in A, 1 only in B, 1 the same" in shown.stdout
+    assert shown.exit_code == 1 and "4 changed, 1 only in B, 1 only in A, 1 the same" in shown.stdout
     assert run("diff", a, b, "--depth", "1").stdout.count("─ ") == 4
     assert entries(b, a)["step"]["change"] == "only in B"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +11,11 @@ import typer
 
 from lazyckpt.cli.output import STYLES, TreeLine, plain, print_json, print_tree, progress, say
 from lazyckpt.cli.parameters import AsJson, Depth, path_argument
+from lazyckpt.reading.tree import rows
 from lazyckpt.tools.units import count
 
 if TYPE_CHECKING:
-    from lazyckpt.tools.diff import Change, ChangeKind, DocumentDifference
-
-_CHANGES: tuple[ChangeKind, ...] = ("changed", "only in A", "only in B")
+    from lazyckpt.tools.diff import Change, DocumentDifference
 
 
 def diff(
@@ -49,47 +49,34 @@ def diff(
 
 
 def _print(document: DocumentDifference, depth: int | None) -> None:
-    parts = [f"{number:,} {change}" for change in _CHANGES if (number := document.number(change))]
-    summary = ", ".join([*parts, f"{document.equal:,} the same"])
+    numbers = Counter(str(change.change) for change in document.changes)
+    summary = ", ".join([*(f"{n:,} {change}" for change, n in numbers.items()), f"{document.equal:,} the same"])
     say((f"{plain(document.a)}  {plain(document.b)}", "bold"), "  ", summary)
-    if not document.changes:
-        return
     lines = [TreeLine(("REL L2", "MAX ABS"), 0, "NAME", ("", ""), style="bold")]
-    for row in _down_to(depth, document):
-        about = plain(row.text)
-        if row.elements is not None and row.max_abs is not None and row.kind == "tensor":
-            about += f", {row.differing:,} of {count(row.elements, 'element')}"
-        style = STYLES[row.kind]
-        lines.append(TreeLine(_norms(row), row.level, plain(row.label), (row.change or "", about), style=style))
-    print_tree(lines)
-
-
-def _down_to(depth: int | None, document: DocumentDifference) -> list[Change]:
-    return [row for row in document.changes if depth is None or row.level <= depth]
-
-
-def _norms(row: Change) -> tuple[str, str]:
-    if row.relative_l2 is None or row.max_abs is None:
-        return "" if row.elements is None else "bits", ""
-    return f"{row.relative_l2:.2e}", f"{row.max_abs:.2e}"
+    for level, label, row in rows(document.root, depth):
+        about, shown = plain(row.text), ("", "")
+        if (norms := row.norms) is not None:
+            shown = (f"{norms.relative_l2:.2e}", f"{norms.max_abs:.2e}") if norms.comparable else ("bits", "")
+            if row.kind == "tensor" and norms.comparable:
+                about += f", {norms.differing:,} of {count(norms.elements, 'element')}"
+        lines.append(TreeLine(shown, level, plain(label), (row.change or "", about), style=STYLES[row.kind]))
+    if document.changes:
+        print_tree(lines)
 
 
 def _to_json(document: DocumentDifference, depth: int | None) -> dict[str, Any]:
-    about = {"name": document.name, "a": document.a, "b": document.b, "same": document.equal}
-    numbers: dict[str, Any] = {change: document.number(change) for change in _CHANGES}
-    return {**about, **numbers, "entries": list(map(_entry, _down_to(depth, document)))}
+    about: dict[str, Any] = {"name": document.name, "a": document.a, "b": document.b, "same": document.equal}
+    numbers = Counter(change.change for change in document.changes)
+    about |= {change: numbers[change] for change in ("changed", "only in A", "only in B")}
+    return about | {"entries": [_entry(row) for _, _, row in rows(document.root, depth)]}
 
 
 def _entry(row: Change) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": row.name, "kind": row.kind, "change": row.change}
+    entry: dict[str, Any] = {"name": row.path, "kind": row.kind, "change": row.change}
     if row.text:
         entry["text"] = row.text
-    if row.elements is not None:
-        entry |= {"elements": row.elements, "differing": row.differing}
-        entry |= {"relative_l2": _finite(row.relative_l2), "max_abs": _finite(row.max_abs)}
+    if (norms := row.norms) is not None:
+        entry |= {"elements": norms.elements, "differing": norms.differing}
+        for key, number in (("relative_l2", norms.relative_l2), ("max_abs", norms.max_abs)):
+            entry[key] = number if norms.comparable and math.isfinite(number) else None  # JSON has no NaN
     return entry
-
-
-def _finite(number: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return number if number is not None and math.isfinite(number) else None

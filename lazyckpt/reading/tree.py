@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from lazyckpt.formats.dtypes import DTYPES, Dtype
 from lazyckpt.reading.inert import InertObject, InertStorage, InertTensor, dtype_name, strides_of
@@ -27,8 +27,24 @@ _SMALL_ARRAY = "multiarray._reconstruct"  # the function by which NumPy pickles 
 
 @dataclass
 class Node:
-    """A place in a saved object. ``nbytes`` and ``tensors`` include the children; ``note`` says how a tensor shares its
-    memory; ``value`` is what was saved there, an ``InertTensor`` if ``kind`` is "tensor"."""
+    """A module, a tensor or a value in a saved object.
+
+    Attributes:
+        name: Its key.
+        path: The keys that lead to it, joined by dots.
+        kind: "module", "tensor" or "value".
+        depth: The number of keys in ``path``; 0 at the root.
+        nbytes: Bytes in the file, of all children too. A storage counts where it first appears.
+        tensors: How many tensors it holds.
+        dtype: Element type of a tensor, such as "float32".
+        shape: Shape of a tensor.
+        text: A value, shortened; the class of an object with children.
+        note: How a tensor shares its memory, or what it is if not a plain tensor.
+        tied_to: The path of the tensor that this one is another name of.
+        storage: The file and record that hold a tensor's storage.
+        value: What was saved, as ``read_inert`` returns it.
+        children: What is in a module.
+    """
 
     name: str
     path: str
@@ -44,15 +60,11 @@ class Node:
     storage: InertStorage | None = None
     value: Any = None
     children: list[Node] = field(default_factory=list)
-    modules: dict[str, Node] = field(default_factory=dict)
 
     def walk(self) -> Iterator[Node]:
         yield self
         for child in self.children:
             yield from child.walk()
-
-
-NodeT = TypeVar("NodeT", bound=Node)
 
 
 class Tree:
@@ -63,6 +75,7 @@ class Tree:
 
     def __init__(self, name: str, obj: Any) -> None:
         self._opened: dict[int, str] = {}  # id of a container, which lives as long as obj -> its path
+        self._modules: dict[tuple[int, str], Node] = {}  # (id of the parent, name) -> module
         self._storages: dict[Any, tuple[str, Any]] = {}  # (file, record) -> path and view of its first tensor
         self._room = _MAX_CHARACTERS
         self.root = Node(name, "", "module", 0)
@@ -86,7 +99,7 @@ class Tree:
             node = self._node(name, self._path(module, name), module.depth + 1, value)
             module.children.append(node)
             if node.kind == "module":
-                module.modules.setdefault(name, node)
+                self._modules.setdefault((id(module), name), node)
 
     def _path(self, parent: Node, name: str) -> str:
         """Raises ValueError if all paths together are too long, as with one long name above many short ones."""
@@ -97,9 +110,10 @@ class Tree:
         return path
 
     def _module(self, parent: Node, name: str) -> Node:
-        module = parent.modules.get(name)
+        module = self._modules.get((id(parent), name))
         if module is None:
-            module = parent.modules[name] = Node(name, self._path(parent, name), "module", parent.depth + 1)
+            module = Node(name, self._path(parent, name), "module", parent.depth + 1)
+            self._modules[id(parent), name] = module
             parent.children.append(module)
         return module
 
@@ -201,18 +215,21 @@ def _sum(node: Node) -> None:
         node.tensors += child.tensors
 
 
-def rows(node: NodeT, level: int = 1) -> Iterator[tuple[int, str, NodeT]]:
-    """Yields the level, label and node of all that is below ``node``, parents first.
+NodeT = TypeVar("NodeT", bound=Any)  # with a name, a kind and children of its own type
+
+
+def rows(node: NodeT, depth: int | None, level: int = 1) -> Iterator[tuple[int, str, NodeT]]:
+    """Yields the level, label and node of what is below ``node``, parents first, ``depth`` levels or all.
 
     A module with one child shares its row: ``h.0.attn`` instead of three rows of the same size.
     """
-    for child in cast(list[NodeT], node.children):
+    for child in node.children if depth is None or level <= depth else ():
         label = child.name
         while child.kind == "module" and len(child.children) == 1:
-            child = cast(NodeT, child.children[0])
+            (child,) = child.children
             label += f".{child.name}"
         yield level, label, child
-        yield from rows(child, level + 1)
+        yield from rows(child, depth, level + 1)
 
 
 def shown_shape(shape: tuple[int, ...]) -> str:

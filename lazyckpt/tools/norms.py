@@ -22,18 +22,29 @@ _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"
 
 @dataclass
 class Norms:
-    """Measures the differences of a tensor, or of all tensors of a module that differ."""
+    """Measures the difference of two tensors, or of all tensors of a module that differ.
+
+    Attributes:
+        elements: Elements compared.
+        differing: Elements whose bits differ.
+        squares: Sum of the squares of the differences.
+        squares_a: Sum of the squares of the elements of A.
+        max_abs: The largest difference of two elements.
+        comparable: Whether all elements could be compared as numbers.
+    """
 
     elements: int = 0
     differing: int = 0
-    squares: float = 0.0  # sum over the differences
-    squares_a: float = 0.0  # sum over the elements of A
+    squares: float = 0.0
+    squares_a: float = 0.0
     max_abs: float = 0.0
-    comparable: bool = True  # as numbers
+    comparable: bool = True
 
     @staticmethod
-    def sum(parts: list[Norms]) -> Norms:
-        """Returns the norms of several tensors as if they were one."""
+    def sum(parts: list[Norms]) -> Norms | None:
+        """Returns the norms of several tensors as if they were one; None if there are no parts."""
+        if not parts:
+            return None
         return Norms(
             sum(part.elements for part in parts),
             sum(part.differing for part in parts),
@@ -44,18 +55,11 @@ class Norms:
         )
 
     @property
-    def relative_l2(self) -> float | None:
-        """|B - A| / |A|; None if not comparable."""
-        if not self.comparable:
-            return None
+    def relative_l2(self) -> float:
+        """|B - A| / |A|"""
         if self.squares == 0:
             return 0.0
         return math.sqrt(self.squares / self.squares_a) if self.squares_a else math.inf
-
-    @property
-    def largest(self) -> float | None:
-        """The largest difference of two elements; None if not comparable."""
-        return self.max_abs if self.comparable else None
 
 
 def _max_with_nan(numbers: list[float]) -> float:
