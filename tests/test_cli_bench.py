@@ -70,26 +70,6 @@ def test_the_raw_loops_move_every_byte(tmp_path: Path, monkeypatch: pytest.Monke
     raw.close()
 
 
-def test_the_raw_loops_have_huge_pages() -> None:
-    """A request over small pages is cut into many: the disk then looks slower than it is, and we faster."""
-    before = {line.split()[0] for line in _mappings()}
-    raw = bench._Raw(True)
-    own = [line for line in _mappings() if line.split()[0] not in before]
-    assert any("hg" in line.split()[1:] for line in own)
-    raw.close()
-
-
-def _mappings() -> list[str]:
-    """Of this process: address range and flags, a line each."""
-    found: list[str] = []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("VmFlags:"):
-            found[-1] += line.removeprefix("VmFlags:").rstrip()
-        elif "-" in line.split(" ")[0]:
-            found.append(line.split(" ")[0])
-    return found
-
-
 def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.pt").touch()
     for name in ("missing", "a.pt"):  # no checkpoint failed

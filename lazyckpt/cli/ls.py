@@ -52,7 +52,7 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
             word = ("unreadable: " if broken.unreadable else "broken: ", "bold red")
             state = Text.assemble(word, plain(broken.reason), ", pinned" * broken.pinned)
             table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), state)
-        show(table, spared=("sequence", "parent"))
+        show(table)
     for leftover in listing.leftovers:
         say((f"{plain(leftover.name)} ({size(leftover.bytes)}): {_LEFTOVERS[leftover.state]}", "yellow"))
 

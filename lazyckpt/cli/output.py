@@ -17,20 +17,18 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TaskID,
+    TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from lazyckpt import tools
 
 _UNBOUNDED = 1_000_000  # cells: lines for another program are neither wrapped nor cut
 _MAX_NAME_CELLS = 60  # a longer name shifts its own row instead of all
-_BEHIND = 0.4  # the part of a terminal that names leave to the columns behind them
 STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a tree's rows, by kind
 
 
@@ -54,15 +52,10 @@ def say(*parts: str | tuple[str, str]) -> None:
     stdout().print(Text.assemble(*parts), soft_wrap=True)
 
 
-def show(table: Table | Padding, *, spared: tuple[str, ...] = (), narrow: int = 60) -> None:
-    """Prints a table. A terminal of fewer than ``narrow`` cells gets it without the columns in ``spared``, another
-    program without trailing spaces."""
+def show(table: Table | Padding) -> None:
+    """Prints a table; for another program without trailing spaces."""
     console = stdout()
     if console.is_terminal:
-        if isinstance(table, Table) and console.width < narrow:
-            table.columns = [column for column in table.columns if str(column.header).lower() not in spared]
-            for index, column in enumerate(table.columns):
-                column._index = index  # by which rich measures it
         console.print(table)
         return
     with console.capture() as capture:
@@ -103,10 +96,8 @@ def print_tree(lines: list[TreeLine]) -> None:
     drawn = _branches([line.level for line in lines])
     before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
     behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
-    room = console.width - sum(before) - 2 * len(before) - min(sum(behind) + 4, int(_BEHIND * console.width))
-    most = min(room, _MAX_NAME_CELLS)
     lengths = [cell_len(branch + line.name) for branch, line in zip(drawn, lines, strict=True)]
-    names = max(length if length <= most else 0 for length in lengths)
+    names = max((length for length in lengths if length <= _MAX_NAME_CELLS), default=0)
     text = Text()
     for line, branch, length in zip(lines, drawn, lengths, strict=True):
         text.append("".join(f"{cell:>{cells}}  " for cell, cells in zip(line.before, before, strict=True)))
@@ -133,22 +124,15 @@ def _branches(levels: Sequence[int]) -> list[str]:
     return drawn[::-1]
 
 
-class _Description(ProgressColumn):
-    """A description that is cut if the bar needs its room; rich would cut all columns."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.description, no_wrap=True, overflow="ellipsis")
-
-
-def progress_bar() -> Progress:
+def _bar() -> Progress:
     """Makes a bar for bytes on stderr, which disappears when it stops; nothing without a terminal."""
     console = _console(stderr=True)
     return Progress(
-        _Description(table_column=Column()),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
-        TransferSpeedColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
@@ -168,7 +152,7 @@ def progress() -> Iterator[tools.Progress]:
         if bar is None or task is None or task[0] != name:
             if bar is not None:
                 bar.stop()
-            bar = progress_bar()
+            bar = _bar()
             bar.start()
             task = name, bar.add_task(plain(name), total=total)
         bar.update(task[1], completed=done)

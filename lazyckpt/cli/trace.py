@@ -59,6 +59,6 @@ def trace(
         style = "" if phase.waits else "blue"  # as in the paper: training does not notice it
         moments = (f"{seconds * 1e3:.1f}" for seconds in (phase.busy_s, phase.begin_s, phase.end_s))
         table.add_row(phase.name, *moments, "waits" if phase.waits else "goes on", phase.note, style=style)
-    show(table, spared=("",), narrow=72)
+    show(table)
     if output is not None:
         say(f"drawn: {plain(output)}")
