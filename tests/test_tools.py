@@ -61,6 +61,15 @@ def test_inspect(folder: Path) -> None:
         lazyckpt.inspect(folder / "missing")
 
 
+def test_urls_are_refused(tmp_path: Path) -> None:
+    for tool in (lazyckpt.inspect, lazyckpt.verify):
+        with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
+            tool("s3://bucket/run")
+    for both in (lazyckpt.diff, lazyckpt.convert):
+        with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
+            both("s3://bucket/run", tmp_path / "a.pt")
+
+
 def test_verify(folder: Path) -> None:
     told: list[tuple[str, int, int]] = []
     found = lazyckpt.verify(folder, progress=lambda *news: told.append(news))

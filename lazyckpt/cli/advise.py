@@ -40,7 +40,7 @@ def advise(
     gpus: Annotated[int, _option("N", "Number of GPUs of the job.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Tell how often to save, what that costs, and what disk and ring it takes.
+    """Compute how often to save, what that costs, and what disk and ring it takes.
 
     Options take precedence over what a trace shows.
     """

@@ -20,7 +20,7 @@ def bench(
     directory: Annotated[Path, path_argument("[DIR]", "Where checkpoints will go.")] = Path("."),
     as_json: AsJson = False,
 ) -> None:
-    """Measure this disk and what lazyckpt reaches of it; tell what to expect of a checkpoint.
+    """Measure this disk and what lazyckpt reaches of it; predict how long a checkpoint takes.
 
     Raw is the disk's ceiling: a file written or read past the page cache (O_DIRECT), eight requests of 8 MiB at once,
     without copies or checksums. Writes end when they are durable. A restore reads into existing tensors, as

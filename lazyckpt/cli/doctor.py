@@ -17,7 +17,7 @@ def doctor(
     directory: Annotated[Path, path_argument("[DIR]", "Where checkpoints will go.")] = Path("."),
     as_json: AsJson = False,
 ) -> None:
-    """Tell what this machine offers, and what lazyckpt will therefore do."""
+    """Show what this machine offers, and what lazyckpt will therefore do."""
     from lazyckpt.tools.doctor import diagnose  # imports torch, which takes seconds
 
     found = diagnose(directory)

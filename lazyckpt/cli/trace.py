@@ -34,7 +34,7 @@ def trace(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PNG", help="Draw it, too.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell where the time of one checkpoint went, and draw it beside the training.
+    """Show where the time of one checkpoint went, and draw it beside the training.
 
     The whole file opens in https://ui.perfetto.dev.
     """

@@ -22,6 +22,7 @@ from lazyckpt.reading.inert import InertStorage, InertTensor, dtype_name, read_i
 from lazyckpt.reading.tree import Node, Tree
 from lazyckpt.storage import commit
 from lazyckpt.storage.catalog import STATE, Catalog, Checkpoint, is_folder_name, read_checkpoint
+from lazyckpt.storage.paths import refuse_url
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
 _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
@@ -48,6 +49,12 @@ class Contents:
             return Tree(self.file.name, self.obj).root
         except ValueError as error:
             raise UnsupportedFormatError(f"cannot be shown: {error}", path=self.file) from error
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Returns the path as it was given. Raises ConfigError for a URL."""
+    refuse_url(os.fspath(path))
+    return Path(path)
 
 
 def checkpoint_in(folder: Path) -> Checkpoint | None:

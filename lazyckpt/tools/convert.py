@@ -15,7 +15,7 @@ from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 from lazyckpt.pipeline.plan import FilePlan, plan_for
 from lazyckpt.storage import commit
 from lazyckpt.tools import Progress, stream
-from lazyckpt.tools.contents import SUFFIXES, document_in, read
+from lazyckpt.tools.contents import SUFFIXES, as_path, document_in, read
 from lazyckpt.tools.hollow import Hollow
 
 
@@ -68,11 +68,11 @@ def convert(
         LoadError: If ``src`` cannot be read; CorruptFileError if it is damaged.
         SaveError: If ``dst`` cannot be written.
     """
-    dst = Path(dst)
+    dst = as_path(dst)
     sharded, name = max_shard_bytes is not None, dst.name
     if sharded:
         dst, name = (dst.parent, dst.name) if dst.suffix in SUFFIXES else (dst, "model.safetensors")
-    contents = read(document_in(Path(src)))
+    contents = read(document_in(as_path(src)))
     if os.path.lexists(dst):
         hint = f"; shards need a new folder: use DIR or DIR/{name}" if sharded else ""
         raise ConfigError(f"{dst}: exists already{hint}")

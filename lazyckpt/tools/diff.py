@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lazyckpt.reading.inert import InertObject
 from lazyckpt.reading.tree import Kind, Node, short, shown_shape
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import documents_in, read
+from lazyckpt.tools.contents import as_path, documents_in, read
 from lazyckpt.tools.norms import Norms, compare
 from lazyckpt.tools.units import count
 
@@ -100,7 +100,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Prog
     newest checkpoint. Two single files are compared whatever their names, the files of folders by name. Raises
     LoadError, and CorruptFileError if a checksum does not match.
     """
-    found_a, found_b = documents_in(Path(a)), documents_in(Path(b))
+    found_a, found_b = documents_in(as_path(a)), documents_in(as_path(b))
     if len(found_a) == len(found_b) == 1:
         found_b = dict(zip(found_a, found_b.values(), strict=True))
     report = progress or (lambda name, done, total: None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lazyckpt.reading.tree import Node
 from lazyckpt.storage.catalog import STATE, Checkpoint
-from lazyckpt.tools.contents import checkpoint_in, document_in, read
+from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     """Describes the tensors and values in a file, without reading a tensor or running code from the file.
 
     ``path`` is a file, the index of shards, a checkpoint, or a run's folder, which means its newest checkpoint. Raises
-    LoadError.
+    LoadError, and ConfigError for a URL.
     """
-    path = Path(path)
+    path = as_path(path)
     checkpoint = checkpoint_in(path) if os.path.isdir(path) else None
     contents = read(document_in(path) if checkpoint is None else checkpoint.path / STATE)
     return Inspection(contents.file, contents.format, contents.nbytes, contents.metadata, checkpoint, contents.tree())

@@ -17,7 +17,7 @@ from lazyckpt.reading.records import records_of, tensor_names
 from lazyckpt.storage import commit
 from lazyckpt.storage.catalog import Catalog, FileEntry, read_checkpoint
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
+from lazyckpt.tools.contents import as_path, files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
 
 _READ_BYTES = 128 << 20  # read between two reports of progress
 
@@ -63,9 +63,9 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     """Reads files and checkpoints and compares every checksum in them.
 
     ``path`` is a file, the index of shards, a checkpoint, or a folder, which means everything in it. Damage and files
-    that cannot be read are findings, not errors.
+    that cannot be read are findings, not errors. Raises ConfigError for a URL.
     """
-    return Verification(tuple(verify_each(Path(path), progress)))
+    return Verification(tuple(verify_each(as_path(path), progress)))
 
 
 def verify_each(path: Path, progress: Progress | None = None) -> Iterator[Finding]:
