@@ -186,10 +186,8 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
-def age(then: datetime | None) -> str:
+def age(then: datetime) -> str:
     """How long ago, in one unit: 90 min, 3 d."""
-    if then is None:
-        return "-"
     seconds = max(0, int((datetime.now(timezone.utc) - then).total_seconds()))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
