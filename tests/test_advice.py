@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 import lazyckpt
-from lazyckpt.cli import app
+from commands import fails, run, run_json
 from lazyckpt.observe.advice import optimal_interval_s
 from lazyckpt.observe.trace_file import SAVES, TRAINING
 from lazyckpt.tools.measure import measure_trace
@@ -115,26 +113,20 @@ def test_nonsense_is_refused_by_name(wrong: dict[str, Any]) -> None:
 # the command
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["advise", *(str(a) for a in arguments)])
-
-
 FLAGS = ("--state", "3.5GB", "--iteration", "800ms", "--bandwidth", "1.2GB/s")
 
 
 def test_flags_have_units() -> None:
-    result = run(*FLAGS, "--cost", "20ms", "--mtbf", "2h", "--gpus", "8", "--optimizer", "0.1s", "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
+    told = run_json("advise", *FLAGS, "--cost", "20ms", "--mtbf", "2h", "--gpus", "8", "--optimizer", "0.1s")
     expected = lazyckpt.advise(**KNOWN, cost_s=0.02, failure_s=7200, gpus=8, optimizer_s=0.1)
     assert {name: told[name] for name in vars(expected)} == pytest.approx(vars(expected))
     for state, bandwidth in (("2GiB", "512 MiB"), ("2TiB", "512GiB"), ("2TB", "500GB")):
-        same = run("--state", state, "--iteration", "1min", "--bandwidth", bandwidth, "--json")
-        assert json.loads(same.stdout)["write_s"] == 4
+        same = run_json("advise", "--state", state, "--iteration", "1min", "--bandwidth", bandwidth)
+        assert same["write_s"] == 4
 
 
 def test_it_explains_every_number() -> None:
-    lines = run(*FLAGS, "--cost", "20ms", "--mtbf", "2h").stdout.splitlines()
+    lines = run("advise", *FLAGS, "--cost", "20ms", "--mtbf", "2h").stdout.splitlines()
     for what in ("save every", "for the disk", "for the overhead", "for failures", "a failure repeats", "ring"):
         (line,) = [line for line in lines if line.strip().startswith(what)]
         assert len(line.split("  ")) >= 3 and line.split("  ")[-1].strip()
@@ -158,10 +150,7 @@ def test_it_explains_every_number() -> None:
     ],
 )
 def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert expected in line
+    assert expected in fails(2, "advise", *arguments)
 
 
 def traced(*iterations: tuple[float, float]) -> TraceFile:
@@ -186,9 +175,9 @@ def test_with_nothing_to_compare_a_checkpoint_costs_what_it_blocked(iterations: 
 
 def test_a_trace_without_an_iteration_to_measure_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lazyckpt.tools.measure.read_trace", lambda path: traced((0.2, 0.1)))
-    (line,) = run(tmp_path / "t.json").stderr.splitlines()
+    line = fails(2, "advise", tmp_path / "t.json")
     assert line.endswith("t.json: there is no iteration without a checkpoint in it; give --iteration")
-    assert json.loads(run(tmp_path / "t.json", "--iteration", "10ms", "--json").stdout)["cost_s"] == pytest.approx(0.01)
+    assert run_json("advise", tmp_path / "t.json", "--iteration", "10ms")["cost_s"] == pytest.approx(0.01)
 
 
 def test_numbers_come_from_a_trace_or_a_folder(tmp_path: Path) -> None:
@@ -204,15 +193,15 @@ def test_numbers_come_from_a_trace_or_a_folder(tmp_path: Path) -> None:
             if step % 10 == 0:
                 handles.append(ckpt.save(step))
                 handles[-1].result(30)  # in this iteration: its cost is at least that
-    told = json.loads(run(tmp_path / "trace.json", "--json").stdout)
+    told = run_json("advise", tmp_path / "trace.json")
     speeds = sorted(h.metrics.bytes / h.metrics.write_s for h in handles)
     assert told["state_bytes"] == handles[-1].metrics.bytes
     assert told["write_bytes_per_s"] == pytest.approx(speeds[1], rel=1e-6)
     waited = [h.metrics.durable_s for h in handles[1:]]  # the last iteration ends with the next step, which never came
     assert waited[0] * 0.5 < told["cost_s"] < 60 and 0 < told["optimizer_s"] < told["iteration_s"]
-    given = json.loads(run(tmp_path / "trace.json", "--state", "1GB", "--json").stdout)
+    given = run_json("advise", tmp_path / "trace.json", "--state", "1GB")
     assert given["state_bytes"] == 10**9 and given["iteration_s"] == told["iteration_s"]
-    folder = run(tmp_path / "run", "--iteration", "1s", "--bandwidth", "1GB", "--json")
-    assert json.loads(folder.stdout)["state_bytes"] == told["state_bytes"]
+    folder = run_json("advise", tmp_path / "run", "--iteration", "1s", "--bandwidth", "1GB")
+    assert folder["state_bytes"] == told["state_bytes"]
     (tmp_path / "empty").mkdir()
-    assert "no checkpoints" in run(tmp_path / "empty").stderr
+    assert "no checkpoints" in fails(2, "advise", tmp_path / "empty")
