@@ -1,4 +1,4 @@
-"""The papers' formulas, against their own definitions and by search; and the command that applies them."""
+"""The papers' formulas against their definitions and a simulation, and the command that applies them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_each_number_promises(
 
 @pytest.mark.parametrize(("cost_s", "failure_s"), [(0.02, 600.0), (2.0, 3600.0), (30.0, 3600.0), (60.0, 86400.0)])
 def test_no_other_interval_loses_less_when_failures_come_at_random(cost_s: float, failure_s: float) -> None:
-    """A training of iterations of a second, a checkpoint durable after two; time that is not kept is lost."""
+    """Simulates a training: iterations take a second, a checkpoint is durable after two; a failure loses the rest."""
     a = lazyckpt.advise(
         state_bytes=10**9, iteration_s=1.0, write_bytes_per_s=5e8, cost_s=cost_s, failure_s=failure_s, max_overhead=0.5
     )

@@ -1,4 +1,4 @@
-"""The commands, as a person and as a script see them: what they print, where, and how they exit."""
+"""The commands: what they print as text and as JSON, where, and how they exit."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_folder_of_runs_says_which(folder: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_shows_modules_with_their_sums_and_counts_tied_tensors_once(folder: Path) -> None:
-    """The numbers are those of the model itself."""
+    """The numbers equal those of the model."""
     entries = {entry["name"]: entry for entry in run_json("inspect", folder)["entries"]}
     embed, linear = 50 * 8 * 4, (8 * 8 + 8) * 4
     assert entries["model"]["bytes"] == embed + 2 * linear and entries["model"]["tensors"] == 6
@@ -195,7 +195,7 @@ def test_inspect_runs_no_code_of_the_file(tmp_path: Path) -> None:
     assert "mkdir(" in run("inspect", path).stdout
     assert not (tmp_path / "ran").exists()
     torch.load(path, weights_only=False)
-    assert (tmp_path / "ran").exists()  # so it is a working trap
+    assert (tmp_path / "ran").exists()  # the trap works
 
 
 def test_inspect_of_a_whole_module_needs_none_of_its_classes(tmp_path: Path) -> None:
@@ -305,9 +305,9 @@ def test_inspect_of_what_cannot_be_told(tmp_path: Path, folder: Path) -> None:
     assert "data.pkl: checksum does not match" in fails(2, "inspect", folder)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's: that nothing is distributed
+@pytest.mark.filterwarnings("ignore")  # torch warns that nothing is distributed
 def test_a_distributed_checkpoint_is_told_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command in the error does what it says."""
+    """The command that the error suggests works."""
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     tensors = {"w": torch.arange(4.0)}
     dcp.save(tensors, checkpoint_id=tmp_path / "a/dcp")
@@ -321,11 +321,11 @@ def test_a_distributed_checkpoint_is_told_from_an_empty_folder(tmp_path: Path, m
     assert torch.equal(torch.load(tmp_path / "b.pt")["w"], tensors["w"])
     lazyckpt.save(tensors, tmp_path / "a/optimizer.pt")
     states = {Path(t["path"]).name: t["state"] for t in run_json("verify", tmp_path / "a", code=2)["targets"]}
-    assert states == {"dcp": "unreadable", "optimizer.pt": "ok"}  # what is not looked at is not whole
+    assert states == {"dcp": "unreadable", "optimizer.pt": "ok"}  # a file that was not read is not whole
 
 
 def test_a_damaged_pickle_is_one_clear_error(folder: Path) -> None:
-    """Whatever is in it: the checksum is not what protects us, so it is made right again."""
+    """Each damaged pickle gets a correct checksum, so that only the reader protects us."""
     source = (folder / "step-00000015/state.pt").read_bytes()
     path = folder / "damaged.pt"
     path.write_bytes(source)
@@ -362,7 +362,7 @@ def test_verify_reads_whole_files_and_finds_them_whole(folder: Path, tmp_path: P
 def test_verify_names_the_damaged_record_and_its_tensor(
     folder: Path, read_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the file is cut into reads; the checksums of the parts are put together."""
+    """Combines the checksums of parts, however the file is cut into reads."""
     monkeypatch.setattr(verify, "_READ_BYTES", read_bytes)
     assert run("verify", folder).exit_code == 0
     file = folder / "step-00000020/state.pt"
@@ -445,7 +445,7 @@ def test_verify_tells_damage_from_what_cannot_be_read(folder: Path, tmp_path: Pa
 
 
 def test_verify_reads_the_files_of_a_trainers_folder(tmp_path: Path) -> None:
-    """``checkpoint-N`` of the Hugging Face Trainer and of Accelerate, ``*.ckpt`` of Lightning: there is no manifest."""
+    """Folders of the Hugging Face Trainer, Accelerate and Lightning have no manifest."""
     for name in ("model.safetensors", "optimizer.pt", "epoch=1.ckpt"):
         lazyckpt.save({"x": torch.randn(100)}, tmp_path / name)
     (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
@@ -457,7 +457,7 @@ def test_verify_reads_the_files_of_a_trainers_folder(tmp_path: Path) -> None:
 
 
 def test_verify_looks_into_folders_inside(folder: Path, tmp_path: Path) -> None:
-    """``output_dir`` of a trainer, or several runs: in checkpoints of a run the manifest counts, too."""
+    """A folder may hold the output of a trainer and several runs."""
     (tmp_path / "output_dir" / "checkpoint-5").mkdir(parents=True)
     save_file({"w": torch.zeros(2)}, tmp_path / "output_dir" / "checkpoint-5" / "model.safetensors")
     found = run_json("verify", tmp_path)["targets"]
@@ -553,7 +553,7 @@ def test_version_and_usage() -> None:
 
 
 def test_an_error_is_one_line_unless_debug_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the command and behind it; what nobody expected says so, and has the same exit code."""
+    """``--debug`` works before the command and behind it. An unexpected error has the same exit code."""
     assert "No such file" in fails(2, "inspect", tmp_path / "missing")
     for words in (["--debug", "inspect", tmp_path / "missing"], ["inspect", tmp_path / "missing", "--debug"]):
         result = run(*words)
@@ -643,7 +643,7 @@ def test_the_shell_completes_steps_of_a_trace_and_parts_of_a_file(tmp_path: Path
 
 
 def test_completion_says_one_line_of_each_option() -> None:
-    """fish would offer the second line as one more."""
+    """fish takes a second line for another option."""
     for name in [*commands(), "accelerate config"]:
         lines = complete(*name.split(), "--", shell="fish")
         assert lines and [line for line in lines if not re.match(r"--[a-z-_]+\t\S.*\S", line)] == [], name
@@ -656,7 +656,7 @@ def test_sizes() -> None:
 
 
 def test_what_needs_no_tensors_does_without_torch(folder: Path) -> None:
-    """Which takes seconds to import. Of the other commands the help comes at once, too."""
+    """Importing torch takes seconds. The help of every command needs none either."""
     shown = [["--help"], ["--version"], *([name, "--help"] for name in commands()), ["pin", str(folder), "10"]]
     shown += [[name, str(folder)] for name in ("ls", "inspect", "verify", "prune")]
     code = (
@@ -672,7 +672,7 @@ def test_what_needs_no_tensors_does_without_torch(folder: Path) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    """Run as ``python -m lazyckpt``; more output than a pipe holds."""
+    """``python -m lazyckpt`` writes more than a pipe holds."""
     lazyckpt.save({f"layers.{i}.weight.with.a.long.name": torch.zeros(1) for i in range(5000)}, tmp_path / "many.pt")
     command = [sys.executable, "-m", "lazyckpt", "inspect", str(tmp_path / "many.pt")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -685,7 +685,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["ls", "."], ["ls", "missing", "--json"]])
 def test_output_that_finds_no_room_is_one_line(tmp_path: Path, words: list[str]) -> None:
-    """Also if that is noticed only when the interpreter ends, as of what is buffered."""
+    """Buffered output fails only when the interpreter ends."""
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -696,7 +696,7 @@ def test_output_that_finds_no_room_is_one_line(tmp_path: Path, words: list[str])
 
 
 def on_terminal(cells: int, *words: str, cwd: Path, code: int = 0) -> list[str]:
-    """What a terminal of that width shows."""
+    """Returns what a terminal of that width shows."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, cells, 0, 0))
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}

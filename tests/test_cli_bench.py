@@ -1,4 +1,4 @@
-"""``lazyckpt bench``: its figures belong together, and it leaves nothing behind."""
+"""``lazyckpt bench``: its figures are consistent, and it removes its files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_restore_lands_in_the_tensors_that_are_there(tmp_path: Path) -> None:
 
 
 def test_the_raw_loops_move_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the file does not end with a chunk."""
+    """The file may end inside a chunk."""
     monkeypatch.setattr(bench, "_CHUNK_BYTES", 3 * 4096)
     raw = bench._Raw(True)
     seen: list[tuple[int, int]] = []
@@ -72,7 +72,7 @@ def test_the_raw_loops_move_every_byte(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.pt").touch()
-    for name in ("missing", "a.pt"):  # no checkpoint failed
+    for name in ("missing", "a.pt"):  # not a SaveError
         assert fails(2, "bench", tmp_path / name).startswith(f"error: {tmp_path / name}: not a folder")
     (tmp_path / "a.pt").unlink()
 

@@ -1,4 +1,4 @@
-"""``lazyckpt prune``, ``pin`` and ``unpin``: only what retention lets go of goes, and only when told to."""
+"""``lazyckpt prune``, ``pin`` and ``unpin``: remove only what retention lets go, and only with --yes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_broken_checkpoint_and_one_being_written_stay(folder: Path) -> None:
 
 
 def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run goes on while prune is at work: what it looked at is not what it would remove."""
+    """A running job may replace a checkpoint between the look of prune and the removal."""
     decide = prune.retention
 
     def decide_and_be_overtaken(*rules: Any) -> Any:

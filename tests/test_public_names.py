@@ -1,4 +1,4 @@
-"""The public surface: what is exported is what is meant to be, and every error says what kind it is."""
+"""The public names, and the kinds of errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_exported_names_exist_and_are_sorted() -> None:
 
 
 def test_names_are_there_before_anything_is_imported() -> None:
-    """In a new process: nothing is imported until it is asked for, and then it is what its module has."""
+    """A new process imports a public name at its first use."""
     script = (
         "import sys\n"
         "import lazyckpt\n"
@@ -39,7 +39,7 @@ def test_names_are_there_before_anything_is_imported() -> None:
 
 
 def test_names_that_are_not_there() -> None:
-    """As of any module; what is wrong inside of one of ours is not hidden."""
+    """Fails as any module does, and does not hide an error inside one of ours."""
     assert not hasattr(lazyckpt, "Chekpointer") and not hasattr(lazyckpt, "__wrapped__")
     with pytest.raises(ImportError, match="cannot import name 'Chekpointer'"):
         exec("from lazyckpt import Chekpointer")

@@ -1,4 +1,4 @@
-"""The timeline of a run: what is recorded, that the file can be read at any time, and what is drawn of it."""
+"""The timeline of a run: its events, its file, which is readable at any time, and its picture."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_two_runs_in_one_file(tmp_path: Path, training: Training) -> None:
 def test_a_run_that_came_back_with_the_same_process_id(
     tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container, where the training is always process 1: its checkpoints are numbered as before."""
+    """In a container the training is always process 1, so the numbers of its checkpoints repeat."""
     for run_name in "ab":
         monkeypatch.setattr(trace, "_numbers", itertools.count(1))
         training.run(tmp_path / run_name, tmp_path / "trace.json", steps=2, **SMALL)
@@ -301,7 +301,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, training: T
 def test_a_lack_of_descriptors_ends_neither_training_nor_a_save(
     tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: to ask how much memory the process has was an OSError in optimizer.step() and in save()."""
+    """Regression: asking for the memory of the process raised OSError in optimizer.step() and save()."""
 
     def refuse(*_: object) -> None:
         raise OSError(24, "Too many open files")
@@ -324,7 +324,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 
 
 def test_where_there_are_no_locks_a_trace_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: on Lustre mounted noflock, say, it was an OSError."""
+    """Regression: file systems such as Lustre mounted noflock caused an OSError."""
     code = errno.ENOSYS
 
     def refuse(*_: Any) -> None:
@@ -388,7 +388,7 @@ def test_without_it_there_is_no_hook_and_with_it_none_is_left(tmp_path: Path) ->
 
 
 def set_duration(file: Path, name: str, microseconds: float) -> None:
-    """Rewrites a trace: every span of this name took so long."""
+    """Rewrites a trace so that every span of this name took so long."""
     begin, *lines = file.read_bytes().removesuffix(trace_file.END).split(trace_file.SEPARATOR)
     events = [json.loads(line) for line in lines]
     for event in events:
@@ -465,8 +465,8 @@ def test_a_picture_is_written_under_the_name_given_or_not_at_all(
 
 
 def test_a_picture_of_strange_names(tmp_path: Path) -> None:
-    """matplotlib takes what is between dollars for a formula, names with an underscore for private, and warns of every
-    character that its font has not."""
+    """matplotlib treats text between dollars as a formula, hides names that begin with an underscore, and warns of
+    characters that its font lacks."""
     pytest.importorskip("matplotlib")
     long = "_orig_mod.transformer.encoder.layers.11.self_attention.query_key_value.weight"
     with lazyckpt.Saver(trace=tmp_path / "trace.json", **SMALL) as saver:
