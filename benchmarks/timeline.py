@@ -6,8 +6,8 @@ from pathlib import Path
 
 from benchmarks.arms.lazy import LazyCkpt
 from benchmarks.workload import Training
-from lazyckpt.cli.trace import read_trace
 from lazyckpt.errors import ConfigError
+from lazyckpt.tools.trace import read_trace
 
 STEPS = 4
 CHUNK_BYTES = 4 << 20  # so that a large tensor has many
@@ -30,7 +30,7 @@ def timeline(training: Training, directory: Path, output: Path) -> str:
         arm.close()
     picture = output.with_suffix(".png")
     try:
-        from lazyckpt.cli.timeline import draw
+        from lazyckpt.tools.timeline import draw
 
         draw(read_trace(trace).checkpoint(STEPS - 1), picture)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Metrics of checkpoints for monitoring systems: ``Checkpointer(on_done=Prometheus())``."""
+"""Exports the metrics of checkpoints to monitoring systems: ``Checkpointer(on_done=Prometheus())``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from lazyckpt.errors import SaveError
 from lazyckpt.metrics import CheckpointMetrics
 
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # bounds of the histograms
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # histogram buckets
 
 
 class Prometheus:
-    """Collects for ``prometheus_client``; how they are served or pushed is the caller's choice ::
+    """Collects metrics in a registry of ``prometheus_client``, which the caller serves or pushes ::
 
         prometheus_client.start_http_server(8000)
         Checkpointer("runs/a", on_done=Prometheus())
 
-    ``registry``: another than prometheus_client's own. One exporter serves any number of Checkpointers; of two in one
-    registry the second raises ValueError. ImportError without prometheus_client.
+    ``registry`` defaults to prometheus_client's own. One exporter serves any number of Checkpointers; a second in the
+    same registry raises ValueError. Raises ImportError without prometheus_client.
     """
 
     def __init__(self, registry: Any = None) -> None:
@@ -29,10 +29,10 @@ class Prometheus:
         self._ended = Counter("lazyckpt_checkpoints", "Checkpoints that ended.", ["result"], **there)
         self._bytes = Counter("lazyckpt_durable_bytes", "Bytes of durable checkpoints.", **there)
         self._blocked = Histogram(
-            "lazyckpt_blocked_seconds", "What a checkpoint kept the training waiting.", buckets=_SECONDS, **there
+            "lazyckpt_blocked_seconds", "Time that training waited for a checkpoint.", buckets=_SECONDS, **there
         )
         self._durable = Histogram(
-            "lazyckpt_durable_seconds", "From the call of save() to durable.", buckets=_SECONDS, **there
+            "lazyckpt_durable_seconds", "Time from the call of save() until durable.", buckets=_SECONDS, **there
         )
         self._step = Gauge("lazyckpt_last_durable_step", "Step of the newest durable checkpoint.", **there)
         self._time = Gauge("lazyckpt_last_durable_timestamp_seconds", "When it became durable.", **there)
@@ -40,10 +40,10 @@ class Prometheus:
         if registry is None:
             _default.append(self)
         for result in ("durable", "failed"):
-            self._ended.labels(result)  # a series that begins with its first failure cannot be alerted on
+            self._ended.labels(result)  # create the series, or no alert sees the first failure
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prometheus:
-        return self  # one serves all, and prometheus_client refuses a second of the same names
+        return self  # prometheus_client refuses a second one with the same names
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._registry is not None:
@@ -65,7 +65,7 @@ class Prometheus:
             self._step.set(metrics.step)
 
 
-_default: list[Prometheus] = []  # the one in prometheus_client's own registry
+_default: list[Prometheus] = []  # at most one, in prometheus_client's own registry
 
 
 def _of_this_process() -> Prometheus:

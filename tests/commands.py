@@ -22,7 +22,7 @@ def run_json(*arguments: str | Path, code: int = 0) -> Any:
 
 
 def fails(code: int, *arguments: str | Path) -> str:
-    """The one line on stderr of a command that exits with ``code``."""
+    """Runs a command that must exit with ``code``; returns its one line on stderr."""
     result = run(*arguments)
     assert result.exit_code == code, result.output
     assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
@@ -32,12 +32,12 @@ def fails(code: int, *arguments: str | Path) -> str:
 
 
 def commands() -> list[str]:
-    """The names of all."""
+    """Returns the names of all commands."""
     return [str(info.name) for info in app.registered_commands] + [str(group.name) for group in app.registered_groups]
 
 
 def complete(*words: str | Path, shell: str = "bash") -> list[str]:
-    """What a shell is told when TAB is pressed behind these words; the last one may be empty."""
+    """Returns the completions that a shell gets for these words, of which the last may be empty."""
     line = " ".join(["lazyckpt", *map(str, words)])
     asked = {"_LAZYCKPT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
     asked |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words)), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}

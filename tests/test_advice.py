@@ -1,8 +1,7 @@
-"""The papers' formulas, against their own definitions and by search; and the command that applies them."""
+"""The papers' formulas against their definitions and a simulation, and the command that applies them."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 import lazyckpt
-from lazyckpt.cli import app
-from lazyckpt.cli.advise import measure
-from lazyckpt.cli.trace import TraceFile
+from commands import fails, run, run_json
 from lazyckpt.observe.advice import optimal_interval_s
 from lazyckpt.observe.trace_file import SAVES, TRAINING
+from lazyckpt.tools.measure import measure_trace
+from lazyckpt.tools.trace import TraceFile
 
 GIB = 1 << 30
 KNOWN: dict[str, Any] = {"state_bytes": 3_500_000_000, "iteration_s": 0.8, "write_bytes_per_s": 1.2e9}
@@ -62,24 +60,9 @@ def test_what_each_number_promises(
     lazyckpt.Config(chunk_bytes=4096, host_buffer_bytes=min(a.ring_bytes, 1 << 20))
 
 
-@settings(max_examples=50, deadline=None)
-@given(cost_s=st.floats(0.01, 10), ratio=st.floats(20, 1e6))
-def test_the_interval_of_young_and_daly_wastes_least(cost_s: float, ratio: float) -> None:
-    failure_s = cost_s * ratio
-
-    def wall_clock(interval_s: float) -> float:
-        """Daly 2006, equation 20 without restarts: for failures that come at any time, per second of work."""
-        return failure_s * math.expm1((interval_s + cost_s) / failure_s) / interval_s
-
-    best = optimal_interval_s(cost_s, failure_s)
-    candidates = [best * factor for factor in (0.25, 0.5, 0.8, 1.25, 2, 4)]
-    assert all(wall_clock(best) < wall_clock(other) for other in candidates)
-    assert best == pytest.approx(math.sqrt(2 * cost_s * failure_s), rel=0.2)
-
-
 @pytest.mark.parametrize(("cost_s", "failure_s"), [(0.02, 600.0), (2.0, 3600.0), (30.0, 3600.0), (60.0, 86400.0)])
 def test_no_other_interval_loses_less_when_failures_come_at_random(cost_s: float, failure_s: float) -> None:
-    """A training of iterations of a second, a checkpoint durable after two; time that is not kept is lost."""
+    """Simulates a training: iterations take a second, a checkpoint is durable after two; a failure loses the rest."""
     a = lazyckpt.advise(
         state_bytes=10**9, iteration_s=1.0, write_bytes_per_s=5e8, cost_s=cost_s, failure_s=failure_s, max_overhead=0.5
     )
@@ -130,26 +113,20 @@ def test_nonsense_is_refused_by_name(wrong: dict[str, Any]) -> None:
 # the command
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["advise", *(str(a) for a in arguments)])
-
-
 FLAGS = ("--state", "3.5GB", "--iteration", "800ms", "--bandwidth", "1.2GB/s")
 
 
 def test_flags_have_units() -> None:
-    result = run(*FLAGS, "--cost", "20ms", "--mtbf", "2h", "--gpus", "8", "--optimizer", "0.1s", "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
+    told = run_json("advise", *FLAGS, "--cost", "20ms", "--mtbf", "2h", "--gpus", "8", "--optimizer", "0.1s")
     expected = lazyckpt.advise(**KNOWN, cost_s=0.02, failure_s=7200, gpus=8, optimizer_s=0.1)
     assert {name: told[name] for name in vars(expected)} == pytest.approx(vars(expected))
     for state, bandwidth in (("2GiB", "512 MiB"), ("2TiB", "512GiB"), ("2TB", "500GB")):
-        same = run("--state", state, "--iteration", "1min", "--bandwidth", bandwidth, "--json")
-        assert json.loads(same.stdout)["write_s"] == 4
+        same = run_json("advise", "--state", state, "--iteration", "1min", "--bandwidth", bandwidth)
+        assert same["write_s"] == 4
 
 
 def test_it_explains_every_number() -> None:
-    lines = run(*FLAGS, "--cost", "20ms", "--mtbf", "2h").stdout.splitlines()
+    lines = run("advise", *FLAGS, "--cost", "20ms", "--mtbf", "2h").stdout.splitlines()
     for what in ("save every", "for the disk", "for the overhead", "for failures", "a failure repeats", "ring"):
         (line,) = [line for line in lines if line.strip().startswith(what)]
         assert len(line.split("  ")) >= 3 and line.split("  ")[-1].strip()
@@ -173,10 +150,7 @@ def test_it_explains_every_number() -> None:
     ],
 )
 def test_errors_are_one_line(arguments: list[str], expected: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    assert expected in line
+    assert expected in fails(2, "advise", *arguments)
 
 
 def traced(*iterations: tuple[float, float]) -> TraceFile:
@@ -190,20 +164,20 @@ def traced(*iterations: tuple[float, float]) -> TraceFile:
 
 
 def test_a_validation_in_a_trace_is_not_taken_for_the_cost_of_a_checkpoint() -> None:
-    assert measure(traced((0.0, 0.1), (0.1, 0.1), (0.2, 60.0), (60.2, 0.1)))["cost_s"] == 0.25
+    assert measure_trace(traced((0.0, 0.1), (0.1, 0.1), (0.2, 60.0), (60.2, 0.1)))["cost_s"] == 0.25
 
 
 @pytest.mark.parametrize("iterations", [[(0.2, 0.1), (0.3, 0.1)], [(0.0, 0.1), (0.1, 0.1)], []])
 def test_with_nothing_to_compare_a_checkpoint_costs_what_it_blocked(iterations: list[tuple[float, float]]) -> None:
     """Every iteration overlaps a checkpoint, or none does."""
-    assert measure(traced(*iterations))["cost_s"] == pytest.approx(0.01)
+    assert measure_trace(traced(*iterations))["cost_s"] == pytest.approx(0.01)
 
 
 def test_a_trace_without_an_iteration_to_measure_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.cli.advise.read_trace", lambda path: traced((0.2, 0.1)))
-    (line,) = run(tmp_path / "t.json").stderr.splitlines()
+    monkeypatch.setattr("lazyckpt.tools.measure.read_trace", lambda path: traced((0.2, 0.1)))
+    line = fails(2, "advise", tmp_path / "t.json")
     assert line.endswith("t.json: there is no iteration without a checkpoint in it; give --iteration")
-    assert json.loads(run(tmp_path / "t.json", "--iteration", "10ms", "--json").stdout)["cost_s"] == pytest.approx(0.01)
+    assert run_json("advise", tmp_path / "t.json", "--iteration", "10ms")["cost_s"] == pytest.approx(0.01)
 
 
 def test_numbers_come_from_a_trace_or_a_folder(tmp_path: Path) -> None:
@@ -219,15 +193,15 @@ def test_numbers_come_from_a_trace_or_a_folder(tmp_path: Path) -> None:
             if step % 10 == 0:
                 handles.append(ckpt.save(step))
                 handles[-1].result(30)  # in this iteration: its cost is at least that
-    told = json.loads(run(tmp_path / "trace.json", "--json").stdout)
+    told = run_json("advise", tmp_path / "trace.json")
     speeds = sorted(h.metrics.bytes / h.metrics.write_s for h in handles)
     assert told["state_bytes"] == handles[-1].metrics.bytes
     assert told["write_bytes_per_s"] == pytest.approx(speeds[1], rel=1e-6)
     waited = [h.metrics.durable_s for h in handles[1:]]  # the last iteration ends with the next step, which never came
     assert waited[0] * 0.5 < told["cost_s"] < 60 and 0 < told["optimizer_s"] < told["iteration_s"]
-    given = json.loads(run(tmp_path / "trace.json", "--state", "1GB", "--json").stdout)
+    given = run_json("advise", tmp_path / "trace.json", "--state", "1GB")
     assert given["state_bytes"] == 10**9 and given["iteration_s"] == told["iteration_s"]
-    folder = run(tmp_path / "run", "--iteration", "1s", "--bandwidth", "1GB", "--json")
-    assert json.loads(folder.stdout)["state_bytes"] == told["state_bytes"]
+    folder = run_json("advise", tmp_path / "run", "--iteration", "1s", "--bandwidth", "1GB")
+    assert folder["state_bytes"] == told["state_bytes"]
     (tmp_path / "empty").mkdir()
-    assert "no checkpoints" in run(tmp_path / "empty").stderr
+    assert "no checkpoints" in fails(2, "advise", tmp_path / "empty")

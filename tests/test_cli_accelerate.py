@@ -1,4 +1,4 @@
-"""``lazyckpt accelerate config``: the questions, the file, and what is said of wrong answers."""
+"""``lazyckpt accelerate config``: the questions, the file, and the messages for wrong answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_empty_answers_are_the_defaults(tmp_path: Path) -> None:
 
 def test_default_asks_nothing_and_spares_a_file(tmp_path: Path) -> None:
     file = tmp_path / "lazyckpt.yaml"
-    assert config("--default", "--config_file", file).exit_code == 0  # accelerate spells it so
+    assert config("--default", "--config_file", file).exit_code == 0  # accelerate's spelling
     assert settings.gather(file, {}) == {name: settings.DEFAULTS[name] for name in settings.read_file(file)}
     before = file.read_text()
     result = config("--default", "--config-file", file)
@@ -111,7 +111,7 @@ class Interrupted(io.StringIO):
 def test_no_answer_ends_it_as_it_ends_all_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "lazyckpt.yaml"
     ended = config("--config-file", file, answers="yes\n")
-    assert ended.exit_code == 2 and "error: the input has ended" in ended.stderr
+    assert ended.exit_code == 2 and "error: the input ended" in ended.stderr
     monkeypatch.setattr(sys, "stdin", Interrupted())
     with pytest.raises(SystemExit) as interrupted:
         app(["accelerate", "config", "--config-file", str(file)])

@@ -1,4 +1,4 @@
-"""``lazyckpt bench``: its figures belong together, and it leaves nothing behind."""
+"""``lazyckpt bench``: its figures are consistent, and it removes its files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt.cli import bench
+from lazyckpt import functional
 from lazyckpt.config import MIB
 from lazyckpt.storage import folders
+from lazyckpt.tools import bench
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_a_restore_lands_in_the_tensors_that_are_there(tmp_path: Path) -> None:
 
 
 def test_the_raw_loops_move_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the file does not end with a chunk."""
+    """The file may end inside a chunk."""
     monkeypatch.setattr(bench, "_CHUNK_BYTES", 3 * 4096)
     raw = bench._Raw(True)
     seen: list[tuple[int, int]] = []
@@ -69,29 +70,9 @@ def test_the_raw_loops_move_every_byte(tmp_path: Path, monkeypatch: pytest.Monke
     raw.close()
 
 
-def test_the_raw_loops_have_huge_pages() -> None:
-    """A request over small pages is cut into many: the disk then looks slower than it is, and we faster."""
-    before = {line.split()[0] for line in _mappings()}
-    raw = bench._Raw(True)
-    own = [line for line in _mappings() if line.split()[0] not in before]
-    assert any("hg" in line.split()[1:] for line in own)
-    raw.close()
-
-
-def _mappings() -> list[str]:
-    """Of this process: address range and flags, a line each."""
-    found: list[str] = []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("VmFlags:"):
-            found[-1] += line.removeprefix("VmFlags:").rstrip()
-        elif "-" in line.split(" ")[0]:
-            found.append(line.split(" ")[0])
-    return found
-
-
 def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.pt").touch()
-    for name in ("missing", "a.pt"):  # no checkpoint failed
+    for name in ("missing", "a.pt"):  # not a SaveError
         assert fails(2, "bench", tmp_path / name).startswith(f"error: {tmp_path / name}: not a folder")
     (tmp_path / "a.pt").unlink()
 
@@ -108,6 +89,6 @@ def test_bench_refuses_what_it_cannot_do_and_cleans_up(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lazyckpt, "save", break_off)
+        patch.setattr(functional, "save", break_off)
         assert run("bench", tmp_path).exit_code != 0
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""``lazyckpt convert``: the same tensors in another format, in little memory, or nothing at all."""
+"""``lazyckpt convert``: writes the same tensors in another format, in little memory, or writes nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("batch_bytes", [stream._BATCH_BYTES, 1])
 def test_there_and_back(tmp_path: Path, batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With batches as small as they may be, every buffer is used again while what it held may still be copied."""
+    """The smallest batches reuse each buffer while the engine may still copy from it."""
     monkeypatch.setattr(stream, "_BATCH_BYTES", batch_bytes)
     tensors = weights(40)
     torch.save(tensors, tmp_path / "a.pt")
@@ -79,7 +79,7 @@ def test_shards_are_named_filled_and_indexed_as_hugging_face_does(tmp_path: Path
 
 
 def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
-    """What else is in the file does not matter: here, what torch would not load, and no part of it is run."""
+    """The rest of the file is ignored, even what torch would refuse; no code in it runs."""
     with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
         model = torch.nn.Linear(4, 3)
         ckpt.track(model=model, extra={"a": 1})
@@ -121,7 +121,7 @@ def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
     base = torch.ones(4)
     target = tmp_path / "x.safetensors"
     for obj, why in [
-        ({"model": {"w": base}, "epoch": 3}, "'model' is a dict; take a part with --key: model"),
+        ({"model": {"w": base}, "epoch": 3}, "'model' is a dict; give a part of it as key: model"),
         ({"w": base, "epoch": 3}, "'epoch' is an int"),
         ({7: base}, "7 is not a name"),
         ([base], "a dict of tensors, this is a list"),
@@ -162,7 +162,7 @@ def test_tied_weights_are_held_once_and_tied_again(options: list[str], tmp_path:
 
 
 def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:
-    """As ``lazyckpt.save`` does, which ``safetensors.torch.save_file`` leaves to its caller."""
+    """``lazyckpt.save`` does this, too; ``safetensors.torch.save_file`` leaves it to the caller."""
     tensors = {"t": torch.randn(6, 4).t(), "part": torch.randn(50)[10:20:3], "plain": torch.randn(3)}
     torch.save(tensors, tmp_path / "a.pt")
     assert run("convert", tmp_path / "a.pt", tmp_path / "b.safetensors").exit_code == 0
@@ -189,7 +189,7 @@ def test_nothing_appears_unless_all_of_it_is_right(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_written_is_compared_with_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a buffer be overwritten before it is copied, the file does not appear."""
+    """If a buffer were overwritten before its copy, the file would not appear."""
     torch.save(weights(), tmp_path / "a.pt")
     read = stream._read
 
@@ -216,7 +216,7 @@ def test_a_full_disk_is_told_before_and_while_writing(tmp_path: Path, monkeypatc
 
 
 def test_peak_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
-    """In a process of its own, above what converting the largest tensor alone takes: 40 MiB, of 240."""
+    """Compares the peaks of converting 240 MiB and of converting its largest tensor, 40 MiB, in a fresh process."""
     large = {f"x{i}": torch.full((10 << 20,), float(i)) for i in range(6)}
     lazyckpt.save(large, tmp_path / "large.pt")
     lazyckpt.save({"x": torch.full((10 << 20,), 1.0)}, tmp_path / "one.pt")

@@ -53,7 +53,7 @@ def test_what_is_the_same_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece_bytes", [norms._PIECE_BYTES, 64])
 def test_norms_are_those_of_torch(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the tensors are cut into pieces."""
+    """The pieces that tensors are cut into do not matter."""
     monkeypatch.setattr(norms, "_PIECE_BYTES", piece_bytes)
     old, new = state(), state()
     new["model"]["h.0.weight"][3, :5] += torch.randn(5)
@@ -98,7 +98,7 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
 
 
 def test_a_value_is_compared_whole_not_as_it_is_shown(tmp_path: Path) -> None:
-    """And by what is saved of it: NaN is the same as itself, 0.0 is not -0.0, 1 is not True."""
+    """NaN equals itself; 0.0 differs from -0.0, and 1 from True."""
     cycle: list[Any] = [1]
     cycle.append(cycle)
     same = {"nan": math.nan, "set": {"b", "a"}, "cycle": cycle, "array": numpy.arange(3), "rng": random.Random(1)}
@@ -194,7 +194,7 @@ def test_trouble_is_not_a_difference(tmp_path: Path) -> None:
 
 
 def test_two_large_files_do_not_need_their_memory(tmp_path: Path) -> None:
-    """In a process of its own: its peak, above the one of two small files."""
+    """Compares the peaks of large and of small files in a fresh process."""
     tensors = {f"x{i}": torch.full((8 << 20,), 0.5) for i in range(4)}  # 128 MiB
     lazyckpt.save(tensors, tmp_path / "a.pt")
     tensors["x3"][7] += 1

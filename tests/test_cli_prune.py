@@ -1,4 +1,4 @@
-"""``lazyckpt prune``, ``pin`` and ``unpin``: only what retention lets go of goes, and only when told to."""
+"""``lazyckpt prune``, ``pin`` and ``unpin``: remove only what retention lets go, and only with --yes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt.cli import prune
 from lazyckpt.storage import catalog, retention
+from lazyckpt.tools import prune
 
 HEX = f"{0:032x}"
 
@@ -54,7 +54,7 @@ def test_prune_shows_first_and_removes_when_told(folder: Path) -> None:
 def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, int]) -> None:
     told = run_json("prune", folder, *(f"--{name.replace('_', '-')}={n}" for name, n in rules.items()))
     with lazyckpt.Checkpointer(folder, **rules) as ckpt:
-        ckpt._saver._background._remove_all(ckpt._lineage.superfluous)
+        ckpt._saver._background._remove_all(ckpt._superfluous)
     assert steps(folder) == sorted(row["step"] for row in told["kept"]) != [10, 20, 25, 30, 40]
 
 
@@ -133,7 +133,7 @@ def test_a_broken_checkpoint_and_one_being_written_stay(folder: Path) -> None:
 
 
 def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run goes on while prune is at work: what it looked at is not what it would remove."""
+    """A running job may replace a checkpoint between the look of prune and the removal."""
     decide = prune.retention
 
     def decide_and_be_overtaken(*rules: Any) -> Any:

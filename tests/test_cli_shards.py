@@ -1,4 +1,4 @@
-"""A model in several files: what the commands make of an index and its shards, whichever format they have."""
+"""The commands on an index and its shards, in both formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors(count: int = 9) -> dict[str, torch.Tensor]:
 
 
 def tied() -> dict[str, torch.Tensor]:
-    """As the state of a model whose head is its embedding."""
+    """The state of a model whose head is its embedding."""
     found = {"wte.weight": torch.randn(50, 4), **tensors(6)}
     return {**found, "lm_head.weight": found["wte.weight"]}
 
@@ -35,7 +35,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def sharded(folder: Path, model: str, saved: dict[str, torch.Tensor], files: int = 3) -> Path:
-    """Written by the format's own library; returns the index."""
+    """Writes shards with the format's own library; returns the index."""
     folder.mkdir()
     stem, suffix = os.path.splitext(model)
     places = {name: f"{stem}-{i % files + 1:05d}-of-{files:05d}{suffix}" for i, name in enumerate(saved)}
@@ -62,7 +62,7 @@ def flip(file: Path, offset: int) -> None:
 
 @pytest.mark.parametrize("model", FORMATS)
 def test_shards_are_one_document(model: str, tmp_path: Path) -> None:
-    """Records of archives are named alike in every shard: none of them is another's."""
+    """Every shard of an archive has records of the same names, which must not be mixed up."""
     saved = tensors()
     index = sharded(tmp_path / "a", model, saved)
     told = run_json("inspect", tmp_path / "a")
@@ -83,7 +83,7 @@ def test_shards_are_one_document(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", FORMATS)
 def test_an_index_leads_to_nothing_outside_of_its_folder(model: str, tmp_path: Path) -> None:
-    """Nor to another index, which may be itself."""
+    """An index leads to no other index and not to itself."""
     save = FORMATS[model]
     (tmp_path / "a/sub").mkdir(parents=True)
     for file in (tmp_path / f"secret{model}", tmp_path / f"a/sub/{model}"):
@@ -119,7 +119,7 @@ def target_code(name: Any, index: Path) -> int:
 
 @pytest.mark.parametrize("model", FORMATS)
 def test_a_shard_that_is_missing_or_of_another_model_is_damage(model: str, tmp_path: Path) -> None:
-    """Which checking each shard by itself would not notice."""
+    """Checking each shard alone would miss this."""
     index = sharded(tmp_path / "a", model, tensors())
     places = places_of(index)
     first, second, _ = sorted(set(places.values()))
@@ -154,7 +154,7 @@ def test_damage_is_told_by_shard_and_tensor(tmp_path: Path) -> None:
 def test_archives_are_sharded_as_hugging_face_does_it(
     batch_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many small files, one after the other, through two buffers; a tied weight is in one file, once."""
+    """Many small files pass through two buffers; one file holds a tied weight, once."""
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(stream, "_BATCH_BYTES", batch_bytes)
     saved = tied()
@@ -189,14 +189,14 @@ def test_shards_hold_tensors_and_go_into_a_new_folder(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     lazyckpt.save({"model": tensors(2), "epoch": 3}, "a.pt")
     wanted = ["--max-shard-size", "1GB"]
-    assert "'model' is a dict; take a part with --key: model" in fails(2, "convert", "a.pt", "b/model.bin", *wanted)
+    assert "'model' is a dict; give a part of it as key: model" in fails(2, "convert", "a.pt", "b/model.bin", *wanted)
     line = fails(2, "convert", "a.pt", "model.bin", "--key", "model", *wanted)
     assert ".: exists already; shards are written into a new folder: DIR or DIR/model.bin" in line
     assert os.listdir() == ["a.pt"]
 
 
 def test_transformers_loads_what_convert_writes(tmp_path: Path) -> None:
-    """A tiny model with tied weights, in each form that transformers knows, from each other."""
+    """Converts a tiny model with tied weights through every form that transformers knows."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -216,7 +216,7 @@ def test_transformers_loads_what_convert_writes(tmp_path: Path) -> None:
 
 
 def test_a_variant_has_its_name_inside_that_of_its_index(tmp_path: Path) -> None:
-    """As transformers and diffusers name it: model.safetensors.index.fp16.json, model.fp16-00001-of-…"""
+    """transformers and diffusers use model.safetensors.index.fp16.json and model.fp16-00001-of-…"""
     index = sharded(tmp_path / "a", "model.safetensors", tensors())
     for file in sorted(tmp_path.glob("a/*.safetensors")):
         file.rename(file.with_name(file.name.replace("model", "model.fp16")))
@@ -228,7 +228,7 @@ def test_a_variant_has_its_name_inside_that_of_its_index(tmp_path: Path) -> None
 
 
 def test_what_an_index_does_not_name_is_a_file_of_its_own(tmp_path: Path) -> None:
-    """Also the same model in one file, and a shard of another split: nothing in a folder is passed over."""
+    """No file of a folder is skipped, not even a shard of another split."""
     index = sharded(tmp_path / "a", "model.safetensors", tensors())
     for name in ("model.safetensors", "model-00001-of-00002.safetensors", "optimizer.bin"):
         lazyckpt.save({"w": torch.zeros(3)}, tmp_path / "a" / name)
@@ -241,7 +241,7 @@ def test_what_an_index_does_not_name_is_a_file_of_its_own(tmp_path: Path) -> Non
 
 
 def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
-    """Every file of a snapshot is one, to a name without a suffix; one inside of a folder is a second name."""
+    """Every file of a snapshot links to a name without suffix; a link to the same folder is just an alias."""
     index = sharded(tmp_path / "a", "pytorch_model.bin", tensors())
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()

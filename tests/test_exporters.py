@@ -1,4 +1,4 @@
-"""Who is told of a checkpoint: a hook, the log, and Prometheus through its own library."""
+"""Reports of a checkpoint: the hook, the log, and Prometheus through its own library."""
 
 from __future__ import annotations
 

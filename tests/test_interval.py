@@ -16,8 +16,8 @@ from lazyckpt.observe.interval import AutoInterval
 
 
 class Simulation:
-    """A training on a clock of its own: save() takes ``save_s``, the ``slowed`` iterations after it ``slowdown_s`` more
-    each, and then the checkpoint is durable."""
+    """Simulates a training and its clock. save() takes ``save_s``; each of the next ``slowed`` iterations takes
+    ``slowdown_s`` more; then the checkpoint is durable."""
 
     def __init__(self, max_overhead: float, *, iteration_s: float = 0.1, seed: int = 0, jitter: float = 0.0) -> None:
         self.now = 1000.0

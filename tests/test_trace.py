@@ -1,4 +1,4 @@
-"""The timeline of a run: what is recorded, that the file can be read at any time, and what is drawn of it."""
+"""The timeline of a run: its events, its file, which is readable at any time, and its picture."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from typer.testing import CliRunner, Result
 
 import lazyckpt
+from commands import fails, run, run_json
 from lazyckpt.capture.snapshot import Snapshot
-from lazyckpt.cli import app
-from lazyckpt.cli.trace import read_trace
 from lazyckpt.observe import trace, trace_file
+from lazyckpt.tools.trace import read_trace
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -258,7 +256,7 @@ def test_two_runs_in_one_file(tmp_path: Path, training: Training) -> None:
 def test_a_run_that_came_back_with_the_same_process_id(
     tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container, where the training is always process 1: its checkpoints are numbered as before."""
+    """In a container the training is always process 1, so the numbers of its checkpoints repeat."""
     for run_name in "ab":
         monkeypatch.setattr(trace, "_numbers", itertools.count(1))
         training.run(tmp_path / run_name, tmp_path / "trace.json", steps=2, **SMALL)
@@ -303,7 +301,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, training: T
 def test_a_lack_of_descriptors_ends_neither_training_nor_a_save(
     tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: to ask how much memory the process has was an OSError in optimizer.step() and in save()."""
+    """Regression: asking for the memory of the process raised OSError in optimizer.step() and save()."""
 
     def refuse(*_: object) -> None:
         raise OSError(24, "Too many open files")
@@ -326,7 +324,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 
 
 def test_where_there_are_no_locks_a_trace_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: on Lustre mounted noflock, say, it was an OSError."""
+    """Regression: file systems such as Lustre mounted noflock caused an OSError."""
     code = errno.ENOSYS
 
     def refuse(*_: Any) -> None:
@@ -389,12 +387,8 @@ def test_without_it_there_is_no_hook_and_with_it_none_is_left(tmp_path: Path) ->
 # the command
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["trace", *(str(a) for a in arguments)])
-
-
 def set_duration(file: Path, name: str, microseconds: float) -> None:
-    """Rewrites a trace: every span of this name took so long."""
+    """Rewrites a trace so that every span of this name took so long."""
     begin, *lines = file.read_bytes().removesuffix(trace_file.END).split(trace_file.SEPARATOR)
     events = [json.loads(line) for line in lines]
     for event in events:
@@ -405,7 +399,7 @@ def set_duration(file: Path, name: str, microseconds: float) -> None:
 
 def test_the_breakdown(file: Path) -> None:
     set_duration(file, "wait for a place", 49)
-    result = run(file)
+    result = run("trace", file)
     assert result.exit_code == 0, result.output
     assert "step-00000006" in result.stdout
     for phase in ("serialise, lay out", "copy to the ring", "write to the files", "fsync", "commit"):
@@ -413,16 +407,13 @@ def test_the_breakdown(file: Path) -> None:
     waits = {line.split("  ")[0]: "waits" in line for line in result.stdout.splitlines()}
     assert waits["serialise, lay out"] and not waits["write to the files"]
     assert "wait for a place" not in waits, "it would be shown as 0.0 ms"
-
-
-def test_the_breakdown_shows_a_wait_for_a_place(file: Path) -> None:
     set_duration(file, "wait for a place", 51)
-    (line,) = [line for line in run(file).stdout.splitlines() if line.startswith("wait for a place  ")]
+    (line,) = [line for line in run("trace", file).stdout.splitlines() if line.startswith("wait for a place  ")]
     assert "waits" in line
 
 
 def test_as_json_and_by_step(file: Path) -> None:
-    newest, fourth = json.loads(run(file, "--json").stdout), json.loads(run(file, "--json", "--step", "4").stdout)
+    newest, fourth = run_json("trace", file), run_json("trace", file, "--step", "4")
     assert (newest["step"], fourth["step"]) == (6, 4)
     phases = {phase["name"]: phase for phase in newest["phases"]}
     m = newest["metrics"]
@@ -431,37 +422,26 @@ def test_as_json_and_by_step(file: Path) -> None:
     assert phases["write to the files"]["busy_s"] <= m["write_s"] + 1e-6
 
 
-@pytest.fixture
-def broken(tmp_path: Path, file: Path) -> Iterator[list[tuple[list[str], str]]]:
+def test_errors_are_one_line(tmp_path: Path, file: Path) -> None:
     lines = file.read_bytes().split(b",\n")
     (tmp_path / "damaged.json").write_bytes(b",\n".join([*lines[:5], b"{,", *lines[5:]]))
     (tmp_path / "strange.json").write_bytes(b",\n".join([*lines[:5], b"7", *lines[5:]]))
     (tmp_path / "empty.json").write_bytes(lines[0])
     (tmp_path / "other.json").write_text("[]")
-    yield [
-        ([str(file), "--step", "5"], "no checkpoint of step 5; there are 2, 4, 6"),
-        ([str(tmp_path / "missing.json")], "No such file"),
-        ([str(tmp_path / "damaged.json")], "line 7 is not an event"),
-        ([str(tmp_path / "strange.json")], "line 7 is not an event"),
-        ([str(tmp_path / "empty.json")], "no checkpoint ended in it"),
-        ([str(tmp_path / "other.json")], "not a trace"),
-    ]
-
-
-def test_errors_are_one_line(broken: list[tuple[list[str], str]]) -> None:
-    for arguments, expected in broken:
-        result = run(*arguments)
-        assert result.exit_code == 2, result.output
-        (line,) = result.stderr.splitlines()
-        assert expected in line
+    assert "no checkpoint of step 5; there are 2, 4, 6" in fails(2, "trace", file, "--step", "5")
+    assert "No such file" in fails(2, "trace", tmp_path / "missing.json")
+    for name in ("damaged.json", "strange.json"):
+        assert "line 7 is not an event" in fails(2, "trace", tmp_path / name)
+    assert "no checkpoint ended in it" in fails(2, "trace", tmp_path / "empty.json")
+    assert "not a trace" in fails(2, "trace", tmp_path / "other.json")
 
 
 def test_a_picture(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = run(file, "-o", tmp_path / "picture.png")
+    result = run("trace", file, "-o", tmp_path / "picture.png")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "picture.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    told = json.loads(run(file, "-o", tmp_path / "picture.svg", "--json").stdout)
+    told = run_json("trace", file, "-o", tmp_path / "picture.svg")
     assert told["picture"] == str(tmp_path / "picture.svg")
     drawing = (tmp_path / "picture.svg").read_text()
     assert "model.1.weight" in drawing and "save()" in drawing
@@ -480,21 +460,19 @@ def test_a_picture_is_written_under_the_name_given_or_not_at_all(
 ) -> None:
     pytest.importorskip("matplotlib")
     before = sorted(tmp_path.iterdir())
-    result = run(file, "-o", tmp_path / name)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith(f"error: {tmp_path / name}: {problem}")
+    assert fails(2, "trace", file, "-o", tmp_path / name).startswith(f"error: {tmp_path / name}: {problem}")
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_picture_of_strange_names(tmp_path: Path) -> None:
-    """matplotlib takes what is between dollars for a formula, names with an underscore for private, and warns of every
-    character that its font has not."""
+    """matplotlib treats text between dollars as a formula, hides names that begin with an underscore, and warns of
+    characters that its font lacks."""
     pytest.importorskip("matplotlib")
     long = "_orig_mod.transformer.encoder.layers.11.self_attention.query_key_value.weight"
     with lazyckpt.Saver(trace=tmp_path / "trace.json", **SMALL) as saver:
         strange = {long: torch.ones(9000), "$\\frac$": torch.ones(8000), "层.weight": torch.ones(7000)}
         saver.save(strange, tmp_path / "a $x_ and $y.pt", step=1)
-    result = run(tmp_path / "trace.json", "-o", tmp_path / "picture.svg")
+    result = run("trace", tmp_path / "trace.json", "-o", tmp_path / "picture.svg")
     assert result.exit_code == 0, result.output
     drawing = (tmp_path / "picture.svg").read_text()
     assert "a $x_ and $y.pt" in drawing and "frac$" in drawing and r"\u5c42.weight" in drawing
@@ -503,6 +481,4 @@ def test_a_picture_of_strange_names(tmp_path: Path) -> None:
 
 def test_a_picture_without_matplotlib(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run(file, "-o", tmp_path / "picture.png")
-    assert result.exit_code == 2
-    assert "pip install 'lazyckpt[trace]'" in result.stderr
+    assert "pip install 'lazyckpt[trace]'" in fails(2, "trace", file, "-o", tmp_path / "picture.png")

@@ -1,7 +1,6 @@
-"""The command line: what is in a folder, what is in a file, whether it is whole, what this machine offers.
+"""The command line. It parses arguments, calls ``lazyckpt.tools``, prints the result and picks the exit code.
 
-One module per command; ``tree`` turns a saved object into what ``inspect`` shows, ``output`` is how anything is
-shown. Nothing here runs code from a file. Only this package imports typer and rich.
+Each command has its own module; ``parameters`` and ``output`` are shared. Only this package imports typer and rich.
 """
 
 from __future__ import annotations
@@ -16,26 +15,25 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-import lazyckpt
-from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, pin, prune, trace, verify
-from lazyckpt.cli.flags import Command, Flags
-from lazyckpt.cli.output import print_error, print_json, prose
+from lazyckpt._version import __version__
+from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, prune, trace, verify
+from lazyckpt.cli.output import print_error, print_json
+from lazyckpt.cli.parameters import Command, PlainFlags
 from lazyckpt.errors import LazyCkptError
 from lazyckpt.storage import paths
 
 _EXIT_TROUBLE = 2
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
-_EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program that ignored nothing
+_EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 _DEBUG = "--debug"
 _JSON = "--json"
-_USAGE_ERROR = cast(
-    type[Exception], typer.BadParameter.__mro__[1]
-)  # click's, wherever this version of typer keeps that
+# click's class, which typer has kept in different places
+_USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 
-class _OneLineErrors(Flags, TyperGroup):
-    """Failures are one line on stderr, and with --json an object on stdout, too; a reader that went away ends the
-    program quietly."""
+class _OneLineErrors(PlainFlags, TyperGroup):
+    """Reports an error as one line on stderr, and with --json as an object on stdout. Ends quietly if the reader of
+    its output has gone away."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for arg in args:
@@ -43,7 +41,7 @@ class _OneLineErrors(Flags, TyperGroup):
         return super().resolve_command(ctx, args)
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
-        """``--debug`` may stand before the command or behind it."""
+        """Accepts ``--debug`` before the command and behind it."""
         options = args[: args.index("--")] if "--" in args else args
         self._debug = _DEBUG in options
         self._json = _JSON in options
@@ -52,7 +50,7 @@ class _OneLineErrors(Flags, TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead of failing
+            sys.stdout.reconfigure(errors="replace")  # show ? where a terminal has no UTF-8
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -62,11 +60,11 @@ class _OneLineErrors(Flags, TyperGroup):
             raise typer.Exit(_EXIT_BROKEN_PIPE) from None
         except typer.Exit:
             raise
-        except typer.Abort as abort:  # instead of an answer
+        except typer.Abort as abort:  # at a question
             print(file=sys.stderr)
             if isinstance(abort.__context__, KeyboardInterrupt):
                 raise typer.Exit(_EXIT_INTERRUPTED) from None
-            print_error("the input has ended, and not all is answered; nothing is written")
+            print_error("the input ended before every question was answered; nothing is written")
             raise typer.Exit(_EXIT_TROUBLE) from None
         except _USAGE_ERROR as error:
             if self._json:
@@ -80,13 +78,13 @@ class _OneLineErrors(Flags, TyperGroup):
                 if self._json:
                     print_json({"error": _in_words(error)})
                 sys.stdout.flush()
-            except OSError:  # what the error was about, most likely
+            except OSError:  # most likely the cause of the error
                 _discard_output()
             raise typer.Exit(_EXIT_TROUBLE) from error
 
 
 def _discard_output() -> None:
-    """What is still buffered goes nowhere, or the interpreter would complain when it flushes at exit."""
+    """Discards what is buffered, or the interpreter would complain when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -98,14 +96,14 @@ def _in_words(error: Exception) -> str:
         if error.errno is not None and error.strerror == os.strerror(error.errno):
             return f"{where}{error.strerror} ({error.errno})"
         return f"{where}{error.strerror or error}"
-    return f"{type(error).__name__}: {error} (a fault of lazyckpt; {_DEBUG} tells where)"
+    return f"{type(error).__name__}: {error} (a bug in lazyckpt; {_DEBUG} shows where)"
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # of what is installed: to import torch takes seconds
+        from importlib.metadata import version  # importing torch takes seconds
 
-        typer.echo(f"lazyckpt {lazyckpt.__version__} (torch {version('torch')}, Python {platform.python_version()})")
+        typer.echo(f"lazyckpt {__version__} (torch {version('torch')}, Python {platform.python_version()})")
         raise typer.Exit
 
 
@@ -123,10 +121,10 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option(_DEBUG, help="Show where an error comes from. Also behind the command.")
+        bool, typer.Option(_DEBUG, help="Show where an error comes from. Also works behind the command.")
     ] = False,
 ) -> None:
-    """Look into checkpoints: torch.save archives, safetensors files, and the folders that lazyckpt writes."""
+    """Inspect, verify, compare, convert and prune checkpoints: torch.save archives, safetensors files and runs."""
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
@@ -136,13 +134,13 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     diff.diff,
     convert.convert,
     prune.prune,
-    pin.pin,
-    pin.unpin,
+    prune.pin,
+    prune.unpin,
     advise.advise,
     trace.trace,
     doctor.doctor,
     bench.bench,
 )
 for _command in _COMMANDS:
-    app.command(_command.__name__, help=prose(_command.__doc__), cls=Command)(_command)
+    app.command(_command.__name__, cls=Command)(_command)
 app.add_typer(accelerate.app, name="accelerate")

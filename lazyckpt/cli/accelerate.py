@@ -1,4 +1,4 @@
-"""``lazyckpt accelerate config``: asks a few questions and writes what training under accelerate then does."""
+"""``lazyckpt accelerate config``: asks a few questions, and writes the settings for training under accelerate."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from lazyckpt import settings
-from lazyckpt.cli.flags import Command, Group
-from lazyckpt.cli.output import plain, print_error, prose, stdout
+from lazyckpt.cli.output import plain, print_error, say
+from lazyckpt.cli.parameters import Command, Group
 from lazyckpt.errors import ConfigError
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help="Settings for training with Hugging Face Accelerate.")
 
 _QUESTIONS = {
     "enabled": "Save checkpoints lazily and durably?",
-    "host_buffer_bytes": 'Bytes of host memory for staging, or "auto" (what a checkpoint needs, at most a quarter)?',
+    "host_buffer_bytes": 'Bytes of the staging buffer in host memory, or "auto" (at most a quarter of what is free)?',
     "max_in_flight": "How many checkpoints may be on their way to the disk at once?",
-    "durability": 'Return while the disk still writes ("async"), or let the next step wait for it ("before_step")?',
+    "durability": 'Return while the disk still writes ("async"), or make the next step wait for it ("before_step")?',
     "on_error": 'When a checkpoint fails in the background: "raise" at the next save_state, or "warn" and go on?',
 }
 
@@ -29,6 +28,7 @@ def _group() -> None:
     """Settings for training with Hugging Face Accelerate."""
 
 
+@app.command(cls=Command)
 def config(
     default: Annotated[bool, typer.Option("--default", help="Ask nothing; write the defaults to a new file.")] = False,
     config_file: Annotated[
@@ -37,14 +37,14 @@ def config(
             "--config-file",
             "--config_file",
             metavar="FILE",
-            help="Instead of lazyckpt.yaml beside accelerate's default_config.yaml.",
+            help="Write this file instead of lazyckpt.yaml beside accelerate's own.",
         ),
     ] = None,
 ) -> None:
-    """Ask how checkpoints are to be saved, and write it down for 'accelerate launch -m lazyckpt.run'.
+    """Ask how to save checkpoints, and write the answers for 'accelerate launch -m lazyckpt.run'.
 
-    An existing file gives the defaults of the questions; settings in it that are not asked for stay. If it is
-    elsewhere, LAZYCKPT_CONFIG_FILE names it to the launcher.
+    An existing file supplies the defaults, and keeps its other settings. LAZYCKPT_CONFIG_FILE tells the launcher where
+    the file is, if not in its default place.
     """
     try:
         path = config_file or _default_file()
@@ -59,10 +59,7 @@ def config(
         current = known.get(name, settings.DEFAULTS[name])
         known[name] = current if default else _ask(name, question, current, known)
     settings.write_file(path, known)
-    stdout().print(Text(f"lazyckpt configuration saved at {plain(path)}"), soft_wrap=True)
-
-
-app.command(help=prose(config.__doc__), cls=Command)(config)
+    say(f"lazyckpt configuration saved at {plain(path)}")
 
 
 def _default_file() -> Path:
@@ -72,7 +69,7 @@ def _default_file() -> Path:
 
 
 def _ask(name: str, question: str, current: Any, known: dict[str, Any]) -> Any:
-    """Again until the answer makes sense."""
+    """Asks until the answer is valid."""
 
     def convert(text: str) -> Any:
         value = settings.parse(name, str(text))
@@ -82,5 +79,5 @@ def _ask(name: str, question: str, current: Any, known: dict[str, Any]) -> Any:
             raise typer.BadParameter(str(error)) from error
         return value
 
-    shown = {True: "yes", False: "no"}.get(current, current) if isinstance(current, bool) else current
-    return typer.prompt(question, default=str(shown), value_proc=convert)
+    shown = ("yes" if current else "no") if isinstance(current, bool) else str(current)
+    return typer.prompt(question, default=shown, value_proc=convert)

@@ -1,9 +1,11 @@
-"""How things are shown: sizes, times, names that come from files, and the two streams they are printed to."""
+"""Prints tables, trees, progress and JSON. Escapes names from files, which may be anybody's."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -15,49 +17,45 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    ProgressColumn,
-    Task,
+    TaskID,
+    TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
-# Wide enough for any line: what is piped into another program is neither wrapped nor cut.
-_UNBOUNDED = 1_000_000
-_MAX_NAME_CELLS = 60  # the column of a tree's names at most; what is longer shifts its own row, not all
-_BEHIND = 0.4  # of a terminal, that the names leave to what stands behind them, if it takes so much
+from lazyckpt import tools
+
+_UNBOUNDED = 1_000_000  # cells: lines for another program are neither wrapped nor cut
+_MAX_NAME_CELLS = 60  # a longer name shifts its own row instead of all
+STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a tree's rows, by kind
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise  # the command line's group ends the program
+        raise
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _UNBOUNDED
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False, width=width)
 
 
 def stdout() -> Console:
-    return _Console(
-        highlight=False, markup=False, emoji=False, soft_wrap=False, width=None if sys.stdout.isatty() else _UNBOUNDED
-    )
+    return _console(stderr=False)
 
 
-def stderr() -> Console:
-    return _Console(
-        stderr=True,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        width=None if sys.stderr.isatty() else _UNBOUNDED,
-    )
+def say(*parts: str | tuple[str, str]) -> None:
+    """Prints a line of texts, or of texts with styles. A terminal wraps it."""
+    stdout().print(Text.assemble(*parts), soft_wrap=True)
 
 
-def show(console: Console, table: Table | Padding, *, spared: tuple[str, ...] = (), narrow: int = 60) -> None:
-    """Prints a table; into a pipe without the spaces that fill its last column. On a terminal of less than ``narrow``
-    cells the columns in ``spared`` are left out rather than all of them cut."""
+def show(table: Table | Padding) -> None:
+    """Prints a table; for another program without trailing spaces."""
+    console = stdout()
     if console.is_terminal:
-        if isinstance(table, Table) and console.width < narrow:
-            table.columns = [column for column in table.columns if str(column.header).lower() not in spared]
-            for index, column in enumerate(table.columns):
-                column._index = index  # by which rich measures it
         console.print(table)
         return
     with console.capture() as capture:
@@ -66,75 +64,8 @@ def show(console: Console, table: Table | Padding, *, spared: tuple[str, ...] = 
         print(line.rstrip())
 
 
-@dataclass
-class TreeLine:
-    """A line of a tree: cells, those before the name to the right; ``drawn`` are the lines that draw the tree."""
-
-    before: tuple[str, ...]
-    drawn: str
-    name: str
-    behind: tuple[str, ...]
-    note: str = ""
-    style: str = ""
-
-
-def print_tree(console: Console, lines: list[TreeLine]) -> None:
-    """By hand, not with rich's tables: those take seconds for ten thousand rows."""
-    before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
-    behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
-    room = console.width - sum(before) - 2 * len(before) - min(sum(behind) + 4, int(_BEHIND * console.width))
-    most = min(room, _MAX_NAME_CELLS)
-    names = max(n if (n := cell_len(line.drawn + line.name)) <= most else 0 for line in lines)
-    text = Text()
-    for line in lines:
-        text.append("".join(f"{cell:>{cells}}  " for cell, cells in zip(line.before, before, strict=True)))
-        text.append(line.drawn, "dim").append(line.name, line.style)
-        text.append(" " * (max(names - cell_len(line.drawn + line.name), 0) + 2))
-        *middle, last = zip(line.behind, behind, strict=True)
-        text.append("".join(cell + " " * (cells - cell_len(cell) + 2) for cell, cells in middle))
-        text.append(last[0], "dim" if line.style == "bold" else "")
-        text.append(f"  {line.note}" if line.note else "", "yellow").append("\n")
-    if console.is_terminal:
-        console.print(text, no_wrap=True, overflow="ellipsis", end="")
-    else:
-        print("\n".join(line.rstrip() for line in text.plain.splitlines()))
-
-
-class _Description(ProgressColumn):
-    """Cut where there is no room for it and a bar: of rich's own all columns would be cut."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.description, no_wrap=True, overflow="ellipsis")
-
-
-def progress() -> Progress:
-    """By bytes; on a terminal only, and gone when it is done."""
-    console = stderr()
-    return Progress(
-        _Description(table_column=Column()),
-        BarColumn(),
-        DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
-        TransferSpeedColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
-def print_error(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    stderr().print(Text.assemble(("error: ", "bold red"), plain(" ".join(message.split()))), soft_wrap=True)
-
-
-def print_json(tree: Any) -> None:
-    print(json.dumps(tree, indent=2))
-
-
 def columns(*names: str, right: tuple[str, ...] = (), wrap: tuple[str, ...] = ()) -> Table:
-    """A table without lines. A terminal too narrow cuts its cells, but for the columns in ``wrap``."""
+    """Makes a table without rules. A narrow terminal cuts its cells, and wraps the columns in ``wrap``."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(names))
     for name in names:
         table.add_column(
@@ -146,47 +77,119 @@ def columns(*names: str, right: tuple[str, ...] = (), wrap: tuple[str, ...] = ()
     return table
 
 
-def prose(docstring: str | None) -> str:
-    """For help, which is wrapped to the terminal: the ends of the docstring's lines would stay in it."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (docstring or "").split("\n\n"))
+@dataclass
+class TreeLine:
+    """A line of a tree. ``before`` are cells in front of the name, aligned right; ``behind`` those after it; ``level``
+    is 0 without branches."""
+
+    before: tuple[str, ...]
+    level: int
+    name: str
+    behind: tuple[str, ...]
+    note: str = ""
+    style: str = ""
+
+
+def print_tree(lines: list[TreeLine]) -> None:
+    """Prints a tree. rich's own tables and trees take seconds for ten thousand rows."""
+    console = stdout()
+    drawn = _branches([line.level for line in lines])
+    before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
+    behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
+    lengths = [cell_len(branch + line.name) for branch, line in zip(drawn, lines, strict=True)]
+    names = max((length for length in lengths if length <= _MAX_NAME_CELLS), default=0)
+    text = Text()
+    for line, branch, length in zip(lines, drawn, lengths, strict=True):
+        text.append("".join(f"{cell:>{cells}}  " for cell, cells in zip(line.before, before, strict=True)))
+        text.append(branch, "dim").append(line.name, line.style).append(" " * (max(names - length, 0) + 2))
+        *middle, last = zip(line.behind, behind, strict=True)
+        text.append("".join(cell + " " * (cells - cell_len(cell) + 2) for cell, cells in middle))
+        text.append(last[0], "dim" if line.style == "bold" else "")
+        text.append(f"  {line.note}" if line.note else "", "yellow").append("\n")
+    if console.is_terminal:
+        console.print(text, no_wrap=True, overflow="ellipsis", end="")
+    else:
+        print("\n".join(line.rstrip() for line in text.plain.splitlines()))
+
+
+def _branches(levels: Sequence[int]) -> list[str]:
+    """Draws the branches of a tree from the levels of its rows, parents first."""
+    drawn: list[str] = []
+    followed: set[int] = set()  # levels with a further sibling below
+    for level in reversed(levels):
+        followed = {above for above in followed if above <= level}
+        lines = "".join("│  " if above in followed else "   " for above in range(1, level))
+        drawn.append(f"{lines}{'├─ ' if level in followed else '└─ '}" if level else "")
+        followed.add(level)
+    return drawn[::-1]
+
+
+def _bar() -> Progress:
+    """Makes a bar for bytes on stderr, which disappears when it stops; nothing without a terminal."""
+    console = _console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+@contextmanager
+def progress() -> Iterator[tools.Progress]:
+    """Gives a tool its ``progress``: a bar for each name, gone when its bytes are done, so that results can follow."""
+    bar: Progress | None = None
+    task: tuple[str, TaskID] | None = None
+
+    def report(name: str, done: int, total: int) -> None:
+        nonlocal bar, task
+        if bar is None or task is None or task[0] != name:
+            if bar is not None:
+                bar.stop()
+            bar = _bar()
+            bar.start()
+            task = name, bar.add_task(plain(name), total=total)
+        bar.update(task[1], completed=done)
+        if done >= total:
+            bar.stop()
+            bar = None
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def print_error(message: str) -> None:
+    """Prints a message as one line on stderr."""
+    _console(stderr=True).print(
+        Text.assemble(("error: ", "bold red"), plain(" ".join(message.split()))), soft_wrap=True
+    )
+
+
+def print_json(tree: Any) -> None:
+    """Prints JSON; times in ISO 8601, paths as text."""
+    print(
+        json.dumps(tree, indent=2, default=lambda item: item.isoformat() if isinstance(item, datetime) else str(item))
+    )
 
 
 def plain(text: object) -> str:
-    """``text`` with everything escaped that a terminal would obey: names in files are anybody's."""
+    """Escapes everything that a terminal would obey."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
-def size(nbytes: int) -> str:
-    """Three digits and a binary unit: 512 B, 38.6 MiB, 1.21 GiB."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        value /= 1024
-        if value < 999.5 or unit == "PiB":
-            break
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-
-
 def age(then: datetime) -> str:
-    """How long ago, in one unit."""
-    if then.tzinfo is None:
-        then = then.replace(tzinfo=timezone.utc)
+    """How long ago, in one unit: 90 min, 3 d."""
     seconds = max(0, int((datetime.now(timezone.utc) - then).total_seconds()))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds // length} {unit}"
     return f"{seconds} s"
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit: 0.42 ms, 35.7 ms, 1.5 s, 20 min."""
-    for unit, length, limit in (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
-        if seconds < limit:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds / 86400:.3g} d"
-
-
-def count(number: int, noun: str, plural: str = "") -> str:
-    """1 record, 2 records."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,4 +1,4 @@
-"""How often to save, and what that takes: the papers' formulas on measured numbers."""
+"""Computes how often to save, and what that takes, from measured numbers by the formulas of papers."""
 
 from __future__ import annotations
 
@@ -11,45 +11,41 @@ from lazyckpt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What ``advise`` found. Times are seconds, sizes bytes, intervals iterations."""
+    """What ``advise`` found. Times are seconds, sizes bytes, intervals iterations, costs parts of the training time.
+
+    Attributes:
+        state_bytes: As given, like the next three.
+        iteration_s: One iteration without a checkpoint.
+        write_bytes_per_s: What the disk writes.
+        cost_s: Training time lost to one checkpoint.
+        hide_bytes_per_s: The write rate at which each iteration's checkpoint is written during the next forward and
+            backward (FastPersist, equation 1).
+        write_s: Time to write one checkpoint; a failure in it falls back to the checkpoint before.
+        disk_every: The shortest interval at which the disk keeps up.
+        overhead_every: The shortest interval that keeps the overhead within ``max_overhead`` (CheckFreq).
+        failure_every: The interval that loses least to checkpoints and failures together (Young, corrected by Daly);
+            None if ``failure_s`` was not given.
+        every: The interval to use: the largest of these three.
+        overhead: What checkpoints at that interval cost.
+        redo_s: GPU-seconds of work that a failure repeats on average (FastPersist, equation 2).
+        loss: What checkpoints and repeated work cost together; None if ``failure_s`` was not given.
+        ring_bytes: The ``host_buffer_bytes`` at which every copy ends before the next optimizer step.
+    """
 
     state_bytes: int
     iteration_s: float
     write_bytes_per_s: float
     cost_s: float
-
     hide_bytes_per_s: float
-    """Write at least so fast, and a checkpoint of every iteration is written during the next forward and backward:
-    FastPersist, equation 1."""
-
     write_s: float
-    """Writing one checkpoint takes so long; a failure in that time falls back to the one before."""
-
     disk_every: int
-    """Saving more often, the disk does not keep up: a checkpoint would wait for the one before."""
-
     overhead_every: int
-    """Saving more often costs more than the overhead allowed: CheckFreq's bound."""
-
     failure_every: int | None
-    """Loses least to checkpoints and failures together, if both cost time: Young, with Daly's correction. None if the
-    rate of failures was not told."""
-
     every: int
-    """Save so often: the largest of these three."""
-
     overhead: float
-    """The part of the training time that saving so often costs."""
-
     redo_s: float
-    """GPU-seconds of work that a failure repeats on average: FastPersist, equation 2."""
-
     loss: float | None
-    """The part of the training time that checkpoints and repeated work cost together. None if the rate of failures was
-    not told."""
-
     ring_bytes: int
-    """``host_buffer_bytes`` that lets every copy end before the next optimizer step."""
 
     @property
     def hidden(self) -> bool:
@@ -69,27 +65,27 @@ def advise(
     gpus: int = 1,
     chunk_bytes: int = Config.chunk_bytes,
 ) -> Advice:
-    """How often to save, and with what ring.
+    """Computes how often to save, and with what ring.
 
-    ``iteration_s``: one iteration without a checkpoint, of which ``optimizer_s`` is the optimizer's step.
-    ``write_bytes_per_s``: ``bytes / write_s`` of CheckpointMetrics. ``cost_s``: what one checkpoint costs the training:
-    ``blocked_s``, and what iterations take longer meanwhile. ``failure_s``: the mean time between failures of the whole
-    job, on ``gpus`` GPUs. ``max_overhead``: the part of the training time that checkpoints may cost.
+    Args:
+        state_bytes: Size of one checkpoint.
+        iteration_s: Duration of one iteration without a checkpoint.
+        write_bytes_per_s: What the disk writes: ``bytes / write_s`` of CheckpointMetrics.
+        optimizer_s: Duration of the optimizer's step in an iteration.
+        cost_s: Training time lost to one checkpoint: ``blocked_s``, and the time by which iterations slow down.
+        max_overhead: The part of the training time that checkpoints may cost.
+        failure_s: Mean time between failures of the whole job.
+        gpus: Number of GPUs of the job.
+        chunk_bytes: As in Config.
 
-    Raises ConfigError for a number that makes no sense.
+    Raises:
+        ConfigError: If a number makes no sense.
     """
-    _check("state_bytes", state_bytes)
-    _check("iteration_s", iteration_s)
-    _check("write_bytes_per_s", write_bytes_per_s)
-    _check("optimizer_s", optimizer_s, zero=True)
-    _check("cost_s", cost_s, zero=True)
-    _check("max_overhead", max_overhead)
-    _check("gpus", gpus)
-    _check("chunk_bytes", chunk_bytes)
-    if failure_s is not None:
-        _check("failure_s", failure_s)
+    _check(above_zero=True, state_bytes=state_bytes, iteration_s=iteration_s, write_bytes_per_s=write_bytes_per_s)
+    _check(above_zero=True, max_overhead=max_overhead, gpus=gpus, chunk_bytes=chunk_bytes, failure_s=failure_s)
+    _check(above_zero=False, optimizer_s=optimizer_s, cost_s=cost_s)
     if optimizer_s >= iteration_s:
-        raise ConfigError(f"optimizer_s={optimizer_s}: is a part of an iteration, which takes {iteration_s} s")
+        raise ConfigError(f"optimizer_s={optimizer_s}: expected a part of an iteration, which takes {iteration_s} s")
     if max_overhead >= 1:
         raise ConfigError(f"max_overhead={max_overhead}: expected a part of the training time, as in 0.02 for 2 %")
 
@@ -100,7 +96,7 @@ def advise(
     failure_every = None if failure_s is None else _iterations(optimal_interval_s(cost_s, failure_s) / iteration_s)
     every = max(disk_every, overhead_every, failure_every or 1)
     overhead = cost_s / (every * iteration_s)
-    # Young: half an interval is repeated on average; and here what had not become durable by then.
+    # A failure repeats half an interval on average (Young), and here also the time to write the checkpoint.
     lost_s = every * iteration_s / 2 + write_s
     not_written = max(state_bytes - write_bytes_per_s * overlap_s, 0.0)
     ring_chunks = min(math.ceil(not_written / chunk_bytes), math.ceil(state_bytes / chunk_bytes)) + 2
@@ -123,7 +119,7 @@ def advise(
 
 
 def optimal_interval_s(cost_s: float, failure_s: float) -> float:
-    """Computing time between checkpoints that wastes least (Daly 2006, equation 37; its first term is Young's)."""
+    """Returns the time between checkpoints that wastes least (Daly 2006, equation 37; its first term is Young's)."""
     if cost_s >= 2 * failure_s:
         return failure_s
     ratio = cost_s / (2 * failure_s)
@@ -134,7 +130,8 @@ def _iterations(number: float) -> int:
     return max(math.ceil(number - 1e-9), 1)
 
 
-def _check(name: str, value: float, *, zero: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{name}={value!r}: expected a number {'of at least 0' if zero else 'above 0'}")
+def _check(*, above_zero: bool, **numbers: float | None) -> None:
+    for name, value in numbers.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and (not number or value < 0 or (value == 0 and above_zero)):
+            raise ConfigError(f"{name}={value!r}: expected a number {'above 0' if above_zero else 'of at least 0'}")

@@ -1,9 +1,9 @@
-"""How many iterations to leave between checkpoints: fixed, or such that they cost at most a part of the training time.
+"""Chooses the number of iterations between checkpoints: fixed, or so that they cost at most a part of training time.
 
-What a checkpoint costs is measured from outside, by a clock that is read once per iteration: the time inside
-``save()``, and by how much the iterations until it is durable take longer than those without a checkpoint. Waits at the
-gate are in there, and so are cores and memory that the copy took from the training. A validation that falls into these
-iterations is not: a checkpoint slows nothing down for longer than it is on its way.
+``AutoInterval`` measures the cost of a checkpoint with a clock that it reads once per iteration. The cost is the time
+inside ``save()``, plus the time by which iterations slow down until the checkpoint is durable. That includes waits at
+the gate, and the cores and memory that copies take. It excludes a validation during these iterations, since a
+checkpoint slows training down only until it is durable.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Literal
 from lazyckpt.errors import ConfigError
 from lazyckpt.metrics import CheckpointMetrics
 
-_WARM_UP = 3  # iterations that are not measured: what is first is slow
-_UNDISTURBED = 5  # iterations to compare with, at least
+_WARM_UP = 3  # first iterations, which are slow and not measured
+_UNDISTURBED = 5  # iterations without a checkpoint to compare with, at least
 _REMEMBERED = 50  # and at most
-_CHECKPOINTS = 3  # whose costs count: the machine and the training change
+_CHECKPOINTS = 3  # last checkpoints whose costs count, since machine and training change
 
 
 class FixedInterval:
-    """Every multiple of ``every`` steps."""
+    """Saves at every multiple of ``every`` steps."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -38,37 +38,37 @@ class FixedInterval:
 
 
 class AutoInterval:
-    """As often as it costs at most ``max_overhead`` of the training time, tuned anew with every checkpoint.
+    """Finds the shortest interval that keeps the overhead within ``max_overhead``, again after every checkpoint.
 
-    ``clock`` returns seconds.
+    ``clock`` returns seconds. Call it from the training thread.
     """
 
     def __init__(self, max_overhead: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.every = _WARM_UP + _UNDISTURBED
         self._max_overhead = max_overhead
         self._clock = clock
-        self._before: float | None = None  # when the iteration now ending began
+        self._before: float | None = None  # when the current iteration began
         self._iterations = 0  # since the last checkpoint
         self._undisturbed: deque[float] = deque(maxlen=_REMEMBERED)  # seconds
-        self._disturbed: list[float] | None = None  # since the last checkpoint, until it is durable
-        self._in_save = 0.0  # seconds, of the last checkpoint
-        self._metrics = CheckpointMetrics()  # of it
+        self._disturbed: list[float] | None = None  # seconds, until the last checkpoint is durable
+        self._in_save = 0.0  # seconds in the last save()
+        self._metrics = CheckpointMetrics()  # of that save
         self._costs: deque[float] = deque(maxlen=_CHECKPOINTS)
-        self._learned = 0  # checkpoints
+        self._learned = 0  # checkpoints measured
         self._warm_up = _WARM_UP
 
     @property
     def iteration_s(self) -> float:
-        """One without a checkpoint."""
+        """The median iteration without a checkpoint."""
         return median(self._undisturbed) if self._undisturbed else math.nan
 
     @property
     def cost_s(self) -> float:
-        """Of one checkpoint."""
+        """The mean cost of a checkpoint."""
         return mean(self._costs) if self._costs else math.nan
 
     def due(self, step: int, in_flight: bool) -> bool:
-        """An iteration has ended. ``in_flight``: whether a checkpoint is not durable yet."""
+        """Ends an iteration; returns whether to save. ``in_flight``: whether a checkpoint is not durable yet."""
         now = self._clock()
         before, self._before = self._before, now
         self._iterations += 1
@@ -80,7 +80,7 @@ class AutoInterval:
         return True
 
     def saved(self, metrics: CheckpointMetrics) -> None:
-        """``save()`` has returned, and was called right after ``due``. ``metrics``: those of its handle."""
+        """Notes the end of a ``save()`` that was called right after ``due``. ``metrics`` are those of its handle."""
         assert self._before is not None
         self._metrics = metrics
         now = self._clock()
@@ -105,15 +105,15 @@ class AutoInterval:
         cost = self._in_save + min(longer, self._metrics.durable_s)
         self._learned += 1
         if self._learned == 2:
-            self._costs.clear()  # the first one pickles everything, copies everything, and makes the ring
+            self._costs.clear()  # the first save pickles and copies everything, and makes the ring
         self._costs.append(cost)
-        # Some iterations without a checkpoint have to be left, to compare with.
+        # Leave some iterations without a checkpoint to compare with.
         at_least = len(disturbed) + _UNDISTURBED
         self.every = max(math.ceil(self.cost_s / (self._max_overhead * usual)), at_least)
 
 
 def interval(save_every: int | Literal["auto"], max_overhead: float) -> FixedInterval | AutoInterval:
-    """Raises ConfigError for what makes no sense."""
+    """Makes the interval that the knobs ask for. Raises ConfigError if they make no sense."""
     if isinstance(max_overhead, bool) or not isinstance(max_overhead, int | float) or not 0 < max_overhead < 1:
         raise ConfigError(f"max_overhead={max_overhead!r}: expected a part of the training time, as in 0.02 for 2 %")
     if save_every == "auto":

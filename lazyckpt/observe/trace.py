@@ -1,10 +1,10 @@
-"""A timeline of checkpoints beside training, as Chrome trace events: ``Checkpointer(trace="trace.json")``.
+"""Records a timeline of checkpoints beside training, as Chrome trace events: ``Checkpointer(trace="trace.json")``.
 
 Open the file in https://ui.perfetto.dev, or draw one checkpoint of it with ``lazyckpt trace``.
 
-Tracks: what the training thread did (iterations, optimizer steps, save() and its parts, waits at the gate); one per
-checkpoint in flight; copies and writes of chunks, as many tracks as there are at once; commits. Counters: bytes in the
-ring, and memory of the process.
+There are tracks for the training threads (iterations, optimizer steps, save() and its parts, waits at the gate), for
+checkpoints in flight, for copies and writes of chunks, and for commits; each kind has as many as overlap. Counters show
+the bytes in the ring and the memory of the process.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter
 from lazyckpt.providers.base import TensorView, TensorViews
 
-LARGEST = 5  # tensors that are named, as in DataStates-LLM, figure 15
-_SHORTEST_S = 10e-6  # waits at the gate: one that finds everything copied is none
+LARGEST = 5  # tensors that get names, as in DataStates-LLM, figure 15
+_SHORTEST_S = 10e-6  # a shorter call of the gate did not wait
 _SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _KINDS = {SAVES: "checkpoint", RING: "wait for the ring", COPIES: "copy", WRITES: "write", COMMITS: "commit"}
 
-_numbers = itertools.count(1)  # of the checkpoints of this process
+_numbers = itertools.count(1)  # for the checkpoints of this process
 
 
 class Traced(NamedTuple):
-    """What is kept of a checkpoint on its way until it is over."""
+    """What the trace keeps of a checkpoint in flight."""
 
     number: int  # in this process
     files: list[str]
     programs: list[list[Extent]]
-    largest: list[dict[int, str]]  # of the storages in each program, by number: the names of those among the largest
+    largest: list[dict[int, str]]  # for each program: number -> name of its storages among the largest
 
 
 class Trace:
-    """Appends to a trace file. Any thread may call; nothing here ever fails a checkpoint or the training.
+    """Records into a trace file. Any thread may call; no failure here fails a checkpoint or the training.
 
-    ConfigError if the file cannot be written to, is no trace, or is being written to by somebody else.
+    Raises ConfigError if the file cannot be written, is no trace, or has another writer.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = TraceWriter(path)
         self._lock = threading.Lock()
-        self._facts: list[tuple[list[str], list[int]]] = []  # keys and sizes of the storages of the last checkpoint
-        self._largest: list[dict[int, str]] = []  # of these: see Traced
+        self._facts: list[tuple[list[str], list[int]]] = []  # keys and sizes of the last checkpoint's storages
+        self._largest: list[dict[int, str]] = []  # their names, as in Traced
         self._threads: dict[int, int] = {threading.get_ident(): TRAINING}
-        self._busy_until: dict[int, list[float]] = {}  # of each track of a kind
-        self._ring: list[tuple[float, int]] = []  # a heap of when bytes come and go
+        self._busy_until: dict[int, list[float]] = {}  # kind -> for each track
+        self._ring: list[tuple[float, int]] = []  # a heap of times and changes of bytes
         self._ring_bytes = 0
         self._newest = 0  # checkpoint
         self._in_flight: dict[int, float] = {}  # checkpoint -> when save() was called
-        self._optimizer: weakref.ref[Any] | None = None  # whose steps end iterations: the first that steps
-        self._step_begin: float | None = None  # while it is open
-        self._step_end: float | None = None  # of the one before
+        self._optimizer: weakref.ref[Any] | None = None  # the first to step; its steps end iterations
+        self._step_begin: float | None = None  # of the open step
+        self._step_end: float | None = None  # of the step before
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -84,8 +84,6 @@ class Trace:
             self._flush_ring(math.inf)
         self._file.close()
 
-    # what is recorded
-
     def begin(
         self,
         begin: float,
@@ -94,8 +92,8 @@ class Trace:
         views: list[TensorViews],
         name_of: Callable[[TensorView], str],
     ) -> Traced:
-        """A checkpoint, before any of it is copied; ``end`` or ``forget`` it. ``name_of`` takes its time, and
-        is asked only when there are other storages than in the checkpoint before."""
+        """Begins a checkpoint, before its first copy; ``end`` or ``forget`` must follow. Calls ``name_of``, which is
+        slow, only if the storages differ from those of the checkpoint before."""
         facts = [(file.keys, file.sizes) for file in views]
         if facts != self._facts:
             self._facts, self._largest = facts, [{} for _ in views]
@@ -108,12 +106,12 @@ class Trace:
             return Traced(number, files, programs, self._largest)
 
     def forget(self, traced: Traced) -> None:
-        """It never came to the background."""
+        """Drops a checkpoint that failed before the background took it."""
         with self._lock:
             self._in_flight.pop(traced.number, None)
 
     def saved(self, metrics: CheckpointMetrics, begin: float) -> None:
-        """save() returns now; ``begin``: when it was called."""
+        """Records a save() that returns now and was called at ``begin``."""
         track = self._thread_track()
         args = {"checkpoint": self._newest, "step": metrics.step}
         self._file.span("save()", track, begin, begin + metrics.save_blocked_s, args)
@@ -127,7 +125,7 @@ class Trace:
         self._sample_memory()
 
     def gate(self, traced: Traced, step: int | None, begin: float) -> None:
-        """An optimizer step has waited until now."""
+        """Records the wait of an optimizer step from ``begin`` until now."""
         end = time.perf_counter()
         if end - begin > _SHORTEST_S:
             self._file.span("gate", self._thread_track(), begin, end, {"checkpoint": traced.number, "step": step})
@@ -143,8 +141,8 @@ class Trace:
         engine_begin: float,
         error: Exception | None,
     ) -> None:
-        """A checkpoint is durable, or has failed. ``begin``: when save() was called; ``created``: from when to when its
-        files were created; ``engine_begin``: the zero of ``metrics.timeline``."""
+        """Records a checkpoint that is durable or has failed. ``begin`` is when save() was called, ``created`` the span
+        in which the files were created, ``engine_begin`` the zero of ``metrics.timeline``."""
         args = {"checkpoint": traced.number, "step": metrics.step}
         facts = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics) if f.name != "timeline"}
         end = begin + metrics.durable_s
@@ -160,7 +158,7 @@ class Trace:
         tensor_of = _tensors_in(traced)
         for chunk in metrics.timeline:
             if not chunk.copy_end_s:
-                continue  # it has failed before
+                continue  # the checkpoint failed before this copy
             copy_begin, copy_end = engine_begin + chunk.copy_begin_s, engine_begin + chunk.copy_end_s
             about = {**args, "file": traced.files[chunk.file], "offset": chunk.offset, "bytes": chunk.nbytes}
             tensor = tensor_of(chunk)
@@ -193,7 +191,7 @@ class Trace:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._step_begin is None or self._optimizer is None or self._optimizer() is not optimizer:
-            return  # another's, or one that called super().step()
+            return  # another optimizer, or a step that called super().step()
         if self._file.inherited:
             return
         begin, self._step_begin = self._step_begin, None
@@ -209,11 +207,9 @@ class Trace:
         try:
             with open("/proc/self/statm", "rb") as file:
                 resident = int(file.read().split()[1]) * _SYSTEM_PAGE_BYTES
-        except OSError:  # no descriptor is left
+        except OSError:  # out of file descriptors
             return
         self._file.put("C", "memory", 0, time.perf_counter(), args={"resident bytes": resident})
-
-    # tracks
 
     def _thread_track(self) -> int:
         ident = threading.get_ident()
@@ -224,7 +220,7 @@ class Trace:
         return self._threads[ident]
 
     def _free_track(self, kind: int, begin: float, end: float) -> int:
-        """Of this kind, the first with nothing on it at ``begin``."""
+        """Takes the first track of a kind that is free at ``begin``; makes one if none is."""
         tracks = self._busy_until.setdefault(kind, [])
         for at, busy_until in enumerate(tracks):
             if busy_until <= begin:
@@ -239,7 +235,7 @@ class Trace:
         self._file.put("M", "thread_sort_index", track, args={"sort_index": track})
 
     def _flush_ring(self, until: float) -> None:
-        """What may not come any more: a checkpoint in flight adds nothing from before its save()."""
+        """Writes the counter up to ``until``: checkpoints in flight add nothing from before their save()."""
         while self._ring and self._ring[0][0] < until:
             at, change = heapq.heappop(self._ring)
             self._ring_bytes += change
@@ -248,8 +244,8 @@ class Trace:
 
 
 def _tensors_in(traced: Traced) -> Callable[[ChunkEvent], str | None]:
-    """Which of the largest tensors has most bytes in a chunk, if any has some."""
-    ranges: list[tuple[int, int, int, str]] = []  # file, from, to, name
+    """Returns a function that names the large tensor with most bytes in a chunk, if there is one."""
+    ranges: list[tuple[int, int, int, str]] = []  # file, begin, end, name
     for file, (extents, largest) in enumerate(zip(traced.programs, traced.largest, strict=True)):
         for extent in extents:
             at, rows = extent.offset, extent.rows

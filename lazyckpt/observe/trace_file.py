@@ -1,7 +1,7 @@
-"""The file of a timeline: Chrome trace events, appended by any thread.
+"""Appends Chrome trace events to the file of a timeline.
 
-It is a JSON array with one event per line, and readers of that format do without its end: what a killed run leaves can
-be read. Whoever opens the file again adds to it; the first event of each is ``process_name``.
+The file is a JSON array with one event per line. Readers of the format accept a missing end, so they can read what a
+killed run left. Opening the file again appends to it; each writer begins with the event ``process_name``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.storage import commit
 
 MAX_BYTES = 256 << 20
-"""Of a trace file; what comes after that is not recorded."""
+"""The limit of a trace file, which records nothing beyond."""
 
 BEGIN = b'[\n{"ph": "M", "name": "lazyckpt trace", "pid": 0, "args": {"version": 1}}'
 SEPARATOR = b",\n"
@@ -30,14 +30,14 @@ OPENING = "process_name"
 
 TRAINING, SAVES, RING, COPIES, WRITES, COMMITS = 1, 100, 200, 300, 400, 500  # ids of the first track of each kind
 
-_FLUSH_S = 1.0  # so old may be what a killed run has not written yet
+_FLUSH_S = 1.0  # the longest time that an event stays in memory
 _LONGEST_EVENT_BYTES = 1 << 20
 
 
 class TraceWriter:
-    """Any thread may call; nothing but the opening fails.
+    """Writes events. Any thread may call; after the constructor a failure only warns and ends the recording.
 
-    ConfigError if the file cannot be written to, is no trace, or is being written to by somebody else.
+    Raises ConfigError if the file cannot be written, is no trace, or has another writer.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -53,11 +53,11 @@ class TraceWriter:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a forked process: the file is its parent's."""
+        """Whether this is a forked process, whose parent owns the file."""
         return self._pid != os.getpid()
 
     def span(self, name: str, track: int, begin: float, end: float, args: dict[str, Any] | None = None) -> None:
-        """Something that took a while; ``begin`` and ``end`` as ``time.perf_counter()`` tells them."""
+        """Adds something that took a while. ``begin`` and ``end`` are ``time.perf_counter()`` seconds."""
         self.put("X", name, track, begin, dur=end - begin, args=args)
 
     def put(
@@ -88,12 +88,12 @@ class TraceWriter:
             self._write()
 
     def close(self) -> None:
-        """Writes what is left, and the end of the array."""
+        """Writes the remaining events and the end of the array."""
         with self._lock:
             self._write(end=True)
 
     def _write(self, *, end: bool = False) -> None:
-        """Called with the lock held."""
+        """Writes all pending events. The caller holds the lock."""
         self._flushed = time.perf_counter()
         events = [self._pending.popleft() for _ in range(len(self._pending))]
         file = self._file
@@ -111,7 +111,7 @@ class TraceWriter:
             _warn(f"{self._path} is not recorded any more: {error.strerror}")
         if end:
             self._file = None
-            _flock(file, fcntl.LOCK_UN)  # also of what forked processes inherited
+            _flock(file, fcntl.LOCK_UN)  # for forked processes, too, which share it
             file.close()
 
 
@@ -121,7 +121,7 @@ def _warn(message: str) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Ready for what follows the events in it, of which the last may be torn."""
+    """Opens and locks the file, and drops its end and an event that a killed writer left torn."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab+", buffering=0)  # noqa: SIM115
@@ -136,12 +136,12 @@ def _open(path: Path) -> BinaryIO:
         elif file.read(len(BEGIN)) == BEGIN:
             file.truncate(_end_of_events(file, size))
         else:
-            raise ConfigError(f"trace={str(path)!r}: the file is there, and is no trace of lazyckpt")
+            raise ConfigError(f"trace={str(path)!r}: the file exists and is no trace of lazyckpt; use another name")
         file.seek(0, os.SEEK_END)
         return file
     except BlockingIOError as error:
         file.close()
-        raise ConfigError(f"trace={str(path)!r}: another Checkpointer is writing to it") from error
+        raise ConfigError(f"trace={str(path)!r}: another Checkpointer writes to it; use another name") from error
     except OSError as error:
         file.close()
         raise ConfigError(f"trace={str(path)!r}: {error.strerror}") from error
@@ -159,7 +159,7 @@ def _flock(file: BinaryIO, operation: int) -> None:
 
 
 def _end_of_events(file: BinaryIO, size: int) -> int:
-    """Where the last whole event ends: the process that wrote it may have been killed."""
+    """Returns where the last whole event ends; its writer may have been killed in the middle of the next."""
     begin = max(size - _LONGEST_EVENT_BYTES, 0)
     file.seek(begin)
     tail = file.read()

@@ -1,38 +1,54 @@
-"""A saved object as a tree of modules, tensors and values, with what each weighs in the file.
+"""Arranges a saved object as a tree of modules, tensors and values, with the bytes of each.
 
-Names with dots are split, so that ``model["h.0.attn.weight"]`` stands in ``model / h / 0 / attn``. A storage is
-counted where it is seen first, like a hard link in ``du``: the sums add up to what the file holds.
+Names are split at dots: ``model["h.0.attn.weight"]`` becomes ``model / h / 0 / attn / weight``. Like ``du`` with hard
+links, the tree counts a storage where it first appears, so the sums add up to what the file holds.
 
-The object may come from a hostile pickle: shared and cyclic containers are opened once, nesting has a limit, and
-no value is printed whole.
+The object may come from a hostile pickle. The tree opens a shared or cyclic container once, limits the depth, and
+shortens every value.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, TypeVar
 
 from lazyckpt.formats.dtypes import DTYPES, Dtype
-from lazyckpt.reading.skeleton import Opaque, Storage, Tensor, dtype_name, strides_of
+from lazyckpt.reading.inert import InertObject, InertStorage, InertTensor, dtype_name, strides_of
 
 MAX_DEPTH = 32
-STYLES = {"module": "bold", "tensor": "", "value": "cyan"}  # of a row, by its kind
-_MAX_CHARACTERS = 64 << 20  # of all paths
+Kind = Literal["module", "tensor", "value"]
+_MAX_CHARACTERS = 64 << 20  # all paths together
 _MAX_TEXT = 60
 _MAX_ITEMS = 6
-_SMALL_ARRAY = "multiarray._reconstruct"  # how NumPy pickles an array with its bytes
+_SMALL_ARRAY = "multiarray._reconstruct"  # the function by which NumPy pickles an array with its bytes
 
 
 @dataclass
 class Node:
-    """A row of the tree. ``nbytes`` counts what is below, too; ``note`` says how a tensor shares its memory; ``value``
-    is what was saved, a ``Tensor`` if ``kind`` says so."""
+    """A module, a tensor or a value in a saved object.
+
+    Attributes:
+        name: Its key.
+        path: The keys that lead to it, joined by dots.
+        kind: "module", "tensor" or "value".
+        depth: The number of keys in ``path``; 0 at the root.
+        nbytes: Bytes in the file, of all children too. A storage counts where it first appears.
+        tensors: How many tensors it holds.
+        dtype: Element type of a tensor, such as "float32".
+        shape: Shape of a tensor.
+        text: A value, shortened; the class of an object with children.
+        note: How a tensor shares its memory, or what it is if not a plain tensor.
+        tied_to: The path of the tensor that this one is another name of.
+        storage: The file and record that hold a tensor's storage.
+        value: What was saved, as ``read_inert`` returns it.
+        children: What is in a module.
+    """
 
     name: str
     path: str
-    kind: Literal["module", "tensor", "value"]
+    kind: Kind
     depth: int
     nbytes: int = 0
     tensors: int = 0
@@ -41,10 +57,9 @@ class Node:
     text: str = ""
     note: str = ""
     tied_to: str | None = None
-    storage: Storage | None = None
+    storage: InertStorage | None = None
     value: Any = None
     children: list[Node] = field(default_factory=list)
-    modules: dict[str, Node] = field(default_factory=dict)
 
     def walk(self) -> Iterator[Node]:
         yield self
@@ -53,17 +68,15 @@ class Node:
 
 
 class Tree:
-    """``root`` is the tree of ``obj``, which is made of what ``skeleton`` gives. ``join``: a module with one entry
-    is one row with it.
+    """Builds the tree of ``obj``, as ``read_inert`` returned it; ``root`` is its top.
 
-    Raises ValueError if it cannot be shown.
+    Raises ValueError if its paths take too much memory.
     """
 
-    def __init__(self, name: str, obj: Any, *, join: bool = True) -> None:
-        self._opened: dict[int, str] = {}  # id of a container, alive as long as obj -> path
-        self._storages: dict[
-            Any, tuple[str, Any]
-        ] = {}  # of a file and record: path of the first tensor there, its view
+    def __init__(self, name: str, obj: Any) -> None:
+        self._opened: dict[int, str] = {}  # id of a container, which lives as long as obj -> its path
+        self._modules: dict[tuple[int, str], Node] = {}  # (id of the parent, name) -> module
+        self._storages: dict[Any, tuple[str, Any]] = {}  # (file, record) -> path and view of its first tensor
         self._room = _MAX_CHARACTERS
         self.root = Node(name, "", "module", 0)
         container = _contents(obj)
@@ -72,8 +85,6 @@ class Tree:
         else:
             self.root.children.append(self._node("(object)", "(object)", 1, obj))
         _sum(self.root)
-        if join:
-            join_single_children(self.root)
 
     def _open(self, parent: Node, obj: Any, container: Mapping[Any, Any]) -> None:
         self._opened[id(obj)] = parent.path or "the whole"
@@ -88,10 +99,10 @@ class Tree:
             node = self._node(name, self._path(module, name), module.depth + 1, value)
             module.children.append(node)
             if node.kind == "module":
-                module.modules.setdefault(name, node)
+                self._modules.setdefault((id(module), name), node)
 
     def _path(self, parent: Node, name: str) -> str:
-        """Raises ValueError if all paths together are too long: one long name above many short ones is."""
+        """Raises ValueError if all paths together are too long, as with one long name above many short ones."""
         path = f"{parent.path}.{name}" if parent.path else name
         self._room -= len(path) + len(name)
         if self._room < 0:
@@ -99,19 +110,20 @@ class Tree:
         return path
 
     def _module(self, parent: Node, name: str) -> Node:
-        module = parent.modules.get(name)
+        module = self._modules.get((id(parent), name))
         if module is None:
-            module = parent.modules[name] = Node(name, self._path(parent, name), "module", parent.depth + 1)
+            module = Node(name, self._path(parent, name), "module", parent.depth + 1)
+            self._modules[id(parent), name] = module
             parent.children.append(module)
         return module
 
     def _node(self, name: str, path: str, depth: int, value: Any) -> Node:
-        if isinstance(value, Opaque) and (array := _numpy_array(value)) is not None:
+        if isinstance(value, InertObject) and (array := _numpy_array(value)) is not None:
             value = array
-        if isinstance(value, Storage):
+        if isinstance(value, InertStorage):
             dtype = value.dtype or DTYPES["uint8"]
-            value = Tensor(dtype_name(dtype), (value.record.nbytes // dtype.itemsize,), 0, (1,), value, "storage")
-        if isinstance(value, Tensor):
+            value = InertTensor(dtype_name(dtype), (value.record.nbytes // dtype.itemsize,), 0, (1,), value, "storage")
+        if isinstance(value, InertTensor):
             return self._tensor(name, path, depth, value)
         container = _contents(value)
         if not container:
@@ -121,12 +133,12 @@ class Tree:
         if depth >= MAX_DEPTH:
             return Node(name, path, "value", depth, text="nested too deep to be shown")
         node = Node(name, path, "module", depth)
-        if isinstance(value, Opaque):
+        if isinstance(value, InertObject):
             node.text = value.global_name.rpartition(".")[2].removeprefix("_rebuild_")
         self._open(node, value, container)
         return node
 
-    def _tensor(self, name: str, path: str, depth: int, tensor: Tensor) -> Node:
+    def _tensor(self, name: str, path: str, depth: int, tensor: InertTensor) -> Node:
         node = Node(name, path, "tensor", depth, 0, 1, tensor.dtype, tensor.shape, note=tensor.kind, value=tensor)
         if tensor.storage is None:
             return node
@@ -148,12 +160,12 @@ class Tree:
 
 
 def _contents(value: Any) -> Mapping[Any, Any]:
-    """What is inside ``value`` if that is worth rows of its own, else nothing."""
+    """Returns what is inside ``value`` if that deserves rows of its own, else nothing."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, list | tuple):
         return dict(enumerate(value)) if any(map(_is_nested, value)) else {}
-    if not isinstance(value, Opaque):
+    if not isinstance(value, InertObject):
         return {}
     state = value.state
     if isinstance(state, dict) and isinstance(state.get("_modules"), dict):  # a torch.nn.Module, saved whole
@@ -161,7 +173,7 @@ def _contents(value: Any) -> Mapping[Any, Any]:
         return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if v is not None}
     if value.global_name.endswith(_SMALL_ARRAY):
         return {}
-    # What an object has is shown whole; of what a function was given, only what has rows of its own.
+    # Show all attributes of an object, but only the nested arguments of a function.
     given = {key: item for key, item in enumerate(value.args) if _is_nested(item)}
     attributes = state if isinstance(state, dict) else {} if state is None else {"state": state}
     found = {**given, **dict(enumerate(value.members, len(value.args))), **value.entries, **attributes}
@@ -169,20 +181,22 @@ def _contents(value: Any) -> Mapping[Any, Any]:
 
 
 def _is_nested(value: Any) -> bool:
-    return isinstance(value, Tensor | Storage | Opaque) or (isinstance(value, Mapping | list | tuple) and bool(value))
+    return isinstance(value, InertTensor | InertStorage | InertObject) or (
+        isinstance(value, Mapping | list | tuple) and bool(value)
+    )
 
 
-def _numpy_array(value: Opaque) -> Tensor | None:
-    """A NumPy array whose bytes are a record, as lazyckpt writes large ones: ndarray(shape, dtype, asarray(tensor))."""
+def _numpy_array(value: InertObject) -> InertTensor | None:
+    """Recognizes a large array as lazyckpt writes it, its bytes in a record: ndarray(shape, dtype, asarray(tensor))."""
     if value.global_name != "numpy.ndarray" or len(value.args) < 3:
         return None
     shape, dtype, memory = value.args[:3]
-    tensor = memory.args[0] if isinstance(memory, Opaque) and memory.args else None
-    if not isinstance(tensor, Tensor) or not isinstance(shape, tuple) or not isinstance(dtype, Opaque):
+    tensor = memory.args[0] if isinstance(memory, InertObject) and memory.args else None
+    if not isinstance(tensor, InertTensor) or not isinstance(shape, tuple) or not isinstance(dtype, InertObject):
         return None
     kind = dtype.args[0] if dtype.args else None
     try:
-        return Tensor(
+        return InertTensor(
             short(kind)[1:-1] if isinstance(kind, str) else "?",
             shape,
             tensor.offset,
@@ -201,42 +215,29 @@ def _sum(node: Node) -> None:
         node.tensors += child.tensors
 
 
-def join_single_children(node: Node) -> None:
-    """A module with one entry is one row with it: ``h.0.attn`` instead of three rows of the same size."""
-    for index, child in enumerate(node.children):
+NodeT = TypeVar("NodeT", bound=Any)  # with a name, a kind and children of its own type
+
+
+def rows(node: NodeT, depth: int | None, level: int = 1) -> Iterator[tuple[int, str, NodeT]]:
+    """Yields the level, label and node of what is below ``node``, parents first, ``depth`` levels or all.
+
+    A module with one child shares its row: ``h.0.attn`` instead of three rows of the same size.
+    """
+    for child in node.children if depth is None or level <= depth else ():
+        label = child.name
         while child.kind == "module" and len(child.children) == 1:
-            only = child.children[0]
-            only.name = f"{child.name}.{only.name}"
-            child = only
-        node.children[index] = child
-        join_single_children(child)
-
-
-def drawn_rows(node: Node, depth: int | None) -> Iterator[tuple[str, Node]]:
-    """Every node to be shown but the root, behind the lines that draw the tree; so many levels."""
-    return _drawn_rows(node, depth, "")
-
-
-def _drawn_rows(node: Node, depth: int | None, above: str) -> Iterator[tuple[str, Node]]:
-    if depth == 0:
-        return
-    for index, child in enumerate(node.children):
-        last = index == len(node.children) - 1
-        yield above + ("└─ " if last else "├─ "), child
-        below = above + ("   " if last else "│  ")
-        yield from _drawn_rows(child, None if depth is None else depth - 1, below)
+            (child,) = child.children
+            label += f".{child.name}"
+        yield level, label, child
+        yield from rows(child, depth, level + 1)
 
 
 def shown_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _items(value: Any) -> str:
-    return f"{len(value):,} item" if len(value) == 1 else f"{len(value):,} items"
-
-
 def short(value: Any, *, nested: bool = False) -> str:
-    """A value in a few characters; what is inside a container inside a container is left out."""
+    """Shows a value in a few characters, without what is inside a container inside a container."""
     if isinstance(value, str):
         return repr(value) if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]!r}… {len(value):,} characters"
     if isinstance(value, bytes | bytearray):
@@ -247,16 +248,20 @@ def short(value: Any, *, nested: bool = False) -> str:
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
         left, right = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
-        few = ["…"] if nested and value else [short(item, nested=True) for item in itertools.islice(value, _MAX_ITEMS)]
+        few = ["…"] if nested and value else [short(item, nested=True) for item in islice(value, _MAX_ITEMS)]
         if len(value) > _MAX_ITEMS:
             few.append(f"… {_items(value)}")
         comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
         return f"{left}{', '.join(few)}{comma}{right}"
     if isinstance(value, Mapping):
         return f"{{… {_items(value)}}}" if value else "{}"
-    if isinstance(value, Opaque) and value.global_name.endswith(_SMALL_ARRAY) and isinstance(value.state, tuple):
+    if not isinstance(value, InertObject):
+        return str(getattr(value, "global_name", type(value).__name__))
+    if value.global_name.endswith(_SMALL_ARRAY) and isinstance(value.state, tuple):
         return f"NumPy array {short(value.state[1]) if len(value.state) > 1 else '?'}"
-    if isinstance(value, Opaque):
-        inside = ", ".join(short(item, nested=True) for item in value.args[:_MAX_ITEMS]) if not nested else "…"
-        return f"{value.global_name.rpartition('.')[2]}({inside})"
-    return str(getattr(value, "global_name", type(value).__name__))
+    inside = "…" if nested else ", ".join(short(item, nested=True) for item in value.args[:_MAX_ITEMS])
+    return f"{value.global_name.rpartition('.')[2]}({inside})"
+
+
+def _items(value: Any) -> str:
+    return f"{len(value):,} item{'s' * (len(value) != 1)}"

@@ -1,4 +1,7 @@
-"""What a path holds, for commands that look into files: which file is meant, and the tree of what is in it."""
+"""Finds the file that a path means, and describes what it holds without running its code or reading a tensor.
+
+A path names a file, the index of a model in several files (shards), a checkpoint, a run's folder or a trainer's folder.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,25 +18,25 @@ from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedF
 from lazyckpt.formats import safetensors, sniff
 from lazyckpt.formats.reader import FileReader, unique_keys
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.reading.skeleton import Storage, Tensor, dtype_name, read_skeleton, strides_of
-from lazyckpt.reading.tree import Tree
+from lazyckpt.reading.inert import InertStorage, InertTensor, dtype_name, read_inert, strides_of
+from lazyckpt.reading.tree import Node, Tree
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import STATE, Checkpoint, is_folder_name, read_checkpoint
+from lazyckpt.storage.paths import refuse_url
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
 _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
-# The index of a model in several files, as Hugging Face names it: model.safetensors.index.json, in which there may be
-# the name of a variant. It says which of them holds what.
+# Hugging Face's name for the index of shards; the name of a variant may stand before .json.
 _INDEX = re.compile(rf"(.+)({_ANY_SUFFIX})\.index(\.\w+)?\.json")
-_MAX_TOLD = 10  # names
+_MAX_NAMES = 10  # in a message
 _MAX_INDEX_BYTES = 100_000_000
 
 
-@dataclass
+@dataclass(frozen=True)
 class Contents:
-    """``obj`` is what was saved, as ``skeleton`` tells it; ``nbytes`` the length of its file or files; ``metadata``
-    is None if the format has none."""
+    """What one file or the shards of one model hold. ``obj`` is what ``read_inert`` returns; ``nbytes`` the length of
+    all files; ``metadata`` is None if the format has none."""
 
     file: Path
     format: str
@@ -41,24 +44,24 @@ class Contents:
     obj: Any
     metadata: dict[str, str] | None
 
-    def tree(self, *, join: bool = True) -> Tree:
-        """Raises UnsupportedFormatError if it is too large, or too strange, to be shown."""
-        with _showing(self.file):
-            return Tree(self.file.name, self.obj, join=join)
+    def tree(self) -> Node:
+        """Arranges the contents as a tree. Raises UnsupportedFormatError if it would be too large."""
+        try:
+            return Tree(self.file.name, self.obj).root
+        except ValueError as error:
+            raise UnsupportedFormatError(f"cannot be shown: {error}", path=self.file) from error
 
 
-@contextlib.contextmanager
-def _showing(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise UnsupportedFormatError(f"cannot be shown: {error}", path=file) from error
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Returns the path as it was given. Raises ConfigError for a URL."""
+    refuse_url(os.fspath(path))
+    return Path(path)
 
 
 def checkpoint_in(folder: Path) -> Checkpoint | None:
-    """The checkpoint that ``folder`` is, or the newest in it; None if it holds none of a Checkpointer's.
+    """Returns the checkpoint that ``folder`` is, or the newest in it; None if a Checkpointer never saved there.
 
-    Raises LoadError if there are only broken ones, and ReadError if one cannot be read: it may be the newest."""
+    Raises LoadError if all are broken, and ReadError if one cannot be read: it may be the newest."""
     if os.path.isfile(folder / manifest.MANIFEST):
         return read_checkpoint(folder)
     catalog = Catalog(folder)
@@ -70,10 +73,10 @@ def checkpoint_in(folder: Path) -> Checkpoint | None:
 
 
 def documents_in(path: Path) -> dict[str, Path]:
-    """What is in a file, a checkpoint, a run's folder (its newest checkpoint) or a trainer's folder: what to give to
-    ``read``, by names under which another path may hold the same. Shards are one document.
+    """Returns the documents that ``path`` means, by names that a similar folder would use too.
 
-    Raises LoadError if there is nothing."""
+    A document is a file, or the index of shards. A run's folder means its newest checkpoint. Raises LoadError if there
+    is none."""
     if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
@@ -83,13 +86,23 @@ def documents_in(path: Path) -> dict[str, Path]:
     raise nothing_in(path)
 
 
+def document_in(path: Path) -> Path:
+    """Returns the one document that ``path`` means. Raises LoadError that names them if there are several."""
+    found = documents_in(path)
+    if len(found) > 1:
+        names = _few(sorted(file.name for file in found.values()))
+        raise LoadError(f"holds several files; give one of them: {names}", path=path)
+    return next(iter(found.values()))
+
+
 def files_in(folder: Path) -> dict[str, Path]:
-    """The files of a trainer's folder, by name. Shards are their index, by the name of the same in one file."""
+    """Returns the documents in a trainer's folder by name. An index has the name that its model would have as one file,
+    and replaces its shards."""
     entries = [entry for entry in sorted(folder.iterdir()) if not os.path.isdir(entry) and not _is_alias(entry)]
     found = {entry.name: entry for entry in entries if entry.suffix in SUFFIXES}
     for index in entries:
         if (name := model_of(index)) is not None:
-            with contextlib.suppress(LoadError):  # whoever reads it hears of that
+            with contextlib.suppress(LoadError):  # reading the index will raise it
                 for shard in shards_of(index):
                     found.pop(shard.name, None)
             found[index.name if name in found else name] = index
@@ -97,38 +110,37 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def _is_alias(entry: Path) -> bool:
-    """Whether it is another name of what is in the same folder, as last.ckpt is. All files in a cache of the Hugging
-    Face hub are links, but to elsewhere."""
+    """Whether it links to a file of the same folder, as last.ckpt does. The links of a Hugging Face cache lead out."""
     if not os.path.islink(entry):
         return False
     return os.path.realpath((entry.parent / os.readlink(entry)).parent) == os.path.realpath(entry.parent)
 
 
 def model_of(file: Path) -> str | None:
-    """The name that the shards of an index would have as one file; None if it is no index."""
+    """Returns the name that a sharded model would have as one file; None if ``file`` is no index."""
     named = _INDEX.fullmatch(file.name)
     return None if named is None else f"{named[1]}{named[3] or ''}{named[2]}"
 
 
 def nothing_in(folder: Path) -> LoadError:
-    """The error that says so."""
+    """Makes the error for a folder without a document."""
     if is_distributed(folder):
         how = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
         return UnsupportedFormatError(
-            f"a checkpoint of torch.distributed.checkpoint; one file of it: {how}", path=folder
+            f"a checkpoint of torch.distributed.checkpoint; to make one file of it, use {how}", path=folder
         )
-    return LoadError(f"no checkpoint in this folder{inside(folder)}", path=folder)
+    return LoadError(f"no checkpoint in this folder{hint_at_subfolders(folder)}", path=folder)
 
 
-def inside(folder: Path) -> str:
-    """Behind the word that there is nothing in ``folder``: in which folders of it there is something."""
+def hint_at_subfolders(folder: Path) -> str:
+    """Returns the end of a message that names the subfolders with checkpoints; empty if there are none."""
     folders = [sub for sub in folder.iterdir() if os.path.isdir(sub) and sub.name[0] != "."]
     found = sorted(sub.name for sub in folders if _holds_some(sub))
     return f"; there are some in its folders {_few(found)}" if found else ""
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join([*names[:_MAX_TOLD], "…"] if len(names) > _MAX_TOLD else names)
+    return ", ".join([*names[:_MAX_NAMES], "…"] if len(names) > _MAX_NAMES else names)
 
 
 def _holds_some(folder: Path) -> bool:
@@ -142,17 +154,8 @@ def is_distributed(folder: Path) -> bool:
     return any(folder.glob("*.distcp"))
 
 
-def document_in(path: Path) -> Path:
-    """The one document in ``path``. Raises LoadError that names them if there are several."""
-    found = documents_in(path)
-    if len(found) > 1:
-        names = _few(sorted(file.name for file in found.values()))
-        raise LoadError(f"holds several files; give one of them: {names}", path=path)
-    return next(iter(found.values()))
-
-
 def read(file: Path) -> Contents:
-    """Raises LoadError for what is damaged, or of a format whose contents cannot be told without loading it."""
+    """Describes a document. Raises LoadError if it is damaged, or cannot be described without loading it."""
     return _read_file(file) if model_of(file) is None else _read_shards(file)
 
 
@@ -161,20 +164,19 @@ def _read_file(file: Path) -> Contents:
     if kind == "torch_legacy":
         raise UnsupportedFormatError("written by torch before 1.6; load it with lazyckpt.load, save it anew", path=file)
     nbytes = file.stat().st_size
-    if kind == "safetensors":
-        header = safetensors.read_header(file)
-        return Contents(file, "safetensors", nbytes, _tensors_of(file, header.tensors), header.metadata)
-    return Contents(file, "torch.save archive", nbytes, read_skeleton(file, read_directory(file)), None)
+    if kind == "torch_zip":
+        return Contents(file, "torch.save archive", nbytes, read_inert(file, read_directory(file)), None)
+    header = safetensors.read_header(file)
+    try:
+        tensors = {name: _inert(file, info) for name, info in header.tensors.items()}
+    except ValueError as error:
+        raise UnsupportedFormatError(f"cannot be shown: {error}", path=file) from error
+    return Contents(file, "safetensors", nbytes, tensors, header.metadata)
 
 
-def _tensors_of(file: Path, infos: Mapping[str, safetensors.TensorInfo]) -> dict[str, Tensor]:
-    with _showing(file):
-        return {
-            name: Tensor(
-                dtype_name(info.dtype), info.shape, 0, strides_of(info.shape), Storage(info.record, info.dtype, file)
-            )
-            for name, info in infos.items()
-        }
+def _inert(file: Path, info: safetensors.TensorInfo) -> InertTensor:
+    storage = InertStorage(info.record, info.dtype, file)
+    return InertTensor(dtype_name(info.dtype), info.shape, 0, strides_of(info.shape), storage)
 
 
 def _read_shards(index: Path) -> Contents:
@@ -190,9 +192,9 @@ def _read_shards(index: Path) -> Contents:
 
 
 def shards_of(index: Path) -> dict[Path, set[str]]:
-    """The files that an index names, and what each of them is to hold. They may be missing.
+    """Returns the files that an index names, with the tensors that each should hold. Files may be missing.
 
-    Raises CorruptFileError if it is damaged, or leads out of its folder."""
+    Raises CorruptFileError if the index is damaged or names a file outside its folder."""
     with FileReader(index) as reader:
         if reader.size > _MAX_INDEX_BYTES:
             raise reader.corrupt("too large for an index")
@@ -213,7 +215,7 @@ def shards_of(index: Path) -> dict[Path, set[str]]:
 
 
 def read_shard(file: Path, names: set[str]) -> Contents:
-    """Raises CorruptFileError unless it holds these ``names`` and no other, and what ``read`` raises."""
+    """Describes a shard. Raises CorruptFileError unless it holds exactly these ``names``, and what ``read`` raises."""
     contents = _read_file(file)
     if not isinstance(contents.obj, Mapping):
         raise CorruptFileError("a shard holds named tensors, this file something else", path=file)

@@ -1,4 +1,4 @@
-"""Objects whose tensors have memory that nobody has touched, and whose bytes are in another file."""
+"""Makes objects whose tensors have memory that is never touched; their bytes are in another file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
-from lazyckpt.reading.skeleton import Opaque, Storage, Tensor
+from lazyckpt.reading.inert import InertObject, InertStorage, InertTensor
 from lazyckpt.tools.stream import Origin
 
 
 class Hollow:
-    """Makes objects of what ``skeleton`` told. Their tensors have memory that nobody touches: it costs nothing."""
+    """Turns inert objects into real ones with tensors of untouched memory, which costs nothing.
+
+    ``origins`` tells for each storage, by its ``_cdata``, where its bytes are; ``records`` holds every record used.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -25,8 +28,9 @@ class Hollow:
         self._made: dict[int, Any] = {}
 
     def tensors(self, obj: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Of a dict of tensors: each dense, with a storage of its own; and further names of some, with the first that
-        they have. Raises ConfigError for anything else."""
+        """Makes a dict of dense tensors, each with its own storage, and maps further names of a tensor to its first.
+
+        Raises ConfigError for anything but named tensors, and for tensors that share a part of their memory."""
         self.check_named(obj, "safetensors")
         owner: dict[tuple[Path, str], str] = {}
         made: dict[str, torch.Tensor] = {}
@@ -40,7 +44,7 @@ class Hollow:
                     continue
                 raise ConfigError(
                     f"{self._file}: {owner[place]!r} and {name!r} show parts of the same memory, which safetensors "
-                    "cannot express; convert to .pt instead"
+                    "cannot express; make a .pt file instead"
                 )
             owner[place] = name
             tensor = self._tensor(value, name)
@@ -52,29 +56,29 @@ class Hollow:
         return made, ties
 
     def check_named(self, obj: Any, target: str) -> None:
-        """Raises ConfigError unless it is a dict of tensors, which is all that ``target`` holds."""
+        """Raises ConfigError unless ``obj`` is a dict of tensors, which is all that ``target`` can hold."""
         if not isinstance(obj, Mapping):
             raise ConfigError(f"{self._file}: {target} holds a dict of tensors, this is {_kind(obj)}")
         for name, value in obj.items():
-            if not isinstance(name, str) or not isinstance(value, Tensor) or value.storage is None:
+            if not isinstance(name, str) or not isinstance(value, InertTensor) or value.storage is None:
                 what = f"{name!r} is {_kind(value)}" if isinstance(name, str) else f"{name!r} is not a name"
                 parts = [str(k) for k, v in obj.items() if isinstance(v, Mapping)]
-                hint = f"; take a part with --key: {', '.join(parts[:10])}" if parts else ""
+                hint = f"; give a part of it as key: {', '.join(parts[:10])}" if parts else ""
                 raise ConfigError(f"{self._file}: {target} holds named tensors and nothing else: {what}{hint}")
 
     def whole(self, obj: Any, name: str = "") -> Any:
-        """Of anything made of plain values and tensors; ties stay. Raises ConfigError for the rest."""
+        """Makes an object of plain values and tensors, with its ties. Raises ConfigError for anything else."""
         if (known := self._made.get(id(obj))) is not None:
             return known
-        if isinstance(obj, Tensor) and obj.storage is not None:
+        if isinstance(obj, InertTensor) and obj.storage is not None:
             tensor = self._made[id(obj)] = self._tensor(obj, name)
             return tensor
         if isinstance(obj, Dtype) and (dtype := getattr(torch, obj.name, None)) is not None:
             return dtype
-        if isinstance(obj, Tensor | Storage | Opaque | Dtype):
+        if isinstance(obj, InertTensor | InertStorage | InertObject | Dtype):
             raise ConfigError(
-                f"{self._file}: {name or 'it'} is {_kind(obj)}; only tensors and plain values are converted (--key "
-                "takes a part)"
+                f"{self._file}: {name or 'it'} is {_kind(obj)}; only tensors and plain values are converted. A key "
+                "selects a part"
             )
         if not isinstance(obj, Mapping | list | tuple | set | frozenset):
             return obj
@@ -90,7 +94,7 @@ class Hollow:
                 made[self.whole(key, f"{name}: a key")] = self.whole(value, f"{name}.{key}".removeprefix("."))
         return made
 
-    def _tensor(self, tensor: Tensor, name: str) -> torch.Tensor:
+    def _tensor(self, tensor: InertTensor, name: str) -> torch.Tensor:
         assert tensor.storage is not None
         dtype = getattr(torch, tensor.dtype, None)
         if tensor.kind or not isinstance(dtype, torch.dtype):
@@ -108,14 +112,14 @@ class Hollow:
         return torch.empty(0, dtype=dtype).set_(storage, tensor.offset, tensor.shape, tensor.stride)
 
 
-def _shows(tensor: Tensor) -> tuple[Any, ...]:
-    """Of its storage."""
+def _shows(tensor: InertTensor) -> tuple[Any, ...]:
+    """What a tensor shows of its storage."""
     return tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.kind
 
 
 def _kind(value: Any) -> str:
-    """With its article."""
-    if isinstance(value, Tensor):
+    """Names the type of a value, with an article."""
+    if isinstance(value, InertTensor):
         return f"a tensor {value.kind}" if value.kind else f"a tensor of {value.dtype}"
-    name = value.global_name if isinstance(value, Opaque) else type(value).__name__
-    return "a storage" if isinstance(value, Storage) else f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
+    name = value.global_name if isinstance(value, InertObject) else type(value).__name__
+    return "a storage" if isinstance(value, InertStorage) else f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""By how much two saved tensors differ, read a few megabytes at a time whatever their size."""
+"""Measures by how much two saved tensors differ, reading a few megabytes of them at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.reading.skeleton import Tensor
+from lazyckpt.reading.inert import InertTensor
 
-_PIECE_BYTES = 4 << 20  # read of either file at once; compared in float64, which takes some times as much
+_PIECE_BYTES = 4 << 20  # read from either file at once; comparing in float64 takes several times as much
 _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "u1": "uint8"} | {
     f"i{n}": f"int{8 * n}" for n in (1, 2, 4, 8)
 }
@@ -22,41 +22,61 @@ _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"
 
 @dataclass
 class Norms:
-    """Of the elements of a tensor, or of all tensors of a module that differ."""
+    """Measures the difference of two tensors, or of all tensors of a module that differ.
+
+    Attributes:
+        elements: Elements compared.
+        differing: Elements whose bits differ.
+        squares: Sum of the squares of the differences.
+        squares_a: Sum of the squares of the elements of A.
+        max_abs: The largest difference of two elements.
+        comparable: Whether all elements could be compared as numbers.
+    """
 
     elements: int = 0
     differing: int = 0
-    squares: float = 0.0  # of the differences
+    squares: float = 0.0
     squares_a: float = 0.0
     max_abs: float = 0.0
-    comparable: bool = True  # False: not as numbers, in some of it
+    comparable: bool = True
 
-    def add(self, other: Norms) -> None:
-        self.elements += other.elements
-        self.differing += other.differing
-        self.squares += other.squares
-        self.squares_a += other.squares_a
-        # max() would drop a NaN
-        self.max_abs = math.nan if math.isnan(self.max_abs + other.max_abs) else max(self.max_abs, other.max_abs)
-        self.comparable = self.comparable and other.comparable
+    @staticmethod
+    def sum(parts: list[Norms]) -> Norms | None:
+        """Returns the norms of several tensors as if they were one; None if there are no parts."""
+        if not parts:
+            return None
+        return Norms(
+            sum(part.elements for part in parts),
+            sum(part.differing for part in parts),
+            sum(part.squares for part in parts),
+            sum(part.squares_a for part in parts),
+            _max_with_nan([part.max_abs for part in parts]),
+            all(part.comparable for part in parts),
+        )
 
     @property
-    def relative(self) -> float:
+    def relative_l2(self) -> float:
         """|B - A| / |A|"""
         if self.squares == 0:
             return 0.0
         return math.sqrt(self.squares / self.squares_a) if self.squares_a else math.inf
 
 
-def compare(a: Tensor, b: Tensor, advance: Callable[[int], None]) -> Norms:
-    """Raises CorruptFileError if a checksum shows that what was read is not what was written."""
+def _max_with_nan(numbers: list[float]) -> float:
+    """max() would drop a NaN that is not first."""
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+
+
+def compare(a: InertTensor, b: InertTensor, advance: Callable[[int], None]) -> Norms:
+    """Compares tensors of one dtype and shape; ``advance`` gets the bytes read of each. Raises CorruptFileError if a
+    checksum does not match."""
     norms = Norms()
-    if a.storage is None or b.storage is None:  # on the meta device
+    if a.storage is None or b.storage is None:  # meta tensors
         return norms
     dtype = _dtype_of(a)
     itemsize = 1 if dtype is None else dtype.itemsize
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bytes are read-only: nothing writes to them
+        warnings.simplefilter("ignore")  # torch warns of read-only bytes, to which nothing writes
         for ours, theirs in zip(_pieces(a, b), _pieces(b, a), strict=True):
             _compare_pieces(ours, theirs, dtype, itemsize, norms)
             advance(len(ours))
@@ -75,21 +95,21 @@ def _compare_pieces(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None,
     if numbers[0] is None or numbers[1] is None:
         norms.comparable = False
         return
-    # Only those whose bits differ: inf - inf is no difference.
+    # Subtract only where bits differ: inf - inf is NaN, but no difference.
     distance = (numbers[1].view(len(differ), -1) - numbers[0].view(len(differ), -1))[differ]
     norms.squares += float(distance.square().sum())
     largest = float(distance.square().sum(dim=1).sqrt().max())
-    norms.max_abs = math.nan if math.isnan(norms.max_abs + largest) else max(norms.max_abs, largest)
+    norms.max_abs = _max_with_nan([norms.max_abs, largest])
 
 
-def _dtype_of(tensor: Tensor) -> torch.dtype | None:
-    """None: torch has none, as for most kinds of NumPy arrays."""
+def _dtype_of(tensor: InertTensor) -> torch.dtype | None:
+    """Returns None if torch has no such dtype, as for most kinds of NumPy arrays."""
     dtype = getattr(torch, _NUMPY_DTYPES.get(tensor.dtype, tensor.dtype), None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _numbers(raw: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
-    """The elements in float64, complex ones as pairs; None if they are no numbers that torch converts."""
+    """Returns the elements in float64, complex ones as pairs; None if torch cannot convert them."""
     if dtype is None:
         return None
     try:
@@ -101,15 +121,15 @@ def _numbers(raw: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | Non
         return None
 
 
-def _pieces(tensor: Tensor, other: Tensor) -> Iterator[torch.Tensor]:
-    """The elements of a tensor as bytes, in the same order as those of ``other``."""
+def _pieces(tensor: InertTensor, other: InertTensor) -> Iterator[torch.Tensor]:
+    """Yields the elements of a tensor as bytes, in the same order as those of ``other``."""
     assert tensor.storage is not None
     dtype = _dtype_of(tensor)
     itemsize = 1 if dtype is None else dtype.itemsize
     numel = math.prod(tensor.shape)
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True)) if numel else 0
     record = tensor.storage.record
-    if dtype is None:  # a NumPy array of another kind: all of its memory
+    if dtype is None:  # compare all bytes of such a NumPy array
         numel = span = record.nbytes
     begin, nbytes = tensor.offset * itemsize, span * itemsize
     if begin + nbytes > record.nbytes:
@@ -122,12 +142,12 @@ def _pieces(tensor: Tensor, other: Tensor) -> Iterator[torch.Tensor]:
     yield from whole.split(_PIECE_BYTES)
 
 
-def _steps(tensor: Tensor) -> list[int]:
+def _steps(tensor: InertTensor) -> list[int]:
     return [step for n, step in zip(tensor.shape, tensor.stride, strict=True) if n != 1]
 
 
-def _read(tensor: Tensor, begin: int, nbytes: int, at_once: int) -> Iterator[torch.Tensor]:
-    """Bytes of the storage of a tensor; compares the checksum, if it is all of them."""
+def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterator[torch.Tensor]:
+    """Yields bytes of a tensor's storage; compares the checksum if they are all of it."""
     assert tensor.storage is not None
     record = tensor.storage.record
     crc = 0

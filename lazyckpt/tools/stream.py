@@ -1,12 +1,12 @@
-"""Writes files whose storages are read from other files, a few megabytes of them in memory at a time.
+"""Writes files whose storages are read from other files, with a few megabytes of them in memory at a time.
 
-A plan lays a file out from names and sizes alone, so its storages need no bytes yet: they are allocated and never
-touched. What the engine is given instead is two buffers. The program is cut into batches; a batch is read into one
-buffer, appended, and copied into the engine's ring, while the batch before it is still being written from there.
+A plan lays a file out from names and sizes alone, so its storages are allocated but never touched. The engine copies
+from two buffers instead. The program of a file is cut into batches. Each batch is read into one buffer and appended,
+while the engine still writes the batch before it from the other.
 
-The engine begins to copy a chunk when it is full, or when another file begins. So of a batch, what went into the last
-chunk may not be copied yet when the next one is read; that is why there are two buffers, and why a batch is never
-smaller than a chunk unless its file ends with it. The end of an archive has no storages: it takes no buffer.
+The engine copies a chunk only when it is full, or when the next file begins. So the end of a batch may still wait for
+its copy when the next batch is read. Two buffers make that safe, if every batch but the last of a file fills a chunk.
+The end of an archive has no storages and takes no buffer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
 from lazyckpt.reading.ranges import CHUNK_BYTES, ParallelRead, process_engine
 
-_BATCH_BYTES = 16 << 20  # at most, unless one storage is larger
+_BATCH_BYTES = 16 << 20  # a limit that only a single storage exceeds
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the bytes of a storage are to be read: a record of ``file``. With ``view`` (dtype, offset, shape, strides)
-    they are what that shows of the record, dense."""
+    """The record of ``file`` with the bytes of a storage. With ``view`` (dtype, offset, shape, strides) the bytes are
+    what that shows of the record, made dense."""
 
     file: Path
     record: Record
@@ -45,20 +45,20 @@ class Origin:
 
 @dataclass
 class _Batch:
-    """A part of a file's program, and the sources in it, which are at ``place`` in a buffer, one after the other."""
+    """A part of a file's program, with its sources, which lie one after the other in a buffer."""
 
     file: int
-    first_source: int  # of the file
+    first_source: int  # number of the file's first source
     extent: Extent
     sources: list[int]
     buffer: int = 0
 
 
 def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Callable[[int], None]) -> None:
-    """Writes and syncs new files. ``origins``: of every storage, by its ``_cdata``. ``advance`` hears of bytes read.
+    """Writes and syncs new files. ``origins`` has every storage by its ``_cdata``; ``advance`` gets the bytes read.
 
     Raises SaveError, CorruptFileError if a checksum does not match, LoadError if an origin cannot be read, and what the
-    plans raise; what is written by then stays.
+    plans raise. Unfinished files stay; the caller removes them.
     """
     files = [(path, plan, plan.gather()) for path, plan in plans.items()]
     views = TensorViews()
@@ -102,14 +102,14 @@ def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Call
         except OSError as error:
             raise save_error(error, path=path) from error
         finally:
-            job.fail(errno.ECANCELED, "abandoned")  # nothing, of one that is done
+            job.fail(errno.ECANCELED, "abandoned")  # no effect on a finished job
             job.wait_settled()
     if wrong := [views.keys[source] for source, crc in crcs.items() if written[source] != crc]:
         raise SaveError(f"what was written is not what was read: {', '.join(wrong[:5])}", path=path)
 
 
 class _Buffers:
-    """Two, used in turns. Their memory is given back as soon as it may be."""
+    """Two buffers, used by turns. Their memory goes back to the system as soon as possible."""
 
     def __init__(self, nbytes: int) -> None:
         self._maps = [mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
@@ -126,14 +126,14 @@ class _Buffers:
                 each.close()
 
     def drop(self, which: int, nbytes: int) -> None:
-        """The first ``nbytes`` are not needed any more."""
+        """Gives back the first ``nbytes`` of a buffer."""
         nbytes -= nbytes % mmap.PAGESIZE
         if nbytes > 0:
             self._maps[which].madvise(mmap.MADV_DONTNEED, 0, nbytes)
 
 
 def _cut(file: int, first_source: int, extent: Extent) -> Iterator[_Batch]:
-    """Before sources; the parts follow one another in the file."""
+    """Cuts an extent into consecutive batches, each before a source."""
     rows = extent.rows.tolist()
     begin = first_literal = 0
     held = 0
@@ -148,7 +148,7 @@ def _cut(file: int, first_source: int, extent: Extent) -> Iterator[_Batch]:
         part = Extent(offset, own, extent.blob[first_literal:last_literal])
         return _Batch(file, first_source, part, [first_source + source for source in sources])
 
-    literal = 0  # where the next one begins in the blob
+    literal = 0  # end of the last literal in the blob
     for at in range(0, len(rows), 3):
         kind, nbytes, arg = rows[at : at + 3]
         if kind == SOURCE:
@@ -165,7 +165,7 @@ def _cut(file: int, first_source: int, extent: Extent) -> Iterator[_Batch]:
 
 
 def _read(wanted: list[tuple[int, Origin]], pointers: array[int]) -> dict[int, int]:
-    """Reads sources to their places; the CRC-32 of those that are records, whole."""
+    """Reads sources to their places; returns the CRC-32 of those that are whole records."""
     crcs: dict[int, int] = {}
     by_file: dict[Path, list[tuple[int, Record]]] = defaultdict(list)
     for source, origin in wanted:

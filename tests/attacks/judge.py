@@ -11,9 +11,8 @@ import safetensors.torch
 from conftest import describe_graph, torch_load_with_our_globals
 
 import lazyckpt
-from lazyckpt.cli.inspect import _to_json
 from lazyckpt.errors import LazyCkptError
-from lazyckpt.tools.contents import read
+from lazyckpt.tools.inspect import inspect
 
 
 class Violation(AssertionError):
@@ -29,8 +28,7 @@ def judge(path: Path) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(LazyCkptError):
-            contents = read(path)
-            _to_json(contents, contents.tree().root, None, None)
+            inspect(path)
         try:
             found = lazyckpt.load(path)
         except LazyCkptError:

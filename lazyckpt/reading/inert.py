@@ -1,8 +1,8 @@
-"""What a ``torch.save`` archive holds, told from its pickle alone: no code of the file runs, no tensor is read.
+"""Reads a ``torch.save`` archive without running its code and without reading a tensor.
 
-Loading, even restricted, must allocate tensors, sometimes read them, and refuses types that nobody allowed. To
-*show* a file none of that is needed: here every name in the pickle becomes an inert ``Opaque``, which only
-remembers what it was given, but for those few that make plain tensors and containers.
+Every name in the pickle becomes an ``InertObject``, which only remembers its arguments. The exceptions are the few
+functions and types that make plain tensors and containers. Loading the file instead, even with ``weights_only``, would
+allocate tensors and refuse every type that nobody allowed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from lazyckpt.formats.torch_zip_reader import Directory
 
 _MAX_DIMENSIONS = 1000
 _MAX_NAMES = 10_000
-# Tuples inside a tuple: Python hashes them by recursion in C, which ends the process where it is too deep, and takes
-# for ever where the same ones are inside each other again and again.
+# Python hashes nested tuples by recursion in C. Deep ones overflow the stack; shared ones take exponential time.
 _MAX_DEPTH = 100
 _MAX_TUPLES = 1_000_000
-# What is copied by all calls: a pickle may name one long list again and again, for two bytes each time.
+# Items that all calls together may copy. A pickle of a few bytes can pass the same long list to many calls.
 _ITEMS, _ITEMS_PER_BYTE = 100_000, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Storage:
-    """A record of ``file``; ``dtype`` is None if the pickle leaves that to the tensors."""
+class InertStorage:
+    """A storage in a record of ``file``; ``dtype`` is None if only its tensors name one."""
 
     record: Record
     dtype: Dtype | None
@@ -45,15 +44,15 @@ class Storage:
 
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
-    """A tensor that is not there. ``offset`` and ``stride`` count elements; ``storage`` is None for a meta tensor.
-    ``kind`` says what was saved, if it was not a plain tensor."""
+class InertTensor:
+    """A tensor's description. ``offset`` and ``stride`` count elements; ``storage`` is None for a meta tensor; ``kind``
+    names what was saved if it was not a plain tensor. Raises ValueError if malformed."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
     stride: tuple[int, ...]
-    storage: Storage | None
+    storage: InertStorage | None
     kind: str = ""
 
     def __post_init__(self) -> None:
@@ -68,8 +67,8 @@ class Tensor:
         return count_elements(self.shape) * dtype.itemsize if dtype is not None else 0
 
 
-class Opaque:
-    """An object of any other type, or the result of any function: its name, and what it was made of."""
+class InertObject:
+    """Stands for an object of any other type, or for the result of any function: its name and arguments."""
 
     global_name = ""
     args: tuple[Any, ...]
@@ -77,7 +76,7 @@ class Opaque:
     entries: dict[Any, Any]
     members: list[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Opaque:
+    def __new__(cls, *args: Any, **kwargs: Any) -> InertObject:
         self = super().__new__(cls)
         self.args = (*args, *kwargs.values())
         self.state = None
@@ -101,10 +100,10 @@ class Opaque:
         self.members.append(value)
 
 
-def read_skeleton(path: str | os.PathLike[str], directory: Directory) -> Any:
-    """The saved object, made of containers, plain values, ``Tensor``, ``Storage`` and ``Opaque``.
+def read_inert(path: str | os.PathLike[str], directory: Directory) -> Any:
+    """Returns the saved object, made of containers, plain values and inert tensors, storages and objects.
 
-    Raises CorruptFileError if the pickle is damaged or contradicts the archive, LoadError if it cannot be read.
+    Raises CorruptFileError if the pickle is damaged or contradicts the archive, LoadError if the file cannot be read.
     """
     record = directory.records["data.pkl"]
     with FileReader(path) as file:
@@ -119,7 +118,7 @@ def read_skeleton(path: str | os.PathLike[str], directory: Directory) -> Any:
         raise CorruptFileError(f"record data.pkl: {type(error).__name__}: {error}", path=path) from error
 
 
-# The unpickler in Python: the one in C lets a pickle of a few bytes allocate gigabytes for its memo.
+# Python's own unpickler: the one in C lets a pickle of a few bytes allocate gigabytes for its memo.
 class _Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
@@ -131,8 +130,8 @@ class _Unpickler(pickle._Unpickler):
         self._items = _ITEMS + _ITEMS_PER_BYTE * len(data)
         self._path = path
         self._records = directory.records
-        self._opaque: dict[str, type[Opaque]] = {}
-        self._tuples: dict[int, tuple[int, int]] = {}  # by id, which may be stale: depth, and how many
+        self._types: dict[str, type[InertObject]] = {}
+        self._tuples: dict[int, tuple[int, int]] = {}  # id (may be stale) -> depth, number of nested tuples
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -140,30 +139,30 @@ class _Unpickler(pickle._Unpickler):
             return _KNOWN[full]
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        if full not in self._opaque:
-            if len(self._opaque) == _MAX_NAMES:
+        if full not in self._types:
+            if len(self._types) == _MAX_NAMES:
                 raise ValueError(f"more than {_MAX_NAMES} names")
-            self._opaque[full] = type("Opaque", (Opaque,), {"global_name": full})
-        return self._opaque[full]
+            self._types[full] = type("InertObject", (InertObject,), {"global_name": full})
+        return self._types[full]
 
     def get_extension(self, code: int) -> None:
-        """What a program has registered is not this program's to call."""
+        """Refuses extension codes: they would call what this process has registered."""
         raise ValueError("an extension code")
 
     def load_reduce(self) -> None:
         function, arguments = self.stack[-2:]
-        if not (isinstance(function, type) and issubclass(function, Opaque)):  # that one copies nothing
+        if not (isinstance(function, type) and issubclass(function, InertObject)):  # which copies nothing
             self._items -= sum(len(argument) for argument in arguments if hasattr(argument, "__len__"))
             if self._items < 0:
-                raise ValueError("calls copy far more than the pickle has")
+                raise ValueError("its calls copy far more items than the pickle holds")
         super().load_reduce()  # type: ignore[misc]
 
     dispatch[pickle.REDUCE[0]] = load_reduce
 
     def load_build(self) -> None:
-        """Attributes are for Opaque alone: those of a Tensor are checked, those of a function would stay."""
+        """Sets the state of an InertObject. A tensor's fields stay as checked, and functions keep no attributes."""
         state = self.stack.pop()
-        if isinstance(self.stack[-1], Opaque):
+        if isinstance(self.stack[-1], InertObject):
             self.stack[-1].state = state
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -175,7 +174,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
     def measure_tuple(self) -> None:
-        """Of what was just made."""
+        """Counts the tuples nested in the one on top of the stack. Raises ValueError if there are too many."""
         made = self.stack[-1]
         inside = [self._tuples.get(id(item), (1, 1)) for item in made if type(item) is tuple]
         if not inside:
@@ -184,10 +183,10 @@ class _Unpickler(pickle._Unpickler):
         depth = 1 + max(depth for depth, _ in inside)
         number = 1 + sum(number for _, number in inside)
         if depth > _MAX_DEPTH or number > _MAX_TUPLES:
-            raise ValueError("tuples are nested too deep")
+            raise ValueError("its tuples are nested too deep")
         self._tuples[id(made)] = depth, number
 
-    def persistent_load(self, saved_id: Any) -> Storage:
+    def persistent_load(self, saved_id: Any) -> InertStorage:
         if not isinstance(saved_id, tuple) or len(saved_id) != 5:
             raise CorruptFileError("record data.pkl: unknown persistent id", path=self._path)
         _, kind, key, _, _ = saved_id
@@ -195,7 +194,7 @@ class _Unpickler(pickle._Unpickler):
         if record is None:
             raise CorruptFileError(f"record data/{key} is missing, the pickle refers to it", path=self._path)
         dtype = _STORAGE_DTYPES.get(getattr(kind, "global_name", "").rpartition(".")[2])
-        return Storage(record, dtype, Path(self._path))
+        return InertStorage(record, dtype, Path(self._path))
 
 
 def _then_measure(load: Callable[[Any], None]) -> Callable[[_Unpickler], None]:
@@ -210,14 +209,14 @@ for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
     _Unpickler.dispatch[_opcode[0]] = _then_measure(_Unpickler.dispatch[_opcode[0]])
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
-    """_rebuild_tensor, _v2 and _v3: the dtype is that of the storage, or stands behind."""
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> InertTensor:
+    """Stands for _rebuild_tensor, _v2 and _v3. The dtype is the storage's, or a later argument."""
     dtype = next((item for item in rest if isinstance(item, Dtype)), None) or storage.dtype
-    if not isinstance(storage, Storage):
+    if not isinstance(storage, InertStorage):
         raise ValueError("a malformed tensor")
-    lazily = next((item for item in rest if type(item) is dict), {})  # what torch calls metadata
-    kind = " and ".join(word for bit, word in (("conj", "conjugated"), ("neg", "negated")) if lazily.get(bit))
-    return Tensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage, kind)
+    flags = next((item for item in rest if type(item) is dict), {})  # torch calls them metadata
+    kind = " and ".join(word for bit, word in (("conj", "conjugated"), ("neg", "negated")) if flags.get(bit))
+    return InertTensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage, kind)
 
 
 def _same(data: Any, *_: Any) -> Any:
@@ -225,16 +224,16 @@ def _same(data: Any, *_: Any) -> Any:
 
 
 def _from_type(make: Callable[..., Any], kind: Any, args: tuple[Any, ...], *_: Any) -> Any:
-    """A tensor of a subclass, or with attributes."""
+    """Makes a tensor of a subclass, or with attributes."""
     made = make(*args)
-    if not isinstance(made, Tensor):
+    if not isinstance(made, InertTensor):
         return made
     name = getattr(kind, "global_name", "").rpartition(".")[2]
-    return Tensor(made.dtype, made.shape, made.offset, made.stride, made.storage, "" if name == "Tensor" else name)
+    return InertTensor(made.dtype, made.shape, made.offset, made.stride, made.storage, "" if name == "Tensor" else name)
 
 
-def _meta_tensor(dtype: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
-    return Tensor(dtype_name(dtype), tuple(shape), 0, tuple(stride), None, "on the meta device")
+def _meta_tensor(dtype: Any, shape: Any, stride: Any, *_: Any) -> InertTensor:
+    return InertTensor(dtype_name(dtype), tuple(shape), 0, tuple(stride), None, "on the meta device")
 
 
 def _size(sizes: Any = ()) -> tuple[int, ...]:
@@ -244,7 +243,7 @@ def _size(sizes: Any = ()) -> tuple[int, ...]:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How bytes are written in pickle protocol 2."""
+    """Decodes bytes as pickle protocol 2 writes them."""
     return text.encode("latin1" if encoding == "latin1" else "utf-8")
 
 
@@ -283,7 +282,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def strides_of(shape: tuple[int, ...], first_fastest: bool = False) -> tuple[int, ...]:
-    """Of a tensor without gaps: the last dimension is the fastest, or the first."""
+    """Returns the strides of a dense tensor, whose last dimension varies fastest, or whose first does."""
     lengths = [max(n, 1) for n in (shape if first_fastest else reversed(shape))]
     strides = tuple(itertools.accumulate([1, *lengths[:-1]], operator.mul))[: len(shape)]
     return strides if first_fastest else strides[::-1]

@@ -1,40 +1,43 @@
-"""The picture of ``lazyckpt trace``: one checkpoint beside the training, as in DataStates-LLM, figure 15."""
+"""Draws one checkpoint of a timeline beside the training, as in DataStates-LLM, figure 15."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.cli.output import duration, plain, size
-from lazyckpt.cli.trace import Span, TracedCheckpoint
 from lazyckpt.errors import ConfigError
 from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, TRAINING, WRITES
+from lazyckpt.tools.trace import Span, TracedCheckpoint
+from lazyckpt.tools.units import duration, size
 
-# Okabe and Ito: told apart by everybody. Vermilion is kept for what the training waits for.
+# The palette of Okabe and Ito, which everybody can tell apart. Vermilion marks what training waits for.
 _TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 _BLOCKED = "#D55E00"
 _OTHER, _TRAINING, _STEP, _CREATE = "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8"
 _FSYNC, _COMMIT, _INK, _RING = "#7A8490", "#3B4450", "#2B3138", "#B4C4DA"
 _STEP_END: dict[str, Any] = {"color": _STEP, "lw": 0.8, "ls": (0, (2, 3))}
-_MARGIN = 0.04  # of the time shown, before and behind
-_FURTHER = 1.6  # times as long as the checkpoint: if the next optimizer step ends by then, it is shown
-_SHORTEST = 0.0015  # of it: what is shorter is drawn as long as this
-_PALE = 0.15  # alpha, of where copies wait
-_DPI = 200  # of a picture made of dots
-_LONGEST_NAME = 42  # characters: two columns of them fit into the legend
+_MARGIN = 0.04  # before and after, as a part of the time shown
+_FURTHER = 1.6  # show the next optimizer step if it ends within this multiple of the checkpoint's time
+_SHORTEST = 0.0015  # draw no span shorter than this part of the time shown
+_PALE = 0.15  # alpha where copies wait for the ring
+_DPI = 200
+_LONGEST_NAME = 42  # characters; two columns of such names fit into the legend
 
 
 def draw(checkpoint: TracedCheckpoint, output: Path) -> None:
-    """Writes a picture in the format that the name asks for. ConfigError without matplotlib, or for the name."""
+    """Writes a picture in the format that the name asks for.
+
+    Raises ConfigError without matplotlib, or if it does not know that format, and OSError.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'lazyckpt[trace]'") from error
+        raise ConfigError("a picture needs matplotlib; to get it, use pip install 'lazyckpt[trace]'") from error
     picture = _Picture(checkpoint, Figure(figsize=(11, 7.2), layout="constrained", dpi=_DPI))
     try:
-        picture.figure.savefig(output, format=output.suffix[1:])  # told none, it writes to another name
+        picture.figure.savefig(output, format=output.suffix[1:])  # without a format it would add a suffix
     except ValueError as error:
-        raise ConfigError(f"{output}: {error}") from error
+        raise ConfigError(f"{output}: {error}; give a name such as timeline.png") from error
 
 
 class _Picture:
@@ -82,7 +85,7 @@ class _Picture:
         return [s for s in spans if s.kind == kind and s.end_s > self._begin and s.begin_s < self._end]
 
     def _next_step(self) -> Span | None:
-        """The first optimizer step after save(): what the copies must not be late for."""
+        """The first optimizer step after save(), which must not wait for the copies."""
         steps = (s for s in self._checkpoint.others if s.name == "optimizer.step" and s.begin_s > 0)
         return min(steps, key=lambda s: s.begin_s, default=None)
 
@@ -91,7 +94,7 @@ class _Picture:
         return [s.end_s for s in spans if s.name == "optimizer.step" and s.end_s < self._end]
 
     def _choose_colours(self) -> dict[str, str]:
-        """The largest tensors in the order of their copies."""
+        """Gives a colour to the largest tensors, in the order of their copies."""
         names = dict.fromkeys(s.args["tensor"] for s in self._checkpoint.spans(COPIES) if "tensor" in s.args)
         return dict(zip(names, _TENSORS, strict=False))
 
@@ -111,7 +114,7 @@ class _Picture:
             x, length = begin * self._scale, width * self._scale
             axes.broken_barh([(x, length)], (y, lane_height * share), fc=colour, ec=edge, lw=0.3, zorder=order)
             if span.name in ("save()", "gate"):
-                above = span.name == "save()"  # the gate's is below: they may be close to each other
+                above = span.name == "save()"  # and the gate's below, since they may be close
                 axes.annotate(
                     f"{span.name} {duration(span.duration_s)}",
                     (x if above else x + length / 2, y if above else y + lane_height * share),
@@ -126,7 +129,7 @@ class _Picture:
         self._top = top + height + 0.5
 
     def _look(self, span: Span) -> tuple[str, float, int]:
-        """Colour, share of the lane's height, and what lies above what."""
+        """Colour, share of the lane's height, and drawing order."""
         if span.kind in (COPIES, WRITES):
             return self._colours.get(span.args.get("tensor", ""), _OTHER), 0.9, 2
         if span.kind == COMMITS:
@@ -138,7 +141,7 @@ class _Picture:
         return _TRAINING, 0.7 if span.name == "iteration" else 0.0, 2
 
     def _shown(self, known: list[tuple[float, int]], first: int) -> tuple[list[float], list[float]]:
-        """A counter as two lists, in the unit of the axis and in MiB. ``first``: before anything is known."""
+        """A counter as two lists, times in the unit of the axis and MiB. ``first`` is its value before any sample."""
         before = [nbytes for at, nbytes in known if at < self._begin]
         inside = [(at, nbytes) for at, nbytes in known if self._begin <= at <= self._end]
         series = [(self._begin, before[-1] if before else first), *inside]
@@ -156,7 +159,7 @@ class _Picture:
         axes.set_axisbelow(True)
 
     def _memory(self, axes: Any) -> None:
-        """Of the process, where it was looked at: at optimizer steps, and at both ends of a checkpoint."""
+        """Draws the memory of the process, sampled at optimizer steps and at both ends of a checkpoint."""
         known = self._checkpoint.memory
         times, mib = self._shown(known, known[0][1] if known else 0)
         axes.plot(times, mib, drawstyle="steps-post", color=_COMMIT, lw=1.2)
@@ -204,12 +207,11 @@ class _Picture:
 
 
 def _text(name: str) -> str:
-    """Cut in its middle if it is long; what the font has not is escaped; and matplotlib would set what is between
-    dollars as a formula."""
+    """Escapes what the font lacks and dollars, which mark formulas in matplotlib; cuts a long name in its middle."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     glyphs = get_font(findfont(FontProperties())).get_charmap()
-    shown = "".join(c if ord(c) in glyphs else c.encode("ascii", "backslashreplace").decode() for c in plain(name))
+    shown = "".join(c if c.isprintable() and ord(c) in glyphs else c.encode("unicode_escape").decode() for c in name)
     if len(shown) > _LONGEST_NAME:
         shown = f"{shown[: _LONGEST_NAME // 3]}…{shown[-_LONGEST_NAME * 2 // 3 :]}"
     return shown.replace("$", r"\$")

@@ -1,0 +1,186 @@
+"""Converts between torch.save archives and safetensors files, one or several of either, whatever their size."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazyckpt.errors import ConfigError, NoSpaceError, save_error
+from lazyckpt.pipeline.plan import FilePlan, plan_for
+from lazyckpt.storage import commit, folders
+from lazyckpt.tools import Progress, stream
+from lazyckpt.tools.contents import SUFFIXES, as_path, document_in, read
+from lazyckpt.tools.hollow import Hollow
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What ``convert`` wrote.
+
+    Attributes:
+        path: The new file or folder.
+        files: Names of the files written, the index of shards included.
+        bytes: Their length.
+        records: Storages converted.
+        without_checksum: Those whose source carried no checksum to compare.
+        metadata_left_out: Keys of safetensors metadata that a torch.save archive cannot hold.
+        tied: Further names of tensors with several, with the name that holds the tensor.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    bytes: int
+    records: int
+    without_checksum: int
+    metadata_left_out: tuple[str, ...]
+    tied: dict[str, str]
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Converts a file, an index of shards, a checkpoint or a folder into the format that the name of ``dst`` asks for.
+
+    Streams the tensors, so that memory holds the largest one, and compares every checksum. ``dst`` must not exist; it
+    appears when it is whole and durable. Runs no code from ``src``: only tensors and plain values are converted.
+
+    Args:
+        src: What to convert; a run's folder means its newest checkpoint.
+        dst: A new .safetensors file, or a torch.save archive with another suffix of such files.
+        key: The part to take, such as "model", or "a.b" for a part of a part.
+        max_shard_bytes: Writes a folder of files of at most this size, and their index. ``dst`` is then a new folder,
+            or a file name in it.
+        progress: Called with the name of ``dst``, the bytes read and the bytes in all.
+
+    Raises:
+        ConfigError: If ``dst`` exists, or its format cannot hold what ``src`` does.
+        LoadError: If ``src`` cannot be read; CorruptFileError if it is damaged.
+        SaveError: If ``dst`` cannot be written.
+    """
+    dst = as_path(dst)
+    sharded, name = max_shard_bytes is not None, dst.name
+    if sharded:
+        dst, name = (dst.parent, dst.name) if dst.suffix in SUFFIXES else (dst, "model.safetensors")
+    contents = read(document_in(as_path(src)))
+    if os.path.lexists(dst):
+        hint = f"; shards need a new folder: use DIR or DIR/{name}" if sharded else ""
+        raise ConfigError(f"{dst}: exists already{hint}")
+    obj = contents.obj if key is None else _part(contents.obj, key, contents.file)
+    old_metadata = contents.metadata or {}
+    loader = Hollow(contents.file)
+    if to_safetensors := name.endswith(".safetensors"):
+        saved, ties = loader.tensors(obj)
+    elif Path(name).suffix in SUFFIXES:
+        ties = _ties_in(obj, old_metadata) if key is None else {}
+        whole = obj | {tied: obj[kept] for tied, kept in ties.items()} if ties else obj
+        if sharded:
+            loader.check_named(whole, "a folder of shards")
+        saved = loader.whole(whole)
+    else:
+        raise ConfigError(f"{dst}: give it a name that ends in .safetensors or .pt, or a size of shards for a folder")
+    files, index = _shards(saved, name, max_shard_bytes) if max_shard_bytes is not None else ({name: saved}, {})
+    metadata = (contents.metadata or {"format": "pt"}) | ties
+    plans = {file: plan_for(file, part, metadata) for file, part in files.items()}
+    _write(dst, plans, index, loader, progress or (lambda name, done, total: None), folder=sharded)
+    written = sorted(dst.iterdir()) if sharded else [dst]
+    return Conversion(
+        path=dst,
+        files=tuple(file.name for file in written),
+        bytes=sum(file.stat().st_size for file in written),
+        records=len(loader.records),
+        without_checksum=sum(record.crc32 is None for record in loader.records.values()),
+        metadata_left_out=() if to_safetensors else tuple(sorted(old_metadata.keys() - {"format", *ties})),
+        tied=ties,
+    )
+
+
+def _ties_in(obj: Any, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Reads from the metadata which missing names belong to which tensors."""
+    return {name: kept for name, kept in metadata.items() if kept in obj and name not in obj}
+
+
+def _part(obj: Any, key: str, file: Path) -> Any:
+    """Returns ``obj["a"]["b"]`` for "a.b"; prefers keys that contain the dot themselves."""
+    if isinstance(obj, Mapping):
+        for head, rest in [(key, "")] + [(key[:i], key[i + 1 :]) for i, c in enumerate(key) if c == "."]:
+            if head in obj:
+                return _part(obj[head], rest, file) if rest else obj[head]
+        there = ", ".join(map(str, list(obj)[:10])) + (", …" if len(obj) > 10 else "")
+        raise ConfigError(f"{file}: there is no {key!r}; there is: {there or 'nothing'}; give one of these as key")
+    raise ConfigError(f"{file}: there is no {key!r}: expected a dict there")
+
+
+def _shards(
+    tensors: dict[str, torch.Tensor], model: str, max_bytes: int
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
+    """Distributes tensors over files, named and filled as Hugging Face does it; returns the files, and the index by its
+    name if there are several files. Tensors that share a storage go into one file."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    homes: dict[int, dict[str, torch.Tensor]] = {}  # storage -> its shard
+    held = total = 0
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if (home := homes.get(storage._cdata)) is not None:
+            home[name] = tensor
+            continue
+        total += storage.nbytes()
+        if storage.nbytes() > max_bytes:  # alone in a shard; the one being filled goes on
+            shards.insert(len(shards) - 1, {})
+            home = shards[-2]
+        else:
+            if held + storage.nbytes() > max_bytes:
+                shards.append({})
+                held = 0
+            home = shards[-1]
+            held += storage.nbytes()
+        home[name] = tensor
+        homes[storage._cdata] = home
+    if len(shards) > 1 and not shards[-1]:
+        shards.pop()
+    if len(shards) == 1:
+        return {model: shards[0]}, {}
+    stem, suffix = os.path.splitext(model)
+    files = {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
+    places = {name: file for file, shard in files.items() for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return files, {f"{model}.index.json": json.dumps(index, indent=2, sort_keys=True) + "\n"}
+
+
+def _write(
+    dst: Path, plans: dict[str, FilePlan], texts: dict[str, str], loader: Hollow, progress: Progress, *, folder: bool
+) -> None:
+    """Writes ``dst``, which appears when all of it is durable. Raises SaveError."""
+    nbytes = sum(record.nbytes for record in loader.records.values())
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(str(dst), done, nbytes)
+
+    try:
+        if (free := folders.free_bytes(dst.absolute().parent)) < nbytes:
+            raise NoSpaceError(f"needs {nbytes} bytes, {free} are free", path=dst)
+        staging = commit.Staging(dst) if folder else commit.FileStaging(dst)
+        try:
+            stream.write({staging.path / name: plan for name, plan in plans.items()}, loader.origins, advance)
+            for name, text in texts.items():
+                (staging.path / name).write_text(text)
+            staging.describe(None, plans)
+            staging.publish()
+        except BaseException:
+            staging.discard()
+            raise
+    except OSError as error:
+        raise save_error(error, path=dst) from error

@@ -1,0 +1,126 @@
+"""Lists the checkpoints of a run, and what dead processes left beside them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lazyckpt.errors import LoadError, ReadError, load_error
+from lazyckpt.storage import folders, manifest
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import Checkpoint, pin_of
+
+
+@dataclass(frozen=True)
+class BrokenCheckpoint:
+    """A checkpoint whose manifest cannot be read, or whose files have other lengths.
+
+    Attributes:
+        path: Its folder.
+        step: The training step.
+        bytes: Length of its files.
+        pinned: Whether retention keeps it in any case.
+        unreadable: Whether the operating system refuses to let it be read; it may be whole.
+        reason: What is wrong.
+    """
+
+    path: Path
+    step: int
+    bytes: int
+    pinned: bool
+    unreadable: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A temporary file or folder of ``bytes`` bytes. Of a lone file nobody knows whether its process is alive."""
+
+    name: str
+    bytes: int
+    state: Literal["in use", "abandoned", "unknown"]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints of a run, the one saved last first; broken ones by name; and what is left over."""
+
+    directory: Path
+    checkpoints: tuple[Checkpoint, ...]
+    broken: tuple[BrokenCheckpoint, ...]
+    leftovers: tuple[Leftover, ...]
+
+
+def list_run(directory: Path) -> Listing:
+    """Lists a run's folder from its manifests; no other file is read. Raises LoadError for what is no run's folder."""
+    catalog = catalog_of(directory)
+    checkpoints = tuple(catalog.scan())
+    broken = sorted((_broken(directory, error) for error in catalog.broken), key=lambda broken: broken.path.name)
+    return Listing(directory, checkpoints, tuple(broken), leftovers(directory))
+
+
+def catalog_of(directory: Path) -> Catalog:
+    """Opens a run's folder. Raises LoadError if it is a checkpoint or no folder, ReadError if it cannot be read."""
+    try:
+        os.scandir(directory).close()
+    except OSError as error:
+        raise load_error("cannot be read", error, path=directory) from error
+    if os.path.isfile(directory / manifest.MANIFEST):
+        raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
+    return Catalog(directory)
+
+
+def _broken(directory: Path, error: LoadError) -> BrokenCheckpoint:
+    folder = error.path if error.path.parent == directory else error.path.parent
+    return BrokenCheckpoint(
+        path=folder,
+        step=int(folder.name.removeprefix("step-")),
+        bytes=_bytes_on_disk(folder),
+        pinned=os.path.lexists(pin_of(folder)),
+        unreadable=isinstance(error, ReadError),
+        reason=error.what,
+    )
+
+
+def leftovers(directory: Path) -> tuple[Leftover, ...]:
+    """Returns what is being written into a run's folder, and what dead processes left there."""
+    found = []
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if not folders.is_unfinished(entry.name):
+            continue
+        path = Path(entry.path)
+        state: Literal["in use", "abandoned", "unknown"] = "in use"
+        if not entry.is_dir(follow_symlinks=False):
+            state = "unknown"
+        elif entry.name.startswith(folders.TRASH) or not _is_locked(path):
+            state = "abandoned"
+        found.append(Leftover(entry.name, _bytes_on_disk(path), state))
+    return tuple(found)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a live process holds the lock of a staged folder. Asks with a shared lock, released at once."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # published or swept meanwhile
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """The length of a file, or of the files in a folder; 0 for what a commit has renamed meanwhile."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            return sum(os.lstat(entry.path).st_size for entry in os.scandir(path))
+        return os.lstat(path).st_size
+    except OSError:
+        return 0

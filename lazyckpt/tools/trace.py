@@ -1,0 +1,222 @@
+"""Reads a timeline, and breaks down where the time of one checkpoint went (DataStates-LLM, table III)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_high
+from typing import Any
+
+from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
+from lazyckpt.observe.trace_file import (
+    BEGIN,
+    COMMITS,
+    COPIES,
+    END,
+    OPENING,
+    RING,
+    SAVES,
+    SEPARATOR,
+    TRAINING,
+    WRITES,
+)
+from lazyckpt.tools.units import size
+
+_KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
+_SHORTEST_S = 1e-6  # of a phase
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took a while. Times are seconds since save() was called; ``lane`` is the track within its kind."""
+
+    kind: int
+    lane: int
+    name: str
+    begin_s: float
+    end_s: float
+    args: dict[str, Any]
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a checkpoint, in seconds since save() was called.
+
+    ``busy_s`` is the time in which at least one thread worked on it; ``waits``: whether training waited meanwhile.
+    """
+
+    name: str
+    busy_s: float
+    begin_s: float
+    end_s: float
+    waits: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class TracedCheckpoint:
+    """One checkpoint of a timeline, and what else happened in the same run.
+
+    Attributes:
+        step: The training step.
+        path: Where it was saved.
+        error: Why it failed; None if it did not.
+        metrics: The fields of its CheckpointMetrics.
+        iteration_s: The median iteration of the timeline; None if there is none.
+        own: Its own spans.
+        others: The other spans of the run.
+        ring: When (seconds) how many bytes were in the staging ring.
+        memory: When (seconds) how many bytes of memory the process held.
+    """
+
+    step: int | None
+    path: str
+    error: str | None
+    metrics: dict[str, Any]
+    iteration_s: float | None
+    own: list[Span]
+    others: list[Span]
+    ring: list[tuple[float, int]]
+    memory: list[tuple[float, int]]
+
+    @property
+    def end_s(self) -> float:
+        return max(span.end_s for span in self.own)
+
+    def spans(self, kind: int, *names: str) -> list[Span]:
+        return [span for span in self.own if span.kind == kind and (not names or span.name in names)]
+
+    def phases(self) -> list[Phase]:
+        """Breaks the checkpoint down into phases that took any time."""
+        eager = f"{size(self.metrics['eager_bytes'])} that not only optimizers may change"
+        copies, writes = self.spans(COPIES), self.spans(WRITES)
+        table: list[tuple[str, list[Span], bool, str]] = [
+            (
+                "wait for a place",
+                self.spans(TRAINING, "wait for a place"),
+                True,
+                "max_in_flight saves were not durable",
+            ),
+            ("serialise, lay out", self.spans(TRAINING, "plan"), True, "later saves redo only what changed"),
+            ("eager copy", self.spans(TRAINING, "eager copy"), True, eager),
+            ("copy to the ring", copies, False, _speed(copies)),
+            (
+                "wait at the gate",
+                self.spans(TRAINING, "gate"),
+                True,
+                "the next optimizer step came before the last copy",
+            ),
+            ("create the files", self.spans(COMMITS, "create"), False, "a temporary folder, and room on the disk"),
+            ("wait for the ring", self.spans(RING), False, "the ring was full: the disk was slower than the copies"),
+            ("write to the files", writes, False, _speed(writes)),
+            ("fsync", self.spans(COMMITS, "fsync"), False, ""),
+            ("commit", self.spans(COMMITS, "commit"), False, "manifest, the checkpoint before, rename, fsync"),
+        ]
+        return [
+            Phase(name, busy, min(s.begin_s for s in spans), max(s.end_s for s in spans), waits, note)
+            for name, spans, waits, note in table
+            if (busy := _busy_s(spans)) >= _SHORTEST_S
+        ]
+
+
+class TraceFile:
+    """The events of a timeline. ``run`` of each numbers the Checkpointer that wrote it, since process ids recur."""
+
+    def __init__(self, path: Path, events: list[dict[str, Any]]) -> None:
+        self._path = path
+        self.events = events
+
+    @property
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The events of checkpoints, oldest first."""
+        found = [e for e in self.events if e["ph"] == "X" and _kind(e["tid"]) == SAVES]
+        return sorted(found, key=lambda e: float(e["ts"]))
+
+    def spans(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["ph"] == "X" and e["name"] == name]
+
+    def checkpoint(self, step: int | None = None) -> TracedCheckpoint:
+        """Returns the newest checkpoint, or the newest of ``step``. Raises LoadError if there is none."""
+        known = self.checkpoints
+        wanted = [c for c in known if step is None or c["args"]["step"] == step]
+        if not wanted:
+            steps = ", ".join(str(c["args"]["step"]) for c in known[-10:])
+            there = f"there are {steps}" if len(known) <= 10 else f"the newest of {len(known):,} are {steps}"
+            raise LoadError(
+                f"no checkpoint of step {step}; {there}" if known else "no checkpoint ended in it", path=self._path
+            )
+        chosen = wanted[-1]
+        about = chosen["args"]
+        own: list[Span] = []
+        others: list[Span] = []
+        counters: dict[str, list[tuple[float, int]]] = {"ring": [], "memory": []}
+        for e in self.events:
+            if e["run"] != chosen["run"] or "ts" not in e:
+                continue
+            at = (e["ts"] - chosen["ts"]) / 1e6
+            args = e.get("args", {})
+            if e["ph"] == "C":
+                counters[e["name"]].append((at, next(iter(args.values()))))
+                continue
+            kind = _kind(e["tid"])
+            span = Span(kind, e["tid"] - kind, e["name"], at, at + e["dur"] / 1e6, args)
+            (own if args.get("checkpoint") == about["checkpoint"] else others).append(span)
+        iterations = [e["dur"] / 1e6 for e in self.spans("iteration")]
+        return TracedCheckpoint(
+            step=about["step"],
+            path=about["path"],
+            error=about["error"],
+            metrics=about["metrics"],
+            iteration_s=median_high(iterations) if iterations else None,
+            own=own,
+            others=others,
+            ring=sorted(counters["ring"]),
+            memory=sorted(counters["memory"]),
+        )
+
+
+def read_trace(path: Path) -> TraceFile:
+    """Reads a timeline, even of a run that was killed. Raises LoadError."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise load_error("cannot be read", error, path=path) from error
+    if not text.startswith(BEGIN):
+        raise UnsupportedFormatError("not a trace of lazyckpt; make one with Checkpointer(trace=FILE)", path=path)
+    lines = text.rstrip(END).split(SEPARATOR)
+    events: list[dict[str, Any]] = []
+    run = 0
+    for number, line in enumerate(lines[1:], 3):
+        try:
+            event = json.loads(line)
+            run += event["name"] == OPENING
+            events.append(event | {"run": run})
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines) + 1:
+                break  # the process was killed while it wrote the last line
+            raise CorruptFileError(f"line {number} is not an event", path=path) from error
+    return TraceFile(path, events)
+
+
+def _kind(track: int) -> int:
+    return max((kind for kind in _KINDS if kind <= track), default=0)
+
+
+def _busy_s(spans: Iterable[Span]) -> float:
+    """Measures the time in which there was at least one of the spans."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        total += max(span.end_s - max(span.begin_s, until), 0.0)
+        until = max(until, span.end_s)
+    return total
+
+
+def _speed(spans: list[Span]) -> str:
+    seconds = _busy_s(spans)
+    return f"{size(sum(s.args['bytes'] for s in spans) / seconds)}/s" if seconds else ""

@@ -1,0 +1,222 @@
+"""Reads every byte of files and checkpoints, and compares it with the checksums that were written with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lazyckpt import _engine
+from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
+from lazyckpt.formats.reader import FileReader, Record
+from lazyckpt.reading.ranges import ParallelRead, process_engine
+from lazyckpt.reading.records import records_of, tensor_names
+from lazyckpt.storage import manifest
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import FileEntry, read_checkpoint
+from lazyckpt.tools import Progress
+from lazyckpt.tools.contents import as_path, files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
+
+_READ_BYTES = 128 << 20  # read between two reports of progress
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What verifying one file or one checkpoint found.
+
+    Attributes:
+        path: The file, the index of shards, or the checkpoint.
+        state: "ok"; "damaged"; "unreadable", which may be whole; or "gone", removed by a running job meanwhile.
+        bytes: Bytes read.
+        records: Records in the files.
+        without_checksum: How many of them carry no checksum.
+        whole_file_checked: Whether a manifest held the checksum of each file.
+        damage: What is wrong, one line each; for "unreadable" and "gone" the reason.
+        seconds: Time it took.
+    """
+
+    path: Path
+    state: Literal["ok", "damaged", "unreadable", "gone"]
+    bytes: int = 0
+    records: int = 0
+    without_checksum: int = 0
+    whole_file_checked: bool = False
+    damage: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify`` found, one finding for each file and checkpoint."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged and everything could be read."""
+        return all(finding.state in ("ok", "gone") for finding in self.findings)
+
+
+def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Verification:
+    """Reads files and checkpoints and compares every checksum in them.
+
+    ``path`` is a file, the index of shards, a checkpoint, or a folder, which means everything in it. Damage and files
+    that cannot be read are findings, not errors. Raises ConfigError for a URL.
+    """
+    return Verification(tuple(verify_each(as_path(path), progress)))
+
+
+def verify_each(path: Path, progress: Progress | None = None) -> Iterator[Finding]:
+    """Yields the findings one by one, each as soon as its file or checkpoint is read."""
+    for target in list(_targets(path)) or [nothing_in(path)]:
+        yield _verify(target, progress or (lambda name, done, total: None), in_folder=target != path)
+
+
+def _targets(path: Path) -> Iterator[Path | LoadError]:
+    """Yields checkpoints, newest first; the documents of other folders by name."""
+    if not os.path.isdir(path) or os.path.exists(path / manifest.MANIFEST):
+        yield path
+        return
+    catalog = Catalog(path)
+    try:
+        checkpoints = catalog.scan()
+    except LoadError as error:
+        yield error
+        return
+    yield from catalog.broken
+    yield from (checkpoint.path for checkpoint in checkpoints)
+    if checkpoints or catalog.broken:
+        return
+    if is_distributed(path):
+        yield nothing_in(path)
+    files = set(files_in(path).values())
+    for entry in sorted(path.iterdir()):
+        if entry in files:
+            yield entry
+        elif os.path.isdir(entry) and not os.path.islink(entry) and not entry.name.startswith("."):
+            yield from _targets(entry)
+
+
+def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) -> Finding:
+    begin = time.perf_counter()
+    path = target if isinstance(target, Path) else target.path
+    try:
+        if isinstance(target, LoadError):
+            raise target
+        if os.path.isdir(path):  # reading the manifest compares the lengths
+            parts = [_verify_file(path / entry.name, progress, entry) for entry in read_checkpoint(path).files]
+        elif model_of(path) is not None:
+            parts = [_verify_shard(file, names, progress) for file, names in shards_of(path).items()]
+        else:
+            parts = [_verify_file(path, progress)]
+    except CorruptFileError as error:
+        return Finding(path, "damaged", damage=(str(error),))
+    except LoadError as error:
+        if not isinstance(error, ReadError) and target is path and in_folder and not os.path.exists(path):
+            return Finding(path, "gone", damage=("removed meanwhile by a job that keeps only some",))
+        return Finding(path, "unreadable", damage=(str(error),))
+    alone = len(parts) == 1 and parts[0].path == path
+    damage = tuple(line if alone else f"{part.path.name}: {line}" for part in parts for line in part.damage)
+    return Finding(
+        path=path,
+        state="damaged" if damage else "ok",
+        bytes=sum(part.bytes for part in parts),
+        records=sum(part.records for part in parts),
+        without_checksum=sum(part.without_checksum for part in parts),
+        whole_file_checked=any(part.whole_file_checked for part in parts),
+        damage=damage,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:
+    """Verifies a shard, and that it holds these tensors. A missing one is damage, so that the others are verified."""
+    try:
+        finding = _verify_file(file, progress)
+        if not finding.damage:
+            read_shard(file, names)
+        return finding
+    except UnsupportedFormatError:
+        raise
+    except LoadError as error:
+        return Finding(file, "damaged", damage=(error.what,))
+
+
+def _verify_file(file: Path, progress: Progress, entry: FileEntry | None = None) -> Finding:
+    """Verifies one file. ``entry`` is its row in the manifest. Raises LoadError if the file cannot be read, and
+    CorruptFileError for a broken structure unless there is an ``entry``."""
+    damage: list[str] = []
+    records: list[Record] = []
+    try:
+        records = records_of(file)
+    except (CorruptFileError, UnsupportedFormatError) as error:
+        if entry is None:
+            raise
+        damage.append(error.what)
+    with FileReader(file) as opened:
+        nbytes = opened.size
+    name = f"{file.parent.name}/{file.name}"
+    whole, found = _checksums(file, records, nbytes, lambda done: progress(name, done, nbytes))
+    damaged = [(r, crc) for r, crc in zip(records, found, strict=True) if r.crc32 is not None and r.crc32 != crc]
+    names = tensor_names(file) if damaged else {}
+    for record, crc in damaged:
+        meaning = f" ({names[record.name]})" if record.name in names else ""
+        damage.append(f"record {record.name}{meaning}: checksum {crc:08x}, written was {record.crc32:08x}")
+    if entry is not None and whole != entry.crc32:
+        where = "" if damaged else " (the damage is outside the records, or in the manifest)"
+        damage.append(f"the whole file: checksum {whole:08x}, the manifest says {entry.crc32:08x}{where}")
+    return Finding(
+        path=file,
+        state="damaged" if damage else "ok",
+        bytes=nbytes,
+        records=len(records),
+        without_checksum=sum(record.crc32 is None for record in records),
+        whole_file_checked=entry is not None,
+        damage=tuple(damage),
+    )
+
+
+def _checksums(
+    file: Path, records: list[Record], nbytes: int, progress: Callable[[int], None]
+) -> tuple[int, list[int]]:
+    """Reads a file once; returns the CRC-32 of the whole and of each record."""
+    whole = done = 0
+    found = [0] * len(records)
+    for batch in _batches(_pieces(records, nbytes)):
+        crcs = ParallelRead(file, [piece for _, piece in batch], process_engine()).read_into([0] * len(batch))
+        for (owner, piece), crc in zip(batch, crcs, strict=True):
+            whole = _engine.crc32_combine(whole, crc, piece.nbytes)
+            if owner is not None:
+                found[owner] = _engine.crc32_combine(found[owner], crc, piece.nbytes)
+            done += piece.nbytes
+        progress(done)
+    return whole, found
+
+
+_Piece = tuple[int | None, Record]  # the index of the record that it is a part of; None between records
+
+
+def _pieces(records: list[Record], nbytes: int) -> Iterator[_Piece]:
+    """Cuts a whole file into pieces of at most _READ_BYTES, front to end."""
+    end = 0
+    for index, record in enumerate([*records, Record("", nbytes, 0, None)]):
+        for owner, begin, stop in ((None, end, record.offset), (index, record.offset, record.offset + record.nbytes)):
+            for at in range(begin, stop, _READ_BYTES):
+                yield owner, Record(record.name, at, min(_READ_BYTES, stop - at), None)
+        end = record.offset + record.nbytes
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        nbytes += piece[1].nbytes
+        if nbytes >= _READ_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,123 @@
+"""The tools as functions: what they return for whole, damaged, sharded and mismatched files; they print nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lazyckpt
+from lazyckpt.formats.torch_zip_reader import read_directory
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with two checkpoints of a model with tied weights; only its bias changes between them."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(50, 8), "head": torch.nn.Linear(8, 50)})
+    model["head"].weight = model["embed"].weight
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(model=model, extra={"note": "hello"})
+        ckpt.save(1, blocking=True)
+        with torch.no_grad():
+            model["head"].bias += 1
+        ckpt.save(2, blocking=True)
+    return tmp_path / "run"
+
+
+def spoil(file: Path, record: str) -> None:
+    data = bytearray(file.read_bytes())
+    data[read_directory(file).records[record].offset] ^= 1
+    file.write_bytes(data)
+
+
+def test_inspect(folder: Path) -> None:
+    found = lazyckpt.inspect(str(folder))
+    assert found.checkpoint is not None and (found.checkpoint.step, found.checkpoint.sequence) == (2, 2)
+    assert found.path == folder / "step-00000002/state.pt" and found.bytes == found.path.stat().st_size
+    weight, tied = found.tensors["model.embed.weight"], found.tensors["model.head.weight"]
+    assert (weight.shape, weight.dtype, weight.nbytes) == ((50, 8), "float32", 1600)
+    assert tied.storage is not None and weight.storage is not None and tied.storage.record is weight.storage.record
+    assert (tied.tied_to, tied.nbytes) == (weight.path, 0)
+    assert "extra.note" not in found.tensors and found.root.nbytes < found.bytes
+    with pytest.raises(FrozenInstanceError):
+        found.bytes = 0  # type: ignore[misc]
+    os.truncate(found.path, 100)
+    with pytest.raises(lazyckpt.CorruptFileError, match="has 100 bytes"):
+        lazyckpt.inspect(found.path.parent)
+    with pytest.raises(lazyckpt.CorruptFileError, match="truncated"):
+        lazyckpt.inspect(found.path)
+    with pytest.raises(lazyckpt.LoadError, match="No such file"):
+        lazyckpt.inspect(folder / "missing")
+
+
+def test_urls_are_refused(tmp_path: Path) -> None:
+    for tool in (lazyckpt.inspect, lazyckpt.verify):
+        with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
+            tool("s3://bucket/run")
+    for both in (lazyckpt.diff, lazyckpt.convert):
+        with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
+            both("s3://bucket/run", tmp_path / "a.pt")
+
+
+def test_verify(folder: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    found = lazyckpt.verify(folder, progress=lambda *news: told.append(news))
+    assert found.ok and [finding.path.name for finding in found.findings] == ["step-00000002", "step-00000001"]
+    assert [done for _, done, _ in told] == [total for *_, total in told] == [f.bytes for f in found.findings]
+    spoil(folder / "step-00000001/state.pt", "data/0")
+    os.truncate(folder / "step-00000002/state.pt", 100)
+    found = lazyckpt.verify(folder)
+    assert not found.ok and [finding.state for finding in found.findings] == ["damaged", "damaged"]
+    cut, flipped = sorted(found.findings, key=lambda finding: finding.bytes)
+    assert "has 100 bytes" in cut.damage[0] and flipped.damage[0].startswith("state.pt: record data/0 (model.")
+    (missing,) = lazyckpt.verify(folder / "missing").findings
+    assert missing.state == "unreadable" and "No such file" in missing.damage[0]
+
+
+def test_diff(folder: Path, tmp_path: Path) -> None:
+    found = lazyckpt.diff(folder / "step-00000001", folder)
+    (document,) = found.documents
+    (change,) = [change for change in document.changes if not change.path.startswith("rng")]
+    assert not found.same and (change.path, change.kind, change.change) == ("model.head.bias", "tensor", "changed")
+    assert change.norms is not None and change.norms.differing == change.norms.elements == 50
+    assert change.norms.max_abs == pytest.approx(1) and change.norms.relative_l2 > 0
+    assert lazyckpt.diff(folder, folder).same and document.equal > 0
+    lazyckpt.save({"model": torch.zeros(2)}, tmp_path / "other.pt")
+    (document,) = lazyckpt.diff(folder, tmp_path / "other.pt").documents
+    assert {change.change for change in document.changes} == {"changed", "only in A"}
+    spoil(folder / "step-00000002/state.pt", "data/0")
+    with pytest.raises(lazyckpt.CorruptFileError, match="checksum does not match"):
+        lazyckpt.diff(folder / "step-00000001", folder)
+
+
+def test_convert(folder: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    found = lazyckpt.convert(folder, tmp_path / "a.safetensors", key="model", progress=lambda *new: told.append(new))
+    assert (found.path, found.files) == (tmp_path / "a.safetensors", ("a.safetensors",))
+    assert found.tied == {"head.weight": "embed.weight"} and (found.records, found.without_checksum) == (2, 0)
+    assert load_file(found.path).keys() == {"embed.weight", "head.bias"} and told[-1][1] == told[-1][2] == 1800
+    shards = lazyckpt.convert(found.path, tmp_path / "shards", max_shard_bytes=1700)
+    assert len(shards.files) == 3 and lazyckpt.verify(shards.path).ok
+    assert lazyckpt.inspect(shards.path).format == "safetensors in 2 files"
+    assert lazyckpt.diff(shards.path, found.path).same
+    (shards.path / shards.files[0]).unlink()
+    (finding,) = lazyckpt.verify(shards.path).findings
+    assert finding.state == "damaged" and finding.damage[0].startswith(f"{shards.files[0]}: cannot be opened")
+    with pytest.raises(lazyckpt.LoadError, match=shards.files[0]):
+        lazyckpt.convert(shards.path, tmp_path / "b.pt")
+    with pytest.raises(lazyckpt.ConfigError, match="exists already"):
+        lazyckpt.convert(folder, tmp_path / "a.safetensors", key="model")
+    with pytest.raises(lazyckpt.ConfigError, match="named tensors and nothing else"):
+        lazyckpt.convert(folder, tmp_path / "c.safetensors")
+    assert not (tmp_path / "b.pt").exists() and not (tmp_path / "c.safetensors").exists()
