@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB
-from lazyckpt.errors import ClosedError, ConfigError, LazyCkptError, LoadError, ReadError, save_error
+from lazyckpt.errors import ConfigError, LazyCkptError, LoadError, ReadError, save_error
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.lineage import Lineage
@@ -60,7 +60,9 @@ class Checkpointer:
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._saver = Saver(**knobs)
-        self._callers = self._saver.launcher.callers
+        self._launcher = self._saver.launcher
+        self._launcher.owner = f"the Checkpointer of {self.directory}"
+        self._callers = self._launcher.callers
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)
         try:
@@ -77,7 +79,6 @@ class Checkpointer:
         self._lineage = Lineage(self._catalog, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
         self._provider = CompositeProvider()
         self._archive = ArchiveCache()
-        self._pid = os.getpid()
         if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
             self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
@@ -102,7 +103,7 @@ class Checkpointer:
         The random number generators are tracked as ``rng``. Raises ConfigError for other values, and for a tensor that
         is sharded over several ranks (FSDP2, tensor parallelism), since this process would save only its own shard.
         """
-        self._check_usable()
+        self._launcher.check_usable()
         gate.guard_averages()
         for name, obj in state.items():
             if name in self._provider.parts:
@@ -144,7 +145,7 @@ class Checkpointer:
         fails to load it, or if no checkpoint is whole; LoadError if the selected one, or the folder, cannot be read;
         UnsupportedFormatError if it holds types that are not allowed (``torch.serialization.add_safe_globals``).
         """
-        self._check_usable()
+        self._launcher.check_usable()
         if step is not None and path is not None:
             raise ConfigError("restore: give a step or a path, not both")
         self._saver.drain()
@@ -159,7 +160,7 @@ class Checkpointer:
             checkpoint = restore_one(folder, self._provider, self._saver.engine)
         if checkpoint is None:
             return None
-        self._saver.launcher.forget_frozen()
+        self._launcher.forget_frozen()
         self._lineage.restored(checkpoint, own=checkpoint.path.parent.resolve() == self.directory.resolve())
         return checkpoint.step
 
@@ -176,10 +177,9 @@ class Checkpointer:
         Raises SaveError if an earlier checkpoint failed in the background (``on_error="raise"``) or if this one fails
         at once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
-        self._check_usable()
         request = CheckpointRequest(self.directory / manifest.folder_name(_checked_step(step)), step, self._lineage)
         plan = StatePlan(self._provider, self._archive)
-        return self._saver.launcher.launch(request, {STATE: plan}, blocking=blocking)
+        return self._launcher.launch(request, {STATE: plan}, blocking=blocking)
 
     def maybe_save(self, step: int) -> SaveHandle | None:
         """Save if it is time. Call this once after every optimizer step.
@@ -189,7 +189,7 @@ class Checkpointer:
         """
         if self._interval is None:
             raise ConfigError('maybe_save: give the Checkpointer save_every, a number of steps or "auto"')
-        self._check_usable()
+        self._launcher.check_usable()
         if not self._interval.due(_checked_step(step), in_flight=bool(self._saver.pending())):
             return None
         handle = self.save(step)
@@ -206,14 +206,6 @@ class Checkpointer:
         return None if self._interval is None else self._interval.every
 
     # the end
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"the Checkpointer of {self.directory} belongs to the parent of this process; make one here"
-            )
-        if self._saver.closed:
-            raise ClosedError(f"the Checkpointer of {self.directory} is closed")
 
     def close(self) -> None:
         """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""

@@ -210,7 +210,7 @@ class Saver:
     def engine(self) -> _engine.Engine:
         """Raises ClosedError after ``close``."""
         if self._buffer.engine is None:
-            raise ClosedError(f"this {type(self).__name__} is closed")
+            raise ClosedError(f"{self.launcher.owner} is closed")
         return self._buffer.engine
 
     def reserve(self, nbytes: int) -> None:

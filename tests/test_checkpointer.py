@@ -614,24 +614,19 @@ def test_a_folder_that_vanishes_while_training(make_run: Any) -> None:
     run.ckpt.save(3).result()
 
 
-def test_a_file_in_the_place_of_a_checkpoint_is_replaced(make_run: Any) -> None:
-    run = make_run()
-    (run.ckpt.directory / "step-00000001").write_text("in the way")
-    assert run.ckpt.save(1).result().is_dir()
-    run.ckpt.close()
-    assert names(run.ckpt.directory) == ["step-00000001"]
-
-
-def test_a_link_in_the_place_of_a_checkpoint_is_replaced_not_followed(make_run: Any, tmp_path: Path) -> None:
+def test_a_file_or_link_in_the_place_of_a_checkpoint_is_replaced_not_followed(make_run: Any, tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.mkdir()
     (target / "state.pt").write_text("precious")
     run = make_run()
     (run.ckpt.directory / "step-00000001").symlink_to(target)
-    assert not run.ckpt.save(1).result().is_symlink()
+    (run.ckpt.directory / "step-00000002").write_text("in the way")
+    for step in (1, 2):
+        path = run.ckpt.save(step).result()
+        assert path.is_dir() and not path.is_symlink()
     run.ckpt.close()
     assert (target / "state.pt").read_text() == "precious"
-    assert names(run.ckpt.directory) == ["step-00000001"]
+    assert names(run.ckpt.directory) == ["step-00000001", "step-00000002"]
 
 
 def test_lack_of_space_is_found_before_training_is_blocked(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,9 @@ class Launcher:
     def __init__(self, config: Config, buffer: StagingBuffer, background: Background, trace: Trace | None) -> None:
         self.callers: dict[str, int] = {}  # of the Saver and of all that launches through it; see reentry.py
         self.modules: list[torch.nn.Module] = []  # whose frozen parameters may become lazy
-        self.config = config
+        self.owner = "this Saver"  # whom users call; in messages
         self.closed = False  # to new saves
+        self._config = config
         self._pid = os.getpid()
         self._buffer = buffer
         self._background = background
@@ -79,11 +80,11 @@ class Launcher:
         """Raises ClosedError when the Saver is closed, and in a forked child."""
         self.check_process()
         if self.closed:
-            raise ClosedError("this Saver is closed")
+            raise ClosedError(f"{self.owner} is closed")
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ClosedError("this Saver belongs to the parent of this process; make one here")
+            raise ClosedError(f"{self.owner} belongs to the parent of this process; make one here")
 
     def launch(self, request: Request, plans: Plans, *, blocking: bool, training_step: int | None = None) -> SaveHandle:
         """Starts a save. Returns when everything is copied or guarded; with ``blocking``, when it is durable.
@@ -173,12 +174,12 @@ class Launcher:
             self._frozen,
             self.modules,
             any_order=[plan.any_order for plan in plans.values()],
-            audit=self.config.audit,
+            audit=self._config.audit,
             engine=self._buffer.engine,
             watched=self._buffer.watched,
             torn=self._torn,
             metrics=handle.metrics,
-            durable=handle if self.config.durability == "before_step" else None,
+            durable=handle if self._config.durability == "before_step" else None,
             name_of=partial(_name_of, plans),
         )
 

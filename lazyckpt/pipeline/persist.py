@@ -41,15 +41,15 @@ class Flight:
     created: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(),) * 2)  # begin and end
 
     def __post_init__(self) -> None:
-        what = "there is no memory, not even to say what failed"
-        self._unexplained = SaveError(what, path=self.handle.path, step=self.handle.step)
+        # Made in advance: there may be no memory for an error.
+        self._no_memory = SaveError(MemoryError.__name__, path=self.handle.path, step=self.handle.step)
 
     def failure(self, cause: BaseException) -> SaveError:
         """The error to settle the handle with."""
         try:
             return as_save_error(cause, self.handle)
         except MemoryError:
-            return self._unexplained
+            return self._no_memory
 
 
 @dataclass(frozen=True)
