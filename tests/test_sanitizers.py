@@ -59,7 +59,7 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trial
     sanitized = built(ADDRESS)
     environment = for_python(sanitized)
     options = ["-q", "-m", "not slow and not alone", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
-    # The first reads freed memory: see docs/durability.md. The second forks while threads allocate, and
+    # The first reads freed memory: see docs/internals/testing.md. The second forks while threads allocate, and
     # AddressSanitizer, unlike malloc, does not release its locks in the child.
     options += ["-k", "not storage_is_resized and not a_forked_child_calls_nothing"]
     files = (str(TESTS / t) for t in ENGINE + SAVES_AND_LOADS)

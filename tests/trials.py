@@ -1,7 +1,7 @@
 """Counts the safety trials of a test, seeds them, and reports them.
 
 ``make test`` runs a few of each; ``make torture`` (LAZYCKPT_TORTURE=1) runs all. LAZYCKPT_SEED repeats a run. Each test
-adds a line to ``build/trials.jsonl``; ``python tests/trials.py`` prints them as the table of docs/durability.md.
+adds a line to ``build/trials.jsonl``; ``python tests/trials.py`` prints them as the table of docs/internals/testing.md.
 """
 
 from __future__ import annotations
