@@ -95,9 +95,10 @@ def test_every_part_is_in_the_report(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trainers_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [["accelerate"], pytest.param([*frameworks.TRAINERS], marks=pytest.mark.slow)])
+def test_trainers_are_measured(names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with lazyckpt and without checkpoints. One that is not installed is reported as missing."""
-    ours = {name: replace(kind, arms=kind.arms[-1:]) for name, kind in frameworks.TRAINERS.items()}
+    ours = {name: replace(frameworks.TRAINERS[name], arms=frameworks.TRAINERS[name].arms[-1:]) for name in names}
 
     def train_none(block: object) -> None:
         raise ImportError("no module named trainer")
@@ -108,7 +109,7 @@ def test_trainers_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pairs=1, checkpoints=1, state_bytes=10_000_000, directory=tmp_path, progress=print, compute_s=0
     )
     missing = {row[0] for row in table.rows if "missing" in row}
-    assert missing == {"absent: none", "absent: default"} and len(table.rows) == 2 * 4
+    assert missing == {"absent: none", "absent: default"} and len(table.rows) == 2 * (len(names) + 1)
     assert any("no module named trainer" in note for note in table.notes)
 
 
