@@ -21,6 +21,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture.gate import gate
+from lazyckpt.pipeline import persist
 from lazyckpt.storage import catalog, commit, manifest, retention
 
 HELD_S = 0.05
@@ -144,20 +145,20 @@ def test_large_steps_sort_and_restore(make_run: Any) -> None:
 
 
 def test_several_in_flight_commit_in_order(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is the slowest to be described, and is published first all the same."""
+    """The first takes longest to become durable, and is published first all the same."""
     run = make_run(max_in_flight=4)
     published: list[str] = []
-    describe, publish = commit.Staging.describe, commit.Staging.publish
+    settle, publish = persist.settle, commit.Staging.publish
 
-    def slow_describe(self: commit.Staging, manifest: dict[str, Any], written: Any) -> None:
-        time.sleep(0.15 / manifest["sequence"])
-        describe(self, manifest, written)
+    def slow_settle(flight: persist.Flight, *args: Any, **kwargs: Any) -> persist.Receipt:
+        time.sleep({30: 0.3, 10: 0.2, 20: 0.1, 40: 0}[flight.handle.step])
+        return settle(flight, *args, **kwargs)
 
     def noted_publish(self: commit.Staging) -> Path | None:
         published.append(self.target.name)
         return publish(self)
 
-    monkeypatch.setattr(commit.Staging, "describe", slow_describe)
+    monkeypatch.setattr(persist, "settle", slow_settle)
     monkeypatch.setattr(commit.Staging, "publish", noted_publish)
     handles = []
     for step in (30, 10, 20, 40):
