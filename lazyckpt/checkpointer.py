@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -26,6 +25,7 @@ from lazyckpt.saver import Saver
 from lazyckpt.storage import commit, folders, manifest, paths, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import STATE, Checkpoint
+from lazyckpt.warn import warn
 
 RNG = "rng"
 _READ_AHEAD_BYTES = 64 * MIB
@@ -75,7 +75,7 @@ class Checkpointer:
             except LazyCkptError:
                 self._saver.close()
                 raise
-            warnings.warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not", stacklevel=2)
+            warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not")
         self._lineage = Lineage(self._catalog, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
         self._provider = CompositeProvider()
         self._archive = ArchiveCache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 
@@ -21,6 +22,12 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def warn_in_background(message: str) -> None:
+    """Warns on a background thread. A filter that turns warnings into errors has no effect: nobody could catch it."""
+    with contextlib.suppress(Warning):
+        warnings.warn(message, stacklevel=2)
 
 
 def warn_once(message: str) -> None:

@@ -22,7 +22,7 @@ import torch
 import lazyckpt
 from lazyckpt.capture.gate import gate
 from lazyckpt.pipeline import persist
-from lazyckpt.storage import catalog, commit, manifest, retention
+from lazyckpt.storage import catalog, commit, manifest, removal, retention
 
 HELD_S = 0.05
 
@@ -388,7 +388,7 @@ def test_a_step_that_is_saved_again_while_it_is_removed_stays(make_run: Any, mon
             time.sleep(0.3)
         return found
 
-    monkeypatch.setattr(catalog, "superfluous", slowly)
+    monkeypatch.setattr(retention, "superfluous", slowly)
     run.ckpt.save(2)
     assert listed.wait(30)
     run.ckpt.save(1).result()
@@ -446,7 +446,7 @@ def test_what_cannot_be_removed_is_a_warning(make_run: Any, monkeypatch: pytest.
     def refuse(path: Path) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
 
-    monkeypatch.setattr(commit, "hide", refuse)
+    monkeypatch.setattr(removal, "hide", refuse)
     with pytest.warns(UserWarning, match="not permitted"):
         run.ckpt.save(2).result()
         run.ckpt.close()
@@ -525,7 +525,7 @@ def test_warn_resolves_the_handle_even_if_warnings_are_errors(make_run: Any, bro
 
 def test_an_error_that_nobody_thought_of_is_told(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
-    monkeypatch.setattr(catalog, "manifest", lambda **told: told["nonsense"])
+    monkeypatch.setattr(manifest, "describe", lambda **told: told["nonsense"])
     with pytest.raises(lazyckpt.SaveError, match="KeyError: 'nonsense'"):
         run.ckpt.save(1).result(timeout=30)
     assert names(run.ckpt.directory) == []

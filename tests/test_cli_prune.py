@@ -13,7 +13,6 @@ import torch
 import lazyckpt
 from commands import fails, run, run_json
 from lazyckpt.storage import catalog, retention
-from lazyckpt.tools import prune
 
 HEX = f"{0:032x}"
 
@@ -54,7 +53,7 @@ def test_prune_shows_first_and_removes_when_told(folder: Path) -> None:
 def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, int]) -> None:
     told = run_json("prune", folder, *(f"--{name.replace('_', '-')}={n}" for name, n in rules.items()))
     with lazyckpt.Checkpointer(folder, **rules) as ckpt:
-        ckpt._saver._background._remove_all(ckpt._superfluous)
+        ckpt._saver._background._remove_all(ckpt._lineage.superfluous)
     assert steps(folder) == sorted(row["step"] for row in told["kept"]) != [10, 20, 25, 30, 40]
 
 
@@ -134,7 +133,7 @@ def test_a_broken_checkpoint_and_one_being_written_stay(folder: Path) -> None:
 
 def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running job may replace a checkpoint between the look of prune and the removal."""
-    decide = prune.retention
+    decide = retention.retention
 
     def decide_and_be_overtaken(*rules: Any) -> Any:
         doomed = decide(*rules)
@@ -144,7 +143,7 @@ def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monk
         retention.pin(folder / "step-00000030")
         return doomed
 
-    monkeypatch.setattr(prune, "retention", decide_and_be_overtaken)
+    monkeypatch.setattr(retention, "retention", decide_and_be_overtaken)
     told = run_json("prune", folder, "--keep-last", "1", "--yes")
     assert [row["step"] for row in told["checkpoints"]] == [20, 10]
     kept = {row["step"]: row["why"] for row in told["kept"]}

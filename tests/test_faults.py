@@ -33,7 +33,7 @@ from lazyckpt.pipeline import launch, persist
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.in_flight import in_flight
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.storage import catalog, commit, folders, manifest
+from lazyckpt.storage import catalog, commit, folders, manifest, removal
 from trials import Trials
 
 pytestmark = [
@@ -274,8 +274,9 @@ class FailingOs:
         return call
 
     def stand_in(self, patch: pytest.MonkeyPatch) -> None:
-        """For what commit.py calls."""
-        patch.setattr(commit, "os", self)
+        """For what the protocol calls."""
+        for module in (commit, folders, removal):
+            patch.setattr(module, "os", self)
         patch.setattr(_engine, "rename_exchange", self.counted("exchange", _engine.rename_exchange))
 
 
@@ -451,7 +452,7 @@ def test_a_replaced_checkpoint_outlives_a_failed_publication(tmp_path: Path, mon
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    monkeypatch.setattr(commit, "sync_path", fail_for_parent)
+    monkeypatch.setattr(folders, "sync_path", fail_for_parent)
     with pytest.raises(SaveError, match="may or may not"):
         run.step(1).result(30)
     kept = [p for p in tmp_path.iterdir() if p.name.startswith(".tmp-")]
@@ -466,7 +467,7 @@ def test_a_lone_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for nth in range(1, 10):
         failing = FailingOs(nth)
         with monkeypatch.context() as patch:
-            patch.setattr(commit, "os", failing)
+            failing.stand_in(patch)
             if nth <= 3:
                 with pytest.raises(SaveError) as caught:
                     lazyckpt.save({"x": torch.ones(1000)}, target)

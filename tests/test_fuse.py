@@ -112,6 +112,6 @@ def test_doctor_tells_it(fuse: Path, tmp_path: Path) -> None:
     def conclusions(folder: Path) -> str:
         return " ".join(found["text"] for found in commands.run_json("doctor", folder)["conclusions"])
 
-    assert "this is FUSE" in conclusions(fuse) and "O_DIRECT" not in conclusions(fuse)
+    assert "on FUSE" in conclusions(fuse) and "O_DIRECT" not in conclusions(fuse)
     assert "FUSE" not in conclusions(tmp_path)
     assert commands.run_json("doctor", fuse)["facts"]["file system"] == f"fuse.lazyckpt-test on {fuse}"

@@ -6,19 +6,18 @@ killed run left. Opening the file again appends to it; each writer begins with t
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import threading
 import time
-import warnings
 from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.storage import commit
+from lazyckpt.warn import warn_in_background
 
 MAX_BYTES = 256 << 20
 """The limit of a trace file, which records nothing beyond."""
@@ -103,21 +102,16 @@ class TraceWriter:
         try:
             if len(text) > self._room:
                 text, end = b"", True
-                _warn(f"{self._path} has {MAX_BYTES} bytes; no more is recorded")
+                warn_in_background(f"{self._path} has {MAX_BYTES} bytes; no more is recorded")
             self._room -= len(text)
             file.write(text + (END if end else b""))
         except OSError as error:
             end = True
-            _warn(f"{self._path} is not recorded any more: {error.strerror}")
+            warn_in_background(f"{self._path} is not recorded any more: {error.strerror}")
         if end:
             self._file = None
             _flock(file, fcntl.LOCK_UN)  # for forked processes, too, which share it
             file.close()
-
-
-def _warn(message: str) -> None:
-    with contextlib.suppress(Warning):
-        warnings.warn(message, stacklevel=2)
 
 
 def _open(path: Path) -> BinaryIO:

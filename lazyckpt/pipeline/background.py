@@ -20,8 +20,9 @@ from lazyckpt.pipeline import persist
 from lazyckpt.pipeline.handle import SaveHandle, wait_for
 from lazyckpt.pipeline.in_flight import in_flight
 from lazyckpt.pipeline.persist import Flight
-from lazyckpt.pipeline.workers import Task, Workers, warn
+from lazyckpt.pipeline.workers import Task, Workers
 from lazyckpt.storage import commit, removal
+from lazyckpt.warn import warn_in_background
 
 _logger = logging.getLogger("lazyckpt")
 _logger.addHandler(logging.NullHandler())  # a failure reaches the user as an exception or a warning, not on stderr
@@ -98,7 +99,7 @@ class Background:
             if handle._reported or (error := handle.exception()) is None:
                 continue
             if before_save and isinstance(error, TornSnapshotError):
-                warn(str(error))
+                warn_in_background(str(error))
                 continue
             raise error
 
@@ -139,7 +140,7 @@ class Background:
                     self._failed.append(handle)
             handle._settle(error)
             if error is not None and self._config.on_error == "warn":
-                warn(str(error))
+                warn_in_background(str(error))
 
     def fail(self, handle: SaveHandle, error: SaveError) -> None:
         """Settles a save that failed before it was launched. Later removals see that it failed."""
@@ -162,7 +163,7 @@ class Background:
             try:
                 self._config.on_done(m, error)
             except Exception as cause:
-                warn(f"on_done raised {type(cause).__name__}: {cause}")
+                warn_in_background(f"on_done raised {type(cause).__name__}: {cause}")
 
     # one checkpoint, on a background thread
 
@@ -204,7 +205,7 @@ class Background:
             finally:
                 self.settle(flight.handle, error)
         except BaseException as raised:  # SystemExit in on_done, for example, must not end this thread
-            warn(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
+            warn_in_background(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
         gate.discard(flight.snapshot)
         flight.snapshot.job = None
 
@@ -231,7 +232,7 @@ class Background:
             if error is None:
                 self._remove_all(flight.request.superfluous)
         except (OSError, LoadError) as refused:
-            warn(f"old checkpoints could not be removed from {flight.handle.path.parent}: {refused}")
+            warn_in_background(f"old checkpoints could not be removed from {flight.handle.path.parent}: {refused}")
 
     def _remove_all(self, superfluous: Callable[[], Iterable[Path]]) -> None:
         """Hides all of them before the next checkpoint gets its name, which may be one of theirs."""
@@ -250,7 +251,7 @@ class Background:
         # Future's own method: handle.exception() would mark the failure as reported.
         failed = [h for h in handles if Future.exception(h) is not None and h.path != path]
         if failed:
-            warn(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
+            warn_in_background(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
             return
         try:
             with self._removal:
@@ -259,4 +260,4 @@ class Background:
             if trash is not None:
                 removal.unlink(trash)
         except OSError as cause:
-            warn(f"{path} could not be removed: {cause}")
+            warn_in_background(f"{path} could not be removed: {cause}")

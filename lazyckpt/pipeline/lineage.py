@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.pipeline.workers import warn
 from lazyckpt.storage import manifest, retention
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.storage.retry import patiently
+from lazyckpt.warn import warn_in_background
 
 
 class Lineage:
@@ -37,10 +37,10 @@ class Lineage:
 
     def manifest(self, step: int, files: list[tuple[str, int, int]]) -> dict[str, Any]:
         """Numbers the checkpoint after all that are committed, whoever saved them. Raises LoadError."""
-        newest = patiently(self._catalog.last_sequence, warn)
+        newest = patiently(self._catalog.last_sequence, warn_in_background)
         if newest > self._sequence and not self._warned:
             self._warned = True
-            warn(
+            warn_in_background(
                 f"another process also saves into {self._catalog.root}; a run belongs to one process. restore() "
                 "takes what either has committed last, and retention removes only what this one has saved or found"
             )

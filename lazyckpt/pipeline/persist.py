@@ -21,8 +21,8 @@ from lazyckpt.observe.trace import Traced
 from lazyckpt.pipeline import readback
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.request import Request
-from lazyckpt.pipeline.workers import warn
 from lazyckpt.storage import commit as protocol
+from lazyckpt.warn import warn_in_background
 
 
 @dataclass
@@ -112,7 +112,7 @@ def agree(flight: Flight) -> None:
             "did not say whether it wrote to the tensors. Call result() there, or close() at the end"
         )
         error = SaveError(what, path=handle.path, step=handle.step)
-        warn(str(error))  # no later call of this Saver would raise it
+        warn_in_background(str(error))  # no later call of this Saver would raise it
         raise error
     handle.metrics.verdict_s = time.perf_counter() - begin
     _let_go(snapshot)

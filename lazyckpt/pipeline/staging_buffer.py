@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 
 import torch
 
@@ -14,6 +13,7 @@ from lazyckpt.capture.budget import auto_ring_bytes
 from lazyckpt.capture.warmup import Warmup
 from lazyckpt.config import Config
 from lazyckpt.errors import ConfigError
+from lazyckpt.warn import warn_once
 
 
 class StagingBuffer:
@@ -29,7 +29,7 @@ class StagingBuffer:
         self._max_bytes = auto_ring_bytes(config.chunk_bytes) if self._grows else int(config.host_buffer_bytes)
         self.engine: _engine.Engine | None = self._start(config)
         if config.io_backend == "auto" and self.engine.fallback:
-            _warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
+            warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
         if not self._grows:
             self.engine.reserve(self._max_bytes)
         self.warmup = Warmup(self._prepare)
@@ -66,7 +66,7 @@ class StagingBuffer:
         """Warns once if copies from a GPU are slow because the system did not pin the ring."""
         if self.engine is not None and self.engine.unpinned:
             way = "pass a small buffer that is" if self.engine.bounces else "are slow, and save() may wait for them"
-            _warn_once(f"the staging buffer is not pinned ({self.engine.unpinned}); copies from the GPU {way}")
+            warn_once(f"the staging buffer is not pinned ({self.engine.unpinned}); copies from the GPU {way}")
 
     def close(self) -> None:
         """Lets go of the engine. It ends when no handle refers to it."""
@@ -96,12 +96,3 @@ def _is_watched(witness: str) -> bool:
     raise ConfigError(
         f'witness="{witness}" does not work here ({refused}). It takes {needs}. witness="auto" takes what there is'
     )
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=4)

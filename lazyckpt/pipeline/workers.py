@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-
-
-def warn(message: str) -> None:
-    """Warns from a background thread. A filter that turns warnings into errors has no effect: nobody could catch it."""
-    with contextlib.suppress(Warning):
-        warnings.warn(message, stacklevel=2)
 
 
 class Task(Future[None]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from lazyckpt.reading.collector import collector_paused
 from lazyckpt.storage.catalog import SCANS, Catalog
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.storage.retry import patiently
+from lazyckpt.warn import warn
 
 
 def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:
@@ -39,7 +39,7 @@ def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine
     for error in reasons:
         if isinstance(error, ReadError):
             raise error  # it may be the newest
-        warnings.warn(f"checkpoint passed over: {error}", stacklevel=6)
+        warn(f"checkpoint passed over: {error}")
     if not candidates and not reasons:
         return None
     touched = False
@@ -59,7 +59,7 @@ def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine
             touched = touched or archive is not None
             catalog.damaged.add((checkpoint.step, checkpoint.sequence))
             reasons.append(error)
-            warnings.warn(f"checkpoint passed over, trying the one before: {error}", stacklevel=6)
+            warn(f"checkpoint passed over, trying the one before: {error}")
     state = "; the tracked state is undefined now" if touched else "; the tracked state was not touched"
     lines = "\n".join(f"  {reason}" for reason in reasons)
     raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lazyckpt
 from crash.actor import value_of
-from lazyckpt.storage import in_place
+from lazyckpt.storage import folders, in_place
 from lazyckpt.storage.catalog import Catalog
 
 STEP = re.compile(r"step-\d{8}")
@@ -113,7 +113,5 @@ def _load(path: Path, key: str | None = None) -> int:
 
 def staged_in(root: Path) -> list[Path]:
     """What has a temporary name: a save or a removal was under way."""
-    folders = [root, root / "run"]
-    return [
-        p for f in folders if f.is_dir() for p in f.iterdir() if p.name.startswith((folders.TEMPORARY, folders.TRASH))
-    ]
+    unfinished = (folders.TEMPORARY, folders.TRASH)
+    return [p for f in (root, root / "run") if f.is_dir() for p in f.iterdir() if p.name.startswith(unfinished)]

@@ -17,7 +17,6 @@ import lazyckpt
 from fake_cuda import Mode
 from fake_cuda.memory import Gpu, raw
 from gpu.machines import RINGS, Fake, Recipe, Training, save_at_every_step, saved
-from lazyckpt import saver as saver_module
 from lazyckpt.capture import devices
 from lazyckpt.storage import commit
 
@@ -134,7 +133,7 @@ def test_a_device_that_cannot_be_attached_fails_the_save(gpu: Gpu, training: Tra
 def test_one_warning_where_the_ring_is_not_pinned(
     gpu: Gpu, training: Training, allocates: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(saver_module, "_warned", set())
+    monkeypatch.setattr("lazyckpt.warn._given", set())
     gpu.driver.configure(registration_limit=0, registration_error=801)
     if not allocates:
         gpu.driver.fail("cuMemHostAlloc", code=2, sticky=True)

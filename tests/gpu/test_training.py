@@ -17,7 +17,6 @@ import torch
 import lazyckpt
 from gpu.machines import RECIPES, RINGS, Machine, Real, Recipe, Training, save_at_every_step, saved
 from lazyckpt import _engine
-from lazyckpt import saver as saver_module
 
 SMALL = RINGS["smaller"]
 PLAIN = Recipe()
@@ -55,7 +54,7 @@ def test_a_ring_that_cannot_be_pinned(machine: Machine, monkeypatch: pytest.Monk
     if isinstance(machine, Real) and not torch.cuda.is_available():
         pytest.skip("the host needs no pinned memory")
     monkeypatch.setattr(_engine, "Engine", partial(_engine.Engine, pin_ring=False))
-    monkeypatch.setattr(saver_module, "_warned", set())
+    monkeypatch.setattr("lazyckpt.warn._given", set())
     training = Training(machine)
     training.step()
     with pytest.warns(UserWarning, match="pass a small buffer") as caught, lazyckpt.Checkpointer(tmp_path) as ckpt:
