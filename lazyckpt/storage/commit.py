@@ -121,8 +121,7 @@ class Staging:
 
     def _write_manifest(self, manifest: dict[str, Any]) -> Path:
         path = self.path / MANIFEST
-        # Created by os.open, like everything of the protocol: the crash tests record these calls.
-        with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
+        with folders.create(path) as file:
             json.dump(manifest, file, indent=2)
             file.write("\n")
             file.flush()

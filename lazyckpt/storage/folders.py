@@ -9,13 +9,20 @@ import os
 import re
 import uuid
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 PUBLISH = ".publish-"  # see in_place.py
 _NAME_BYTES = 100  # of a name that come back in the temporary one
 _UNFINISHED = re.compile(r"\.(tmp|trash|publish)-.*-[0-9a-f]{32}", re.DOTALL)
+
+
+def create(path: Path) -> TextIO:
+    """Creates a text file. Raises FileExistsError if ``path`` exists.
+
+    Calls ``os.open``, like every step of the protocol, so that the crash tests can record it."""
+    return open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o666))
 
 
 def sync_path(path: str | os.PathLike[str]) -> None:

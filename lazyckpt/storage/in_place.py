@@ -38,7 +38,8 @@ class InPlaceStaging(commit.Staging):
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
         """Step 5. Also notes the marker: with Accelerate and the Trainer, the weights."""
         written = list(written)
-        (self.path / MARKER).write_text("".join(written[:1]))
+        with folders.create(self.path / MARKER) as file:
+            file.write("".join(written[:1]))
         super().describe(manifest, written)
 
     def publish(self) -> None:
