@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -56,8 +55,6 @@ class Saver:
         self._pid = os.getpid()
         self._ended = False  # all that was saved is durable
         self._trace = Trace(config.trace) if config.trace is not None else None
-        if self._trace is not None:
-            weakref.finalize(self, self._trace.close)  # also at exit
         self._background = Background(config, self._trace)
         try:
             self._buffer = StagingBuffer(config)

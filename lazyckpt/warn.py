@@ -19,7 +19,7 @@ _given: set[str] = set()
 def warn(message: str) -> None:
     """Warns at the innermost frame that is the user's; on a background thread, at the thread's first frame."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

@@ -838,3 +838,12 @@ def test_the_last_eager_chunk_is_left_to_the_caller() -> None:
     assert job.wait_eager(10)
     assert chunks_copied(job) == len(job.timeline())
     job.fail(errno.ECANCELED, "over")
+
+
+def test_a_reason_that_is_no_utf_8(tmp_path: Path) -> None:
+    """Regression: the name of a torn tensor may hold a lone surrogate; then no later save worked."""
+    job = simple([BLOCK], [0]).begin(make_engine())
+    job.fail(errno.ECANCELED, "w\udc80 was written")
+    with pytest.raises(OSError) as caught:
+        job.raise_error()
+    assert caught.value.errno == errno.ECANCELED

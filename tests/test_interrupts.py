@@ -7,6 +7,8 @@ import contextlib
 import dis
 import functools
 import gc
+import random
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -245,3 +247,21 @@ def test_ctrl_c_while_a_torn_snapshot_is_found(tmp_path: Path, disk: Any) -> Non
         at += 1
     assert points > 20, "the points were not met"
     training.ckpt.close()
+
+
+def test_ctrl_c_while_handles_are_asked(tmp_path: Path) -> None:
+    """Regression: a signal came between taking a handle's lock and the block that gives it back."""
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    random.seed(1)
+    try:
+        with lazyckpt.Saver() as saver, concurrent.futures.ThreadPoolExecutor(1) as other:
+            for _ in range(60):
+                handle = saver.save({"x": torch.zeros(100_000)}, tmp_path / "a.pt")
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0003, 0.004))
+                    while True:
+                        handle.done()
+                assert other.submit(handle.result, 10).result(20) == tmp_path / "a.pt"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

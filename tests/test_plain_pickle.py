@@ -213,3 +213,11 @@ def test_a_mutation_is_read_as_torch_reads_it_or_left_to_torch(trials: Trials, t
         assert describe_graph(ours) == describe_graph(saved.theirs(data)), f"case {trials.seed}-{number}"
     assert min(verdicts.values()) > count // 50, verdicts
     trials.report("mutated pickles of plain state", count, tmp_path, **verdicts)
+
+
+def test_a_state_that_shadows_a_method() -> None:
+    """Regression: BUILD put ``update`` into an OrderedDict, and its items were handed to that."""
+    ordered = b"ccollections\nOrderedDict\n"
+    data = b"\x80\x02" + ordered + b")R}X\x06\0\0\0update" + ordered + b"sbX\x01\0\0\0aK\x01s."
+    saved = Saved({})
+    assert saved.plain(data) == saved.theirs(data) == OrderedDict(a=1)

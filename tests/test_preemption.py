@@ -406,7 +406,7 @@ def test_a_lock_that_the_main_thread_holds_does_not_hold_up_the_commit(child: An
         model = torch.nn.Linear(64, 64)
         saver = lazyckpt.Saver(**TINY)
         handle = saver.save(model.state_dict(), tmp_path / "a.pt")
-        with handle._snapshot._lock, saver._background._lock:  # type: ignore[union-attr]
+        with handle._snapshot._lock, saver._background._removal:  # type: ignore[union-attr]
             signal.raise_signal(signal.SIGTERM)
         idle()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import itertools
 import json
 import os
@@ -210,7 +211,7 @@ def test_a_checkpoint_that_fails_is_there_with_its_error(tmp_path: Path, trainin
         with pytest.warns(UserWarning, match="checkpoint not saved"):
             handle = ckpt.save(1)
             with torch.no_grad():
-                training.model[2].weight.zero_()
+                training.model[1].weight.zero_()  # the largest, and so the last to be copied
             disk.release()
             ckpt._saver.drain()
     (whole,) = on_tracks(tmp_path / "trace.json", trace.SAVES)
@@ -482,3 +483,13 @@ def test_a_picture_of_strange_names(tmp_path: Path) -> None:
 def test_a_picture_without_matplotlib(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'lazyckpt[trace]'" in fails(2, "trace", file, "-o", tmp_path / "picture.png")
+
+
+def test_a_folder_that_outlives_its_saver_is_recorded(tmp_path: Path) -> None:
+    folder = lazyckpt.Saver(trace=tmp_path / "trace.json").stage(tmp_path / "folder")
+    gc.collect()
+    folder.add("a.pt", {"x": torch.zeros(1000)})
+    folder.save(blocking=True)
+    del folder
+    gc.collect()
+    assert len(on_tracks(tmp_path / "trace.json", trace.SAVES)) == 1

@@ -104,9 +104,12 @@ class JobHandle {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitSettled(*job_, end); });
   }
 
-  void Fail(int error, const std::string& why) {
+  void Fail(int error, const py::str& why) {
+    const char* text = PyUnicode_AsUTF8(why.ptr());  // nullptr: the name of a tensor may be no UTF-8
+    if (text == nullptr) PyErr_Clear();
+    Status status(error, text == nullptr ? "failed" : text, "");
     NoGil no_gil;
-    engine_->get().Fail(*job_, Status(error, why, ""));
+    engine_->get().Fail(*job_, std::move(status));
   }
 
   void RaiseError() const {

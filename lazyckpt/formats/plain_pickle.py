@@ -180,7 +180,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
     keys = items[::2]
     if type(target) not in _DICTS or len(items) % 2 or not _KEYS.issuperset(map(type, keys)):
         raise NotPlain
-    target.update(zip(keys, items[1::2], strict=True))
+    type(target).update(target, zip(keys, items[1::2], strict=True))  # a state may shadow the method
 
 
 def _extend(target: Any, items: list[Any]) -> None:

@@ -6,6 +6,7 @@ import concurrent.futures
 import logging
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -34,6 +35,8 @@ class Background:
     def __init__(self, config: Config, trace: Trace | None) -> None:
         self._config = config
         self._trace = trace
+        if trace is not None:
+            weakref.finalize(self, trace.close)  # also at exit, after the workers: finalizers run last in, first out
         # One thread more than checkpoints in flight, for removals.
         threads = config.max_in_flight + 1
         try:
@@ -41,7 +44,6 @@ class Background:
         except RuntimeError as error:
             what = f"max_in_flight={config.max_in_flight} takes {threads} threads, which the system refuses: {error}"
             raise ConfigError(what) from error
-        self._lock = threading.Lock()
         self._in_flight: list[SaveHandle] = []
         self._tasks: list[Task] = []  # of the handles in flight, and of those that still clean up
         self._failed: list[SaveHandle] = []  # not reported yet
@@ -136,8 +138,7 @@ class Background:
             in_flight.pop(handle, None)
             handle._previous = None
             if error is not None and self._config.on_error == "raise":
-                with self._lock:
-                    self._failed.append(handle)
+                self._failed.append(handle)
             handle._settle(error)
             if error is not None and self._config.on_error == "warn":
                 warn_in_background(str(error))

@@ -17,6 +17,7 @@ from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import ClosedError, SaveError
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.pipeline.reentry import refuse
+from lazyckpt.pipeline.workers import Condition
 
 _PATIENCE_S = 30.0  # with another thread's verdict, once nothing else is missing
 _LOOK_S = 1.0
@@ -44,6 +45,7 @@ class SaveHandle(Future[Path]):
 
     def __init__(self, step: int | None, path: Path) -> None:
         super().__init__()
+        self._condition = Condition()
         self.set_running_or_notify_cancel()  # a save under way cannot be cancelled
         self._waiters = _Waiters()
         self.step = step
@@ -121,7 +123,7 @@ class SaveHandle(Future[Path]):
 
     def _disown(self) -> None:
         """Fails the handle in a forked child. Callbacks are for the process that saves."""
-        self._condition = threading.Condition()  # another thread may have held the lock at the fork
+        self._condition = Condition()  # another thread may have held the lock at the fork
         self._done_callbacks.clear()  # type: ignore[attr-defined]
         self._waiters = _Waiters()
         self._snapshot = None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from lazyckpt.capture.gate import gate
 from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.torn import TornStorages
+from lazyckpt.collector import collector_paused
 from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
 from lazyckpt.formats.program import Extent
@@ -127,7 +127,7 @@ class Launcher:
     ) -> None:
         """Steps 2 to 7. When this returns, every eager byte is copied and every lazy one guarded."""
         started = time.perf_counter()
-        with _no_garbage_collection():
+        with collector_paused():
             views = gather(plans, handle)
             snapshot = self._take_snapshot(views, plans, handle, training_step)
             programs = lay_out(plans, snapshot, handle)
@@ -270,16 +270,3 @@ def _serialization_errors(handle: SaveHandle) -> Iterator[None]:
     except Exception as error:
         what = unsavable(error)
         raise SerializationError(what, path=handle.path, step=handle.step) from error.__cause__ or error
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A save creates tens of thousands of small objects, none of them in a cycle. Collecting garbage among them would
-    take longer than creating them."""
-    enabled = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -12,7 +12,7 @@ from lazyckpt.capture.torn import TornStorages
 from lazyckpt.errors import save_error
 from lazyckpt.pipeline import persist
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.launch import Plans, append, begin_job, check_space, gather, lay_out
+from lazyckpt.pipeline.launch import Plans, append, begin_job, gather, lay_out
 from lazyckpt.pipeline.persist import Flight
 from lazyckpt.pipeline.request import Request
 from lazyckpt.providers.base import TensorViews
@@ -30,7 +30,6 @@ def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
         snapshot = _all_eager(views, handle, engine)
         programs = lay_out(plans, snapshot, handle)
         sizes = [nbytes for _, nbytes in programs]
-        check_space(sum(sizes), handle)
         job = begin_job(engine, snapshot, len(programs), eager_by_caller=False)
         snapshot.job = job
         flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)

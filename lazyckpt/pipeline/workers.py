@@ -7,7 +7,18 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from operator import attrgetter
 from queue import SimpleQueue
+
+
+class Condition(threading.Condition):
+    """A condition whose lock Ctrl-C cannot leave locked.
+
+    ``with`` calls the methods of the lock, which are written in C. Those of threading's own class are Python functions,
+    and a signal handler may raise as they begin or end."""
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
 
 
 class Task(Future[None]):
@@ -15,6 +26,7 @@ class Task(Future[None]):
 
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()
+        self._condition = Condition()
         self.run = run
 
     def do(self) -> None:

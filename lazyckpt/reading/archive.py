@@ -24,11 +24,11 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture import devices
+from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import directory_of
-from lazyckpt.reading.collector import collector_paused
 from lazyckpt.reading.ranges import ParallelRead
 from lazyckpt.reading.unpickle import NeedsBytes, load_errors, unpickle
 

@@ -10,11 +10,11 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture import devices
+from lazyckpt.collector import collector_paused
 from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing, Provider
 from lazyckpt.reading.archive import Archive, Slot
-from lazyckpt.reading.collector import collector_paused
 from lazyckpt.storage.catalog import SCANS, Catalog
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.storage.retry import patiently
