@@ -156,6 +156,7 @@ class GuardedPickle(io.BytesIO):
 
     def _check_view(self, storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
         """Refuses a view past the end: torch would enlarge the storage."""
+        self._charge(_ITEM_BYTES * len(size))  # many tensors may share one tuple of a million sizes
         # NumPy's integers would wrap around.
         last = index(offset) + sum((index(n) - 1) * index(step) for n, step in zip(size, stride, strict=True))
         if 0 not in size and last >= storage._size():

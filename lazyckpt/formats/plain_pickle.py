@@ -6,7 +6,8 @@ pickle, a damaged or hostile one too, raises NotPlain; torch's restricted unpick
 
 What this module accepts is, object for object, what torch's unpickler makes of it. It keeps torch's data structures for
 that reason: a stack for each open mark, and a memo by number. It needs no budget: an object is never larger than a
-constant times its opcodes, keys are never nested, and a tensor never views more than its storage holds.
+constant times its opcodes, since keys are never nested and a tensor has at most 64 dimensions; and a tensor never views
+more than its storage holds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
+_MAX_DIMENSIONS = 64  # torch computes with no more
 _KEYS = frozenset((str, int, float, bool, type(None)))
 _DICTS = (dict, OrderedDict)
 _rebuild_parameter = torch._utils._rebuild_parameter
@@ -223,6 +225,8 @@ class _Caller:
         if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or type(hooks) is not OrderedDict:
             raise NotPlain
         if type(size) is not tuple or type(stride) is not tuple:
+            raise NotPlain
+        if len(size) > _MAX_DIMENSIONS:  # many tensors may share one tuple of a million sizes
             raise NotPlain
         last, empty = offset, False
         for n, step in zip(size, stride, strict=True):
