@@ -57,7 +57,7 @@ class Mutant(NamedTuple):
     promise: Promise
     what: str
     edit: Python | Native
-    tests: str  # as pytest takes them, seen from tests/
+    tests: str  # as pytest takes them, a file by its name: it may move
 
 
 class Promise(NamedTuple):
@@ -70,6 +70,13 @@ class Promise(NamedTuple):
 class Outcome(NamedTuple):
     caught_by: str | None
     seconds: float
+
+
+def located(test: str) -> str:
+    """A test with the path of its file, seen from tests/."""
+    file, *name = test.split("::", 1)
+    (path,) = (ROOT / "tests").rglob(file)
+    return "::".join([str(path.relative_to(ROOT / "tests")), *name])
 
 
 class Copy:
@@ -131,7 +138,7 @@ class Copy:
         output = self.output
         output.write_text("")
         self._runs += 1
-        told = self._runs, [*options, "-p", "no:cacheprovider", *tests.split()], str(output), 600
+        told = self._runs, [*options, "-p", "no:cacheprovider", *map(located, tests.split())], str(output), 600
         assert self._nursery.stdin is not None and self._nursery.stdout is not None
         print(json.dumps(told), file=self._nursery.stdin, flush=True)
         number = code = 0

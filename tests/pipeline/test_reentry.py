@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_interrupts import (
+
+import lazyckpt
+from interrupts import (
     TINY,
     Interrupt,
     Training,
@@ -27,8 +29,6 @@ from test_interrupts import (
     save,
     save_blocking,
 )
-
-import lazyckpt
 from lazyckpt.capture.gate import gate
 from trials import TORTURE, Trials
 

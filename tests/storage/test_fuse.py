@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fuse_server
 import pytest
 import torch
 
 import commands
+import fuse_server
 import lazyckpt
 from lazyckpt import _engine
 from lazyckpt.formats.program import LITERAL

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SOURCE = Path(__file__).parent.parent / "csrc" / "engine" / "checksum.cc"
+SOURCE = Path(__file__).parents[2] / "csrc" / "engine" / "checksum.cc"
 BUILDS = {
     "x86 with libdeflate": ("-DLAZYCKPT_HAVE_LIBDEFLATE", "-ldeflate"),
     "x86 with zlib": (),

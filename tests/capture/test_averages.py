@@ -373,7 +373,7 @@ def test_a_library_that_is_imported_later_is_found_then(call: str, imported: Any
 
 
 def test_the_docs_have_the_same_table() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "providers.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "providers.md").read_text()
     rows = text.partition("<!-- averages: begin -->\n")[2].partition("<!-- averages: end -->")[0].splitlines()[2:]
     assert rows == [
         f"| `{module}.{name}` | {', '.join(f'`{method}`' for method in (*average.updates, *average.swaps))} |"

@@ -15,7 +15,7 @@ from sanitize import ADDRESS, THREAD, Sanitized, compiler, for_python, run_pytho
 from trials import Trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Pat
 
 
 # Tests that hand memory to the engine or receive Python objects from it.
-ENGINE = ("test_tensors.py", "test_ring.py", "test_engine.py", "test_reader.py", "test_cuda.py")
-SAVES_AND_LOADS = ("test_snapshot.py", "test_saver.py", "test_safetensors.py")
+ENGINE = [f"engine/test_{name}.py" for name in ("tensors", "ring", "engine", "reader", "cuda")]
+SAVES_AND_LOADS = ["capture/test_snapshot.py", "test_saver.py", "formats/test_safetensors.py"]
 
 
 def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
@@ -62,7 +62,7 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trial
     # The first reads freed memory: see docs/internals/testing.md. The second forks while threads allocate, and
     # AddressSanitizer, unlike malloc, does not release its locks in the child.
     options += ["-k", "not storage_is_resized and not a_forked_child_calls_nothing"]
-    files = (str(TESTS / t) for t in ENGINE + SAVES_AND_LOADS)
+    files = (str(ROOT / "tests" / file) for file in ENGINE + SAVES_AND_LOADS)
     done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)
     assert sanitized.said() == ""
     assert done.returncode == 0, done.stdout + done.stderr

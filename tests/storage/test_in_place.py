@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from mounting import mount
 
 import lazyckpt
 from lazyckpt.errors import SaveError
 from lazyckpt.storage import in_place, mounts, removal
 from lazyckpt.storage.in_place import InPlaceStaging
+from mounting import mount
 
 TINY = {"chunk_bytes": 4096, "host_buffer_bytes": 16384, "io_depth": 2, "copy_threads": 1}
 CALLS = ("mkdir", "rmdir", "rename", "link", "unlink", "fsync")

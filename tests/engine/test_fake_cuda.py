@@ -171,7 +171,7 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
     """Runs Python in its own process, with a fake in ``f`` and its functions in ``lib``."""
     prologue = f"""
         import ctypes, os, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from fake_cuda import FakeCuda
         f = FakeCuda()
         lib = f.lib

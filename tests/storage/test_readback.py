@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fuse_server
 import pytest
 import torch
 
+import fuse_server
 import lazyckpt
 from lazyckpt import _engine
 from lazyckpt.errors import SaveError

@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_interrupts import Interrupt
 
 import lazyckpt
+from interrupts import Interrupt
 from lazyckpt import _engine
 from lazyckpt.capture.gate import gate
 from lazyckpt.pipeline import handle

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from mounting import mount
 
 import commands
 import lazyckpt
 from lazyckpt.storage import catalog, commit, manifest, mounts, removal, retention
+from mounting import mount
 
 TINY = {"chunk_bytes": 4096, "host_buffer_bytes": 16384, "io_depth": 2, "copy_threads": 1}
 MODEL = "model.safetensors"

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_page_witness import CHUNK, LIBC, PAGE, WRITERS, Memory, Save, is_protected
 
 import lazyckpt
 from lazyckpt import _engine
+from watched import CHUNK, LIBC, PAGE, WRITERS, Memory, Save, is_protected
 
 pytestmark = pytest.mark.skipif(bool(_engine.page_witness(True)), reason=f"refused: {_engine.page_witness(True)}")
 

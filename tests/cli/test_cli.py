@@ -667,7 +667,9 @@ def test_what_needs_no_tensors_does_without_torch(folder: Path) -> None:
         "assert run('x').exit_code == 2 and 'torch' not in sys.modules\n"
         "assert complete('pin', sys.argv[2], '1') == ['15'] and 'torch' not in sys.modules\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), *sys.path]))
+    }
     subprocess.run([sys.executable, "-c", code, json.dumps(shown), str(folder)], env=environment, check=True)
 
 
