@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import pickletools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import getattr_static
 from operator import index
 from pickle import BUILD, NEWOBJ, REDUCE, SETITEM, SETITEMS
@@ -40,19 +40,27 @@ _ENCODINGS = ("latin1", "latin-1", "utf-8", "ascii")  # protocol 2 writes bytes 
 
 
 class GuardedPickle(io.BytesIO):
-    """``data`` as a stream for the restricted ``unpickler``. Set ``unpickler`` before the first read.
-
-    Reading raises CorruptFileError, or UnsupportedFormatError for a call that ``torch.save`` never writes.
-    """
-
-    unpickler: RestrictedUnpickler
+    """``data`` as a stream that its restricted ``unpickler`` reads."""
 
     def __init__(self, data: bytes, path: Any) -> None:
         super().__init__(data)
+        self.unpickler: Any = RestrictedUnpickler(self, encoding="utf-8")
         self._budget = _BUDGET_BYTES + _BUDGET_FACTOR * len(data)
         self._path = path
         self._opcodes: Iterator[int] | None = None  # their offsets, from the last one asked for
         self._opcode = -1
+
+    def load(self, persistent_load: Callable[[Any], torch.storage.TypedStorage]) -> Any:
+        """The object that the pickle holds. To be called once.
+
+        Raises whatever the unpickler raises; CorruptFileError, or UnsupportedFormatError for a call that ``torch.save``
+        never writes.
+        """
+        self.unpickler.persistent_load = persistent_load
+        try:
+            return self.unpickler.load()
+        finally:
+            del self.unpickler  # breaks a cycle that would keep the archive, and its part of the ring, alive
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = _read(self, size)
@@ -108,8 +116,7 @@ class GuardedPickle(io.BytesIO):
     def _charge(self, nbytes: int) -> None:
         self._budget -= nbytes
         if self._budget < 0:
-            what = "is not to be unpickled: what it makes takes far more memory than its bytes"
-            raise UnsupportedFormatError(f"{what} ({CONSENT})", path=self._path)
+            self._refuse("what it makes takes far more memory than its bytes")
 
     def _check_call(self, function: Any, arguments: Any, *, new: bool) -> None:
         direct = True
@@ -122,12 +129,12 @@ class GuardedPickle(io.BytesIO):
         if function is torch._utils._rebuild_parameter_with_state:
             self._check_attributes(arguments[3:])
         self._charge(sum(len(argument) for argument in arguments if isinstance(argument, str | bytes | bytearray)))
+        fine = True
         if id(function) in _VIEWS:
             self._check_view(*arguments[:4])
-            fine = True
         elif function is bytearray:
             fine = all(isinstance(argument, bytes | str) for argument in arguments)
-        elif _is_memory(function):
+        elif isinstance(function, type) and (function in _MEMORY or function in torch._tensor_classes):
             fine = not arguments  # a number would be a length
         elif function in _COLLECTIONS:
             fine = all(type(argument) in (tuple, list, dict) for argument in arguments)
@@ -135,8 +142,6 @@ class GuardedPickle(io.BytesIO):
             fine = len(arguments) < 2 or (isinstance(arguments[1], str) and arguments[1] in _ENCODINGS)
         elif not allows_call(function, arguments, pickled=direct and not new):
             self._restricted(f"it calls {function.__module__}.{function.__name__}")
-        else:
-            fine = True
         if not fine:
             what = f"a call of {function.__name__} that torch.save does not write"
             raise UnsupportedFormatError(f"record data.pkl: {what}", path=self._path)
@@ -151,8 +156,10 @@ class GuardedPickle(io.BytesIO):
                         self._restricted(f"it sets {key!r} of a tensor")
 
     def _restricted(self, what: str) -> NoReturn:
-        what = f"is not to be unpickled: {what} in a way that may do harm"
-        raise UnsupportedFormatError(f"{what} ({CONSENT})", path=self._path)
+        self._refuse(f"{what} in a way that may do harm")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedFormatError(f"is not to be unpickled: {what} ({CONSENT})", path=self._path)
 
     def _check_view(self, storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
         """Refuses a view past the end: torch would enlarge the storage."""
@@ -163,14 +170,7 @@ class GuardedPickle(io.BytesIO):
             raise CorruptFileError("record data.pkl: a tensor views more than its storage holds", path=self._path)
 
 
-def _is_memory(function: Any) -> bool:
-    """Types that are as large as they are told to be."""
-    storages = (torch.UntypedStorage, torch.storage.TypedStorage)
-    return isinstance(function, type) and (
-        function is torch.Tensor or function in storages or function in torch._tensor_classes
-    )
-
-
+_MEMORY = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)  # are as large as they are told to be
 _COLLECTIONS = (set, torch.Size, OrderedDict, Counter)
 _read = io.BytesIO.read
 # Nearly all calls; by id(), since a pickle may call anything. They begin with a storage, an offset, a size, a stride.

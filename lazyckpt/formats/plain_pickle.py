@@ -1,8 +1,8 @@
 """Reads the pickles of plain state without torch's unpickler, several times as fast.
 
 Plain state is what ``torch.save`` and ``lazyckpt.save`` write for tensors and parameters in dicts, lists and tuples
-with strings and numbers: protocol 2, no class but those in ``_GLOBALS``, no call but those in ``_call``. Any other
-pickle, a damaged or hostile one too, raises NotPlain; torch's restricted unpickler reads it then, or refuses it.
+with strings and numbers: protocol 2, only the names in ``_GLOBALS`` and the calls in ``_call``. Any other pickle, a
+damaged or hostile one too, raises NotPlain; torch's restricted unpickler reads it then, or refuses it.
 
 What this module accepts is, object for object, what torch's unpickler makes of it. It keeps torch's data structures for
 that reason: a stack for each open mark, and a memo by number. It needs no budget: an object is never larger than a
@@ -32,17 +32,13 @@ _read_int = Struct("<i").unpack_from
 _read_long = Struct("<I").unpack_from
 _read_short = Struct("<H").unpack_from
 
-
-def _is_plain(value: Any) -> bool:
-    functions = (OrderedDict, _rebuild_parameter, _rebuild_tensor_v2, _rebuild_tensor_v3, torch.UntypedStorage)
-    return isinstance(value, torch.dtype | torch.serialization.StorageType) or any(value is f for f in functions)
-
+_FUNCTIONS = (OrderedDict, _rebuild_parameter, _rebuild_tensor_v2, _rebuild_tensor_v3, torch.UntypedStorage)
 
 # What follows the opcode GLOBAL -> the object that torch's unpickler makes of it.
 _GLOBALS = {
     "{}\n{}".format(*name.rpartition(".")[::2]).encode(): value
     for name, value in _get_allowed_globals().items()
-    if _is_plain(value)
+    if value in _FUNCTIONS or isinstance(value, torch.dtype | torch.serialization.StorageType)
 }
 
 
@@ -68,18 +64,17 @@ def _read(data: bytes, persistent_load: Callable[[Any], torch.storage.TypedStora
     memo: dict[int, Any] = {}
     outer: list[list[Any]] = []
     stack: list[Any] = []
-    push = stack.append
-    call = _Caller()
+    templates: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # empty tensors, to make others from
     at = 0
     # The most frequent opcodes come first.
     while True:
         opcode = data[at]
         at += 1
         if opcode == 0x68:  # BINGET
-            push(memo[data[at]])
+            stack.append(memo[data[at]])
             at += 1
         elif opcode == 0x4B:  # BININT1
-            push(data[at])
+            stack.append(data[at])
             at += 1
         elif opcode == 0x72:  # LONG_BINPUT
             memo[_read_long(data, at)[0]] = stack[-1]
@@ -87,19 +82,16 @@ def _read(data: bytes, persistent_load: Callable[[Any], torch.storage.TypedStora
         elif opcode == 0x28:  # MARK
             outer.append(stack)
             stack = []
-            push = stack.append
         elif opcode == 0x74:  # TUPLE
-            items = stack
-            stack = outer.pop()
-            push = stack.append
-            push(tuple(items))
+            items, stack = stack, outer.pop()
+            stack.append(tuple(items))
         elif opcode == 0x58:  # BINUNICODE
             begin = at + 4
             at = begin + _read_long(data, at)[0]
-            push(data[begin:at].decode("utf-8", "surrogatepass"))
+            stack.append(data[begin:at].decode("utf-8", "surrogatepass"))
         elif opcode == 0x52:  # REDUCE
             arguments = stack.pop()
-            stack[-1] = call(stack[-1], arguments)
+            stack[-1] = _call(stack[-1], arguments, templates)
         elif opcode == 0x86:  # TUPLE2
             stack[-2:] = [(stack[-2], stack[-1])]
         elif opcode == 0x71:  # BINPUT
@@ -111,57 +103,53 @@ def _read(data: bytes, persistent_load: Callable[[Any], torch.storage.TypedStora
                 raise NotPlain
             stack[-1] = persistent_load(saved_id)
         elif opcode == 0x29:  # EMPTY_TUPLE
-            push(())
+            stack.append(())
         elif opcode == 0x89:  # NEWFALSE
-            push(False)
+            stack.append(False)
         elif opcode == 0x85:  # TUPLE1
             stack[-1] = (stack[-1],)
         elif opcode == 0x4D:  # BININT2
-            push(_read_short(data, at)[0])
+            stack.append(_read_short(data, at)[0])
             at += 2
         elif opcode == 0x4A:  # BININT
-            push(_read_int(data, at)[0])
+            stack.append(_read_int(data, at)[0])
             at += 4
         elif opcode == 0x6A:  # LONG_BINGET
-            push(memo[_read_long(data, at)[0]])
+            stack.append(memo[_read_long(data, at)[0]])
             at += 4
         elif opcode == 0x87:  # TUPLE3
             stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
         elif opcode == 0x75:  # SETITEMS
-            items = stack
-            stack = outer.pop()
-            push = stack.append
+            items, stack = stack, outer.pop()
             _set_items(stack[-1], items)
         elif opcode == 0x73:  # SETITEM
             items = [stack[-2], stack[-1]]
             del stack[-2:]
             _set_items(stack[-1], items)
         elif opcode == 0x65:  # APPENDS
-            items = stack
-            stack = outer.pop()
-            push = stack.append
+            items, stack = stack, outer.pop()
             _extend(stack[-1], items)
         elif opcode == 0x61:  # APPEND
             items = [stack.pop()]
             _extend(stack[-1], items)
         elif opcode == 0x7D:  # EMPTY_DICT
-            push({})
+            stack.append({})
         elif opcode == 0x5D:  # EMPTY_LIST
-            push([])
+            stack.append([])
         elif opcode == 0x4E:  # NONE
-            push(None)
+            stack.append(None)
         elif opcode == 0x88:  # NEWTRUE
-            push(True)
+            stack.append(True)
         elif opcode == 0x47:  # BINFLOAT
-            push(_read_float(data, at)[0])
+            stack.append(_read_float(data, at)[0])
             at += 8
         elif opcode == 0x8A:  # LONG1
             begin = at + 1
             at = begin + data[at]
-            push(int.from_bytes(data[begin:at], "little", signed=True))
+            stack.append(int.from_bytes(data[begin:at], "little", signed=True))
         elif opcode == 0x63:  # GLOBAL
             end = data.index(b"\n", data.index(b"\n", at) + 1)
-            push(_GLOBALS[data[at:end]])
+            stack.append(_GLOBALS[data[at:end]])
             at = end + 1
         elif opcode == 0x62:  # BUILD: the attributes of an OrderedDict, such as a state dict's _metadata
             state = stack.pop()
@@ -191,57 +179,48 @@ def _extend(target: Any, items: list[Any]) -> None:
     target.extend(items)
 
 
-class _Caller:
-    """Makes the calls of one pickle."""
-
-    def __init__(self) -> None:
-        self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-    def __call__(self, function: Any, arguments: Any) -> Any:
-        if type(arguments) is not tuple:
-            raise NotPlain
-        if function is _rebuild_tensor_v2:
-            storage, offset, size, stride, requires_grad, hooks = arguments
-            tensor = self._view(storage, storage.dtype, offset, size, stride, hooks)
-            if requires_grad is True:
-                tensor.requires_grad = True
-            elif requires_grad is not False:
-                raise NotPlain
-            return tensor
-        if function is OrderedDict and not arguments:
-            return OrderedDict()
-        if function is _rebuild_tensor_v3:
-            storage, offset, size, stride, requires_grad, hooks, dtype = arguments
-            if type(dtype) is not torch.dtype or requires_grad is not False:
-                raise NotPlain
-            return self._view(storage, dtype, offset, size, stride, hooks)
-        if function is _rebuild_parameter:
-            tensor, requires_grad, hooks = arguments
-            if type(tensor) is torch.Tensor and type(requires_grad) is bool and type(hooks) is OrderedDict:
-                return _rebuild_parameter(tensor, requires_grad, hooks)
+def _call(function: Any, arguments: Any, templates: dict[tuple[torch.dtype, torch.device], torch.Tensor]) -> Any:
+    if type(arguments) is not tuple:
         raise NotPlain
-
-    def _view(self, storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any, hooks: Any) -> torch.Tensor:
-        if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or type(hooks) is not OrderedDict:
+    if function is OrderedDict and not arguments:
+        return OrderedDict()
+    if function is _rebuild_parameter:
+        tensor, requires_grad, hooks = arguments
+        if type(tensor) is not torch.Tensor or type(requires_grad) is not bool or type(hooks) is not OrderedDict:
             raise NotPlain
-        if type(size) is not tuple or type(stride) is not tuple:
+        return _rebuild_parameter(tensor, requires_grad, hooks)
+    if function is _rebuild_tensor_v2:
+        storage, offset, size, stride, requires_grad, hooks = arguments
+        dtype = storage.dtype
+    elif function is _rebuild_tensor_v3:
+        storage, offset, size, stride, requires_grad, hooks, dtype = arguments
+        if requires_grad:
             raise NotPlain
-        if len(size) > _MAX_DIMENSIONS:  # many tensors may share one tuple of a million sizes
+    else:
+        raise NotPlain
+    if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or type(hooks) is not OrderedDict:
+        raise NotPlain
+    if type(dtype) is not torch.dtype or type(requires_grad) is not bool:
+        raise NotPlain
+    # Many tensors may share one tuple of a million sizes.
+    if type(size) is not tuple or type(stride) is not tuple or len(size) > _MAX_DIMENSIONS:
+        raise NotPlain
+    last, empty = offset, False
+    for n, step in zip(size, stride, strict=True):
+        if type(n) is not int or type(step) is not int or n < 0 or step < 0:
             raise NotPlain
-        last, empty = offset, False
-        for n, step in zip(size, stride, strict=True):
-            if type(n) is not int or type(step) is not int or n < 0 or step < 0:
-                raise NotPlain
-            last += (n - 1) * step
-            empty = empty or n == 0
-        memory = storage._untyped_storage
-        # torch would enlarge a storage that is too small.
-        if offset < 0 or (not empty and (last + 1) * dtype.itemsize > memory.nbytes()):
-            raise NotPlain
-        kind = dtype, memory.device
-        template = self._empty.get(kind)
-        if template is None:
-            template = self._empty[kind] = torch.empty(0, dtype=dtype, device=memory.device)
-        tensor = template.new_empty(0).set_(memory, offset, size, stride)
-        tensor._backward_hooks = hooks
-        return tensor
+        last += (n - 1) * step
+        empty = empty or n == 0
+    memory = storage._untyped_storage
+    # torch would enlarge a storage that is too small.
+    if offset < 0 or (not empty and (last + 1) * dtype.itemsize > memory.nbytes()):
+        raise NotPlain
+    kind = dtype, memory.device
+    template = templates.get(kind)
+    if template is None:
+        template = templates[kind] = torch.empty(0, dtype=dtype, device=memory.device)
+    tensor = template.new_empty(0).set_(memory, offset, size, stride)
+    if requires_grad:
+        tensor.requires_grad = True
+    tensor._backward_hooks = hooks
+    return tensor

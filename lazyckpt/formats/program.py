@@ -61,18 +61,14 @@ class ExtentBuilder:
         self._row(CRC32_HEX, 8, index)
 
     def build(self, offset: int) -> Extent:
-        self._flush()
+        self._end_literal()
         return Extent(offset, array("q", self._rows), bytes(self._blob))
 
     def _row(self, kind: int, nbytes: int, arg: int) -> None:
-        begin, end = self._pending, len(self._blob)
-        if end > begin:
-            self._rows += (LITERAL, end - begin, begin, kind, nbytes, arg)
-            self._pending = end
-        else:
-            self._rows += (kind, nbytes, arg)
+        self._end_literal()
+        self._rows += (kind, nbytes, arg)
 
-    def _flush(self) -> None:
+    def _end_literal(self) -> None:
         end = len(self._blob)
         if end > self._pending:
             self._rows += (LITERAL, end - self._pending, self._pending)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import zlib
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
@@ -14,8 +14,8 @@ _MAX_SIZE = 2**63 - 1
 
 
 def count_elements(shape: Iterable[int]) -> int:
-    """Returns the product of ``shape``. Raises ValueError if a partial product needs more than 63 bits, as the
-    safetensors library does, so hostile shapes take no longer than others."""
+    """Returns the product of ``shape``. Raises ValueError, as the safetensors library does, if a partial product needs
+    more than 63 bits, so hostile shapes take no longer than others."""
     count = 1
     for size in shape:
         count *= size
@@ -63,18 +63,17 @@ class FileReader:
         self.fd = self._file.fileno()
         status = os.fstat(self.fd)
         self.size = status.st_size
-        if not stat.S_ISREG(status.st_mode) or not self.size:
+        if not stat.S_ISREG(status.st_mode):
             self._file.close()
-            if stat.S_ISREG(status.st_mode):
-                raise CorruptFileError("the file is empty", path=path)
             raise LoadError("not a regular file", path=path)
+        if not self.size:
+            self._file.close()
+            raise self.corrupt("the file is empty")
 
     def __enter__(self) -> FileReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -87,9 +86,8 @@ class FileReader:
             try:
                 part = os.pread(self.fd, nbytes, offset)
             except MemoryError as error:  # a hole in a file costs its writer nothing
-                raise LoadError(
-                    f"{nbytes} bytes at offset {offset} take more memory than there is", path=self.path
-                ) from error
+                what = f"{nbytes} bytes at offset {offset} take more memory than there is"
+                raise LoadError(what, path=self.path) from error
             except OSError as error:
                 raise load_error(f"cannot be read at offset {offset}", error, path=self.path) from error
             if not part:
@@ -97,7 +95,14 @@ class FileReader:
             parts.append(part)
             offset += len(part)
             nbytes -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
+
+    def read_record(self, record: Record) -> bytes:
+        """Returns the bytes of a small record. Raises CorruptFileError if its checksum does not match."""
+        data = self.read(record.offset, record.nbytes)
+        if record.crc32 not in (None, zlib.crc32(data)):
+            raise self.corrupt(f"record {record.name}: checksum does not match")
+        return data
 
     def corrupt(self, what: str) -> CorruptFileError:
         return CorruptFileError(what, path=self.path)

@@ -37,42 +37,30 @@ _MAX_DIMENSIONS = 32  # NumPy 1's limit; with more in its state an array reads p
 _DTYPES = re.compile(r"b1|[iufc][0-9]{1,2}|[SU][0-9]{1,9}")
 
 
-def _is_path(arguments: tuple[Any, ...]) -> bool:
+def _is_text(arguments: tuple[Any, ...]) -> bool:
     return all(type(part) is str for part in arguments)
 
 
-def _is_date(data: Any) -> bool:
-    return _makes(data, 4, lambda: datetime.date(data[0] << 8 | data[1], data[2], data[3]))
+def _is_moment(nbytes: int) -> Callable[[tuple[Any, ...]], bool]:
+    """Accepts the bytes of a date (4), a time of day (6) or both (10), and the zone of a time."""
 
+    def accepts(arguments: tuple[Any, ...]) -> bool:
+        if not 1 <= len(arguments) <= (1 if nbytes == 4 else 2):
+            return False
+        data, *zones = arguments
+        if type(data) is not bytes or len(data) != nbytes:
+            return False
+        date, time = (b"\0\1\1\1", data) if nbytes == 6 else (data[:4], data[4:] or bytes(6))
+        # The highest bit is the fold: of the hour in a time, of the month in a date with a time.
+        month, hour = date[2] & (0x7F if nbytes == 10 else 0xFF), time[0] & (0x7F if nbytes == 6 else 0xFF)
+        try:
+            datetime.date(date[0] << 8 | date[1], month, date[3])
+            datetime.time(hour, time[1], time[2], int.from_bytes(time[3:], "big"))
+        except ValueError:
+            return False
+        return all(type(zone) is datetime.timezone for zone in zones)
 
-def _is_time(data: Any) -> bool:
-    # The highest bit of the hour is the fold.
-    return _makes(data, 6, lambda: datetime.time(data[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:], "big")))
-
-
-def _makes(data: Any, nbytes: int, make: Callable[[], object]) -> bool:
-    if type(data) is not bytes or len(data) != nbytes:
-        return False
-    try:
-        make()
-    except ValueError:
-        return False
-    return True
-
-
-def _is_datetime(data: Any) -> bool:
-    if type(data) is not bytes or len(data) != 10:
-        return False
-    fits = data[4] < 24 and _is_time(data[4:])  # here the highest bit of the month is the fold
-    return fits and _is_date(bytes([*data[:2], data[2] & 0x7F, data[3]]))
-
-
-def _with_zone(is_moment: Callable[[Any], bool]) -> Callable[[tuple[Any, ...]], bool]:
-    return lambda arguments: (
-        len(arguments) in (1, 2)
-        and is_moment(arguments[0])
-        and all(type(zone) is datetime.timezone for zone in arguments[1:])
-    )
+    return accepts
 
 
 def _is_duration(arguments: tuple[Any, ...]) -> bool:
@@ -121,9 +109,8 @@ def _is_view(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_storage(arguments: tuple[Any, ...]) -> bool:
-    if len(arguments) != 1 or type(arguments[0]) is not torch.Tensor:
+    if len(arguments) != 1 or type(tensor := arguments[0]) is not torch.Tensor:
         return False
-    tensor = arguments[0]
     whole = tensor.layout is torch.strided and tensor.dim() == 1 and tensor.is_contiguous()
     return tensor.dtype == torch.uint8 and whole and not tensor.__dict__
 
@@ -165,15 +152,15 @@ def _standard_library() -> _Calls:
     calls: _Calls = {
         "builtins.frozenset": (frozenset, lambda arguments: len(arguments) == 1 and type(arguments[0]) is list),
         "builtins.bytes": (bytes, lambda arguments: not arguments),
-        "datetime.date": (datetime.date, lambda arguments: len(arguments) == 1 and _is_date(arguments[0])),
-        "datetime.time": (datetime.time, _with_zone(_is_time)),
-        "datetime.datetime": (datetime.datetime, _with_zone(_is_datetime)),
+        "datetime.date": (datetime.date, _is_moment(4)),
+        "datetime.time": (datetime.time, _is_moment(6)),
+        "datetime.datetime": (datetime.datetime, _is_moment(10)),
         "datetime.timedelta": (datetime.timedelta, _is_duration),
         "datetime.timezone": (datetime.timezone, _is_zone),
     }
     for module in ("pathlib", "pathlib._local"):  # the second in Python 3.13
         for kind in (type(pathlib.Path()), type(pathlib.PurePath())):
-            calls[f"{module}.{kind.__name__}"] = kind, _is_path
+            calls[f"{module}.{kind.__name__}"] = kind, _is_text
     return calls
 
 

@@ -87,10 +87,6 @@ class Layout:
     """
 
     def __init__(self, archive_name: str, keys: Sequence[str], sizes: Sequence[int]) -> None:
-        if not archive_name or archive_name in (".", "..") or set(archive_name) & set("/\\:\0"):
-            raise ValueError(f"not a folder name for a zip archive: {archive_name!r}")
-        if len(keys) != len(sizes) or len(set(keys)) != len(keys):
-            raise ValueError("keys must be unique, and as many as sizes")
         self._prefix = f"{archive_name}/".encode()
         self._count = len(keys)
         head, directory = ExtentBuilder(), ExtentBuilder()

@@ -49,7 +49,6 @@ class Directory:
 
     records: dict[str, Record]
     archive_name: str
-    file_size: int
 
 
 class _Entry(NamedTuple):
@@ -91,7 +90,7 @@ def directory_of(file: FileReader) -> Directory:
         name: Record(name, offset, entry.nbytes, entry.crc32 if entry.crc32 or not entry.nbytes else None)
         for name, offset, entry in zip(names, offsets, entries, strict=True)
     }
-    return Directory(records, archive_name, file.size)
+    return Directory(records, archive_name)
 
 
 def _read_end(file: FileReader) -> tuple[int, int, int]:
@@ -210,10 +209,9 @@ def _data_offsets(file: FileReader, entries: list[_Entry], directory_offset: int
             extra = file.read(data - extra_len, extra_len)
             nbytes, packed = _zip64(file, str(entry), extra, [nbytes, packed])
         deferred = bool(flags & FLAG_DESCRIPTOR)
-        if (crc, packed, nbytes) != (entry.crc32, entry.nbytes, entry.nbytes):
-            for found, expected in ((crc, entry.crc32), (packed, entry.nbytes), (nbytes, entry.nbytes)):
-                if found != expected and not (deferred and found == 0):
-                    raise file.corrupt(f"{entry}: local header contradicts the directory")
+        for found, expected in ((crc, entry.crc32), (packed, entry.nbytes), (nbytes, entry.nbytes)):
+            if found != expected and not (deferred and found == 0):
+                raise file.corrupt(f"{entry}: local header contradicts the directory")
         window_offset, window = next(windows)
         gap = next_start - end
         if gap:

@@ -23,7 +23,7 @@ import torch
 from lazyckpt.errors import LoadError
 from lazyckpt.formats.pickle_guard import GuardedPickle
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain
-from lazyckpt.formats.safe_globals import RestrictedUnpickler, sparse_tensors_to_validate
+from lazyckpt.formats.safe_globals import sparse_tensors_to_validate
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.pickles import dump, pickle_of
 
@@ -72,18 +72,13 @@ def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
     with contextlib.suppress(NotPlain):
         read_plain(pickled, copy)
         return None
-    stream = GuardedPickle(pickled, "")
-    unpickler: Any = RestrictedUnpickler(stream, encoding="utf-8")
-    unpickler.persistent_load = copy
-    stream.unpickler = unpickler
     try:
-        unpickler.load()
+        GuardedPickle(pickled, "").load(copy)
     except LoadError as error:
         return error.what
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        del stream.unpickler
         sparse_tensors_to_validate().clear()
     return None
 

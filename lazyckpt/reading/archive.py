@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import zlib
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,7 +32,12 @@ from lazyckpt.reading.unpickle import NeedsBytes, load_errors, unpickle
 
 _MAX_VERSION = 10  # torch's kMaxSupportedFileFormatVersion
 _MAX_SMALL_BYTES = 1024
-_SMALL_RECORDS = {".storage_alignment": rb"[0-9]+", ".data/serialization_id": rb"[\x20-\x7e]*"}
+_SMALL_RECORDS = {
+    "byteorder": rb"little|big",
+    "version": rb"[0-9]{1,2}\n?",
+    ".storage_alignment": rb"[0-9]+",
+    ".data/serialization_id": rb"[\x20-\x7e]*",
+}
 
 MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
 
@@ -46,6 +49,7 @@ class Slot:
     record: Record
     memory: torch.UntypedStorage  # what the engine reads into
     final: torch.UntypedStorage | None = None  # what the tensors view; not ``memory`` if torch copies it to a device
+    typed: torch.storage.TypedStorage | None = None  # ``final``, as the last persistent id called it
     references: int = 0  # how many tensors of the archive view it
 
 
@@ -71,16 +75,15 @@ class Archive:
         self.path = file.path
         self.engine = engine
         self.slots: dict[str, Slot] = {}
-        self._typed: dict[str, torch.storage.TypedStorage] = {}
         self._device = devices.target(map_location, engine)  # the device that every storage is read to
         with collector_paused():
             records = directory_of(file).records
-        self._data = {name.removeprefix("data/"): r for name, r in records.items() if name.startswith("data/")}
+        self._data = {name[len("data/") :]: r for name, r in records.items() if name.startswith("data/")}
         self._read: ParallelRead | None = ParallelRead(file.path, list(self._data.values()), engine)
         try:
             self._restore_location = torch.serialization._get_restore_location(map_location)
             _check_small_records(file, records)
-            data = _verified(file, records["data.pkl"])
+            data = file.read_record(records["data.pkl"])
             self.tree = self._load(data, records["data.pkl"].crc32 is not None, map_location, weights_only, lands)
             self._check_sizes()
         except BaseException:
@@ -104,7 +107,6 @@ class Archive:
             return unpickle(data, path, load, map_location, weights_only=weights_only)
 
     def _read_all(self) -> None:
-        self._typed = {}
         self.slots = {
             key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self._data.items()
         }
@@ -115,17 +117,6 @@ class Archive:
         for key, slot in self.slots.items():
             if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:
                 raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
-
-    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
-        """The slot that a tensor of the tree views."""
-        try:
-            return self._by_storage.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            return None
-
-    @cached_property
-    def _by_storage(self) -> dict[int, Slot]:
-        return {slot.final._cdata: slot for slot in self.slots.values() if slot.final is not None}
 
     def fill(self, elsewhere: dict[str, tuple[int, int]]) -> None:
         """Reads every storage and verifies its CRC-32. Does nothing if ``filled``.
@@ -180,37 +171,26 @@ class Archive:
             there = self._device != devices.HOST
             slot.final = slot.memory if there else self._restore_location(slot.memory, _text(location))
         slot.references += 1
-        typed = self._typed.get(key)
-        if typed is None or typed.dtype != dtype:
-            typed = torch.storage.TypedStorage(wrap_storage=slot.final, dtype=dtype, _internal=True)
-            self._typed[key] = typed
-        return typed
+        if slot.typed is None or slot.typed.dtype != dtype:
+            slot.typed = torch.storage.TypedStorage(wrap_storage=slot.final, dtype=dtype, _internal=True)
+        return slot.typed
 
 
 def _check_small_records(file: FileReader, records: dict[str, Record]) -> None:
     """Refuses an archive that torch refuses for a small record that nothing here needs."""
-
-    def small(name: str) -> bytes:
-        record = records[name]
-        if record.nbytes > _MAX_SMALL_BYTES:  # a hole of any size costs its writer nothing
-            raise CorruptFileError(f"record {name}: {record.nbytes} bytes, for a few characters", path=file.path)
-        return _verified(file, record)
-
-    if "byteorder" in records and small("byteorder") != sys.byteorder.encode():
-        raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=file.path)
-    version = small("version") if "version" in records else b""
-    if not re.fullmatch(rb"[0-9]{1,2}\n?", version) or not 1 <= int(version) <= _MAX_VERSION:
-        raise CorruptFileError(f"record version: missing, or not within 1 to {_MAX_VERSION}", path=file.path)
+    small = {}
     for name, pattern in _SMALL_RECORDS.items():
-        if name in records and not re.fullmatch(pattern, small(name)):
-            raise CorruptFileError(f"record {name}: not what torch.save writes", path=file.path)
-
-
-def _verified(file: FileReader, record: Record) -> bytes:
-    data = file.read(record.offset, record.nbytes)
-    if record.crc32 not in (None, zlib.crc32(data)):
-        raise CorruptFileError(f"record {record.name}: checksum does not match", path=file.path)
-    return data
+        if name not in records:
+            continue
+        if records[name].nbytes > _MAX_SMALL_BYTES:  # a hole of any size costs its writer nothing
+            raise file.corrupt(f"record {name}: {records[name].nbytes} bytes, for a few characters")
+        small[name] = file.read_record(records[name])
+        if not re.fullmatch(pattern, small[name]):
+            raise file.corrupt(f"record {name}: not what torch.save writes")
+    if small.get("byteorder", sys.byteorder.encode()) != sys.byteorder.encode():
+        raise UnsupportedFormatError("written on a machine of another byte order; use torch.load", path=file.path)
+    if not 1 <= int(small.get("version", 0)) <= _MAX_VERSION:
+        raise file.corrupt(f"record version: missing, or not within 1 to {_MAX_VERSION}")
 
 
 def _text(value: Any) -> str:

@@ -13,10 +13,10 @@ import operator
 import os
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,9 +84,6 @@ class InertObject:
         self.members = []
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def __setitem__(self, key: Any, value: Any) -> None:
         self.entries[key] = value
 
@@ -96,8 +93,7 @@ class InertObject:
     def extend(self, values: list[Any]) -> None:
         self.members.extend(values)
 
-    def add(self, value: Any) -> None:
-        self.members.append(value)
+    add = append
 
 
 def read_inert(path: str | os.PathLike[str], directory: Directory) -> Any:
@@ -105,11 +101,8 @@ def read_inert(path: str | os.PathLike[str], directory: Directory) -> Any:
 
     Raises CorruptFileError if the pickle is damaged or contradicts the archive, LoadError if the file cannot be read.
     """
-    record = directory.records["data.pkl"]
     with FileReader(path) as file:
-        data = file.read(record.offset, record.nbytes)
-    if record.crc32 not in (None, zlib.crc32(data)):
-        raise CorruptFileError("record data.pkl: checksum does not match", path=path)
+        data = file.read_record(directory.records["data.pkl"])
     try:
         return _Unpickler(data, path, directory).load()
     except CorruptFileError:
@@ -173,8 +166,10 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
-    def measure_tuple(self) -> None:
-        """Counts the tuples nested in the one on top of the stack. Raises ValueError if there are too many."""
+    def load_any_tuple(self, load: Callable[[Any], None]) -> None:
+        """Counts the tuples nested in the one that ``load`` puts on the stack. Raises ValueError if there are too
+        many."""
+        load(self)
         made = self.stack[-1]
         inside = [self._tuples.get(id(item), (1, 1)) for item in made if type(item) is tuple]
         if not inside:
@@ -197,16 +192,8 @@ class _Unpickler(pickle._Unpickler):
         return InertStorage(record, dtype, Path(self._path))
 
 
-def _then_measure(load: Callable[[Any], None]) -> Callable[[_Unpickler], None]:
-    def load_tuple(unpickler: _Unpickler) -> None:
-        load(unpickler)
-        unpickler.measure_tuple()
-
-    return load_tuple
-
-
 for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-    _Unpickler.dispatch[_opcode[0]] = _then_measure(_Unpickler.dispatch[_opcode[0]])
+    _Unpickler.dispatch[_opcode[0]] = partial(_Unpickler.load_any_tuple, load=_Unpickler.dispatch[_opcode[0]])
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> InertTensor:
@@ -217,10 +204,6 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> I
     flags = next((item for item in rest if type(item) is dict), {})  # torch calls them metadata
     kind = " and ".join(word for bit, word in (("conj", "conjugated"), ("neg", "negated")) if flags.get(bit))
     return InertTensor(dtype_name(dtype), tuple(shape), offset, tuple(stride), storage, kind)
-
-
-def _same(data: Any, *_: Any) -> Any:
-    return data
 
 
 def _from_type(make: Callable[..., Any], kind: Any, args: tuple[Any, ...], *_: Any) -> Any:
@@ -242,23 +225,19 @@ def _size(sizes: Any = ()) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    """Decodes bytes as pickle protocol 2 writes them."""
-    return text.encode("latin1" if encoding == "latin1" else "utf-8")
-
-
 _KNOWN: dict[str, Any] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": _same,
-    "torch._utils._rebuild_parameter_with_state": _same,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta_tensor,
     "torch._tensor._rebuild_from_type": _from_type,
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.Size": _size,
     "collections.OrderedDict": OrderedDict,
-    "_codecs.encode": _encode,
+    # Protocol 2 writes bytes as text and its encoding.
+    "_codecs.encode": lambda text, encoding: text.encode("latin1" if encoding == "latin1" else "utf-8"),
     **{
         f"{module}.{kind.__name__}": kind
         for module in ("builtins", "__builtin__")

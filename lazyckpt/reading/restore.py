@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -100,12 +101,11 @@ def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
     try:
         with collector_paused():
             landings = provider.landings(archive.tree)
-    except RestoreError as error:
-        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
-        raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}") from None
     except Exception as error:  # a provider may raise anything for a state that we have not written
-        what = f"{type(error).__name__}: {error}"
-        raise RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n  {what}") from error
+        expected = isinstance(error, RestoreError)
+        lines = textwrap.indent(str(error) if expected else f"{type(error).__name__}: {error}", "  ")
+        what = f"{path} does not fit the tracked state; nothing was restored:\n{lines}"
+        raise RestoreError(what) from (None if expected else error)
     try:
         with collector_paused():
             elsewhere, landed = _choose(archive, landings)
@@ -125,30 +125,27 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
     Returns the place of each one by key, and the live tensors by the id of their saved ones. Such a storage is seen
     only through tensors that land, whole, in one and the same place, and nothing else lands in that place.
     """
-    found = [] if archive.filled else [(slot, lg) for lg in landings if (slot := archive.slot_of(lg.saved)) is not None]
-    lives = [landing.live for _, landing in found]
-    storages = [live.untyped_storage() for live in lives]
-    located = devices.locate(storages, [s.device for s in storages], archive.engine) or [devices.HOST] * len(lives)
-    places = list(zip(map(devices.address, lives), located, strict=True))
-    slots: dict[tuple[int, int], Slot | None] = {}  # that land in a place; None if there are several
-    groups: dict[tuple[int, int], list[Landing]] = defaultdict(list)
-    landings_of = Counter(id(slot) for slot, _ in found)
-    for (slot, landing), place in zip(found, places, strict=True):
-        if slots.setdefault(place, slot) is not slot:
-            slots[place] = None
-        groups[place].append(landing)
+    if archive.filled:
+        return {}, {}
+    slots = {slot.final._cdata: (key, slot) for key, slot in archive.slots.items() if slot.final is not None}
+    found = [(slots[at], lg) for lg in landings if (at := lg.saved.untyped_storage()._cdata) in slots]
+    where = [landing.live.device for _, landing in found]
+    located = devices.locate((), where, archive.engine) or [devices.HOST] * len(found)
+    groups: dict[tuple[int, int], list[tuple[str, Slot, Landing]]] = defaultdict(list)
+    for ((key, slot), landing), device in zip(found, located, strict=True):
+        groups[devices.address(landing.live), device].append((key, slot, landing))
+    landings_of = Counter(id(slot) for (_, slot), _ in found)
     elsewhere = {}
     landed = {}
-    for place, slot in slots.items():
-        group = groups[place]
+    for place, group in groups.items():
+        key, slot, _ = group[0]
         if (
-            slot is not None
-            and slot.references == landings_of[id(slot)] == len(group)  # all that views it lands, and lands here
+            slot.references == landings_of[id(slot)] == len(group)  # all that views it lands, and lands here
             and place[1] != devices.ELSEWHERE
-            and all(_is_whole(slot, landing) for landing in group)
+            and all(other is slot and _is_whole(slot, landing) for _, other, landing in group)
         ):
-            elsewhere[slot.record.name.removeprefix("data/")] = place
-            landed.update({id(landing.saved): landing.live for landing in group})
+            elsewhere[key] = place
+            landed.update({id(landing.saved): landing.live for *_, landing in group})
     return elsewhere, landed
 
 
@@ -156,7 +153,7 @@ def _is_whole(slot: Slot, landing: Landing) -> bool:
     """Whether both tensors show the bytes of the storage, all of them, in order and as they are."""
     saved, live = landing.saved, landing.live
     return (
-        saved.numel() * saved.element_size() == slot.record.nbytes > 0
+        saved.nbytes == slot.record.nbytes > 0
         and saved.is_contiguous()
         and live.is_contiguous()
         and saved.is_conj() == live.is_conj()

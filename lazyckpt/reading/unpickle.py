@@ -7,14 +7,14 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from lazyckpt.errors import LoadError, UnsupportedFormatError
 from lazyckpt.formats.pickle_guard import CONSENT, GuardedPickle
-from lazyckpt.formats.safe_globals import WITHOUT_STORAGES, RestrictedUnpickler, sparse_tensors_to_validate
+from lazyckpt.formats.safe_globals import WITHOUT_STORAGES, sparse_tensors_to_validate
 
 # torch's messages for opcodes that pickle writes and the restricted unpickler does not read; the last one is ours.
 _BEYOND = re.compile("Unsupported operand|nested too deep")
@@ -41,27 +41,22 @@ def unpickle(
 
     With ``needs_no_bytes``, raises NeedsBytes for a pickle that names more than plain tensors.
     """
-    stream: io.BytesIO
-    unpickler: Any
-    if weights_only:
-        stream = (_PlainNames if needs_no_bytes else GuardedPickle)(data, path)
-        unpickler = stream.unpickler = RestrictedUnpickler(stream, encoding="utf-8")
-    else:
-        stream = io.BytesIO(data)
-        unpickler = _Unpickler(stream, encoding="utf-8")
-    unpickler.persistent_load = persistent_load
     torch.serialization._serialization_tls.map_location = map_location
     try:
-        tree = unpickler.load()
+        if weights_only:
+            tree = (_PlainNames if needs_no_bytes else GuardedPickle)(data, path).load(persistent_load)
+        else:
+            unpickler: Any = _Unpickler(io.BytesIO(data), encoding="utf-8")
+            unpickler.persistent_load = persistent_load
+            tree = unpickler.load()
         # torch checks only on request, but an index outside of its tensor makes later code write outside of memory.
-        with torch.sparse.check_sparse_tensor_invariants(weights_only or _checks_sparse_tensors()):
+        checked = weights_only or bool(torch.sparse.check_sparse_tensor_invariants.is_enabled())
+        with torch.sparse.check_sparse_tensor_invariants(checked):
             torch._utils._validate_loaded_sparse_tensors()
         return tree
     finally:
         sparse_tensors_to_validate().clear()
         torch.serialization._serialization_tls.map_location = None
-        if isinstance(stream, GuardedPickle):
-            del stream.unpickler  # breaks a cycle that would keep the archive, and its part of the ring, alive
 
 
 @contextmanager
@@ -97,18 +92,16 @@ class _PlainNames(GuardedPickle):
         if self._module is None:
             self._module = word
             return line
-        module, self._module = self._module, None
-        in_torch = module in ("torch", "torch.storage")
-        if not ((in_torch and word.endswith("Storage")) or f"{module}.{word}" in _PLAIN_NAMES):
+        full, self._module = f"{self._module}.{word}", None
+        if not re.fullmatch(r"torch\.(storage\.)?\w+Storage", full) and full not in _PLAIN_NAMES:
             raise NeedsBytes
         return line
 
 
-_PLAIN_NAMES = frozenset(
-    ["collections.OrderedDict", "_codecs.encode", "torch.Size", "torch.device"]
-    + [f"torch._utils._rebuild_{what}" for what in ("tensor_v2", "tensor_v3", "parameter", "meta_tensor_no_storage")]
-    + [str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
-    + sorted(WITHOUT_STORAGES)
+_PLAIN_NAMES = WITHOUT_STORAGES.union(
+    ["collections.OrderedDict", "_codecs.encode", "torch.Size", "torch.device"],
+    (f"torch._utils._rebuild_{what}" for what in ("tensor_v2", "tensor_v3", "parameter", "meta_tensor_no_storage")),
+    (str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
 )
 
 
@@ -118,12 +111,6 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if "Storage" in name:
-            try:
+            with suppress(KeyError):
                 return torch.serialization.StorageType(name)
-            except KeyError:
-                pass
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
-
-
-def _checks_sparse_tensors() -> bool:
-    return bool(torch.sparse.check_sparse_tensor_invariants.is_enabled())
