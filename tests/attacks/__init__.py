@@ -2,7 +2,8 @@
 
 An attack is a function that makes one hostile file or folder and says in one sentence what it hopes for.
 ``test_attacks.py`` gives each one to everything that reads. The modules are named after what they attack: ``zips``,
-``pickles``, ``headers`` (safetensors), ``folders``. To add an attack, write its function; nothing else needs to know.
+``pickles``, ``headers`` (safetensors), ``folders``. To add an attack, write a row (``hostile``), or a function if it
+takes more than one expression; nothing else needs to know.
 
 ``test_fuzz.py`` gives nearly valid files (``mutate.py``) to everything that reads, and ``judge.py`` says what must hold
 for any bytes at all. ``make fuzz`` lets atheris look for inputs that reach new code (``explore.py``). Whatever it finds
@@ -47,13 +48,19 @@ def attack(
 ) -> Callable[[Make], Make]:
     """Registers an attack under the name of its function."""
 
-    def register(make: Make) -> Make:
+    def decorate(make: Make) -> Make:
         name = f"{make.__module__.rpartition('.')[2]}.{make.__name__}"
-        assert make.__doc__ and name not in ATTACKS
-        ATTACKS[name] = Attack(name, make, harmless, large, trap)
+        register(make, name, make.__doc__, harmless=harmless, large=large, trap=trap)
         return make
 
-    return register(make) if make is not None else register  # type: ignore[return-value]
+    return decorate(make) if make is not None else decorate  # type: ignore[return-value]
+
+
+def register(
+    make: Make, name: str, sentence: str | None, *, harmless: str = "", large: str = "", trap: bool = False
+) -> None:
+    assert sentence and name not in ATTACKS
+    ATTACKS[name] = Attack(name, make, harmless, large, trap)
 
 
 def victim() -> dict[str, Any]:

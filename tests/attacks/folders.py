@@ -7,11 +7,12 @@ import math
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lazyckpt
-from attacks import attack, victim
+from attacks import attack, register, victim
 from attacks.pickles import PROTO, STOP, archive, call, opcodes, tensor
 from lazyckpt.storage.manifest import checksum
 
@@ -54,85 +55,54 @@ def outside(folder: Path) -> Path:
 # Not a regular file
 
 
-@attack
-def state_is_a_symlink(folder: Path) -> Path:
-    """state.pt leads to a file outside."""
-    path = step(folder)
-    shutil.move(path / "state.pt", outside(folder) / "state.pt")
-    (path / "state.pt").symlink_to(folder / "outside" / "state.pt")
-    return folder / "run"
+def moved_outside(path: Path) -> None:
+    away = outside(path.parent.parent.parent) / path.name
+    shutil.move(path, away)
+    path.symlink_to(away)
 
 
-@attack
-def state_is_a_device(folder: Path) -> Path:
-    """state.pt leads to /dev/zero, which has no end."""
-    path = step(folder)
-    (path / "state.pt").unlink()
-    (path / "state.pt").symlink_to("/dev/zero")
-    return folder / "run"
+def leads_to_a_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
 
 
-@attack
-def state_is_a_fifo(folder: Path) -> Path:
-    """state.pt is a pipe that nobody writes into: who opens it waits for ever."""
-    path = step(folder)
-    (path / "state.pt").unlink()
-    os.mkfifo(path / "state.pt")
-    return folder / "run"
+def becomes_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
-@attack
-def state_is_a_folder(folder: Path) -> Path:
-    """state.pt is a folder."""
-    path = step(folder)
-    (path / "state.pt").unlink()
-    (path / "state.pt").mkdir()
-    return folder / "run"
+def becomes_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
-@attack
-def manifest_is_a_symlink(folder: Path) -> Path:
-    """manifest.json leads to a file outside, which is a good manifest."""
-    path = step(folder)
-    shutil.move(path / "manifest.json", outside(folder) / "manifest.json")
-    (path / "manifest.json").symlink_to(folder / "outside" / "manifest.json")
-    return folder / "run"
+def leads_to_the_secret(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(outside(path.parent.parent.parent) / "secret")
 
 
-@attack
-def manifest_is_a_secret(folder: Path) -> Path:
-    """manifest.json leads to a file whose contents an error message may tell."""
-    path = step(folder)
-    (path / "manifest.json").unlink()
-    (path / "manifest.json").symlink_to(outside(folder) / "secret")
-    return folder / "run"
+def not_a_file(name: str, sentence: str, file: str, change: Callable[[Path], None]) -> None:
+    def make(folder: Path) -> Path:
+        change(step(folder) / file)
+        return folder / "run"
+
+    register(make, f"folders.{name}", sentence)
 
 
-@attack
-def manifest_is_a_device(folder: Path) -> Path:
-    """manifest.json leads to /dev/zero."""
-    path = step(folder)
-    (path / "manifest.json").unlink()
-    (path / "manifest.json").symlink_to("/dev/zero")
-    return folder / "run"
-
-
-@attack
-def manifest_is_a_fifo(folder: Path) -> Path:
-    """manifest.json is a pipe."""
-    path = step(folder)
-    (path / "manifest.json").unlink()
-    os.mkfifo(path / "manifest.json")
-    return folder / "run"
-
-
-@attack
-def manifest_is_a_folder(folder: Path) -> Path:
-    """manifest.json is a folder."""
-    path = step(folder)
-    (path / "manifest.json").unlink()
-    (path / "manifest.json").mkdir()
-    return folder / "run"
+for _kind, _sentence, _change in (
+    ("symlink", "leads to a file outside", moved_outside),
+    ("device", "leads to /dev/zero, which has no end", leads_to_a_device),
+    ("fifo", "is a pipe that nobody writes into: who opens it waits for ever", becomes_a_fifo),
+    ("folder", "is a folder", becomes_a_folder),
+):
+    not_a_file(f"state_is_a_{_kind}", f"state.pt {_sentence}.", "state.pt", _change)
+    not_a_file(f"manifest_is_a_{_kind}", f"manifest.json {_sentence}.", "manifest.json", _change)
+not_a_file(
+    "manifest_is_a_secret",
+    "manifest.json leads to a file whose contents an error message may tell.",
+    "manifest.json",
+    leads_to_the_secret,
+)
 
 
 @attack
@@ -207,8 +177,7 @@ def hostile(name: str, sentence: str, **changes: Any) -> None:
         step(folder, **changes)
         return folder / "run"
 
-    make.__name__, make.__doc__, make.__module__ = f"manifest_{name}", sentence, __name__
-    attack(make)
+    register(make, f"folders.manifest_{name}", sentence)
 
 
 def other(**changes: Any) -> list[dict[str, Any]]:
@@ -331,8 +300,8 @@ def state(name: str, sentence: str, **parts: Any) -> None:
         step(folder, tree=PROTO + opcodes(tree) + STOP)
         return folder / "run"
 
-    make.__name__, make.__doc__, make.__module__ = f"state_{name}", sentence, __name__
-    attack(make, harmless="an object like any other for load; restore() must refuse it")
+    harmless = "an object like any other for load; restore() must refuse it"
+    register(make, f"folders.state_{name}", sentence, harmless=harmless)
 
 
 state("of_nothing", "Empty states.")

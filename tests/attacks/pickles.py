@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attacks import CANARY, attack
+from attacks import CANARY, attack, register
 
 PROTO, STOP = b"\x80\x02", b"."
 REDUCE, BUILD, NEWOBJ = b"R", b"b", b"\x81"
@@ -91,56 +91,65 @@ def archive(folder: Path, obj: Any, records: Mapping[str, bytes] | None = None) 
     return path
 
 
+def hostile(
+    name: str,
+    sentence: str,
+    obj: Any,
+    records: Mapping[str, bytes] | None = None,
+    harmless: str = "",
+    trap: bool = False,
+) -> None:
+    """Registers the attack ``archive(folder, obj, records)``. ``obj`` may be a function of the folder."""
+
+    def make(folder: Path) -> Path:
+        return archive(folder, obj(folder) if callable(obj) else obj, records)
+
+    register(make, f"pickles.{name}", sentence, harmless=harmless, trap=trap)
+
+
 def system(folder: Path) -> bytes:
     return PROTO + call("os.system", f"touch '{folder / CANARY}'") + STOP
 
 
 # Gadgets
-
-
-@attack(trap=True)
-def os_system(folder: Path) -> Path:
-    """The plainest gadget: a call of os.system."""
-    return archive(folder, system(folder))
-
-
-@attack(trap=True)
-def posix_system(folder: Path) -> Path:
-    """The same function under the name of the module that it is from."""
-    return archive(folder, {"x": call("posix.system", f"touch '{folder / CANARY}'")})
-
-
-@attack(trap=True)
-def builtins_eval(folder: Path) -> Path:
-    """builtins.eval of an expression."""
-    return archive(folder, {"x": call("builtins.eval", f"open({str(folder / CANARY)!r}, 'w')")})
-
-
-@attack(trap=True)
-def old_builtins_exec(folder: Path) -> Path:
-    """exec under Python 2's name for builtins, which unpicklers translate."""
-    return archive(folder, {"x": call("__builtin__.eval", f"open({str(folder / CANARY)!r}, 'w')")})
-
-
-@attack(trap=True)
-def subprocess_popen(folder: Path) -> Path:
-    """A class whose making is a call."""
-    return archive(folder, {"x": call("subprocess.Popen", ["touch", str(folder / CANARY)])})
-
-
-@attack(trap=True)
-def getattr_chain(folder: Path) -> Path:
-    """getattr climbs from a module that looks harmless to os.system."""
-    return archive(
-        folder,
-        call(call("builtins.getattr", call("importlib.import_module", "os"), "system"), f"touch '{folder / CANARY}'"),
-    )
-
-
-@attack
-def dotted_name(folder: Path) -> Path:
-    """A name with a dot in it: torch, then serialization.os.system."""
-    return archive(folder, call(Raw(b"ctorch\nserialization.os.system\n"), f"touch '{folder / CANARY}'"))
+hostile("os_system", "The plainest gadget: a call of os.system.", lambda folder: system(folder), trap=True)
+hostile(
+    "posix_system",
+    "The same function under the name of the module that it is from.",
+    lambda folder: {"x": call("posix.system", f"touch '{folder / CANARY}'")},
+    trap=True,
+)
+hostile(
+    "builtins_eval",
+    "builtins.eval of an expression.",
+    lambda folder: {"x": call("builtins.eval", f"open({str(folder / CANARY)!r}, 'w')")},
+    trap=True,
+)
+hostile(
+    "old_builtins_exec",
+    "exec under Python 2's name for builtins, which unpicklers translate.",
+    lambda folder: {"x": call("__builtin__.eval", f"open({str(folder / CANARY)!r}, 'w')")},
+    trap=True,
+)
+hostile(
+    "subprocess_popen",
+    "A class whose making is a call.",
+    lambda folder: {"x": call("subprocess.Popen", ["touch", str(folder / CANARY)])},
+    trap=True,
+)
+hostile(
+    "getattr_chain",
+    "getattr climbs from a module that looks harmless to os.system.",
+    lambda folder: call(
+        call("builtins.getattr", call("importlib.import_module", "os"), "system"), f"touch '{folder / CANARY}'"
+    ),
+    trap=True,
+)
+hostile(
+    "dotted_name",
+    "A name with a dot in it: torch, then serialization.os.system.",
+    lambda folder: call(Raw(b"ctorch\nserialization.os.system\n"), f"touch '{folder / CANARY}'"),
+)
 
 
 @attack(trap=True)
@@ -150,16 +159,18 @@ def stack_global(folder: Path) -> Path:
     return archive(folder, b"\x80\x04" + call(function, f"touch '{folder / CANARY}'") + STOP)
 
 
-@attack(trap=True)
-def inst_opcode(folder: Path) -> Path:
-    """INST, an opcode of 1995 which names and calls at once."""
-    return archive(folder, b"(" + text(f"touch '{folder / CANARY}'") + b"ios\nsystem\n.")
-
-
-@attack(trap=True)
-def obj_opcode(folder: Path) -> Path:
-    """OBJ, its brother."""
-    return archive(folder, b"(cos\nsystem\n" + text(f"touch '{folder / CANARY}'") + b"o.")
+hostile(
+    "inst_opcode",
+    "INST, an opcode of 1995 which names and calls at once.",
+    lambda folder: b"(" + text(f"touch '{folder / CANARY}'") + b"ios\nsystem\n.",
+    trap=True,
+)
+hostile(
+    "obj_opcode",
+    "OBJ, its brother.",
+    lambda folder: b"(cos\nsystem\n" + text(f"touch '{folder / CANARY}'") + b"o.",
+    trap=True,
+)
 
 
 @attack(trap=True)
@@ -198,18 +209,12 @@ def nested(inner: Path) -> dict[str, Any]:
     return {"x": call(keywords, str(inner))}
 
 
-@attack
-def blocked_even_if_allowed(folder: Path) -> Path:
-    """sys.modules, from which everything can be had."""
-    return archive(folder, {"x": name("sys.modules")})
-
-
-@attack
-def torch_functions(folder: Path) -> Path:
-    """Functions of torch that compile, load or call: not on the list."""
-    return archive(
-        folder, {"x": call("torch.hub.load", "x", "y"), "y": call("torch.utils.cpp_extension.load", "x", ["y"])}
-    )
+hostile("blocked_even_if_allowed", "sys.modules, from which everything can be had.", {"x": name("sys.modules")})
+hostile(
+    "torch_functions",
+    "Functions of torch that compile, load or call: not on the list.",
+    {"x": call("torch.hub.load", "x", "y"), "y": call("torch.utils.cpp_extension.load", "x", ["y"])},
+)
 
 
 @attack
@@ -219,40 +224,31 @@ def rebuild_from_type_of_a_function(folder: Path) -> Path:
     return archive(folder, {"x": call("torch._tensor._rebuild_from_type_v2", *gadget)})
 
 
-@attack
-def extension_codes(folder: Path) -> Path:
-    """EXT1, EXT2 and EXT4 name functions that a program has registered by number."""
-    return archive(folder, PROTO + b"(\x82\x01\x83\x02\0\x84\x03\0\0\0l.")
-
-
-@attack
-def persistent_text(folder: Path) -> Path:
-    """A persistent id that is a line of text."""
-    return archive(folder, PROTO + b"Pmodule\n.")
-
-
-@attack
-def persistent_module(folder: Path) -> Path:
-    """A persistent id of another kind, as TorchScript's packages have: code."""
-    return archive(folder, {"x": Raw(opcodes(("module", "os", "system", "cpu", 1)) + b"Q")})
-
-
-@attack
-def persistent_nested(folder: Path) -> Path:
-    """A persistent id whose key is a tuple of itself, ten thousand deep."""
-    return archive(
-        folder,
-        {
-            "x": Raw(
-                opcodes(("storage", name("torch.FloatStorage")))[:-1]
-                + b")"
-                + TUPLE1 * 10_000
-                + text("cpu")
-                + number(4)
-                + b"tQ"
-            )
-        },
-    )
+hostile(
+    "extension_codes",
+    "EXT1, EXT2 and EXT4 name functions that a program has registered by number.",
+    PROTO + b"(\x82\x01\x83\x02\0\x84\x03\0\0\0l.",
+)
+hostile("persistent_text", "A persistent id that is a line of text.", PROTO + b"Pmodule\n.")
+hostile(
+    "persistent_module",
+    "A persistent id of another kind, as TorchScript's packages have: code.",
+    {"x": Raw(opcodes(("module", "os", "system", "cpu", 1)) + b"Q")},
+)
+hostile(
+    "persistent_nested",
+    "A persistent id whose key is a tuple of itself, ten thousand deep.",
+    {
+        "x": Raw(
+            opcodes(("storage", name("torch.FloatStorage")))[:-1]
+            + b")"
+            + TUPLE1 * 10_000
+            + text("cpu")
+            + number(4)
+            + b"tQ"
+        )
+    },
+)
 
 
 # NumPy and the standard library, as far as lazyckpt reads them
@@ -291,28 +287,26 @@ def array_with_fields_of_objects(folder: Path) -> Path:
     return archive(folder, {"x": array((2,), kind, b"\1\0\0\0\0\0\0\0" * 2)})
 
 
-@attack
-def dtype_of_any_size(folder: Path) -> Path:
-    """Text of five characters whose state says that an item has one byte."""
-    return archive(folder, {"x": array((2,), dtype("U5", 3, "<", None, None, None, 1, 4, 8), b"ab")})
-
-
-@attack
-def dtype_of_everybody(folder: Path) -> Path:
-    """Without a copy numpy.dtype returns NumPy's own, whose byte order is then changed."""
-    return archive(folder, {"x": built(call("numpy.dtype", "f8", False, False), (3, ">", None, None, None, -1, -1, 0))})
-
-
-@attack
-def array_of_nobodys_memory(folder: Path) -> Path:
-    """numpy.ndarray without a buffer shows what was in memory before."""
-    return archive(folder, {"x": call("numpy.ndarray", (1 << 20,), dtype("u1"))})
-
-
-@attack
-def array_by_newobj(folder: Path) -> Path:
-    """The same through NEWOBJ, and terabytes of it."""
-    return archive(folder, {"x": Raw(name("numpy.ndarray") + opcodes(((1 << 42,), dtype("u1"))) + NEWOBJ)})
+hostile(
+    "dtype_of_any_size",
+    "Text of five characters whose state says that an item has one byte.",
+    {"x": array((2,), dtype("U5", 3, "<", None, None, None, 1, 4, 8), b"ab")},
+)
+hostile(
+    "dtype_of_everybody",
+    "Without a copy numpy.dtype returns NumPy's own, whose byte order is then changed.",
+    {"x": built(call("numpy.dtype", "f8", False, False), (3, ">", None, None, None, -1, -1, 0))},
+)
+hostile(
+    "array_of_nobodys_memory",
+    "numpy.ndarray without a buffer shows what was in memory before.",
+    {"x": call("numpy.ndarray", (1 << 20,), dtype("u1"))},
+)
+hostile(
+    "array_by_newobj",
+    "The same through NEWOBJ, and terabytes of it.",
+    {"x": Raw(name("numpy.ndarray") + opcodes(((1 << 42,), dtype("u1"))) + NEWOBJ)},
+)
 
 
 @attack
@@ -329,10 +323,11 @@ def array_beyond_its_storage(folder: Path) -> Path:
     return archive(folder, {"x": call("numpy.ndarray", (1 << 20,), dtype("f8"), memory, 0, None, "C")})
 
 
-@attack
-def array_of_empty_items(folder: Path) -> Path:
-    """Items without bytes: an array of any length takes none, and a set of it takes forever."""
-    return archive(folder, {"x": call("builtins.set", array((1 << 50,), dtype("S0"), b""))})
+hostile(
+    "array_of_empty_items",
+    "Items without bytes: an array of any length takes none, and a set of it takes forever.",
+    {"x": call("builtins.set", array((1 << 50,), dtype("S0"), b""))},
+)
 
 
 @attack
@@ -361,16 +356,16 @@ def array_state_by_rebuild(folder: Path) -> Path:
     return archive(folder, {"x": call("builtins.set", made)})
 
 
-@attack
-def scalar_without_bytes(folder: Path) -> Path:
-    """A number whose bytes are not there."""
-    return archive(folder, {"x": call("numpy._core.multiarray.scalar", dtype("S999999999"), in_bytes(b""))})
-
-
-@attack
-def scalar_of_an_object(folder: Path) -> Path:
-    """A scalar of objects is whatever it is given."""
-    return archive(folder, {"x": call("numpy._core.multiarray.scalar", dtype("O8"), name("numpy.ndarray"))})
+hostile(
+    "scalar_without_bytes",
+    "A number whose bytes are not there.",
+    {"x": call("numpy._core.multiarray.scalar", dtype("S999999999"), in_bytes(b""))},
+)
+hostile(
+    "scalar_of_an_object",
+    "A scalar of objects is whatever it is given.",
+    {"x": call("numpy._core.multiarray.scalar", dtype("O8"), name("numpy.ndarray"))},
+)
 
 
 @attack
@@ -382,28 +377,22 @@ def view_of_wrapping_numbers(folder: Path) -> Path:
     return archive(folder, {"x": tensor(0, (size,), (stride,))})
 
 
-@attack
-def path_of_anything(folder: Path) -> Path:
-    """A path made of an object that is no text."""
-    return archive(folder, {"x": call("pathlib.PosixPath", call("collections.OrderedDict"))})
-
-
-@attack
-def path_with_a_state(folder: Path) -> Path:
-    """BUILD on a path replaces its parts, or its class."""
-    return archive(folder, {"x": built(call("pathlib.PosixPath", "a"), (None, {"__class__": name("torch.Tensor")}))})
-
-
-@attack
-def date_out_of_range(folder: Path) -> Path:
-    """The year 0, whose day of the week is read from in front of a table."""
-    return archive(folder, {"x": call("datetime.datetime", in_bytes(b"\0\0\1\xff\xff\xff\xff\xff\xff\xff"))})
-
-
-@attack
-def bytes_of_a_number(folder: Path) -> Path:
-    """bytes, given a number, makes 16 GiB of zeros."""
-    return archive(folder, {"x": call("builtins.bytes", 16 << 30)})
+hostile(
+    "path_of_anything",
+    "A path made of an object that is no text.",
+    {"x": call("pathlib.PosixPath", call("collections.OrderedDict"))},
+)
+hostile(
+    "path_with_a_state",
+    "BUILD on a path replaces its parts, or its class.",
+    {"x": built(call("pathlib.PosixPath", "a"), (None, {"__class__": name("torch.Tensor")}))},
+)
+hostile(
+    "date_out_of_range",
+    "The year 0, whose day of the week is read from in front of a table.",
+    {"x": call("datetime.datetime", in_bytes(b"\0\0\1\xff\xff\xff\xff\xff\xff\xff"))},
+)
+hostile("bytes_of_a_number", "bytes, given a number, makes 16 GiB of zeros.", {"x": call("builtins.bytes", 16 << 30)})
 
 
 @attack
@@ -414,66 +403,34 @@ def frozen_set_of_a_deep_tuple(folder: Path) -> Path:
 
 
 # Memory, stack and time
-
-
-@attack(harmless="the memo is a dict")
-def memo_index(folder: Path) -> Path:
-    """A memo with the index 2^31: the unpickler in C makes room for all below."""
-    return archive(folder, PROTO + b"Nr\xff\xff\xff\x7f.")
-
-
-@attack
-def memo_missing(folder: Path) -> Path:
-    """A memo that was never put."""
-    return archive(folder, PROTO + b"h\x07.")
-
-
-@attack
-def empty_stack(folder: Path) -> Path:
-    """Opcodes that take what is not on the stack."""
-    return archive(folder, PROTO + b"\x85\x87Rbu.")
-
-
-@attack
-def no_mark(folder: Path) -> Path:
-    """Opcodes that look for a mark which was never set."""
-    return archive(folder, PROTO + b"]K\x01eu.")
-
-
-@attack
-def long_text(folder: Path) -> Path:
-    """A string of 4 GiB, of which five bytes are there."""
-    return archive(folder, PROTO + b"X\xff\xff\xff\xffhello.")
-
-
-@attack
-def long_bytearray(folder: Path) -> Path:
-    """BYTEARRAY8 of 64 GiB: room is made before it is read."""
-    return archive(folder, b"\x80\x05\x96" + struct.pack("<Q", 64 << 30) + b"x.")
-
-
-@attack
-def long_frame(folder: Path) -> Path:
-    """A frame of 2^62 bytes."""
-    return archive(folder, b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.")
-
-
-@attack
-def long_number(folder: Path) -> Path:
-    """LONG4 with a negative length."""
-    return archive(folder, PROTO + b"\x8b\xff\xff\xff\xff.")
-
-
-@attack
-def bytearray_of_a_number(folder: Path) -> Path:
-    """bytearray is allowed, for its bytes; given a number, it makes 16 GiB of zeros."""
-    return archive(folder, {"x": call("builtins.bytearray", 16 << 30)})
-
-
-@attack(harmless="bytearray.__new__ takes no notice of a length")
-def bytearray_by_newobj(folder: Path) -> Path:
-    """The same through NEWOBJ."""
-    return archive(folder, {"x": Raw(name("builtins.bytearray") + opcodes((16 << 30,)) + NEWOBJ + opcodes({}) + BUILD)})
+hostile(
+    "memo_index",
+    "A memo with the index 2^31: the unpickler in C makes room for all below.",
+    PROTO + b"Nr\xff\xff\xff\x7f.",
+    harmless="the memo is a dict",
+)
+hostile("memo_missing", "A memo that was never put.", PROTO + b"h\x07.")
+hostile("empty_stack", "Opcodes that take what is not on the stack.", PROTO + b"\x85\x87Rbu.")
+hostile("no_mark", "Opcodes that look for a mark which was never set.", PROTO + b"]K\x01eu.")
+hostile("long_text", "A string of 4 GiB, of which five bytes are there.", PROTO + b"X\xff\xff\xff\xffhello.")
+hostile(
+    "long_bytearray",
+    "BYTEARRAY8 of 64 GiB: room is made before it is read.",
+    b"\x80\x05\x96" + struct.pack("<Q", 64 << 30) + b"x.",
+)
+hostile("long_frame", "A frame of 2^62 bytes.", b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.")
+hostile("long_number", "LONG4 with a negative length.", PROTO + b"\x8b\xff\xff\xff\xff.")
+hostile(
+    "bytearray_of_a_number",
+    "bytearray is allowed, for its bytes; given a number, it makes 16 GiB of zeros.",
+    {"x": call("builtins.bytearray", 16 << 30)},
+)
+hostile(
+    "bytearray_by_newobj",
+    "The same through NEWOBJ.",
+    {"x": Raw(name("builtins.bytearray") + opcodes((16 << 30,)) + NEWOBJ + opcodes({}) + BUILD)},
+    harmless="bytearray.__new__ takes no notice of a length",
+)
 
 
 @attack
@@ -483,16 +440,12 @@ def bytearray_by_rebuild(folder: Path) -> Path:
     return archive(folder, {"x": call("torch._tensor._rebuild_from_type_v2", *rebuild)})
 
 
-@attack
-def tensor_of_a_number(folder: Path) -> Path:
-    """torch.Tensor, given a number, is as long as that."""
-    return archive(folder, {"x": call("torch.Tensor", 1 << 40)})
-
-
-@attack
-def untyped_storage_of_a_number(folder: Path) -> Path:
-    """torch.storage.UntypedStorage, given a number, is as long as that."""
-    return archive(folder, {"x": call("torch.storage.UntypedStorage", 1 << 42)})
+hostile("tensor_of_a_number", "torch.Tensor, given a number, is as long as that.", {"x": call("torch.Tensor", 1 << 40)})
+hostile(
+    "untyped_storage_of_a_number",
+    "torch.storage.UntypedStorage, given a number, is as long as that.",
+    {"x": call("torch.storage.UntypedStorage", 1 << 42)},
+)
 
 
 @attack
@@ -506,24 +459,21 @@ def tensors_that_share_their_sizes(folder: Path) -> Path:
     return archive(folder, Raw(b"](" + sizes + rebuild + arguments + b"h\x01h\x02R" * 500 + b"e"))
 
 
-@attack
-def hash_of_a_deep_tuple(folder: Path) -> Path:
-    """A key that is a tuple a million deep: its hash overflows the C stack, which no exception tells."""
-    return archive(folder, PROTO + b"})" + TUPLE1 * 1_000_000 + b"Ns.")
-
-
-@attack
-def hash_of_a_deep_tuple_among_others(folder: Path) -> Path:
-    """The same among several keys that are set at once."""
-    return archive(folder, PROTO + b"}(NN)" + TUPLE1 * 1_000_000 + b"Nu.")
-
-
-@attack
-def hash_of_a_deep_tuple_in_a_set(folder: Path) -> Path:
-    """The same as the member of a set, whose making is a call."""
-    return archive(
-        folder, PROTO + name("builtins.set") + b"](" + b")" + TUPLE1 * 1_000_000 + b"e" + TUPLE1 + REDUCE + STOP
-    )
+hostile(
+    "hash_of_a_deep_tuple",
+    "A key that is a tuple a million deep: its hash overflows the C stack, which no exception tells.",
+    PROTO + b"})" + TUPLE1 * 1_000_000 + b"Ns.",
+)
+hostile(
+    "hash_of_a_deep_tuple_among_others",
+    "The same among several keys that are set at once.",
+    PROTO + b"}(NN)" + TUPLE1 * 1_000_000 + b"Nu.",
+)
+hostile(
+    "hash_of_a_deep_tuple_in_a_set",
+    "The same as the member of a set, whose making is a call.",
+    PROTO + name("builtins.set") + b"](" + b")" + TUPLE1 * 1_000_000 + b"e" + TUPLE1 + REDUCE + STOP,
+)
 
 
 @attack
@@ -549,10 +499,12 @@ def hash_of_a_deep_size(folder: Path) -> Path:
     return archive(folder, PROTO + b"}" + deep + b"Ns.")
 
 
-@attack(harmless="a tree may be as deep as a pickle without recursion makes it")
-def deep_list(folder: Path) -> Path:
-    """A list a hundred thousand deep, for whoever walks it by recursion."""
-    return archive(folder, PROTO + b"]" * 100_000 + b"a" * 99_999 + STOP)
+hostile(
+    "deep_list",
+    "A list a hundred thousand deep, for whoever walks it by recursion.",
+    PROTO + b"]" * 100_000 + b"a" * 99_999 + STOP,
+    harmless="a tree may be as deep as a pickle without recursion makes it",
+)
 
 
 @attack(harmless="lists may be shared")
@@ -562,138 +514,81 @@ def a_billion_laughs(folder: Path) -> Path:
     return archive(folder, PROTO + text("ha") + laughs + STOP)
 
 
-@attack(harmless="names may be long")
-def long_paths(folder: Path) -> Path:
-    """One name of a megabyte above a hundred thousand values: their paths would take a hundred gigabytes."""
-    return archive(folder, {"a" * (1 << 20): Raw(b"](" + b"N" * 100_000 + b"](NeeNa" + b"")})
-
-
-@attack
-def a_million_names(folder: Path) -> Path:
-    """Two hundred thousand different functions are named, each of which a reader may make an object for."""
-    return archive(folder, PROTO + b"(" + b"".join(b"ca\n%x\n0" % n for n in range(200_000)) + b"t.")
-
-
-@attack
-def slow_codec(folder: Path) -> Path:
-    """_codecs.encode is allowed, for bytes; some of its codecs are programs that take quadratic time."""
-    return archive(
-        folder, {"x": call("_codecs.encode", "".join(chr(0x4E00 + n % 20000) for n in range(200_000)), "punycode")}
-    )
+hostile(
+    "long_paths",
+    "One name of a megabyte above a hundred thousand values: their paths would take a hundred gigabytes.",
+    {"a" * (1 << 20): Raw(b"](" + b"N" * 100_000 + b"](NeeNa" + b"")},
+    harmless="names may be long",
+)
+hostile(
+    "a_million_names",
+    "Two hundred thousand different functions are named, each of which a reader may make an object for.",
+    PROTO + b"(" + b"".join(b"ca\n%x\n0" % n for n in range(200_000)) + b"t.",
+)
+hostile(
+    "slow_codec",
+    "_codecs.encode is allowed, for bytes; some of its codecs are programs that take quadratic time.",
+    {"x": call("_codecs.encode", "".join(chr(0x4E00 + n % 20000) for n in range(200_000)), "punycode")},
+)
 
 
 # Tensors
-
-
-@attack
-def storage_missing(folder: Path) -> Path:
-    """A storage that is not in the archive."""
-    return archive(folder, {"x": tensor(key="7")})
-
-
-@attack
-def storage_by_a_number(folder: Path) -> Path:
-    """One storage by the key "0" and by the key 0: shared for one reader, two copies for another."""
-    return archive(folder, {"x": tensor(), "y": tensor(key=0)})
-
-
-@attack
-def storage_of_another_length(folder: Path) -> Path:
-    """A storage that declares more elements than its record has bytes for."""
-    return archive(folder, {"x": tensor(numel=5)})
-
-
-@attack
-def storage_of_another_type(folder: Path) -> Path:
-    """The same by the size of its elements."""
-    return archive(folder, {"x": tensor(kind="torch.DoubleStorage")})
-
-
-@attack
-def storage_negative(folder: Path) -> Path:
-    """A storage of minus four elements."""
-    return archive(folder, {"x": tensor(numel=-4)})
-
-
-@attack
-def storage_overflowing(folder: Path) -> Path:
-    """A storage of 2^62 + 4 elements of four bytes: sixteen bytes, in 64 bits."""
-    return archive(folder, {"x": tensor(numel=(1 << 62) + 4)})
-
-
-@attack
-def storage_above(folder: Path) -> Path:
-    """A storage whose key climbs out of its folder."""
-    return archive(folder, {"x": tensor(key="../version", numel=2, kind="torch.ByteStorage")})
-
-
-@attack
-def storage_on_a_strange_device(folder: Path) -> Path:
-    """A location that somebody may parse."""
-    return archive(
-        folder,
-        {"x": call("torch._utils._rebuild_tensor_v2", storage(device="cuda:999999999999"), 0, (4,), (1,), False, {})},
-    )
-
-
-@attack
-def view_beyond(folder: Path) -> Path:
-    """A view that is longer than its storage."""
-    return archive(folder, {"x": tensor(size=(1 << 20,))})
-
-
-@attack
-def view_by_stride(folder: Path) -> Path:
-    """A view whose second element is behind the storage."""
-    return archive(folder, {"x": tensor(size=(2,), stride=(1 << 40,))})
-
-
-@attack
-def view_by_offset(folder: Path) -> Path:
-    """An offset behind the storage."""
-    return archive(folder, {"x": tensor(offset=1 << 40, size=(1,))})
-
-
-@attack
-def view_before(folder: Path) -> Path:
-    """An offset in front of the storage."""
-    return archive(folder, {"x": tensor(offset=-1, size=(1,))})
-
-
-@attack
-def view_backwards(folder: Path) -> Path:
-    """A negative stride."""
-    return archive(folder, {"x": tensor(stride=(-1,))})
-
-
-@attack
-def view_negative(folder: Path) -> Path:
-    """Negative sizes."""
-    return archive(folder, {"x": tensor(size=(-2, -2), stride=(1, 1))})
-
-
-@attack
-def view_overflowing(folder: Path) -> Path:
-    """Sizes and strides whose product overflows to something that fits."""
-    return archive(folder, {"x": tensor(size=(1 << 32, 1 << 32), stride=(1 << 32, 1))})
-
-
-@attack
-def view_of_big_numbers(folder: Path) -> Path:
-    """Sizes of twenty thousand bits: more digits than Python prints."""
-    return archive(folder, {"x": tensor(size=(1 << 20_000,))})
-
-
-@attack
-def view_of_a_hundred_thousand_dimensions(folder: Path) -> Path:
-    """A size with a hundred thousand dimensions of 62 bits, whose product somebody may compute."""
-    return archive(folder, {"x": tensor(size=(1 << 62,) * 100_000, stride=(1,) * 100_000)})
-
-
-@attack
-def view_of_text(folder: Path) -> Path:
-    """Sizes and strides that are text with escape sequences."""
-    return archive(folder, {"x": tensor(size=("\x1b[2J",), stride=("\x1b[2J",))})
+hostile("storage_missing", "A storage that is not in the archive.", {"x": tensor(key="7")})
+hostile(
+    "storage_by_a_number",
+    "One storage by the key '0' and by the key 0: shared for one reader, two copies for another.",
+    {"x": tensor(), "y": tensor(key=0)},
+)
+hostile(
+    "storage_of_another_length",
+    "A storage that declares more elements than its record has bytes for.",
+    {"x": tensor(numel=5)},
+)
+hostile("storage_of_another_type", "The same by the size of its elements.", {"x": tensor(kind="torch.DoubleStorage")})
+hostile("storage_negative", "A storage of minus four elements.", {"x": tensor(numel=-4)})
+hostile(
+    "storage_overflowing",
+    "A storage of 2^62 + 4 elements of four bytes: sixteen bytes, in 64 bits.",
+    {"x": tensor(numel=(1 << 62) + 4)},
+)
+hostile(
+    "storage_above",
+    "A storage whose key climbs out of its folder.",
+    {"x": tensor(key="../version", numel=2, kind="torch.ByteStorage")},
+)
+hostile(
+    "storage_on_a_strange_device",
+    "A location that somebody may parse.",
+    {"x": call("torch._utils._rebuild_tensor_v2", storage(device="cuda:999999999999"), 0, (4,), (1,), False, {})},
+)
+hostile("view_beyond", "A view that is longer than its storage.", {"x": tensor(size=(1 << 20,))})
+hostile(
+    "view_by_stride", "A view whose second element is behind the storage.", {"x": tensor(size=(2,), stride=(1 << 40,))}
+)
+hostile("view_by_offset", "An offset behind the storage.", {"x": tensor(offset=1 << 40, size=(1,))})
+hostile("view_before", "An offset in front of the storage.", {"x": tensor(offset=-1, size=(1,))})
+hostile("view_backwards", "A negative stride.", {"x": tensor(stride=(-1,))})
+hostile("view_negative", "Negative sizes.", {"x": tensor(size=(-2, -2), stride=(1, 1))})
+hostile(
+    "view_overflowing",
+    "Sizes and strides whose product overflows to something that fits.",
+    {"x": tensor(size=(1 << 32, 1 << 32), stride=(1 << 32, 1))},
+)
+hostile(
+    "view_of_big_numbers",
+    "Sizes of twenty thousand bits: more digits than Python prints.",
+    {"x": tensor(size=(1 << 20_000,))},
+)
+hostile(
+    "view_of_a_hundred_thousand_dimensions",
+    "A size with a hundred thousand dimensions of 62 bits, whose product somebody may compute.",
+    {"x": tensor(size=(1 << 62,) * 100_000, stride=(1,) * 100_000)},
+)
+hostile(
+    "view_of_text",
+    "Sizes and strides that are text with escape sequences.",
+    {"x": tensor(size=("\x1b[2J",), stride=("\x1b[2J",))},
+)
 
 
 @attack
@@ -713,17 +608,15 @@ def view_by_legacy_build(folder: Path) -> Path:
     return archive(folder, {"x": Raw(made)})
 
 
-@attack
-def meta_tensor_overflowing(folder: Path) -> Path:
-    """A tensor without memory, of a size that overflows."""
-    return archive(
-        folder,
-        {
-            "x": call(
-                "torch._utils._rebuild_meta_tensor_no_storage", name("torch.float32"), (1 << 62, 1 << 62), (1, 1), False
-            )
-        },
-    )
+hostile(
+    "meta_tensor_overflowing",
+    "A tensor without memory, of a size that overflows.",
+    {
+        "x": call(
+            "torch._utils._rebuild_meta_tensor_no_storage", name("torch.float32"), (1 << 62, 1 << 62), (1, 1), False
+        )
+    },
+)
 
 
 @attack
@@ -792,10 +685,11 @@ def escapes_in_names(folder: Path) -> Path:
     return archive(folder, {evil: tensor(), "x": evil, "y": {evil: [tensor(), evil]}, "\ud800": 1})
 
 
-@attack
-def escapes_in_globals(folder: Path) -> Path:
-    """Functions whose names are escape sequences; who refuses them says so."""
-    return archive(folder, {"x": call(Raw(b"c\x1b[2J\n\x1b]0;owned\x07\n"), 1)})
+hostile(
+    "escapes_in_globals",
+    "Functions whose names are escape sequences; who refuses them says so.",
+    {"x": call(Raw(b"c\x1b[2J\n\x1b]0;owned\x07\n"), 1)},
+)
 
 
 @attack
@@ -821,10 +715,11 @@ def build_a_function(folder: Path) -> Path:
     return archive(folder, {"x": Raw(name("torch._utils._rebuild_tensor_v2") + state + BUILD)})
 
 
-@attack
-def strange_keys(folder: Path) -> Path:
-    """Keys that cannot be hashed, and keys that are functions and tensors."""
-    return archive(folder, PROTO + b"}" + tensor() + b"Ns" + name("torch.Size") + b"Ns" + b"]Ns.")
+hostile(
+    "strange_keys",
+    "Keys that cannot be hashed, and keys that are functions and tensors.",
+    PROTO + b"}" + tensor() + b"Ns" + name("torch.Size") + b"Ns" + b"]Ns.",
+)
 
 
 def _tensor_with(attributes: dict[str, Any], function: str = "torch._utils._rebuild_tensor_v2", *arguments: Any) -> Raw:
@@ -840,10 +735,9 @@ def _memory_at(address: int) -> Raw:
     return call("numpy.asarray", _tensor_with({"__array_interface__": where}))
 
 
-@attack
-def tensor_that_shows_memory(folder: Path) -> Path:
-    """An attribute by which NumPy takes any address for an array."""
-    return archive(folder, {"x": _memory_at(4096)})
+hostile(
+    "tensor_that_shows_memory", "An attribute by which NumPy takes any address for an array.", {"x": _memory_at(4096)}
+)
 
 
 @attack
@@ -863,22 +757,21 @@ def parameter_whose_data_are_replaced(folder: Path) -> Path:
     return archive(folder, {"x": call("torch._utils._rebuild_parameter_with_state", tensor(), False, hooks, state)})
 
 
-@attack
-def array_of_too_many_dimensions(folder: Path) -> Path:
-    """NumPy has room for 64 lengths, and shows what lies behind them."""
-    return archive(folder, {"x": array((0,) * 200, dtype("u1"), b"")})
-
-
-@attack
-def rows_of_nothing_as_a_size(folder: Path) -> Path:
-    """An array without a byte has as many rows as it likes."""
-    return archive(folder, {"x": call("torch.Size", array((1 << 40, 0), dtype("u1"), b""))})
-
-
-@attack
-def rows_of_nothing_as_arguments(folder: Path) -> Path:
-    """The same where it is unpacked."""
-    return archive(folder, {"x": Raw(name("collections.OrderedDict") + array((1 << 40, 0), dtype("u1"), b"") + REDUCE)})
+hostile(
+    "array_of_too_many_dimensions",
+    "NumPy has room for 64 lengths, and shows what lies behind them.",
+    {"x": array((0,) * 200, dtype("u1"), b"")},
+)
+hostile(
+    "rows_of_nothing_as_a_size",
+    "An array without a byte has as many rows as it likes.",
+    {"x": call("torch.Size", array((1 << 40, 0), dtype("u1"), b""))},
+)
+hostile(
+    "rows_of_nothing_as_arguments",
+    "The same where it is unpacked.",
+    {"x": Raw(name("collections.OrderedDict") + array((1 << 40, 0), dtype("u1"), b"") + REDUCE)},
+)
 
 
 @attack
@@ -911,10 +804,7 @@ def parameter_set_to_more_than_there_is(folder: Path) -> Path:
     return archive(folder, {"x": Raw(made + state + BUILD)})
 
 
-@attack
-def a_pickle_of_nothing(folder: Path) -> Path:
-    """A pickle that ends before it has begun."""
-    return archive(folder, b"")
+hostile("a_pickle_of_nothing", "A pickle that ends before it has begun.", b"")
 
 
 def innocent(folder: Path) -> Path:

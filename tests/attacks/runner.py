@@ -7,6 +7,7 @@ limits on memory and time. It prints a JSON line for each attack: its name and i
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -26,6 +27,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import typer.testing
 from conftest import describe_graph, torch_load_with_our_globals
 from typer.testing import CliRunner
 
@@ -36,6 +38,8 @@ from lazyckpt.errors import LazyCkptError
 from lazyckpt.storage.manifest import checksum
 
 SECRET = "the secret outside"
+# typer's runner would make all commands anew for each call, which takes longer than most attacks.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 _TIME_LIMIT_S = 30
 _ADDRESSES_BYTES = 4 << 30  # address space that a child may reserve beyond torch's
 _FREE_BYTES = 96 << 20  # memory that any file may cost: the engine's rings, modules of torch
@@ -59,6 +63,7 @@ class Witness:
     def watch(self, who: str) -> Iterator[None]:
         """Only an error of lazyckpt's own may come out, and memory must stay within what the file's size allows."""
         print("at", who, file=sys.stderr, flush=True)  # the last words of a child that dies
+        gc.collect()  # what the reader before left in cycles
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from attacks import attack
+from attacks import attack, register
 
 LOCAL, CENTRAL, END = b"PK\3\4", b"PK\1\2", b"PK\5\6"
 END_64 = b"PK\6\6"
@@ -52,6 +52,10 @@ def written(folder: Path, content: bytes) -> Path:
     path = folder / "x.pt"
     path.write_bytes(content)
     return path
+
+
+def hostile(name: str, sentence: str, content: bytes) -> None:
+    register(lambda folder: written(folder, content), f"zips.{name}", sentence)
 
 
 def places(content: bytes, magic: bytes) -> Iterator[int]:
@@ -114,10 +118,11 @@ def compressed_pickle(folder: Path) -> Path:
     return written(folder, out.getvalue())
 
 
-@attack
-def huge_claim(folder: Path) -> Path:
-    """The directory claims 2 GiB for a record of 400 bytes."""
-    return written(folder, patched(innocent(), CENTRAL, 20, struct.pack("<2L", 2**31, 2**31), nth=1))
+hostile(
+    "huge_claim",
+    "The directory claims 2 GiB for a record of 400 bytes.",
+    patched(innocent(), CENTRAL, 20, struct.pack("<2L", 2**31, 2**31), nth=1),
+)
 
 
 @attack
@@ -168,22 +173,17 @@ def a_million_entries(folder: Path) -> Path:
     return written(folder, content[:at] + end_64 + locator + end)
 
 
-@attack
-def parent_folder_in_a_name(folder: Path) -> Path:
-    """A record that would be unpacked above the folder."""
-    return written(folder, stored([*records().items(), ("archive/../../outside/planted", b"x")]))
-
-
-@attack
-def absolute_name(folder: Path) -> Path:
-    """A record with an absolute name."""
-    return written(folder, stored([*records().items(), ("/tmp/planted", b"x")]))
-
-
-@attack
-def backslashes_in_a_name(folder: Path) -> Path:
-    """A record that climbs on machines where a backslash divides folders."""
-    return written(folder, stored([*records().items(), ("archive/..\\..\\planted", b"x")]))
+hostile(
+    "parent_folder_in_a_name",
+    "A record that would be unpacked above the folder.",
+    stored([*records().items(), ("archive/../../outside/planted", b"x")]),
+)
+hostile("absolute_name", "A record with an absolute name.", stored([*records().items(), ("/tmp/planted", b"x")]))
+hostile(
+    "backslashes_in_a_name",
+    "A record that climbs on machines where a backslash divides folders.",
+    stored([*records().items(), ("archive/..\\..\\planted", b"x")]),
+)
 
 
 @attack
@@ -193,10 +193,11 @@ def nul_in_a_name(folder: Path) -> Path:
     return written(folder, content.replace(b"data.pklX", b"data.pkl\0"))
 
 
-@attack
-def symlink_record(folder: Path) -> Path:
-    """A record that unpacks as a symbolic link to a file outside."""
-    return written(folder, patched(innocent(), CENTRAL, 38, struct.pack("<L", 0o120777 << 16)))
+hostile(
+    "symlink_record",
+    "A record that unpacks as a symbolic link to a file outside.",
+    patched(innocent(), CENTRAL, 38, struct.pack("<L", 0o120777 << 16)),
+)
 
 
 @attack
@@ -207,22 +208,19 @@ def folder_with_data(folder: Path) -> Path:
     return written(folder, content[: version + 38] + b"\x10" + content[version + 39 :])
 
 
-@attack
-def encrypted_record(folder: Path) -> Path:
-    """A record that no scanner can look into."""
-    return written(folder, patched(patched(innocent(), LOCAL, 6, b"\x09"), CENTRAL, 8, b"\x09"))
-
-
-@attack
-def shell_in_front(folder: Path) -> Path:
-    """A polyglot: the shell runs what torch loads."""
-    return written(folder, b"#!/bin/sh\ntouch canary\nexit\n" + innocent())
-
-
-@attack
-def zip_behind(folder: Path) -> Path:
-    """Two archives in one file: readers that begin at the front see the first, zip tools the second."""
-    return written(folder, innocent() + stored([("archive/data.pkl", b"N.")]))
+hostile(
+    "encrypted_record",
+    "A record that no scanner can look into.",
+    patched(patched(innocent(), LOCAL, 6, b"\x09"), CENTRAL, 8, b"\x09"),
+)
+hostile(
+    "shell_in_front", "A polyglot: the shell runs what torch loads.", b"#!/bin/sh\ntouch canary\nexit\n" + innocent()
+)
+hostile(
+    "zip_behind",
+    "Two archives in one file: readers that begin at the front see the first, zip tools the second.",
+    innocent() + stored([("archive/data.pkl", b"N.")]),
+)
 
 
 @attack
@@ -290,16 +288,16 @@ def legacy_file_with_a_gadget(folder: Path) -> Path:
     return written(folder, head + system(folder))
 
 
-@attack
-def without_a_version(folder: Path) -> Path:
-    """An archive that torch refuses and another reader takes."""
-    return written(folder, stored([(n, data) for n, data in records().items() if not n.endswith("/version")]))
-
-
-@attack
-def version_of_the_future(folder: Path) -> Path:
-    """The same by a version that is text, and too large."""
-    return written(folder, stored([(n, b"99\n" if n.endswith("/version") else data) for n, data in records().items()]))
+hostile(
+    "without_a_version",
+    "An archive that torch refuses and another reader takes.",
+    stored([(n, data) for n, data in records().items() if not n.endswith("/version")]),
+)
+hostile(
+    "version_of_the_future",
+    "The same by a version that is text, and too large.",
+    stored([(n, b"99\n" if n.endswith("/version") else data) for n, data in records().items()]),
+)
 
 
 @attack
@@ -309,10 +307,11 @@ def alignment_in_words(folder: Path) -> Path:
     return written(folder, stored([*kept, ("archive/.storage_alignment", b"64\x0f")]))
 
 
-@attack
-def torchscript(folder: Path) -> Path:
-    """An archive whose code torch.jit would run."""
-    return written(folder, stored([*records().items(), ("archive/constants.pkl", b"\x80\x02).")]))
+hostile(
+    "torchscript",
+    "An archive whose code torch.jit would run.",
+    stored([*records().items(), ("archive/constants.pkl", b"\x80\x02).")]),
+)
 
 
 @attack
