@@ -129,13 +129,6 @@ def test_an_error_tells_a_name_that_is_not_text(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, FileNotFoundError) and "\udcff" in caught.value.__cause__.filename
 
 
-def test_zip_tools_find_nothing_to_complain_about(tmp_path: Path, state: Any) -> None:
-    lazyckpt.save(state, tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
-        assert archive.testzip() is None
-        assert not any(".format_version" in name for name in archive.namelist())
-
-
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Any) -> None:
     path = tmp_path / "a.pt"
     lazyckpt.save([1], path)
@@ -354,8 +347,8 @@ def test_a_flipped_bit_anywhere_is_found_or_proven_harmless(suffix: str, tmp_pat
     lazyckpt.save(state, path)
     good, expected = path.read_bytes(), graph(lazyckpt.load(path))
     rng = np.random.default_rng(0)
-    everywhere = rng.integers(0, len(good) * 8, 250)
-    ends = np.concatenate([rng.integers(0, 4096 * 8, 150), len(good) * 8 - 1 - rng.integers(0, 2000 * 8, 250)])
+    everywhere = rng.integers(0, len(good) * 8, 120)
+    ends = np.concatenate([rng.integers(0, 4096 * 8, 80), len(good) * 8 - 1 - rng.integers(0, 2000 * 8, 120)])
     found = 0
     for bit in np.concatenate([everywhere, ends]).tolist():
         bad = bytearray(good)
@@ -367,7 +360,7 @@ def test_a_flipped_bit_anywhere_is_found_or_proven_harmless(suffix: str, tmp_pat
             found += 1
             continue
         assert graph(loaded) == expected, f"bit {bit % 8} of byte {bit // 8}"
-    assert found > 400
+    assert found > 200
 
 
 def test_truncation_anywhere_is_found(tmp_path: Path) -> None:
@@ -458,31 +451,24 @@ def test_what_safetensors_cannot_hold(obj: Any, why: str, tmp_path: Path) -> Non
 # memory
 
 
-def peak_growth(script: str, path: Path) -> int:
-    """MiB by which the peak of a process's memory grew during the last line of ``script``."""
-    *setup, last = script.strip().splitlines()
-    code = [
-        "import sys, resource, torch, lazyckpt",
-        "path = sys.argv[1]",
-        *setup,
-        "open('/proc/self/clear_refs', 'w').write('5')",
-        "rss = lambda key: int([l for l in open('/proc/self/status') if l.startswith(key)][0].split()[1]) // 1024",
-        "before = rss('VmRSS')",
-        last,
-        "print(rss('VmHWM') - before)",
-    ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(code), str(path)], stdout=subprocess.PIPE, check=True)
-    return int(done.stdout)
+MEMORY = """
+import sys, torch, lazyckpt
+rss = lambda key: int([l for l in open("/proc/self/status") if l.startswith(key)][0].split()[1]) >> 10
+def growth(work):
+    open("/proc/self/clear_refs", "w").write("5")
+    before = rss("VmRSS")
+    kept = work()
+    return rss("VmHWM") - before
+t = torch.ones(200 << 20, dtype=torch.uint8)
+print(growth(lambda: lazyckpt.save([t], sys.argv[1])), growth(lambda: lazyckpt.load(sys.argv[1])))
+"""
 
 
-def test_saving_takes_no_copy_of_the_object(tmp_path: Path) -> None:
-    growth = peak_growth("t = torch.ones(100 << 20, dtype=torch.uint8)\nlazyckpt.save([t], path)", tmp_path / "a.pt")
-    assert growth < 80, "the ring is 64 MiB at most"
-
-
-def test_loading_takes_no_second_copy(tmp_path: Path) -> None:
-    lazyckpt.save([torch.ones(200 << 20, dtype=torch.uint8)], tmp_path / "a.pt")
-    assert peak_growth("0\nx = lazyckpt.load(path)", tmp_path / "a.pt") < 200 + 40
+def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
+    """In MiB. The ring has 64 at most."""
+    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "a.pt"], stdout=subprocess.PIPE, check=True)
+    saving, loading = map(int, done.stdout.split())
+    assert saving < 80 and loading < 200 + 40
 
 
 def test_the_disk_itself_says_whether_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def saved_bytes(sizes: list[int], eager: list[bool], folder: Path) -> tuple[byte
         return handle.result(timeout=30).read_bytes(), handle.metrics.eager_bytes
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sizes=SIZES, data=st.data())
 def test_evidence_changes_no_byte_of_the_file(sizes: list[int], data: Any) -> None:
     eager = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def with_attributes() -> OrderedDict[str, Any]:
     return model.state_dict()  # type: ignore[return-value]  # it has _metadata
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(STATES)
 @example(with_attributes())
 @example({"all": TENSORS, "again": [TENSORS], "many": {str(n): n for n in range(1500)}})
@@ -184,11 +184,6 @@ def test_under_a_dispatch_mode_all_is_left_to_torch() -> None:
         saved.plain()
 
 
-def test_counters_and_sets_come_from_torch(tmp_path: Path) -> None:
-    torch.save([Counter("aab"), {1, 2}, torch.Size([1]), b"x"], tmp_path / "a.pt")
-    assert lazyckpt.load(tmp_path / "a.pt") == [Counter("aab"), {1, 2}, torch.Size([1]), b"x"]
-
-
 def test_a_mutation_is_read_as_torch_reads_it_or_left_to_torch(trials: Trials, tmp_path: Path) -> None:
     states = [
         {"t": TENSORS, "a": [1, (2.5, None, "x")]},
@@ -197,7 +192,7 @@ def test_a_mutation_is_read_as_torch_reads_it_or_left_to_torch(trials: Trials, t
     ]
     valid = [Saved(state) for state in states]
     verdicts = {"plain": 0, "left to torch": 0}
-    count = trials.count(3000, 300_000)
+    count = trials.count(1500, 300_000)
     for number in range(count):
         rng = random.Random(f"{trials.seed}-{number}")
         saved = rng.choice(valid)

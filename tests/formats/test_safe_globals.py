@@ -139,15 +139,13 @@ def test_the_list_of_other_threads_is_not_changed(tmp_path: Path, monkeypatch: p
     assert len(meanwhile) > 0 and torch.serialization.get_safe_globals() == before
 
 
-@pytest.mark.parametrize("name", ["attribute", "arrays", "bytearray", "set"])
-def test_places_in_the_memo_that_look_like_opcodes(name: str, tmp_path: Path) -> None:
+def test_places_in_the_memo_that_look_like_opcodes(tmp_path: Path) -> None:
     """Regression: load refused some checkpoints, depending on how many objects preceded a tensor with an attribute."""
     noted = torch.ones(3)
     noted.note = "x"  # type: ignore[attr-defined]
-    arrays = [np.dtype("f4"), np.arange(3)]
-    obj = {"attribute": noted, "arrays": arrays, "bytearray": bytearray(b"ab"), "set": [{(1, (2, 3))}]}[name]
+    objects = [noted, np.dtype("f4"), np.arange(3), bytearray(b"ab"), {(1, (2, 3))}]
     for count in range(130):
-        torch.save({"x": [f"s{number}" for number in range(count)], "y": obj}, tmp_path / "a.pt")
+        torch.save({"x": [f"s{number}" for number in range(count)], "y": objects}, tmp_path / "a.pt")
         lazyckpt.load(tmp_path / "a.pt", weights_only=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -53,18 +54,25 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> dict[int, list[torch.Tensor]]:
-    """Checkpoints of the steps 1, 2 and 3 in tmp_path, and what they hold."""
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("saved")
     model, optimizer = make()
     states = {}
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+    with lazyckpt.Checkpointer(folder) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
         for step in STEPS:
             train(model, optimizer)
             states[step] = bits(model, optimizer)
             ckpt.save(step).result()
-    return states
+    return folder, states
+
+
+@pytest.fixture
+def saved(saved_run: tuple[Path, dict[int, list[torch.Tensor]]], tmp_path: Path) -> dict[int, list[torch.Tensor]]:
+    """Checkpoints of the steps 1, 2 and 3 in tmp_path, and what they hold."""
+    shutil.copytree(saved_run[0], tmp_path, dirs_exist_ok=True)
+    return saved_run[1]
 
 
 @pytest.fixture
@@ -301,9 +309,11 @@ class Refusing:
 
 
 @pytest.mark.parametrize("times", [1, 1000])
-@pytest.mark.parametrize("call", ["open", "lstat"])
-@pytest.mark.parametrize("file", ["manifest.json", "state.pt"])
-@pytest.mark.parametrize("code", REFUSALS, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("code", "file", "call"),
+    [(code, "manifest.json", "open") for code in REFUSALS]
+    + [(errno.EIO, "manifest.json", "lstat"), (errno.EIO, "state.pt", "open"), (errno.EIO, "state.pt", "lstat")],
+)
 def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
     code: int, file: str, call: str, times: int, saved: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,9 +340,8 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
 @pytest.mark.parametrize(
     "call, path", [("open", "step-00000007/manifest.json"), ("lstat", "step-00000007/manifest.json"), ("scandir", "")]
 )
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE], ids=errno.errorcode.get)
 def test_a_save_is_numbered_behind_what_cannot_be_read_just_now(
-    code: int, call: str, path: str, times: int, saved: Any, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, path: str, times: int, saved: Any, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: an unreadable manifest counted as sequence 0. The next checkpoint got a number that was taken, and
     restore() could go back to the older one."""
@@ -341,7 +350,7 @@ def test_a_save_is_numbered_behind_what_cannot_be_read_just_now(
         another.track(x={"x": 1})
         another.save(7)
     monkeypatch.setattr(retry, "_PAUSES_S", (0.001,) * 3)
-    refusing = Refusing(getattr(os, call), path or tmp_path.name, code, times)
+    refusing = Refusing(getattr(os, call), path or tmp_path.name, errno.EIO, times)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refusing)
         if times == 1:
@@ -351,7 +360,7 @@ def test_a_save_is_numbered_behind_what_cannot_be_read_just_now(
             handle = ckpt.save(8)
             with pytest.warns(UserWarning, match="tried again"), pytest.raises(lazyckpt.SaveError) as caught:
                 handle.result()
-            assert os.strerror(code) in str(caught.value) and (path or tmp_path.name) in str(caught.value)
+            assert os.strerror(errno.EIO) in str(caught.value) and (path or tmp_path.name) in str(caught.value)
             assert refusing.times == 1000 - 4
     newest = catalog.Catalog(tmp_path).scan()[0]
     assert (newest.step, newest.sequence) == ((8, 5) if times == 1 else (7, 4))
@@ -411,23 +420,15 @@ def test_a_changed_model_is_one_error_that_lists_all_and_touches_nothing(saved: 
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_what_is_no_longer_tracked_is_an_error_too(saved: Any, tmp_path: Path) -> None:
+def test_a_misfit_does_not_fall_back_to_an_older_checkpoint(saved: Any, tmp_path: Path) -> None:
+    """An older one would hide the mistake and lose training."""
     model, _ = make()
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(model=model)
-        with pytest.raises(RestoreError, match="optimizer: in the checkpoint, but not tracked"):
-            ckpt.restore()
-
-
-def test_a_misfit_does_not_fall_back_to_an_older_checkpoint(saved: Any, tmp_path: Path) -> None:
-    """An older one would hide the mistake and lose training."""
-    model, optimizer = make()
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(model=model, optimizer=optimizer)
-        ckpt._provider.parts.pop("rng")
-        with warnings.catch_warnings(), pytest.raises(RestoreError, match="step-00000003"):
+        with warnings.catch_warnings(), pytest.raises(RestoreError, match="step-00000003") as caught:
             warnings.simplefilter("error")
             ckpt.restore()
+    assert "optimizer: in the checkpoint, but not tracked" in str(caught.value)
 
 
 class Tag:
@@ -468,21 +469,14 @@ def test_live_tensors_keep_their_memory_and_their_graph(saved: Any, fresh: Any) 
         assert same(bits(model, optimizer), saved[step])
 
 
-def test_an_optimizer_without_state_gets_it(saved: Any, tmp_path: Path) -> None:
+def test_an_optimizer_without_state_gets_it_and_restored_tensors_alias_nothing(saved: Any, tmp_path: Path) -> None:
+    """Neither each other nor memory that a later save or restore uses."""
     model, optimizer = make(seed=4)
     assert optimizer.state == {}
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
         ckpt.restore()
-    assert same(bits(model, optimizer), saved[3])
-
-
-def test_restored_tensors_alias_nothing(saved: Any, tmp_path: Path) -> None:
-    """Neither each other nor memory that a later save or restore uses."""
-    model, optimizer = make(seed=4)
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(model=model, optimizer=optimizer)
-        ckpt.restore()
+        assert same(bits(model, optimizer), saved[3])
         live = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
         assert len({t.data_ptr() for t in live}) == len(live)
         for i, tensor in enumerate(live):
@@ -632,7 +626,6 @@ def test_no_second_copy_of_the_model_in_memory(tmp_path: Path) -> None:
 
     state = 3 * 4 * 4 * 1800 * 1800 >> 20
     assert growth("save", "warm") < 72, "what the reader itself needs"
-    assert growth("restore", "warm") < 72
     assert growth("restore", "cold") < state * 2 / 3 + 72, "the moments, which were not there"
 
 
