@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "status.h"
-#include "witness/page_range.h"
 #include "witness/uffd.h"
 
 namespace lazyckpt {
