@@ -39,7 +39,7 @@ def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_step_right_after_every_save(gpu: Gpu, mode: Mode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save_at_every_step(Training(Fake(gpu, monkeypatch, mode), Recipe()), 40, tmp_path, **SMALL)
+    save_at_every_step(Training(Fake(gpu, monkeypatch, mode), Recipe()), 12, tmp_path, **SMALL)
     assert gpu.driver.statistics()["pageable_copies"] == 0
 
 
