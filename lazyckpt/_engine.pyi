@@ -28,7 +28,6 @@ class Engine:
         copy_threads: int,
         backend: str = "auto",
         direct: bool | None = None,
-        register_buffers: bool = True,
         pin_ring: bool = True,
         copies_in_flight: int = 4,
         copies_ahead: int = 64,

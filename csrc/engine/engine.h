@@ -28,13 +28,12 @@ struct EngineOptions {
   unsigned copy_threads;
   std::string backend = "auto";  // see MakeBackend
   std::optional<bool> direct;    // O_DIRECT; nullopt: except on FUSE
-  bool register_buffers = true;
-  bool pin_ring = true;         // for devices; false: as if the driver refused
-  size_t copies_in_flight = 4;  // chunks in each lane of a device, and in one burst
-  size_t copies_ahead = 64;     // while a thread waits for copies; limited, since drivers' queues are short
-  bool watch_pages = false;     // watch the pages of lazy host memory: see PageWitness
-  bool copy_on_write = false;   // with watch_pages: WitnessMode::kCopy
-  std::string fault;            // test build only: see MakeFaultBackend
+  bool pin_ring = true;          // for devices; false: as if the driver refused
+  size_t copies_in_flight = 4;   // chunks in each lane of a device, and in one burst
+  size_t copies_ahead = 64;      // while a thread waits for copies; limited, since drivers' queues are short
+  bool watch_pages = false;      // watch the pages of lazy host memory: see PageWitness
+  bool copy_on_write = false;    // with watch_pages: WitnessMode::kCopy
+  std::string fault;             // test build only: see MakeFaultBackend
 };
 
 // Any thread may call the engine, but only in the process that made it: a forked child has its memory but not its
@@ -204,6 +203,7 @@ class Engine {
   void OnChunkResult(Chunk* chunk, int64_t result);
 
   // engine.cc
+  bool WaitForEnd(Job& job, const std::function<bool()>& ended, Clock::time_point deadline);
   bool WaitUntil(const std::function<bool()>& done, Clock::time_point deadline);
   void FailLocked(Job& job, Status error);
   void CloseIfSettled(Job& job);

@@ -198,7 +198,6 @@ def programs(draw: st.DrawFn) -> Program:
     copy_threads=st.integers(0, 3),
     io_depth=st.integers(1, 4),
     direct=st.booleans(),
-    registered=st.booleans(),
 )
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_program(
@@ -209,7 +208,6 @@ def test_any_program(
     copy_threads: int,
     io_depth: int,
     direct: bool,
-    registered: bool,
     tmp_path: Path,
 ) -> None:
     engine = make_engine(
@@ -219,7 +217,6 @@ def test_any_program(
         copy_threads=copy_threads,
         backend=backend,
         direct=direct,
-        register_buffers=registered,
     )
     engine.reserve(1 << 30)
     job = program.begin(engine)

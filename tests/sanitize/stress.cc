@@ -475,7 +475,6 @@ void Round(const std::string& folder, Random& random, bool can_watch) {
   options.copy_threads = static_cast<unsigned>(random(0, 3));
   options.backend = random.OneIn(2) ? "auto" : "posix";
   options.direct = random.OneIn(2);
-  options.register_buffers = random.OneIn(2);
   options.pin_ring = random.OneIn(2);
   options.copies_in_flight = random(1, 4);
   options.copies_ahead = random(1, 8);
