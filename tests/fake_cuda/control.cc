@@ -152,12 +152,9 @@ FAKE_EXPORT int fake_synchronize(int device, int seconds) {
   Locked locked;
   Machine& m = locked.m;
   std::vector<OpPtr> tails;
-  auto add = [&](const StreamPtr& stream) {
+  m.EachStream([&](const StreamPtr& stream) {
     if (stream->tail && (device < 0 || stream->device == device)) tails.push_back(stream->tail);
-  };
-  for (const auto& [number, stream] : m.streams) add(stream);
-  for (const auto& stream : m.draining) add(stream);
-  for (const auto& stream : m.legacy) add(stream);
+  });
   for (const OpPtr& op : tails) {
     if (!m.WaitFor(locked.lock, op, std::chrono::seconds(seconds))) return CUDA_ERROR_TIMEOUT;
     m.Observe(op);

@@ -154,13 +154,10 @@ bool Machine::InChild() const { return getpid() != owner; }
 void Machine::Reset(uint64_t seed, int count) {
   std::unique_lock lock(mu);
   progress.wait(lock, [this] { return !in_effects_; });
-  auto forget = [](const StreamPtr& stream) {
+  EachStream([](const StreamPtr& stream) {
     for (const OpPtr& op : stream->queue) op->state = Op::kDone;
     stream->queue.clear();
-  };
-  for (auto& [handle, stream] : streams) forget(stream);
-  for (auto& stream : draining) forget(stream);
-  for (auto& stream : legacy) forget(stream);
+  });
   running_.clear();
   ++epoch_;
   streams.clear(), draining.clear(), legacy.clear(), events.clear(), registrations.clear(), history_.clear();
@@ -368,20 +365,11 @@ CUresult Machine::Wait(const StreamPtr& stream, const Event& event) {
 
 // The operations before the next one of the stream; for the NULL stream, the last one of every blocking stream.
 void Machine::Tails(const StreamPtr& stream, std::vector<OpPtr>* tails) {
-  auto add = [&](const StreamPtr& other) {
-    if (other->tail) tails->push_back(other->tail);
-  };
-  add(stream);
-  if (stream->legacy) {
-    for (const auto& [handle, other] : streams) {
-      if (other->device == stream->device && other->blocking) add(other);
-    }
-    for (const auto& other : draining) {
-      if (other->device == stream->device && other->blocking) add(other);
-    }
-  } else if (stream->blocking) {
-    add(legacy[stream->device]);
-  }
+  EachStream([&](const StreamPtr& other) {
+    const bool implicit = other->device == stream->device && other->blocking && stream->blocking;
+    const bool before = other == stream || (implicit && (stream->legacy || other->legacy));
+    if (before && other->tail) tails->push_back(other->tail);
+  });
 }
 
 bool Machine::WaitFor(std::unique_lock<std::mutex>& lock, const OpPtr& op, std::chrono::seconds limit) {
@@ -446,12 +434,9 @@ bool Machine::Held(const Op& op) const {
 
 std::vector<OpPtr> Machine::Fronts() const {
   std::vector<OpPtr> fronts;
-  auto add = [&](const StreamPtr& stream) {
+  EachStream([&](const StreamPtr& stream) {
     if (!stream->queue.empty() && Ready(stream->queue.front())) fronts.push_back(stream->queue.front());
-  };
-  for (const auto& [handle, stream] : streams) add(stream);
-  for (const auto& stream : draining) add(stream);
-  for (const auto& stream : legacy) add(stream);
+  });
   return fronts;
 }
 
@@ -550,19 +535,11 @@ void Machine::Complete(const OpPtr& op) {
     log.push_back(std::to_string(op->number) + " " + kind + " " + std::to_string(op->device) + " " +
                   std::to_string(op->stream) + " " + std::to_string(op->bytes()) + " " + op->name);
   }
-  auto pop = [&](const StreamPtr& stream) {
-    if (stream->queue.empty() || stream->queue.front() != op) return false;
+  EachStream([&](const StreamPtr& stream) {
+    if (stream->queue.empty() || stream->queue.front() != op) return;
     stream->queue.pop_front();
     if (op->kind == Kind::kCopy) --stream->copies_in_flight;
-    return true;
-  };
-  for (const auto& [handle, stream] : streams) {
-    if (pop(stream)) return;
-  }
-  for (const auto& stream : legacy) {
-    if (pop(stream)) return;
-  }
-  for (const auto& stream : draining) pop(stream);
+  });
   std::erase_if(draining, [](const StreamPtr& stream) { return stream->queue.empty(); });
 }
 

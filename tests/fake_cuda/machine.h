@@ -173,6 +173,14 @@ class Machine {
   std::map<uint64_t, StreamPtr> streams;
   std::vector<StreamPtr> draining;  // destroyed with work left
   std::vector<StreamPtr> legacy;    // by device
+
+  template <class F>
+  void EachStream(F each) const {
+    for (const auto& [handle, stream] : streams) each(stream);
+    for (const auto& stream : draining) each(stream);
+    for (const auto& stream : legacy) each(stream);
+  }
+
   std::map<uint64_t, Event> events;
   std::map<uint64_t, Allocation> allocations;  // by begin; freed ones stay until reset
   std::map<uint64_t, Registration> registrations;
