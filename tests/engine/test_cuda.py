@@ -190,22 +190,6 @@ def test_many_threads_and_each_waits_for_its_own(driver: FakeCuda, tmp_path: Pat
         training.result()
 
 
-def test_neither_save_nor_step_waits_for_the_device(driver: FakeCuda, tmp_path: Path) -> None:
-    state = State(driver, [(0, 2 * CHUNK, 0), (HOST, 3 * CHUNK, 0), (0, 2 * CHUNK, 1)])
-    engine = make_engine()
-    job = state.begin(engine)
-    job.wait_settled(0.2)  # the ring is pinned meanwhile
-    with driver.hold(copies=True):
-        second = state.begin(engine)
-        assert second.wait_eager(10)
-        assert second.wait_enqueued(1, state.refs(), 10)
-        assert second.pending_chunks(1) > 0, "the copy cannot be done: it is not allowed to begin"
-        assert not second.wait_captured(1, 0.05)
-        state.overwrite(9)
-    for number, each in enumerate((job, second)):
-        state.commit(each, tmp_path / str(number))
-
-
 def test_more_than_the_ring_waits_for_the_disk_on_the_host(driver: FakeCuda, tmp_path: Path) -> None:
     """A device can wait only for enqueued copies, so save() and the gate wait for the others."""
     state = State(driver, [(0, 20 * CHUNK, 0), (1, 20 * CHUNK, 1)])

@@ -40,19 +40,6 @@ def test_a_write_to_any_watched_page_fails_the_checkpoint(
         assert Save(engine, [other, memory], tmp_path / f"{number}-again").finish() == []
 
 
-@pytest.mark.parametrize("shift", [0, 64, PAGE - 64])
-def test_what_lies_in_pages_with_others_is_of_the_moment_of_the_save(
-    shift: int, engine: _engine.Engine, tmp_path: Path
-) -> None:
-    """The ends of a storage, and the cuts between its chunks, share pages with others. They are copied at once."""
-    memory = Memory.of(40 * PAGE + 128, at=shift)
-    neighbours = Memory(memory.mapping, memory.address - shift, memory.size + shift + 64)
-    save = Save(engine, [memory], tmp_path / "a")
-    neighbours.array[: shift + 32] = 255
-    neighbours.array[-32 - 64 :] = 255
-    assert save.finish() == ([] if shift else [0])  # without a shift the first page belongs to the storage alone
-
-
 @pytest.mark.parametrize("shift", [0, 64])
 def test_writes_after_the_copy_and_reads_at_any_time_do_no_harm(
     shift: int, engine: _engine.Engine, tmp_path: Path
