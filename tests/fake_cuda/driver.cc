@@ -186,25 +186,17 @@ FAKE_EXPORT CUresult cuDriverGetVersion(int* version) {
 
 FAKE_EXPORT CUresult cuGetErrorName(CUresult error, const char** text) {
   ENTER(cuGetErrorName, kAlways);
-  *text = nullptr;
-  switch (error) {
-#define NAME(code) \
-  case code:       \
-    *text = #code; \
-    return CUDA_SUCCESS;
-    NAME(CUDA_ERROR_INVALID_VALUE)
-    NAME(CUDA_ERROR_OUT_OF_MEMORY)
-    NAME(CUDA_ERROR_NO_DEVICE)
-    NAME(CUDA_ERROR_INVALID_DEVICE)
-    NAME(CUDA_ERROR_ILLEGAL_ADDRESS)
-    NAME(CUDA_ERROR_LAUNCH_FAILED)
-    NAME(CUDA_ERROR_NOT_SUPPORTED)
-    NAME(CUDA_ERROR_UNKNOWN)
-#undef NAME
-    default:
-      break;
-  }
-  return CUDA_ERROR_INVALID_VALUE;
+  static const std::map<CUresult, const char*> names{{CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+                                                     {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+                                                     {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
+                                                     {CUDA_ERROR_INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+                                                     {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                                                     {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED"},
+                                                     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+                                                     {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN"}};
+  const auto found = names.find(error);
+  *text = found == names.end() ? nullptr : found->second;
+  return *text == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuDeviceGetCount(int* count) {
