@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sanitized
 @pytest.mark.parametrize("sanitizer", [THREAD, ADDRESS])
 def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
     sanitized = built(sanitizer)
-    rounds = trials.count(25, 200)
+    rounds = trials.count(20, 200)
     command = [sanitized.stress(), tmp_path, str(trials.seed), str(rounds)]
     # No randomisation of addresses: older ThreadSanitizers do not know the memory maps of newer kernels.
     if sanitizer == THREAD and shutil.which("setarch"):
@@ -43,8 +44,11 @@ def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Pat
     trials.report(f"rounds of the engine's stress, -fsanitize={sanitizer}", rounds, tmp_path)
 
 
-# Tests that hand memory to the engine or receive Python objects from it.
-FILES = [*(f"engine/test_{name}.py" for name in ("tensors", "engine", "reader", "cuda")), "test_saver.py"]
+# Tests that hand memory to the engine or receive Python objects from it; a process for each row.
+FILES = [
+    ["engine/test_cuda.py"],
+    ["engine/test_tensors.py", "engine/test_engine.py", "engine/test_reader.py", "test_saver.py"],
+]
 
 
 def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
@@ -54,10 +58,15 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trial
     options = ["-q", "-m", "not slow and not alone", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
     # It forks while threads allocate. AddressSanitizer, unlike malloc, does not release its locks in the child.
     options += ["-k", "not a_forked_child_calls_nothing"]
-    files = (str(ROOT / "tests" / file) for file in FILES)
-    done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)
-    assert sanitized.said() == ""
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None, done.stdout
-    trials.report(f"tests in Python, -fsanitize={ADDRESS}", int(passed[1]), tmp_path)
+
+    def run(files: list[str]) -> int:
+        done = run_python(environment, "-m", "pytest", *options, *(ROOT / "tests" / f for f in files), cwd=tmp_path)
+        assert sanitized.said() == ""
+        assert done.returncode == 0, done.stdout + done.stderr
+        passed = re.search(r"(\d+) passed", done.stdout)
+        assert passed is not None, done.stdout
+        return int(passed[1])
+
+    with ThreadPoolExecutor(len(FILES)) as pool:
+        passed = sum(pool.map(run, FILES))
+    trials.report(f"tests in Python, -fsanitize={ADDRESS}", passed, tmp_path)
