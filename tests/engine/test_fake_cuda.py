@@ -253,10 +253,14 @@ class Training:
         return set(self.pages[: self.nbytes])
 
 
+@pytest.fixture
+def training(cuda: FakeCuda, drv: Driver, ring: Any) -> Training:
+    return Training(cuda, drv, ring)
+
+
 @pytest.mark.parametrize("mode", Mode)
-def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, ring: Any, mode: Mode) -> None:
+def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, training: Training, mode: Mode) -> None:
     cuda.configure(mode=mode, delay_us=LONG)
-    training = Training(cuda, drv, ring)
     training.step(1)
     drv.order(training.stream, training.side)
     training.copy()
@@ -268,9 +272,8 @@ def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, rin
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_copy_that_does_not_wait_for_the_step(cuda: FakeCuda, drv: Driver, ring: Any, mode: Mode) -> None:
+def test_a_copy_that_does_not_wait_for_the_step(cuda: FakeCuda, training: Training, mode: Mode) -> None:
     cuda.configure(mode=mode, delay_us=LONG)
-    training = Training(cuda, drv, ring)
     training.step(1)
     training.copy()
     copied = training.copied()
@@ -295,8 +298,8 @@ def test_seeds_explore_both_orders(cuda: FakeCuda, drv: Driver) -> None:
     assert orders == {("kernel", "d2h"), ("d2h", "kernel")}
 
 
-def test_the_api_does_not_wait(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
+def test_the_api_does_not_wait(cuda: FakeCuda, drv: Driver, training: Training, ring: Any) -> None:
+    event = drv.event()
     with cuda.hold(copies=True, kernels=True):
         training.step(1)
         drv.order(training.stream, training.side)
@@ -308,8 +311,7 @@ def test_the_api_does_not_wait(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
     assert training.copied() == {1}
 
 
-def test_what_has_ended_unseen_is_not_ordered(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training = Training(cuda, drv, ring)
+def test_what_has_ended_unseen_is_not_ordered(cuda: FakeCuda, training: Training) -> None:
     training.copy()
     while not cuda.log():
         time.sleep(0.001)
@@ -320,8 +322,8 @@ def test_what_has_ended_unseen_is_not_ordered(cuda: FakeCuda, drv: Driver, ring:
 # Events
 
 
-def test_an_event_that_was_never_recorded_is_complete(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
+def test_an_event_that_was_never_recorded_is_complete(cuda: FakeCuda, drv: Driver, training: Training) -> None:
+    event = drv.event()
     assert drv.cuEventSynchronize(event) == 0
     training.copy()
     assert drv.cuStreamWaitEvent(training.stream, event, 0) == 0  # waits for nothing
@@ -359,9 +361,8 @@ def test_a_wait_means_the_record_of_its_time(cuda: FakeCuda, drv: Driver, ring: 
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_the_null_stream_and_others(cuda: FakeCuda, drv: Driver, ring: Any, blocking: bool) -> None:
+def test_the_null_stream_and_others(cuda: FakeCuda, drv: Driver, training: Training, blocking: bool) -> None:
     """Blocking streams and the NULL stream wait for each other, and non-blocking ones do not."""
-    training = Training(cuda, drv, ring)
     training.stream, training.side = 0, drv.stream(0 if blocking else NON_BLOCKING)
     training.step(5)
     training.copy()
@@ -372,8 +373,7 @@ def test_the_null_stream_and_others(cuda: FakeCuda, drv: Driver, ring: Any, bloc
     expect(cuda, *["neither waits for the other"] * (0 if blocking else 2))
 
 
-def test_handle_0_is_that_of_the_current_context(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training = Training(cuda, drv, ring)
+def test_handle_0_is_that_of_the_current_context(cuda: FakeCuda, drv: Driver, training: Training) -> None:
     contexts = [drv.made("cuDevicePrimaryCtxRetain", device) for device in (0, 1)]
     for current in (0, 1):
         cuda.kernel(0, [(training.tensor, training.nbytes, 7)])
@@ -446,8 +446,9 @@ def test_a_registration_that_is_not_portable(cuda: FakeCuda, drv: Driver) -> Non
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_memory_is_unregistered_after_its_copies(cuda: FakeCuda, drv: Driver, ring: Any, waits: bool) -> None:
-    training = Training(cuda, drv, ring)
+def test_memory_is_unregistered_after_its_copies(
+    cuda: FakeCuda, drv: Driver, training: Training, ring: Any, waits: bool
+) -> None:
     training.copy()
     if waits:
         drv.finish(training.side)
@@ -574,9 +575,8 @@ def test_a_batch_that_is_wrong(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
 
 
 @pytest.mark.parametrize("order", [STREAM, DURING_API_CALL, ANY])
-def test_when_a_batch_reads(cuda: FakeCuda, drv: Driver, ring: Any, order: int) -> None:
+def test_when_a_batch_reads(cuda: FakeCuda, drv: Driver, training: Training, ring: Any, order: int) -> None:
     """Only STREAM order is safe: in others the driver may read before the stream has waited."""
-    training = Training(cuda, drv, ring)
     training.step(8)
     drv.order(training.stream, training.side)
     assert batch(drv, [ring[1]], [training.tensor], [training.nbytes], training.side, order) == (0, NOWHERE)
@@ -626,8 +626,7 @@ def test_a_capture_forbids_other_threads_unsafe_calls(cuda: FakeCuda, drv: Drive
     assert drv.capturing(stream) == (0, 0)
 
 
-def test_a_replay_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training = Training(cuda, drv, ring)
+def test_a_replay_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, training: Training) -> None:
     cuda.begin_capture(training.stream)
     training.step(1)
     graph = cuda.end_capture(training.stream)
@@ -640,8 +639,8 @@ def test_a_replay_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, r
         expect(cuda, *["neither waits for the other"][ordered:])
 
 
-def test_no_dependency_crosses_into_a_capture(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
+def test_no_dependency_crosses_into_a_capture(cuda: FakeCuda, drv: Driver, training: Training) -> None:
+    event = drv.event()
     training.copy()
     assert drv.cuEventRecord(event, training.side) == 0
     cuda.begin_capture(training.stream)
@@ -650,9 +649,9 @@ def test_no_dependency_crosses_into_a_capture(cuda: FakeCuda, drv: Driver, ring:
     expect(cuda, "from outside")
 
 
-def test_no_dependency_crosses_out_of_a_capture(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
+def test_no_dependency_crosses_out_of_a_capture(cuda: FakeCuda, drv: Driver, training: Training) -> None:
     """An event recorded in a capture draws the streams that wait for it into the capture."""
-    training, event = Training(cuda, drv, ring), drv.event()
+    event = drv.event()
     cuda.begin_capture(training.stream, Capture.RELAXED)
     assert drv.cuEventRecord(event, training.stream) == 0
     assert drv.cuEventSynchronize(event) == CAPTURED_EVENT
@@ -686,8 +685,8 @@ def test_the_null_stream_while_a_blocking_stream_is_captured(cuda: FakeCuda, drv
 # Errors
 
 
-def test_a_faulty_kernel_breaks_its_context(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
+def test_a_faulty_kernel_breaks_its_context(cuda: FakeCuda, drv: Driver, training: Training, ring: Any) -> None:
+    event = drv.event()
     with cuda.hold(kernels=True):
         cuda.kernel(training.stream, fault=ILLEGAL_ADDRESS)
         drv.order(training.stream, training.side)
