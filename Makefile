@@ -79,7 +79,7 @@ mutants: setup
 	$(BIN)/python -m pytest -m 'slow or not slow' -n auto tests/mutants
 
 sanitize: setup
-	LAZYCKPT_TORTURE=1 $(BIN)/python -m pytest tests/engine/test_sanitizers.py
+	$(BIN)/python -m pytest tests/engine/test_sanitizers.py
 
 # Looks for files that reach new code; what it finds is in build/fuzz/crash-…, and belongs into tests/attacks.
 FUZZ_SECONDS := 300

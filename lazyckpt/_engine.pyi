@@ -1,4 +1,4 @@
-"""The native engine (csrc/README.md): bytes, files and devices; and one pass over all tensors (csrc/python/tensors.h).
+"""The native engine (csrc/README.md): bytes, files and devices; and one pass over all tensors (csrc/python/tensors.cc).
 
 Failures of the operating system raise OSError with errno and path. Waits release the GIL and react to Ctrl-C.
 """
@@ -14,12 +14,9 @@ StrPath = str | os.PathLike[str]
 FAULTS: bool  # whether this is the test build, which can inject faults
 
 class Engine:
-    """A staging ring and the threads that copy and write.
+    """A staging ring and the threads that copy and write. csrc/engine/engine.h describes the options.
 
     Belongs to the process that made it; in a forked child every call raises RuntimeError.
-    copies_in_flight: chunks on their way from a device, for eager and for lazy ones each; copies_ahead: the limit while
-    a thread waits for copies. direct: use O_DIRECT; None means except on FUSE. With the backend "auto" a thread pool
-    writes to FUSE.
     """
 
     def __init__(
@@ -31,7 +28,6 @@ class Engine:
         copy_threads: int,
         backend: str = "auto",
         direct: bool | None = None,
-        register_buffers: bool = True,
         pin_ring: bool = True,
         copies_in_flight: int = 4,
         copies_ahead: int = 64,
@@ -92,18 +88,14 @@ class Job:
 
     def append(self, file: int, offset: int, rows: Buffer, blob: bytes, first_source: int = 0) -> None:
         """Lays out one extent (formats/program.py) and starts to copy it. Its source 0 is `first_source` of the job.
-
-        Raises OSError(EINVAL), and fails the job, if the program does not fit its sources or its blob.
-        """
+        OSError(EINVAL), and the job fails, if the program does not fit its sources or its blob."""
 
     def go(self) -> None:
         """Lets the copy threads begin, if eager_by_caller held them back."""
 
     def seal(self) -> None:
-        """Ends the layout.
-
-        Raises OSError(EINVAL), and fails the job, if a file has a hole or an overlap, or if a source was left out.
-        """
+        """Ends the layout. OSError(EINVAL), and the job fails, if a file has a hole or an overlap, or if a source was
+        left out."""
 
     def open(self, file: int, path: StrPath, size: int) -> None:
         """Creates a file that must not exist and reserves `size` bytes on the disk. A failure fails the job, too."""
@@ -118,10 +110,8 @@ class Job:
         """Copies until the lazy bytes of these owners are in the ring, or the job has failed."""
 
     def wait_enqueued(self, owners: int, streams: Buffer, timeout_s: float | None = None) -> bool:
-        """Like wait_captured(), but later work on ``streams`` (as in begin()) waits for the devices, not the caller.
-
-        If a stream is being captured into a graph, waits on the host and makes no other call of the driver.
-        """
+        """Like wait_captured(), but later work on ``streams`` (as in begin()) waits for the devices, not the caller. If
+        a stream is being captured into a graph, waits on the host."""
 
     def wait_released(self, timeout_s: float | None = None) -> bool:
         """Waits until nothing reads the sources any more."""

@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +23,20 @@ from lazyckpt.formats.program import SOURCE
 PAGE = 4096
 CHUNK = 16 * PAGE
 LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
+LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 WP_BIT = 1 << 57  # of an entry in /proc/self/pagemap: the page is write-protected by userfaultfd
 
 
 def make_engine(**knobs: object) -> _engine.Engine:
     knobs = {"ring_bytes": 4 * CHUNK, "chunk_bytes": CHUNK, "io_depth": 2, "copy_threads": 1, **knobs}
     return _engine.Engine(watch_pages=True, **knobs)  # type: ignore[arg-type]
+
+
+def map_anew(address: int, pages: int) -> None:
+    """Replaces pages by new anonymous ones."""
+    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    assert LIBC.mmap(address, pages * PAGE, 3, fixed, -1, 0) == address
 
 
 @dataclass
@@ -42,10 +49,13 @@ class Memory:
 
     @classmethod
     def of(cls, size: int, *, at: int = 0, flags: int = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) -> Memory:
-        mapping = mmap.mmap(-1, size + 2 * PAGE, flags=flags)
-        memory = cls(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + at, size)
+        memory = cls.within(mmap.mmap(-1, size + 2 * PAGE, flags=flags), size, at=at)
         memory.array[:] = np.arange(size, dtype=np.uint32).astype(np.uint8)
         return memory
+
+    @classmethod
+    def within(cls, mapping: mmap.mmap, size: int, *, at: int = 0) -> Memory:
+        return cls(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + at, size)
 
     @property
     def array(self) -> np.ndarray:
@@ -59,14 +69,6 @@ def is_protected(memory: Memory) -> list[bool]:
         pagemap.seek(8 * first)
         entries = pagemap.read(8 * (end - first))
     return [bool(entry & WP_BIT) for (entry,) in struct.iter_unpack("Q", entries)]
-
-
-def soon(holds: Callable[[], bool]) -> bool:
-    """Returns whether a condition holds within ten seconds."""
-    end = time.monotonic() + 10
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.001)
-    return holds()
 
 
 class Save:

@@ -225,7 +225,7 @@ void Engine::OnCopied(Chunk* chunk) {
   }
   for (size_t i = 0; i < chunk->pieces.size(); ++i) {
     Piece& p = chunk->pieces[i];
-    if (p.kind != RowKind::kCrc32Le && p.kind != RowKind::kCrc32Hex) continue;
+    if (!p.is_checksum()) continue;
     Source& source = job.sources[p.source];
     if (source.parts_left == 0) {
       WriteCrc32(chunk, p, source.crc);

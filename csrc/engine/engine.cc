@@ -205,16 +205,16 @@ bool Engine::WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> 
 }
 
 bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {
-  const auto released = [&job] { return job.sources_released(); };
-  const bool done = copiers_.empty() ? HelpUntil(released, deadline) : WaitUntil(released, deadline);
-  if (done) EndWatch(job);
-  return done;
+  return WaitForEnd(job, [&job] { return job.sources_released(); }, deadline);
 }
 
 bool Engine::WaitSettled(Job& job, Clock::time_point deadline) {
-  const auto settled = [&job] { return job.settled(); };
-  const bool done = copiers_.empty() ? HelpUntil(settled, deadline) : WaitUntil(settled, deadline);
-  if (done) EndWatch(job);  // for a failed job WaitReleased may never have been called
+  return WaitForEnd(job, [&job] { return job.settled(); }, deadline);  // of a failed job nobody may await the release
+}
+
+bool Engine::WaitForEnd(Job& job, const std::function<bool()>& ended, Clock::time_point deadline) {
+  const bool done = copiers_.empty() ? HelpUntil(ended, deadline) : WaitUntil(ended, deadline);
+  if (done) EndWatch(job);
   return done;
 }
 

@@ -1,5 +1,4 @@
-// The engine: copies sources into the staging ring and writes the ring to files. It knows bytes, devices and nothing
-// else. csrc/README.md names the files in the order of the data.
+// The engine: copies sources into the staging ring and writes the ring to files. csrc/README.md lists the files.
 #pragma once
 
 #include <array>
@@ -29,17 +28,16 @@ struct EngineOptions {
   unsigned copy_threads;
   std::string backend = "auto";  // see MakeBackend
   std::optional<bool> direct;    // O_DIRECT; nullopt: except on FUSE
-  bool register_buffers = true;
-  bool pin_ring = true;         // for devices; false: as if the driver refused
-  size_t copies_in_flight = 4;  // chunks in each lane of a device, and in one burst
-  size_t copies_ahead = 64;     // the same while a thread waits for copies; limited, since drivers' queues are short
-  bool watch_pages = false;     // watch the pages of lazy host memory: see PageWitness
-  bool copy_on_write = false;   // with watch_pages: WitnessMode::kCopy
-  std::string fault;            // test build only: see MakeFaultBackend
+  bool pin_ring = true;          // for devices; false: as if the driver refused
+  size_t copies_in_flight = 4;   // chunks in each lane of a device, and in one burst
+  size_t copies_ahead = 64;      // while a thread waits for copies; limited, since drivers' queues are short
+  bool watch_pages = false;      // watch the pages of lazy host memory: see PageWitness
+  bool copy_on_write = false;    // with watch_pages: WitnessMode::kCopy
+  std::string fault;             // test build only: see MakeFaultBackend
 };
 
 // Any thread may call the engine, but only in the process that made it: a forked child has its memory but not its
-// threads, so the bindings refuse every call there except the destructor.
+// threads.
 //
 // One mutex guards all bookkeeping; bytes are copied, checksummed and written outside it. Chunks are copied in the
 // order of the queue (job by job, in the order of the program) by the copy threads and by every thread that waits for
@@ -75,9 +73,8 @@ class Engine {
   // Job::torn). A source whose pages cannot be watched becomes eager.
   //
   // eager_by_caller: the caller lays the job out and calls WaitEager and Go at once. Until Go, only threads that wait
-  // for the job copy it: a copy thread may take the caller's core until the scheduler's next tick, 10 ms on some
-  // kernels. After Go, copy threads leave the last eager chunk to WaitEager, since a copy thread may not get a core for
-  // milliseconds while training keeps them busy.
+  // for the job copy it, since a copy thread may take the caller's core for a tick of the scheduler, up to 10 ms. After
+  // Go, copy threads leave the last eager chunk to WaitEager, since they may not get a core for milliseconds.
   std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
                              std::vector<StreamRef> streams, Status* status);
 
@@ -100,9 +97,8 @@ class Engine {
   // the streams given to Begin wait from then on; the caller waits only until the copies are enqueued.
   bool WaitEager(Job& job, Clock::time_point deadline);
   bool WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline);
-  // Waits until the host bytes of these owners are copied and their device copies are enqueued, then makes `streams`
-  // wait for the latter. If one of the streams is being captured, waits on the host for all copies instead and calls
-  // no other function of the driver.
+  // Waits until host bytes of these owners are copied and device copies are enqueued, then makes `streams` wait for the
+  // latter. If one of them is being captured, waits on the host and calls no other function of the driver.
   bool WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> streams, Clock::time_point deadline);
   bool WaitReleased(Job& job, Clock::time_point deadline);  // nothing reads the sources any more
   bool WaitSettled(Job& job, Clock::time_point deadline);   // durable, or failed and drained
@@ -207,6 +203,7 @@ class Engine {
   void OnChunkResult(Chunk* chunk, int64_t result);
 
   // engine.cc
+  bool WaitForEnd(Job& job, const std::function<bool()>& ended, Clock::time_point deadline);
   bool WaitUntil(const std::function<bool()>& done, Clock::time_point deadline);
   void FailLocked(Job& job, Status error);
   void CloseIfSettled(Job& job);

@@ -187,8 +187,8 @@ Status Engine::Seal(Job& job) {
 void Engine::QueueOpenChunk(Job& job) {
   Chunk* chunk = job.open;
   if (chunk == nullptr) return;
-  const auto is_checksum = [](const Piece& p) { return p.kind == RowKind::kCrc32Le || p.kind == RowKind::kCrc32Hex; };
-  chunk->slots.reserve(std::count_if(chunk->pieces.begin(), chunk->pieces.end(), is_checksum));
+  chunk->slots.reserve(
+      std::count_if(chunk->pieces.begin(), chunk->pieces.end(), [](const Piece& p) { return p.is_checksum(); }));
   job.open = nullptr;
   if (chunk->has_lazy) KeepEdges(chunk);
   chunk->state = Chunk::State::kQueued;

@@ -1,19 +1,59 @@
 // From files into memory: parallel reads of byte ranges, each with its CRC-32.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "device/device.h"
-#include "engine/read_plan.h"
+#include "engine/ring.h"
 #include "status.h"
 
 namespace lazyckpt {
+
+inline constexpr size_t kReadBytes = 2 << 20;  // the most that one read fetches
+
+struct ReadRange {
+  uint64_t offset;
+  uint64_t size;
+  std::byte* to = nullptr;  // nullptr: the bytes are checksummed and dropped
+  int device = -1;          // not negative: `to` is an address on this device
+  uint32_t crc = 0;         // out
+};
+
+// The bytes of one range that one read fetches.
+struct ReadPart {
+  size_t range;
+  uint64_t at;  // in the file
+  uint64_t in_range;
+  size_t size;
+  uint32_t crc = 0;
+};
+
+// One read: parts that lie close together in the file. Both ends are block-aligned.
+struct ReadUnit {
+  uint64_t begin;
+  uint64_t end;
+  size_t first_part, last_part;
+};
+
+struct ReadPlan {
+  std::vector<ReadPart> parts;  // in the order of the file, and so of each range
+  std::vector<ReadUnit> units;
+};
+
+// Ranges may stand in any order and overlap.
+ReadPlan PlanReads(const std::vector<ReadRange>& ranges);
 
 struct ReadOptions {
   unsigned threads = 0;     // 0: one for each core, at most 4
@@ -45,12 +85,47 @@ class RangeReader {
   // Fills every range, or returns why not. `to`: one place for each range, without overlap, on `devices` (-1: the
   // host). May be called once.
   Status ReadInto(const std::vector<std::byte*>& to, const std::vector<int>& devices);
-  const std::vector<ReadRange>& ranges() const;  // with their checksums, after ReadInto
+  const std::vector<ReadRange>& ranges() const { return ranges_; }  // with their checksums, after ReadInto
 
  private:
-  class Work;
-  explicit RangeReader(std::unique_ptr<Work> work);
-  std::unique_ptr<Work> work_;
+  struct Flight;
+  struct Flights;
+
+  RangeReader(const std::string& path, const ReadOptions& options, std::vector<ReadRange> ranges)
+      : path_(path), options_(options), ranges_(std::move(ranges)) {}
+  Status Start();
+  bool Resident(const ReadUnit& unit) const;
+  void Fail(Status error);
+  bool AwaitPlaces();
+  void ReadBuffered(const ReadUnit& unit, std::byte* buffer);
+  void ReadBufferedPart(const ReadUnit& unit, ReadPart& p, std::byte* buffer);
+  void Upload(const ReadUnit& unit, std::byte* buffer);
+  void Deliver(const Flight& flight);
+  uint32_t Land(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const;
+  void Run();
+  void ReadUnits();
+  bool Complete(Flights* flights, Flight* flight, int64_t result);
+  bool Submit(Flights* flights, Flight* flight);
+
+  const std::string path_;
+  ReadOptions options_;
+  std::vector<ReadRange> ranges_;
+  int buffered_ = -1, direct_ = -1;  // descriptors
+  uint64_t file_size_ = 0;
+  std::byte* map_ = nullptr;  // only for mincore(), which says which pages are in memory
+  // A ring, for its huge pages: a read into scattered small pages is split into many requests, at a third of the speed.
+  Ring own_staging_;
+  std::span<std::byte> staging_;
+  size_t depth_ = 0;  // reads in flight, for each thread
+  std::atomic<unsigned> next_worker_ = 0;
+  ReadPlan plan_;
+  std::vector<std::thread> workers_;
+  std::atomic<size_t> next_unit_ = 0;
+  std::mutex mutex_;
+  std::atomic<bool> failed_ = false;
+  bool have_places_ = false;
+  std::condition_variable places_known_;
+  Status error_;
 };
 
 }  // namespace lazyckpt

@@ -1,9 +1,9 @@
-#include "engine/read_plan.h"
+// Which reads fetch some ranges of a file.
 
 #include <algorithm>
 #include <numeric>
 
-#include "io/backend.h"
+#include "engine/range_reader.h"
 
 namespace lazyckpt {
 namespace {

@@ -43,7 +43,7 @@ bool Engine::PrepareRing() {
     faulted_bytes_ = end;
     return true;
   }
-  if (registered_bytes_ < capacity && options_.register_buffers) {
+  if (registered_bytes_ < capacity) {
     std::vector<std::span<std::byte>> slices;
     for (size_t at = 0; at < capacity; at += ring_.slice_bytes())
       slices.emplace_back(ring_.base() + at, std::min(ring_.slice_bytes(), capacity - at));

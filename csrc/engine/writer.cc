@@ -34,7 +34,8 @@ void Engine::WriteLoop() {
     try {
       if (PrepareRing()) io_->Wake();  // writes come first, then the rest of the ring
     } catch (const std::bad_alloc&) {
-      LeaveUnpinned(Status::NoMemory(), nullptr);  // copies and uploads may wait for pinned memory
+      const bool pinning = Locked([this] { return pinner_ != nullptr && pinned_bytes_ < ring_.capacity(); });
+      if (pinning) LeaveUnpinned(Status::NoMemory(), nullptr);  // copies and uploads wait for pinned memory
     }
     while (in_flight < options_.io_depth && SubmitNext(&in_flight)) {
     }

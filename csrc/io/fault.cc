@@ -102,8 +102,7 @@ class FaultBackend final : public IoBackend {
   Status PreparePool() override { return inner_->PreparePool(); }
 
   Status Create(const std::string& path, bool want_direct, int* fd, bool* direct) override {
-    if (const int effect = Next("create"); effect > 0) return Status(effect, "open", path);
-    return Traceable("create", path, 0, [&] {
+    return Attempt("create", "open", path, 0, [&] {
       Status status = inner_->Create(path, want_direct, fd, direct);
       std::lock_guard lock(mutex_);
       paths_[*fd] = path;
@@ -112,17 +111,11 @@ class FaultBackend final : public IoBackend {
   }
 
   Status Allocate(int fd, uint64_t size, const std::string& path) override {
-    const int effect = Next("allocate");
-    if (effect > 0) return Status(effect, "fallocate", path);
-    if (effect == kLost) return Status::Ok();
-    return Traceable("allocate", path, size, [&] { return inner_->Allocate(fd, size, path); });
+    return Attempt("allocate", "fallocate", path, size, [&] { return inner_->Allocate(fd, size, path); });
   }
 
   Status Truncate(int fd, uint64_t size, const std::string& path) override {
-    const int effect = Next("truncate");
-    if (effect > 0) return Status(effect, "ftruncate", path);
-    if (effect == kLost) return Status::Ok();
-    return Traceable("truncate", path, size, [&] { return inner_->Truncate(fd, size, path); });
+    return Attempt("truncate", "ftruncate", path, size, [&] { return inner_->Truncate(fd, size, path); });
   }
 
  private:
@@ -141,8 +134,11 @@ class FaultBackend final : public IoBackend {
     (void)!write(log_, line.str().data(), line.str().size());
   }
 
-  template <typename Perform>
-  Status Traceable(const char* name, const std::string& path, uint64_t size, const Perform& perform) {
+  template <class F>
+  Status Attempt(const char* name, const char* call, const std::string& path, uint64_t size, const F& perform) {
+    const int effect = Next(name);
+    if (effect > 0) return Status(effect, call, path);
+    if (effect == kLost) return Status::Ok();
     if (log_ < 0) return perform();
     Traced traced = {0, name, path, 0, size};
     {

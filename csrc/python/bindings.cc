@@ -4,26 +4,29 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <filesystem>
 #include <optional>
 #include <string>
 
 #include "engine/checksum.h"
 #include "engine/ring.h"
 #include "python/engine_handle.h"
-#include "python/prefetch.h"
-#include "python/probe.h"
-#include "python/tensors.h"
 #include "witness/page_witness.h"
 
 namespace lazyckpt {
 namespace {
 
 // Swaps two names atomically, which os.rename cannot do.
-void RenameExchange(const std::filesystem::path& a, const std::filesystem::path& b) {
+void RenameExchange(const py::object& a, const py::object& b) {
   constexpr unsigned kRenameExchange = 2;
-  if (syscall(SYS_renameat2, AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), kRenameExchange) != 0)
-    Raise(Status(errno, "renameat2", b.string()));
+  const std::string from = ToPath(a), to = ToPath(b);
+  if (syscall(SYS_renameat2, AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), kRenameExchange) != 0)
+    Raise(Status(errno, "renameat2", to));
+}
+
+// A getter that reads the bookkeeping of an engine.
+template <class F>
+auto Locked(F read) {
+  return [read](EngineHandle& e) { return e.get().Locked([&] { return read(e.get()); }); };
 }
 
 // The bookkeeping of a ring, for tests. Uses none of its memory.
@@ -61,17 +64,15 @@ PYBIND11_MODULE(_engine, m) {
 
   EngineClass engine_class(m, "Engine");
   engine_class
-      .def(
-          py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
-                      const std::string& backend, std::optional<bool> direct, bool register_buffers, bool pin_ring,
-                      size_t copies_in_flight, size_t copies_ahead, bool watch_pages, bool copy_on_write,
-                      const std::string& fault) {
-            return new EngineHandle({ring_bytes, chunk_bytes, io_depth, copy_threads, backend, direct, register_buffers,
-                                     pin_ring, copies_in_flight, copies_ahead, watch_pages, copy_on_write, fault});
-          }),
-          py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
-          "direct"_a = py::none(), "register_buffers"_a = true, "pin_ring"_a = true, "copies_in_flight"_a = 4,
-          "copies_ahead"_a = 64, "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
+      .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
+                       const std::string& backend, std::optional<bool> direct, bool pin_ring, size_t copies_in_flight,
+                       size_t copies_ahead, bool watch_pages, bool copy_on_write, const std::string& fault) {
+             return new EngineHandle({ring_bytes, chunk_bytes, io_depth, copy_threads, backend, direct, pin_ring,
+                                      copies_in_flight, copies_ahead, watch_pages, copy_on_write, fault});
+           }),
+           py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
+           "direct"_a = py::none(), "pin_ring"_a = true, "copies_in_flight"_a = 4, "copies_ahead"_a = 64,
+           "watch_pages"_a = false, "copy_on_write"_a = false, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
       .def("attach",
            [](EngineHandle& e, int ordinal) {
@@ -85,17 +86,10 @@ PYBIND11_MODULE(_engine, m) {
              if (status.error() != ENOENT && status.error() != ENOSYS) Raise(status);
              return attached;
            })
-      .def_property_readonly("unpinned",
-                             [](EngineHandle& e) {
-                               const Status why = e.get().Locked([&] { return e.get().unpinned(); });
-                               return why.ok() ? "" : why.operation();
-                             })
-      .def_property_readonly("bounces",
-                             [](EngineHandle& e) { return e.get().Locked([&] { return e.get().bounces(); }); })
-      .def_property_readonly("ring_bytes",
-                             [](EngineHandle& e) { return e.get().Locked([&] { return e.get().ring().capacity(); }); })
-      .def_property_readonly("ring_used_bytes",
-                             [](EngineHandle& e) { return e.get().Locked([&] { return e.get().ring().used(); }); })
+      .def_property_readonly("unpinned", Locked([](Engine& e) { return e.unpinned().operation(); }))
+      .def_property_readonly("bounces", Locked([](Engine& e) { return e.bounces(); }))
+      .def_property_readonly("ring_bytes", Locked([](Engine& e) { return e.ring().capacity(); }))
+      .def_property_readonly("ring_used_bytes", Locked([](Engine& e) { return e.ring().used(); }))
       .def_property_readonly("backend", [](EngineHandle& e) { return e.get().backend_name(); })
       .def_property_readonly(
           "fallback", [](EngineHandle& e) { return e.get().fallback().ok() ? "" : e.get().fallback().message(); });
@@ -109,6 +103,7 @@ PYBIND11_MODULE(_engine, m) {
 
   DefineJob(m, engine_class);
   DefineRangeReader(m);
+  DefineTensors(m);
   DefineVersions(m);
 
   m.def(
@@ -129,9 +124,6 @@ PYBIND11_MODULE(_engine, m) {
       },
       "pointer"_a, "size"_a);
   m.def("crc32_combine", &Crc32Combine);
-  m.def("look_at_tensors", [](const py::object& tensors) { return Returned(LookAtTensors(tensors.ptr())); });
-  m.def("prefetches_tensors", &Prefetch::Works);
-  m.def("storages_in", [](const py::object& tree) { return Returned(StoragesIn(tree.ptr())); });
   m.def(
       "page_witness",
       [](bool copy_on_write) {
@@ -141,5 +133,5 @@ PYBIND11_MODULE(_engine, m) {
       },
       "copy_on_write"_a = false);
   m.def("rename_exchange", &RenameExchange);
-  m.def("probe", [](const std::filesystem::path& folder) { return Probe(folder.string()); });
+  m.def("probe", &Probe);
 }

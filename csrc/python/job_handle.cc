@@ -1,7 +1,6 @@
 // Job in Python: one checkpoint under way.
 #include <algorithm>
 #include <cerrno>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -26,33 +25,8 @@ constexpr unsigned kReadBackDepth = 4;  // reads in flight, 2 MiB each, besides 
 
 class JobHandle {
  public:
-  JobHandle(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
-            const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
-            const std::optional<py::buffer>& streams)
-      : engine_(engine) {
-    const auto p = ToVector<uint64_t>(pointers, "pointers");
-    const auto s = ToVector<uint64_t>(sizes, "sizes");
-    const auto o = ToVector<uint64_t>(owners, "owners");
-    if (p.size() != s.size() || p.size() != o.size())
-      throw py::value_error("pointers, sizes and owners differ in length");
-    std::vector<Source> sources(p.size());
-    for (size_t i = 0; i < p.size(); ++i) {
-      sources[i].data = reinterpret_cast<const std::byte*>(p[i]);
-      sources[i].size = s[i];
-      sources[i].owners = o[i];
-    }
-    if (devices) {
-      const auto d = ToVector<int64_t>(*devices, "devices");
-      if (d.size() != p.size()) throw py::value_error("pointers and devices differ in length");
-      for (size_t i = 0; i < d.size(); ++i) sources[i].device = static_cast<int>(d[i]);
-    }
-    const auto current = ToStreams(streams);
-    CallWithoutGil([&] {
-      Status status;
-      job_ = engine_->get().Begin(std::move(sources), files, eager_by_caller, current, &status);
-      return status;
-    });
-  }
+  JobHandle(std::shared_ptr<EngineHandle> engine, std::shared_ptr<Job> job)
+      : engine_(std::move(engine)), job_(std::move(job)) {}
   JobHandle(const JobHandle&) = delete;
   ~JobHandle() {
     if (!engine_->alive()) {
@@ -83,12 +57,14 @@ class JobHandle {
 
   void Go() { engine_->get().Go(*job_); }  // keeps the GIL: this thread might wait to get it back
 
-  void Open(size_t file, const std::filesystem::path& path, uint64_t size) {
-    CallWithoutGil([&] { return engine_->get().Open(*job_, file, path.string(), size); });
+  void Open(size_t file, const py::object& path, uint64_t size) {
+    const std::string name = ToPath(path);
+    CallWithoutGil([&] { return engine_->get().Open(*job_, file, name, size); });
   }
 
-  bool WaitEager(std::optional<double> timeout_s) {
-    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitEager(*job_, end); });
+  template <bool (Engine::*kWait)(Job&, Clock::time_point)>
+  bool Wait(std::optional<double> timeout_s) {
+    return Interruptible(timeout_s, [&](auto end) { return (engine_->get().*kWait)(*job_, end); });
   }
   bool WaitCaptured(uint64_t owners, std::optional<double> timeout_s) {
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitCaptured(*job_, owners, end); });
@@ -97,13 +73,6 @@ class JobHandle {
     const auto refs = ToStreams(streams);
     return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitEnqueued(*job_, owners, refs, end); });
   }
-  bool WaitReleased(std::optional<double> timeout_s) {
-    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitReleased(*job_, end); });
-  }
-  bool WaitSettled(std::optional<double> timeout_s) {
-    return Interruptible(timeout_s, [&](auto end) { return engine_->get().WaitSettled(*job_, end); });
-  }
-
   void Fail(int error, const py::str& why) {
     const char* text = PyUnicode_AsUTF8(why.ptr());  // nullptr: the name of a tensor may be no UTF-8
     if (text == nullptr) PyErr_Clear();
@@ -130,14 +99,13 @@ class JobHandle {
   }
 
   std::vector<uint32_t> SourceCrcs() const {
-    return engine_->get().Locked([this] {
-      std::vector<uint32_t> crcs;
+    std::vector<uint32_t> crcs;
+    engine_->get().Locked([&] {
       for (const Source& s : job_->sources) crcs.push_back(s.crc);
-      return crcs;
     });
+    return crcs;
   }
 
-  // (bytes, CRC-32) of each file, from its chunks.
   std::vector<std::pair<uint64_t, uint32_t>> Files() const {
     return engine_->get().Locked([this] {
       RequireDurable();
@@ -151,7 +119,6 @@ class JobHandle {
     });
   }
 
-  // (offset, bytes) of each chunk of a durable file whose bytes on the disk are not those that were copied.
   std::vector<std::pair<uint64_t, size_t>> ReadBack(size_t file) const {
     Engine& e = engine_->get();
     std::vector<ReadRange> ranges;
@@ -188,48 +155,42 @@ class JobHandle {
     return differ;
   }
 
-  py::dict Stats() const {
-    const Job& j = *job_;
-    std::unordered_map<std::string, double> out;
-    engine_->get().Locked([&] {
+  std::unordered_map<std::string, double> Stats() const {
+    return engine_->get().Locked([this] {
+      const Job& j = *job_;
       const auto since = [&j](Clock::time_point t) { return SecondsSince(j, t); };
       Clock::time_point first_write = Clock::time_point::max();
-      uint64_t bytes = 0;
-      size_t eager = 0;
+      double bytes = 0, eager = 0;
       for (const auto& c : j.chunks) {
         if (c->write_begin > j.begin) first_write = std::min(first_write, c->write_begin);
-        bytes += c->size;
+        bytes += static_cast<double>(c->size);
       }
-      for (const Source& s : j.sources) eager += s.owners == 0 ? s.size : 0;
+      for (const Source& s : j.sources) eager += s.owners == 0 ? static_cast<double>(s.size) : 0;
       const bool wrote = first_write != Clock::time_point::max();
-      out = {{"begin", std::chrono::duration<double>(j.begin.time_since_epoch()).count()},
-             {"bytes", static_cast<double>(bytes)},
-             {"eager_bytes", static_cast<double>(eager)},
-             {"chunks", static_cast<double>(j.chunks.size())},
-             {"copy_s", j.copy_s},
-             {"ring_wait_s", j.ring_wait_s},
-             {"captured_s", since(j.captured_at)},
-             {"first_write_s", wrote ? since(first_write) : 0.0},
-             {"written_s", since(j.written)},
-             {"synced_s", since(j.synced)}};
+      return std::unordered_map<std::string, double>{
+          {"begin", std::chrono::duration<double>(j.begin.time_since_epoch()).count()},
+          {"bytes", bytes},
+          {"eager_bytes", eager},
+          {"chunks", static_cast<double>(j.chunks.size())},
+          {"copy_s", j.copy_s},
+          {"ring_wait_s", j.ring_wait_s},
+          {"captured_s", since(j.captured_at)},
+          {"first_write_s", wrote ? since(first_write) : 0.0},
+          {"written_s", since(j.written)},
+          {"synced_s", since(j.synced)}};
     });
-    return py::cast(out);
   }
 
-  // (file, offset, bytes, copy begin, copy end, write begin, write end, waited for the ring) of each chunk; seconds
-  // since the job began.
-  py::list Timeline() const {
-    using Event = std::tuple<size_t, uint64_t, size_t, double, double, double, double, double>;
-    const Job& j = *job_;
-    std::vector<Event> events = engine_->get().Locked([&] {
+  using Event = std::tuple<size_t, uint64_t, size_t, double, double, double, double, double>;
+  std::vector<Event> Timeline() const {
+    return engine_->get().Locked([this] {
       std::vector<Event> all;
-      const auto since = [&j](Clock::time_point t) { return SecondsSince(j, t); };
-      for (const auto& c : j.chunks)
+      const auto since = [this](Clock::time_point t) { return SecondsSince(*job_, t); };
+      for (const auto& c : job_->chunks)
         all.emplace_back(c->file, c->offset, c->size, since(c->copy_begin), since(c->copy_end), since(c->write_begin),
                          since(c->write_end), c->ring_wait_s);
       return all;
     });
-    return py::cast(events);
   }
 
  private:
@@ -242,30 +203,48 @@ class JobHandle {
   std::vector<py::bytes> blobs_;  // the engine reads them until the sources are released
 };
 
+std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers,
+                                 const py::buffer& sizes, const py::buffer& owners, size_t files, bool eager_by_caller,
+                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams) {
+  const auto p = ToVector<uint64_t>(pointers, "pointers");
+  const auto s = ToVector<uint64_t>(sizes, "sizes");
+  const auto o = ToVector<uint64_t>(owners, "owners");
+  const auto d = devices ? ToVector<int64_t>(*devices, "devices") : std::vector<int64_t>(p.size(), -1);
+  if (p.size() != s.size() || p.size() != o.size() || p.size() != d.size())
+    throw py::value_error("pointers, sizes, owners and devices differ in length");
+  std::vector<Source> sources;
+  for (size_t i = 0; i < p.size(); ++i)
+    sources.push_back({.data = reinterpret_cast<const std::byte*>(p[i]),
+                       .size = s[i],
+                       .owners = o[i],
+                       .device = static_cast<int>(d[i])});
+  const auto current = ToStreams(streams);
+  std::shared_ptr<Job> job;
+  CallWithoutGil([&] {
+    Status status;
+    job = engine->get().Begin(std::move(sources), files, eager_by_caller, current, &status);
+    return status;
+  });
+  return std::make_unique<JobHandle>(engine, std::move(job));
+}
+
 }  // namespace
 
 void DefineJob(py::module_& m, EngineClass& engine) {
   using namespace pybind11::literals;
-  engine.def(
-      "begin",
-      [](const std::shared_ptr<EngineHandle>& e, const py::buffer& pointers, const py::buffer& sizes,
-         const py::buffer& owners, size_t files, bool eager_by_caller, const std::optional<py::buffer>& devices,
-         const std::optional<py::buffer>& streams) {
-        return std::make_unique<JobHandle>(e, pointers, sizes, owners, files, eager_by_caller, devices, streams);
-      },
-      "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false, "devices"_a = py::none(),
-      "streams"_a = py::none());
+  engine.def("begin", &Begin, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false,
+             "devices"_a = py::none(), "streams"_a = py::none());
 
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
       .def("go", &JobHandle::Go)
       .def("seal", &JobHandle::Seal)
       .def("open", &JobHandle::Open)
-      .def("wait_eager", &JobHandle::WaitEager, "timeout_s"_a = py::none())
+      .def("wait_eager", &JobHandle::Wait<&Engine::WaitEager>, "timeout_s"_a = py::none())
       .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())
       .def("wait_enqueued", &JobHandle::WaitEnqueued, "owners"_a, "streams"_a, "timeout_s"_a = py::none())
-      .def("wait_released", &JobHandle::WaitReleased, "timeout_s"_a = py::none())
-      .def("wait_settled", &JobHandle::WaitSettled, "timeout_s"_a = py::none())
+      .def("wait_released", &JobHandle::Wait<&Engine::WaitReleased>, "timeout_s"_a = py::none())
+      .def("wait_settled", &JobHandle::Wait<&Engine::WaitSettled>, "timeout_s"_a = py::none())
       .def("fail", &JobHandle::Fail)
       .def("raise_error", &JobHandle::RaiseError)
       .def("torn", &JobHandle::Torn)

@@ -1,5 +1,4 @@
-#include "python/probe.h"
-
+// What this machine offers to the engine.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -8,9 +7,13 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <string>
+#include <utility>
 
 #include "device/cuda_driver.h"
 #include "io/backend.h"
+#include "python/engine_handle.h"
 #include "witness/page_witness.h"
 
 namespace lazyckpt {
@@ -71,7 +74,8 @@ void ProbeCuda(std::map<std::string, std::string>* facts) {
 
 }  // namespace
 
-std::map<std::string, std::string> Probe(const std::string& dir) {
+std::map<std::string, std::string> Probe(const py::object& folder) {
+  const std::string dir = ToPath(folder);
   std::map<std::string, std::string> facts;
   Status status;
   facts["io_uring"] = MakeUringBackend(1, &status) != nullptr ? "yes" : "no: " + status.message();

@@ -1,6 +1,5 @@
 // RangeReader in Python.
 #include <algorithm>
-#include <filesystem>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -13,7 +12,7 @@ namespace {
 
 class RangeReaderHandle {
  public:
-  RangeReaderHandle(std::shared_ptr<EngineHandle> engine, const std::filesystem::path& path, const py::buffer& offsets,
+  RangeReaderHandle(std::shared_ptr<EngineHandle> engine, const py::object& path, const py::buffer& offsets,
                     const py::buffer& sizes, unsigned threads, unsigned io_depth)
       : engine_(std::move(engine)) {
     const auto o = ToVector<uint64_t>(offsets, "offsets");
@@ -29,11 +28,12 @@ class RangeReaderHandle {
     options.direct = e.options().direct;
     options.fault = e.options().fault;
     options.upload = [&e](int device, std::span<const DeviceCopy> copies) { return e.Upload(device, copies); };
+    const std::string name = ToPath(path);
     options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
     Status status;
     {
       NoGil no_gil;
-      reader_ = RangeReader::Start(path.string(), options, std::move(ranges), &status);
+      reader_ = RangeReader::Start(name, options, std::move(ranges), &status);
     }
     if (!status.ok()) Close();
     Raise(status);
@@ -43,15 +43,11 @@ class RangeReaderHandle {
   py::list ReadInto(const py::buffer& pointers, const std::optional<py::buffer>& devices,
                     const std::optional<py::buffer>& streams) {
     const auto p = ToVector<uint64_t>(pointers, "pointers");
-    std::vector<int> d(p.size(), -1);
-    if (devices) {
-      const auto given = ToVector<int64_t>(*devices, "devices");
-      d.assign(given.begin(), given.end());
-    }
+    const auto d = devices ? ToVector<int64_t>(*devices, "devices") : std::vector<int64_t>(p.size(), -1);
     const auto current = ToStreams(streams);
     Engine& e = engine_->get();
     if (d.size() != p.size()) throw py::value_error("pointers and devices differ in length");
-    for (const int device : d)
+    for (const int64_t device : d)
       if (device >= 0 && std::none_of(current.begin(), current.end(), [&](auto& s) { return s.device == device; }))
         throw py::value_error("a place on a device without a stream");
     if (reader_ == nullptr) throw std::runtime_error("a RangeReader reads once");
@@ -62,7 +58,7 @@ class RangeReaderHandle {
     {
       NoGil no_gil;
       status = e.CopyAfter(current);
-      if (status.ok()) status = reader_->ReadInto(to, d);
+      if (status.ok()) status = reader_->ReadInto(to, {d.begin(), d.end()});
     }
     py::list crcs;
     for (const ReadRange& r : reader_->ranges()) crcs.append(r.crc);
@@ -91,8 +87,8 @@ class RangeReaderHandle {
 void DefineRangeReader(py::module_& m) {
   using namespace pybind11::literals;
   py::class_<RangeReaderHandle>(m, "RangeReader")
-      .def(py::init<std::shared_ptr<EngineHandle>, const std::filesystem::path&, const py::buffer&, const py::buffer&,
-                    unsigned, unsigned>(),
+      .def(py::init<std::shared_ptr<EngineHandle>, const py::object&, const py::buffer&, const py::buffer&, unsigned,
+                    unsigned>(),
            "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
       .def("read_into", &RangeReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
 }

@@ -1,6 +1,4 @@
 // Reads the version counters of tensors on the main thread, between two bytecodes. The GIL guards everything here.
-#include <pybind11/stl.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -12,17 +10,10 @@
 namespace lazyckpt {
 namespace {
 
-class VersionReading {
- public:
-  explicit VersionReading(py::list tensors) : tensors_(std::move(tensors)) {}
-
+struct VersionReading {
+  py::list tensors;
   bool requested = false;
-  std::optional<std::vector<int64_t>> read;  // one for each tensor, once they were read
-
-  const py::list& tensors() const { return tensors_; }
-
- private:
-  py::list tensors_;
+  std::optional<std::vector<int64_t>> read{};  // one for each tensor, once they were read
 };
 
 using Readings = std::vector<std::shared_ptr<VersionReading>>;
@@ -44,26 +35,15 @@ struct Torch {
   py::object apply = module.attr("autograd").attr("Function").attr("apply").attr("__func__").attr("__code__");
 };
 
-const Torch& Ask() {
-  static const Torch* all = nullptr;
-  if (all == nullptr) {
-    const auto* made = new Torch;
-    if (all == nullptr) all = made;  // otherwise another thread was faster
-  }
-  return *all;
-}
-
 // Whether Python runs in the middle of an operation, because of a custom function or a dispatch mode: the bytes may be
 // new and the version old. Also true in a backward pass, where other threads of autograd may write.
 bool InsideAnOperation(const Torch& ask) {
   if (ask.graph_task().cast<int64_t>() != -1 || ask.dispatch_modes().cast<int64_t>() != 0) return true;
-  py::object frame =
-      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
-  while (frame) {
+  const auto own = [](auto* object) { return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object)); };
+  for (py::object frame = own(PyThreadState_GetFrame(PyThreadState_Get())); frame;) {
     auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());
-    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
-    if (code.is(ask.apply)) return true;
-    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(at)));
+    if (own(PyFrame_GetCode(at)).is(ask.apply)) return true;
+    frame = own(PyFrame_GetBack(at));
   }
   return false;
 }
@@ -71,8 +51,8 @@ bool InsideAnOperation(const Torch& ask) {
 void ReadAll(const Torch& ask, VersionReading* reading) {
   const descrgetfunc get = Py_TYPE(ask.version.ptr())->tp_descr_get;
   std::vector<int64_t> read;
-  read.reserve(reading->tensors().size());
-  for (const py::handle tensor : reading->tensors())
+  read.reserve(reading->tensors.size());
+  for (const py::handle tensor : reading->tensors)
     read.push_back(Returned(get(ask.version.ptr(), tensor.ptr(), nullptr)).cast<int64_t>());
   reading->read = std::move(read);
 }
@@ -85,7 +65,7 @@ int AtPointOfProgramOrder(void*) {
   PyErr_Fetch(&type, &value, &trace);
   try {
     for (const auto& reading : readings) reading->requested = false;
-    const Torch& ask = Ask();
+    const auto& ask = TheOnly<Torch>();
     if (!InsideAnOperation(ask)) {
       const py::object disabled = ask.no_torch_function();  // otherwise each read runs Python under torch.device(...)
       disabled.attr("__enter__")();
@@ -111,18 +91,16 @@ void Request(const std::shared_ptr<VersionReading>& reading) {
   if (!is_pending && !Requested().empty()) is_pending = Py_AddPendingCall(&AtPointOfProgramOrder, nullptr) == 0;
 }
 
-std::optional<std::vector<int64_t>> Versions(const VersionReading& reading) { return reading.read; }
-
 }  // namespace
 
 void DefineVersions(py::module_& m) {
   py::class_<VersionReading, std::shared_ptr<VersionReading>>(m, "VersionReading")
       .def(py::init([](py::list tensors) {
-        (void)Ask();  // imports, which the callback must not do
-        return std::make_shared<VersionReading>(std::move(tensors));
+        (void)TheOnly<Torch>();  // imports, which the callback must not do
+        return std::make_shared<VersionReading>(VersionReading{std::move(tensors)});
       }))
       .def("request", &Request)
-      .def("versions", &Versions);
+      .def("versions", [](const VersionReading& reading) { return reading.read; });
 }
 
 }  // namespace lazyckpt

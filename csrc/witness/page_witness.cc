@@ -230,27 +230,17 @@ bool PageWitness::IsAwaited(const PageWindow* by_others_than, PageRange pages) c
 void PageWitness::CheckAndOpen(PageWindow* window, std::span<Copied> pieces) {
   const std::shared_lock lock(mutex_);
   for (size_t first = 0, end = 0; first < pieces.size(); first = end) {
-    PageRange inside, around;
-    for (end = first; end < pieces.size(); ++end) {
-      const Copied& piece = pieces[end];
-      const PageRange in = PageRange::Inside(piece.from.data(), piece.from.size());
-      const PageRange touched = Touched(*window, piece);
-      if (end == first) {
-        inside = in;
-        around = touched;
-      } else if (!in.empty() && !inside.empty() && around.end <= touched.begin &&
-                 IsBridge({around.end, touched.begin})) {
-        inside.end = in.end;
-        around.end = touched.end;
-      } else {
-        break;
-      }
+    PageRange inside = pieces[first].pages(), around = Touched(*window, pieces[first]);
+    for (end = first + 1; end < pieces.size(); ++end) {
+      const PageRange in = pieces[end].pages(), touched = Touched(*window, pieces[end]);
+      const bool joins = !in.empty() && !inside.empty() && around.end <= touched.begin;
+      if (!joins || !IsBridge({around.end, touched.begin})) break;
+      inside.end = in.end;
+      around.end = touched.end;
     }
     if (CheckAndOpenRun(window, pieces.subspan(first, end - first), inside, around)) continue;
     end = first + 1;  // somebody has unmapped the gap: check the first piece alone
-    const Copied& piece = pieces[first];
-    (void)CheckAndOpenRun(window, pieces.subspan(first, 1), PageRange::Inside(piece.from.data(), piece.from.size()),
-                          Touched(*window, piece));
+    (void)CheckAndOpenRun(window, pieces.subspan(first, 1), pieces[first].pages(), Touched(*window, pieces[first]));
   }
 }
 
@@ -265,7 +255,7 @@ bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, 
   const auto check = [&](PageRange run, uint64_t) {
     for (Copied& piece : pieces) {
       const PageWindow::Watched& w = window->watched_[piece.watched];
-      const PageRange written = PageRange::Common(run, PageRange::Inside(piece.from.data(), piece.from.size()));
+      const PageRange written = PageRange::Common(run, piece.pages());
       for (uintptr_t page = written.begin; page < written.end && !piece.written; page += kPageBytes)
         piece.written = w.saved.empty() || !w.saved[(page - w.pages.begin) / kPageBytes];
     }
@@ -275,7 +265,7 @@ bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, 
   for (Copied& piece : pieces) {
     const PageWindow::Watched& w = window->watched_[piece.watched];
     if (w.saved.empty()) continue;
-    const PageRange pages = PageRange::Inside(piece.from.data(), piece.from.size());
+    const PageRange pages = piece.pages();
     for (uintptr_t page = pages.begin; page < pages.end; page += kPageBytes) {
       const size_t number = (page - w.pages.begin) / kPageBytes;
       if (!w.saved[number]) continue;

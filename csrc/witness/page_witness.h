@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "status.h"
-#include "witness/page_range.h"
 #include "witness/uffd.h"
 
 namespace lazyckpt {
@@ -75,6 +74,8 @@ class PageWitness {
     std::byte* to;
     bool written = false;  // after the window was opened
     bool patched = false;  // `to` was changed: it holds pages that were copied aside
+
+    PageRange pages() const { return PageRange::Inside(from.data(), from.size()); }
   };
   // Checks whether copied pages were written since the window was opened, and lifts their protection. Skips pages
   // shared with other memory, which the caller copied at once. May throw std::bad_alloc; the window can still be

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import lazyckpt
+import watched
 from lazyckpt import _engine
-from watched import CHUNK, LIBC, PAGE, WRITERS, Memory, Save, is_protected
+from watched import PAGE, WRITERS, Memory, Save, is_protected, map_anew
 
 pytestmark = pytest.mark.skipif(bool(_engine.page_witness(True)), reason=f"refused: {_engine.page_witness(True)}")
 
 
-def make_engine(**knobs: object) -> _engine.Engine:
-    knobs = {"ring_bytes": 4 * CHUNK, "chunk_bytes": CHUNK, "io_depth": 2, "copy_threads": 1, **knobs}
-    return _engine.Engine(watch_pages=True, copy_on_write=True, **knobs)  # type: ignore[arg-type]
+def make_engine() -> _engine.Engine:
+    return watched.make_engine(copy_on_write=True)
 
 
 @pytest.fixture
-def engine() -> Iterator[_engine.Engine]:
-    yield make_engine()
+def engine() -> _engine.Engine:
+    return make_engine()
 
 
 @pytest.mark.parametrize("shift", [0, 64, PAGE - 64])
@@ -65,7 +62,7 @@ def test_memory_that_nobody_touched_and_huge_pages(engine: _engine.Engine, tmp_p
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if advice is not None:
             mapping.madvise(advice)
-        memory = Memory(mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size)
+        memory = Memory.within(mapping, size)
         if advice is not None:
             memory.array[:] = 3
         save = Save(engine, [memory], tmp_path / f"{number}")
@@ -124,12 +121,7 @@ def test_a_checkpoint_that_fails_lets_writers_go(engine: _engine.Engine, tmp_pat
 def test_both_modes_in_one_process_take_turns(order: tuple[bool, bool], tmp_path: Path) -> None:
     """A mapping belongs to one mode. The other takes it over if no window is open, and copies at once otherwise."""
     memory = Memory.of(30 * PAGE)
-    engines = [
-        make_engine()
-        if copy
-        else _engine.Engine(watch_pages=True, ring_bytes=4 * CHUNK, chunk_bytes=CHUNK, io_depth=2, copy_threads=1)
-        for copy in order
-    ]
+    engines = [watched.make_engine(copy_on_write=copy) for copy in order]
     for number in range(2):
         for copy, engine in zip(order, engines, strict=True):
             save = Save(engine, [memory], tmp_path / f"{number}{copy}")
@@ -144,13 +136,9 @@ def test_both_modes_in_one_process_take_turns(order: tuple[bool, bool], tmp_path
 def test_memory_that_the_other_mode_registered_since_is_registered_anew(tmp_path: Path) -> None:
     """Regression: the kernel protects the memory for either mode but reports to the one that registered it."""
     memory = Memory.of(30 * PAGE)
-    copies = make_engine()
-    reports = _engine.Engine(watch_pages=True, ring_bytes=4 * CHUNK, chunk_bytes=CHUNK, io_depth=2, copy_threads=1)
+    copies, reports = make_engine(), watched.make_engine()
     assert Save(copies, [memory], tmp_path / "a").finish() == []
-    LIBC.mmap.restype = ctypes.c_void_p
-    LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: unmapped, and mapped again
-    assert LIBC.mmap(memory.address, memory.size, 3, fixed, -1, 0) == memory.address
+    map_anew(memory.address, 30)
     memory.array[:] = 1
     assert Save(reports, [memory], tmp_path / "b").finish() == []
     save = Save(copies, [memory], tmp_path / "c")
@@ -170,7 +158,7 @@ def test_a_training_whose_weights_are_written_right_after_every_save(tmp_path: P
     ring = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 256 << 10}
     with lazyckpt.Checkpointer(tmp_path, witness="copy", keep_last=2, **ring) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
-        for number in range(10):
+        for number in range(4):
             step()
             before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             handle = ckpt.save(number)
@@ -179,11 +167,3 @@ def test_a_training_whose_weights_are_written_right_after_every_save(tmp_path: P
             saved = torch.load(handle.result() / "state.pt")["model"]
             assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
             assert handle.metrics.eager_bytes < 0.2 * handle.metrics.bytes
-
-
-def test_numpy_sees_no_difference(engine: _engine.Engine, tmp_path: Path) -> None:
-    memory = Memory.of(100 * PAGE)
-    save = Save(engine, [memory], tmp_path / "a")
-    np.add(memory.array, 1, out=memory.array)
-    assert (memory.array == (np.arange(memory.size, dtype=np.uint32) + 1).astype(np.uint8)).all()
-    assert save.finish() == []

@@ -1,4 +1,4 @@
-"""Each rule of the fake driver is shown kept and broken. No engine takes part."""
+"""Each breach of a rule of the fake driver is reported. The engine's tests show the rules kept."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from fake_cuda import Capture, FakeCuda, FakeError, Mode, build
+from fake_cuda import Capture, FakeCuda, FakeError, Mode
 
-INVALID_VALUE, NOT_INITIALIZED, DEINITIALIZED, INVALID_DEVICE, INVALID_CONTEXT = 1, 3, 4, 101, 201
-INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = 400, 600, 700, 712, 713
-CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_MERGE, CAPTURE_UNJOINED = 900, 901, 902, 904
-CAPTURE_ISOLATION, CAPTURE_IMPLICIT, CAPTURED_EVENT, CAPTURE_WRONG_THREAD = 905, 906, 907, 908
+INVALID_VALUE, DEINITIALIZED, INVALID_CONTEXT = 1, 4, 201
+INVALID_HANDLE, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = 400, 700, 712, 713
+CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURE_UNJOINED = 900, 901, 904
+CAPTURE_ISOLATION, CAPTURE_IMPLICIT, CAPTURED_EVENT = 905, 906, 907
 NON_BLOCKING, PORTABLE, DISABLE_TIMING = 1, 1, 2
 STREAM, DURING_API_CALL, ANY = 1, 2, 3
 LONG = 50_000  # microseconds: longer than a test takes to enqueue its work
@@ -43,22 +43,14 @@ TYPES = {
     "n": ctypes.c_size_t,
     "d": ctypes.c_uint64,
     "p": ctypes.c_void_p,
-    "s": ctypes.c_char_p,
 }
 FUNCTIONS = {
     "cuInit": "u",
-    "cuDriverGetVersion": "p",
-    "cuGetErrorName": "ip",
-    "cuDeviceGet": "pi",
-    "cuDeviceGetCount": "p",
-    "cuDeviceGetAttribute": "pii",
     "cuDevicePrimaryCtxRetain": "pi",
     "cuDevicePrimaryCtxRelease_v2": "i",
     "cuCtxSetCurrent": "p",
     "cuCtxGetCurrent": "p",
-    "cuCtxPushCurrent_v2": "p",
     "cuCtxPopCurrent_v2": "p",
-    "cuThreadExchangeStreamCaptureMode": "p",
     "cuStreamCreate": "pu",
     "cuStreamDestroy_v2": "p",
     "cuStreamWaitEvent": "ppu",
@@ -66,7 +58,6 @@ FUNCTIONS = {
     "cuEventCreate": "pu",
     "cuEventDestroy_v2": "p",
     "cuEventRecord": "pp",
-    "cuEventQuery": "p",
     "cuEventSynchronize": "p",
     "cuMemcpyDtoHAsync_v2": "pdnp",
     "cuMemcpyHtoDAsync_v2": "dpnp",
@@ -100,11 +91,6 @@ class Driver:
 
     def event(self) -> int:
         return self.made("cuEventCreate", DISABLE_TIMING)
-
-    def capture_mode(self, mode: Capture) -> Capture:
-        value = ctypes.c_int(mode)
-        assert self.cuThreadExchangeStreamCaptureMode(ctypes.byref(value)) == 0
-        return Capture(value.value)
 
     def capturing(self, stream: int) -> tuple[int, int]:
         value = ctypes.c_int(-1)
@@ -185,29 +171,6 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
 # What there is
 
 
-def test_every_function_is_there_and_one_can_be_missing(cuda: FakeCuda) -> None:
-    for name in FUNCTIONS:
-        getattr(cuda.lib, name)
-    old = ctypes.CDLL(str(build("cuMemcpyBatchAsync")))
-    assert old.cuInit(0) == 0
-    with pytest.raises(AttributeError):
-        _ = old.cuMemcpyBatchAsync
-
-
-def test_devices(cuda: FakeCuda, drv: Driver) -> None:
-    assert drv.made("cuDeviceGetCount") & 0xFF == 2
-    assert drv.made("cuDriverGetVersion") == 12080
-    cuda.configure(driver_version=12040)
-    assert drv.made("cuDriverGetVersion") == 12040
-    assert [drv.made("cuDeviceGetAttribute", 134, device) & 0xFF for device in (0, 1)] == [0, 1]
-    name = ctypes.c_char_p()
-    assert drv.cuGetErrorName(CAPTURE_ISOLATION, ctypes.byref(name)) == 0
-    assert name.value == b"CUDA_ERROR_STREAM_CAPTURE_ISOLATION"
-    assert drv.cuGetErrorName(123456, ctypes.byref(name)) == INVALID_VALUE
-    assert drv.cuDeviceGet(ctypes.byref(ctypes.c_int()), 2) == INVALID_DEVICE
-    expect(cuda, "cuDeviceGet: no such device")
-
-
 def test_what_is_alive_is_counted(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
     stream, event = drv.stream(), drv.event()
     cuda.stream(0)  # not the caller's
@@ -241,23 +204,10 @@ def test_a_call_needs_a_current_context(cuda: FakeCuda, drv: Driver) -> None:
             drv.cuStreamCreate(ctypes.byref(out), NON_BLOCKING),
             drv.cuEventRecord(event, cuda.stream(0)),
             drv.cuStreamIsCapturing(0, ctypes.byref(out)),
-            drv.cuEventQuery(event),  # names its context by itself
         ]
 
-    assert in_thread(elsewhere) == [INVALID_CONTEXT, INVALID_CONTEXT, INVALID_CONTEXT, 0]
+    assert in_thread(elsewhere) == [INVALID_CONTEXT] * 3
     expect(cuda, "no context is current", "no context is current", "needs a current context")
-
-
-def test_the_stack_of_contexts(cuda: FakeCuda, drv: Driver) -> None:
-    first = drv.made("cuCtxGetCurrent")
-    second = drv.made("cuDevicePrimaryCtxRetain", 1)
-    assert drv.cuCtxPushCurrent_v2(second) == 0 and cuda.context_depth() == 2
-    assert drv.made("cuCtxGetCurrent") == second
-    assert drv.made("cuCtxPopCurrent_v2") == second and drv.made("cuCtxGetCurrent") == first
-    assert in_thread(cuda.context_depth) == 0
-    assert drv.cuCtxSetCurrent(None) == 0 and cuda.context_depth() == 0
-    assert drv.cuCtxPopCurrent_v2(None) == INVALID_CONTEXT
-    expect(cuda, "no context is current")
 
 
 def test_a_released_context_is_gone(cuda: FakeCuda, drv: Driver) -> None:
@@ -292,8 +242,8 @@ class Training:
         self.stream, self.side = cuda.stream(0), drv.stream()
         self.tensor = cuda.device_malloc(0, nbytes)
 
-    def step(self, byte: int, microseconds: float = 300) -> int:
-        return self.cuda.kernel(self.stream, [(self.tensor, self.nbytes, byte)], microseconds=microseconds)
+    def step(self, byte: int, microseconds: float = 300) -> None:
+        self.cuda.kernel(self.stream, [(self.tensor, self.nbytes, byte)], microseconds=microseconds)
 
     def copy(self) -> None:
         assert self.drv.cuMemcpyDtoHAsync_v2(self.host, self.tensor, self.nbytes, self.side) == 0
@@ -303,24 +253,14 @@ class Training:
         return set(self.pages[: self.nbytes])
 
 
-@pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("seed", range(5))
-def test_a_copy_between_two_steps(cuda: FakeCuda, drv: Driver, ring: Any, mode: Mode, seed: int) -> None:
-    cuda.configure(mode=mode)
-    training = Training(cuda, drv, ring)
-    for step in range(1, 10):
-        training.step(step)
-        drv.order(training.stream, training.side)
-        training.copy()
-        drv.order(training.side, training.stream)
-        training.step(100)
-        assert training.copied() == {step}
+@pytest.fixture
+def training(cuda: FakeCuda, drv: Driver, ring: Any) -> Training:
+    return Training(cuda, drv, ring)
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, ring: Any, mode: Mode) -> None:
+def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, training: Training, mode: Mode) -> None:
     cuda.configure(mode=mode, delay_us=LONG)
-    training = Training(cuda, drv, ring)
     training.step(1)
     drv.order(training.stream, training.side)
     training.copy()
@@ -332,9 +272,8 @@ def test_a_step_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, rin
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_copy_that_does_not_wait_for_the_step(cuda: FakeCuda, drv: Driver, ring: Any, mode: Mode) -> None:
+def test_a_copy_that_does_not_wait_for_the_step(cuda: FakeCuda, training: Training, mode: Mode) -> None:
     cuda.configure(mode=mode, delay_us=LONG)
-    training = Training(cuda, drv, ring)
     training.step(1)
     training.copy()
     copied = training.copied()
@@ -359,48 +298,20 @@ def test_seeds_explore_both_orders(cuda: FakeCuda, drv: Driver) -> None:
     assert orders == {("kernel", "d2h"), ("d2h", "kernel")}
 
 
-def test_a_stream_is_first_in_first_out(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    stream, tensor = drv.stream(), cuda.device_malloc(0, 4096)
-    for i in range(50):
-        if i % 3:
-            cuda.kernel(stream, [(tensor, 4096, i)], microseconds=100 - i, name=str(i))
-        else:
-            assert drv.cuMemcpyDtoHAsync_v2(ring[1] + 4096 * i, tensor, 4096, stream) == 0
-    cuda.synchronize()
-    numbers = [ran.number for ran in cuda.log()]
-    assert numbers == sorted(numbers) and len(numbers) == 50
-    assert [ring[0][4096 * i] for i in range(3, 50, 3)] == [i - 1 for i in range(3, 50, 3)]
-
-
-def test_the_api_does_not_wait(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
+def test_the_api_does_not_wait(cuda: FakeCuda, drv: Driver, training: Training, ring: Any) -> None:
+    event = drv.event()
     with cuda.hold(copies=True, kernels=True):
         training.step(1)
         drv.order(training.stream, training.side)
         training.copy()
         assert drv.cuEventRecord(event, training.side) == 0
         time.sleep(0.05)
-        assert drv.cuEventQuery(event) == NOT_READY
         assert set(ring[0][: training.nbytes]) == {0xDB}  # nobody finds bytes there before they arrive
-    assert drv.cuEventSynchronize(event) == 0 and drv.cuEventQuery(event) == 0
+    assert drv.cuEventSynchronize(event) == 0
     assert training.copied() == {1}
 
 
-def test_what_the_host_waited_for_is_ordered(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
-    for wait in (drv.cuEventSynchronize, drv.cuEventQuery):
-        training.step(1)
-        drv.order(training.stream, training.side)
-        training.copy()
-        assert drv.cuEventRecord(event, training.side) == 0
-        while wait(event) == NOT_READY:
-            pass
-        training.step(2)
-        assert training.copied() == {1}
-
-
-def test_what_has_ended_unseen_is_not_ordered(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training = Training(cuda, drv, ring)
+def test_what_has_ended_unseen_is_not_ordered(cuda: FakeCuda, training: Training) -> None:
     training.copy()
     while not cuda.log():
         time.sleep(0.001)
@@ -411,9 +322,9 @@ def test_what_has_ended_unseen_is_not_ordered(cuda: FakeCuda, drv: Driver, ring:
 # Events
 
 
-def test_an_event_that_was_never_recorded_is_complete(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
-    assert drv.cuEventQuery(event) == drv.cuEventSynchronize(event) == 0
+def test_an_event_that_was_never_recorded_is_complete(cuda: FakeCuda, drv: Driver, training: Training) -> None:
+    event = drv.event()
+    assert drv.cuEventSynchronize(event) == 0
     training.copy()
     assert drv.cuStreamWaitEvent(training.stream, event, 0) == 0  # waits for nothing
     training.step(1)
@@ -428,8 +339,6 @@ def test_an_event_is_a_snapshot(cuda: FakeCuda, drv: Driver) -> None:
     with cuda.hold(kernels=True):
         cuda.kernel(stream)  # after the record: not waited for
         assert drv.cuEventSynchronize(event) == 0
-        assert drv.cuEventRecord(event, stream) == 0
-        assert drv.cuEventQuery(event) == NOT_READY
 
 
 def test_a_wait_means_the_record_of_its_time(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
@@ -448,34 +357,12 @@ def test_a_wait_means_the_record_of_its_time(cuda: FakeCuda, drv: Driver, ring: 
         expect(cuda, *["neither waits for the other"][:again_before_wait])
 
 
-def test_an_event_may_go_before_the_work(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training = Training(cuda, drv, ring)
-    training.step(3)
-    drv.order(training.stream, training.side)  # destroys its event
-    training.copy()
-    assert drv.cuStreamDestroy_v2(training.side) == 0
-    assert training.copied() == {3}
-
-
-def test_waits_across_devices(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    for ordered in (True, False):
-        training, there = Training(cuda, drv, ring), cuda.stream(1)
-        training.copy()
-        if ordered:
-            drv.order(training.side, there)
-            cuda.wait(training.stream, there, other_device=1)
-        training.step(4)
-        training.copied()
-        expect(cuda, *["neither waits for the other"][ordered:])
-
-
 # The NULL stream
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_the_null_stream_and_others(cuda: FakeCuda, drv: Driver, ring: Any, blocking: bool) -> None:
+def test_the_null_stream_and_others(cuda: FakeCuda, drv: Driver, training: Training, blocking: bool) -> None:
     """Blocking streams and the NULL stream wait for each other, and non-blocking ones do not."""
-    training = Training(cuda, drv, ring)
     training.stream, training.side = 0, drv.stream(0 if blocking else NON_BLOCKING)
     training.step(5)
     training.copy()
@@ -486,8 +373,7 @@ def test_the_null_stream_and_others(cuda: FakeCuda, drv: Driver, ring: Any, bloc
     expect(cuda, *["neither waits for the other"] * (0 if blocking else 2))
 
 
-def test_handle_0_is_that_of_the_current_context(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training = Training(cuda, drv, ring)
+def test_handle_0_is_that_of_the_current_context(cuda: FakeCuda, drv: Driver, training: Training) -> None:
     contexts = [drv.made("cuDevicePrimaryCtxRetain", device) for device in (0, 1)]
     for current in (0, 1):
         cuda.kernel(0, [(training.tensor, training.nbytes, 7)])
@@ -530,7 +416,6 @@ def test_registration(cuda: FakeCuda, drv: Driver) -> None:
     assert unregister(address + 4096) == NOT_REGISTERED
     assert register(address, 0, PORTABLE) == register(4096, 4096, PORTABLE) == INVALID_VALUE
     expect(cuda, "registered in part", "no such registration", "arguments", "not mapped")
-    assert cuda.statistics()["largest_registration"] == 32 << 10
     assert unregister(address) == unregister(address + (32 << 10)) == 0
     cuda.configure(registration_limit=16 << 10, registration_error=801)
     assert register(address, 32 << 10, PORTABLE) == 801
@@ -561,8 +446,9 @@ def test_a_registration_that_is_not_portable(cuda: FakeCuda, drv: Driver) -> Non
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_memory_is_unregistered_after_its_copies(cuda: FakeCuda, drv: Driver, ring: Any, waits: bool) -> None:
-    training = Training(cuda, drv, ring)
+def test_memory_is_unregistered_after_its_copies(
+    cuda: FakeCuda, drv: Driver, training: Training, ring: Any, waits: bool
+) -> None:
     training.copy()
     if waits:
         drv.finish(training.side)
@@ -617,40 +503,6 @@ def test_two_copies_to_one_place(cuda: FakeCuda, drv: Driver, ring: Any) -> None
 # Device memory
 
 
-def test_a_copy_reads_what_it_is_told_to(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    pages, address = ring
-    tensor, stream = cuda.device_malloc(0, 3 << 20), drv.stream()
-    assert set(cuda.read(tensor, 3 << 20)) == {0xA5}
-    data = os.urandom(1 << 20)
-    pages[:] = data
-    for part in range(3):
-        assert drv.cuMemcpyHtoDAsync_v2(tensor + (part << 20), address, 1 << 20, stream) == 0
-    drv.finish(stream)
-    assert cuda.read(tensor, 3 << 20) == data * 3
-    cuda.write(tensor + 5, b"abc")
-    assert drv.cuMemcpyDtoHAsync_v2(address, tensor + 3, 7, stream) == 0
-    drv.finish(stream)
-    assert pages[:8] == data[3:5] + b"abc" + data[8:10] + data[7:8]
-    copied = cuda.statistics()
-    assert copied["bytes_to_device"] == 3 << 20 and copied["bytes_to_host"] == 7 and copied["largest_copy"] == 1 << 20
-
-
-def test_a_kernel_reads_early_if_nothing_holds_it(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    pages, address = ring
-    pages[:64] = bytes(range(64))
-    tensor, side, stream = cuda.device_malloc(0, 64), drv.stream(), cuda.stream(0)
-    cuda.configure(mode=Mode.COPIES_LATE, delay_us=LONG)
-    for ordered in (True, False):
-        cuda.write(tensor, bytes(64))
-        assert drv.cuMemcpyHtoDAsync_v2(tensor, address, 64, side) == 0
-        if ordered:
-            drv.order(side, stream)
-        kernel = cuda.kernel(stream, reads=[(tensor, 64)])
-        cuda.synchronize()
-        assert cuda.seen(kernel, 64) == (bytes(range(64)) if ordered else bytes(64))
-        expect(cuda, *["neither waits for the other"][ordered:])
-
-
 def test_a_device_pointer_is_none_of_the_host(cuda: FakeCuda) -> None:
     done = run_script("ctypes.string_at(f.device_malloc(0, 4096), 1)")
     assert done.returncode == -signal.SIGSEGV
@@ -684,27 +536,19 @@ def test_memory_is_freed_after_its_copies(cuda: FakeCuda, drv: Driver, ring: Any
 
 
 def batch(
-    drv: Driver,
-    to: Sequence[int],
-    source: Sequence[int],
-    sizes: Sequence[int],
-    stream: int,
-    order: Sequence[int] = (STREAM,),
-    first: Sequence[int] = (0,),
-    fail_index: bool = True,
+    drv: Driver, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: int, order: int = STREAM
 ) -> tuple[int, int]:
     """Returns the error and the index of the copy at fault."""
-    attributes = (Attributes * len(order))(*(Attributes(srcAccessOrder=o) for o in order))
-    fail = ctypes.c_size_t(77)
+    fail, first = ctypes.c_size_t(77), ctypes.c_size_t(0)
     error = drv.cuMemcpyBatchAsync(
         (ctypes.c_uint64 * len(to))(*to),
         (ctypes.c_uint64 * len(source))(*source),
         (ctypes.c_size_t * len(sizes))(*sizes),
         len(to),
-        attributes,
-        (ctypes.c_size_t * len(first))(*first),
-        len(order),
-        ctypes.byref(fail) if fail_index else None,
+        ctypes.byref(Attributes(srcAccessOrder=order)),
+        ctypes.byref(first),
+        1,
+        ctypes.byref(fail),
         stream,
     )
     return error, fail.value
@@ -713,48 +557,29 @@ def batch(
 NOWHERE = (1 << 64) - 1
 
 
-def test_a_batch(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    pages, address = ring
-    tensor, stream = cuda.device_malloc(0, 4096), drv.stream()
-    cuda.write(tensor, bytes(range(256)) * 16)
-    to, source = [address, address + 1000, address + 500], [tensor + 256, tensor + 1, tensor + 7]
-    assert batch(drv, to, source, [100, 200, 300], stream, [STREAM, STREAM], [0, 2]) == (0, NOWHERE)
-    drv.finish(stream)
-    for start, begin, size in ((0, 0, 100), (1000, 1, 200), (500, 7, 300)):
-        assert pages[start : start + size] == (bytes(range(256)) * 3)[begin : begin + size]
-
-
 def test_a_batch_that_is_wrong(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
     address, tensor, stream = ring[1], cuda.device_malloc(0, 4096), drv.stream()
-    good = ([address, address + 64], [tensor, tensor + 64], [64, 64])
-
-    def wrong(violation: str, index: int, *arguments: Any, **named: Any) -> None:
-        assert batch(drv, *arguments, **named) == (INVALID_VALUE, index)
+    to, source, sizes = [address, address + 64], [tensor, tensor + 64], [64, 64]
+    for violation, index, arguments in (
+        ("NULL stream", NOWHERE, (to, source, sizes, 0)),
+        ("empty", 1, (to, source, [64, 0], stream)),
+        ("no copies", NOWHERE, ([], [], [], stream)),
+        ("not a range", 1, (to, [tensor, tensor + 4090], sizes, stream)),
+    ):
+        assert batch(drv, *arguments) == (INVALID_VALUE, index)
         expect(cuda, violation)
-
-    wrong("NULL stream", NOWHERE, *good, 0)
-    wrong("failIdx", 77, *good, stream, fail_index=False)
-    wrong("empty", 1, good[0], good[1], [64, 0], stream)
-    wrong("no copies", NOWHERE, [], [], [], stream)
-    wrong("srcAccessOrder", 0, *good, stream, [0])
-    wrong("srcAccessOrder", 1, *good, stream, [STREAM, 4], [0, 1])
-    wrong("attributes", NOWHERE, *good, stream, [STREAM], [1])
-    wrong("attrsIdxs", NOWHERE, *good, stream, [STREAM, STREAM], [0, 2])
-    wrong("attributes", NOWHERE, *good, stream, [STREAM] * 3, [0, 1, 2])
-    wrong("not a range", 1, good[0], [tensor, tensor + 4090], [64, 64], stream)
-    assert batch(drv, [address, address + 63], good[1], good[2], stream) == (0, NOWHERE)
+    assert batch(drv, [address, address + 63], source, sizes, stream) == (0, NOWHERE)
     assert "two copies of a batch write the same memory" in cuda.violations()[0]
     cuda.synchronize()
     cuda.forget_violations()
 
 
 @pytest.mark.parametrize("order", [STREAM, DURING_API_CALL, ANY])
-def test_when_a_batch_reads(cuda: FakeCuda, drv: Driver, ring: Any, order: int) -> None:
+def test_when_a_batch_reads(cuda: FakeCuda, drv: Driver, training: Training, ring: Any, order: int) -> None:
     """Only STREAM order is safe: in others the driver may read before the stream has waited."""
-    training = Training(cuda, drv, ring)
     training.step(8)
     drv.order(training.stream, training.side)
-    assert batch(drv, [ring[1]], [training.tensor], [training.nbytes], training.side, [order]) == (0, NOWHERE)
+    assert batch(drv, [ring[1]], [training.tensor], [training.nbytes], training.side, order) == (0, NOWHERE)
     drv.order(training.side, training.stream)
     training.step(9)
     assert training.copied() == {8}
@@ -777,7 +602,6 @@ def in_other_thread(drv: Driver, work: Callable[[], Any]) -> Any:
 def unsafe_calls(drv: Driver, event: int) -> list[Callable[[], int]]:
     pages, address = host_memory(4096)
     return [
-        lambda: drv.cuEventQuery(event),
         lambda: drv.cuEventSynchronize(event),
         lambda: drv.cuMemHostRegister_v2(address, 4096, PORTABLE),
         lambda: drv.cuMemHostUnregister(address) if pages else 0,  # which live as long as this list
@@ -785,7 +609,7 @@ def unsafe_calls(drv: Driver, event: int) -> list[Callable[[], int]]:
     ]
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(4))
 def test_a_capture_forbids_other_threads_unsafe_calls(cuda: FakeCuda, drv: Driver, which: int) -> None:
     stream, event = cuda.stream(0), drv.event()
     call = unsafe_calls(drv, event)[which]
@@ -802,55 +626,7 @@ def test_a_capture_forbids_other_threads_unsafe_calls(cuda: FakeCuda, drv: Drive
     assert drv.capturing(stream) == (0, 0)
 
 
-@pytest.mark.parametrize("mode", [Capture.THREAD_LOCAL, Capture.RELAXED])
-def test_a_thread_that_minds_its_own_captures(cuda: FakeCuda, drv: Driver, mode: Capture) -> None:
-    stream, event = cuda.stream(0), drv.event()
-    calls = unsafe_calls(drv, event)
-    cuda.begin_capture(stream)
-
-    def work() -> list[int]:
-        assert drv.capture_mode(mode) is Capture.GLOBAL
-        codes = [call() for call in calls]
-        assert drv.capture_mode(Capture.GLOBAL) is mode
-        return codes
-
-    assert in_other_thread(drv, work) == [0] * 5
-    assert drv.capture_mode(Capture.GLOBAL) is Capture.GLOBAL  # a thread's own
-    cuda.end_capture(stream)
-
-
-def test_safe_calls_spoil_no_capture(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    stream, training = cuda.stream(0), Training(cuda, drv, ring)
-    cuda.begin_capture(stream)
-    assert drv.capturing(stream) == (0, 1)
-    assert drv.capturing(training.stream) == drv.capturing(0) == (0, 0)
-
-    def checkpoint() -> None:
-        training.step(1)
-        drv.order(training.stream, training.side)
-        training.copy()
-
-    in_other_thread(drv, checkpoint)
-    cuda.end_capture(stream)
-    assert training.copied() == {1}
-
-
-def test_a_captured_kernel_runs_when_it_is_replayed(cuda: FakeCuda, drv: Driver) -> None:
-    stream, tensor = cuda.stream(0), cuda.device_malloc(0, 64)
-    cuda.begin_capture(stream)
-    cuda.kernel(stream, [(tensor, 64, 3)], name="captured")
-    graph = cuda.end_capture(stream)
-    cuda.synchronize()
-    assert cuda.log() == []
-    for _ in range(2):
-        cuda.replay(graph, stream)
-    cuda.synchronize()
-    assert [ran.name for ran in cuda.log()] == ["captured"] * 2
-    assert cuda.read(tensor, 64) == b"\3" * 64
-
-
-def test_a_replay_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training = Training(cuda, drv, ring)
+def test_a_replay_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, training: Training) -> None:
     cuda.begin_capture(training.stream)
     training.step(1)
     graph = cuda.end_capture(training.stream)
@@ -863,8 +639,8 @@ def test_a_replay_that_does_not_wait_for_the_copy(cuda: FakeCuda, drv: Driver, r
         expect(cuda, *["neither waits for the other"][ordered:])
 
 
-def test_no_dependency_crosses_into_a_capture(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
+def test_no_dependency_crosses_into_a_capture(cuda: FakeCuda, drv: Driver, training: Training) -> None:
+    event = drv.event()
     training.copy()
     assert drv.cuEventRecord(event, training.side) == 0
     cuda.begin_capture(training.stream)
@@ -873,15 +649,15 @@ def test_no_dependency_crosses_into_a_capture(cuda: FakeCuda, drv: Driver, ring:
     expect(cuda, "from outside")
 
 
-def test_no_dependency_crosses_out_of_a_capture(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
+def test_no_dependency_crosses_out_of_a_capture(cuda: FakeCuda, drv: Driver, training: Training) -> None:
     """An event recorded in a capture draws the streams that wait for it into the capture."""
-    training, event = Training(cuda, drv, ring), drv.event()
+    event = drv.event()
     cuda.begin_capture(training.stream, Capture.RELAXED)
     assert drv.cuEventRecord(event, training.stream) == 0
-    assert drv.cuEventQuery(event) == drv.cuEventSynchronize(event) == CAPTURED_EVENT
+    assert drv.cuEventSynchronize(event) == CAPTURED_EVENT
     with pytest.raises(FakeError):
         cuda.end_capture(training.stream)
-    expect(cuda, "recorded in a capture", "recorded in a capture")
+    expect(cuda, "recorded in a capture")
 
     cuda.begin_capture(training.stream)
     assert drv.cuEventRecord(event, training.stream) == 0
@@ -909,8 +685,8 @@ def test_the_null_stream_while_a_blocking_stream_is_captured(cuda: FakeCuda, drv
 # Errors
 
 
-def test_a_faulty_kernel_breaks_its_context(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
-    training, event = Training(cuda, drv, ring), drv.event()
+def test_a_faulty_kernel_breaks_its_context(cuda: FakeCuda, drv: Driver, training: Training, ring: Any) -> None:
+    event = drv.event()
     with cuda.hold(kernels=True):
         cuda.kernel(training.stream, fault=ILLEGAL_ADDRESS)
         drv.order(training.stream, training.side)
@@ -918,24 +694,12 @@ def test_a_faulty_kernel_breaks_its_context(cuda: FakeCuda, drv: Driver, ring: A
         assert drv.cuEventRecord(event, training.side) == 0
     assert drv.cuEventSynchronize(event) == ILLEGAL_ADDRESS
     out = ctypes.c_void_p()
-    assert drv.cuEventQuery(event) == drv.cuEventCreate(ctypes.byref(out), 0) == ILLEGAL_ADDRESS
+    assert drv.cuEventCreate(ctypes.byref(out), 0) == ILLEGAL_ADDRESS
     assert drv.cuMemcpyDtoHAsync_v2(ring[1], training.tensor, 4, training.side) == ILLEGAL_ADDRESS
     assert drv.cuMemHostUnregister(ring[1]) == ILLEGAL_ADDRESS
     assert set(ring[0][: training.nbytes]) == {0xDB}  # nothing was copied
     drv.cuCtxSetCurrent(drv.made("cuDevicePrimaryCtxRetain", 1))
     assert drv.cuEventCreate(ctypes.byref(out), 0) == 0  # the other device is well
-
-
-def test_any_call_can_be_made_to_fail(cuda: FakeCuda, drv: Driver) -> None:
-    stream, event = drv.stream(), drv.event()
-    cuda.fail("cuEventRecord", nth=2, code=2)
-    assert [drv.cuEventRecord(event, stream) for _ in range(4)] == [0, 2, 0, 0]
-    cuda.fail("cuEventRecord", nth=2, code=719, sticky=True)
-    assert [drv.cuEventRecord(event, stream) for _ in range(4)] == [0, 719, 719, 719]
-    cuda.fail("cuStreamCreate")
-    out = ctypes.c_void_p(5)
-    assert drv.cuStreamCreate(ctypes.byref(out), 0) == 999 and out.value == 5
-    assert cuda.live()["streams"] == 1
 
 
 def test_after_the_driver_has_shut_down(cuda: FakeCuda, drv: Driver, ring: Any) -> None:
@@ -956,9 +720,9 @@ def test_after_the_driver_has_shut_down(cuda: FakeCuda, drv: Driver, ring: Any) 
         cuda.deinit()
         waiting.join(30)
     assert codes == [DEINITIALIZED]
-    assert drv.cuEventQuery(event) == DEINITIALIZED
+    assert drv.cuEventRecord(event, stream) == DEINITIALIZED
     assert cuda.violations() == []
-    assert drv.cuEventQuery(event) == DEINITIALIZED
+    assert drv.cuEventRecord(event, stream) == DEINITIALIZED
     expect(cuda, "after CUDA_ERROR_DEINITIALIZED")
     cuda.reset()
 

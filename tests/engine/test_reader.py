@@ -17,11 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazyckpt import _engine
+from trials import TORTURE
 
 BLOCK = 4096
 UNIT = 2 << 20  # what the reader reads at once
 UNITS = 6  # of the big file
 BACKENDS = ("io_uring", "posix")
+EXAMPLES = 200 if TORTURE else 30
 GUARD = 64  # bytes around each target that must stay as they are
 
 
@@ -115,7 +117,7 @@ def test_shapes(big: tuple[Path, bytes], backend: str, cold: bool, direct: bool,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_ranges(backend: str, big: tuple[Path, bytes], data: st.DataObject) -> None:
     path, content = big
     edges = st.sampled_from([0, 1, BLOCK - 1, BLOCK, 65_536, UNIT - 1, UNIT, UNIT + 1, len(content) - 1, len(content)])
@@ -141,11 +143,9 @@ def test_any_ranges(backend: str, big: tuple[Path, bytes], data: st.DataObject) 
 def test_checksum_only(big: tuple[Path, bytes], cold: bool) -> None:
     path, data = big
     (evict if cold else warm)(path)
-    ranges = [(5, UNIT + 100), (0, 0), (len(data) - 7, 7)]
-    crcs = read_file(
-        str(path), array("Q", [o for o, _ in ranges]), array("Q", [s for _, s in ranges]), array("Q", [0, 0, 0])
-    )
-    assert crcs == [_engine.crc32(data[o : o + s]) for o, s in ranges]
+    offsets, sizes = array("Q", [5, 0, len(data) - 7]), array("Q", [UNIT + 100, 0, 7])
+    crcs = read_file(str(path), offsets, sizes, array("Q", [0, 0, 0]))
+    assert crcs == [_engine.crc32(data[o : o + s]) for o, s in zip(offsets, sizes, strict=True)]
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -155,13 +155,8 @@ def test_beyond_the_end(tmp_path: Path, direct: bool, offset: int, size: int) ->
     path.write_bytes(bytes(100))
     target = np.full(200, 0xA5, np.uint8)
     with pytest.raises(OSError, match="short read") as caught:
-        read_file(
-            str(path),
-            array("Q", [0, offset]),
-            array("Q", [10, size]),
-            array("Q", [0, target.ctypes.data]),
-            direct=direct,
-        )
+        places = array("Q", [0, target.ctypes.data])
+        read_file(str(path), array("Q", [0, offset]), array("Q", [10, size]), places, direct=direct)
     assert caught.value.filename == str(path)
     assert (target == 0xA5).all(), "everything is checked before the first byte lands"
 
@@ -228,7 +223,7 @@ def test_a_read_that_never_moves_anything_is_given_up(big: tuple[Path, bytes]) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("left", [0, BLOCK, BLOCK + 100, 3 * BLOCK + 512, UNIT + 1])
+@pytest.mark.parametrize("left", [0, BLOCK, 3 * BLOCK + 512])
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, direct: bool, left: int) -> None:
     """Regression: with O_DIRECT and an end off the block boundary, the last bytes were read again and again."""
     path = tmp_path / "shrinking"
@@ -254,15 +249,20 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, backend: str, dire
 # reading ahead
 
 
+@pytest.fixture
+def engine() -> _engine.Engine:
+    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
+    engine.reserve(4 * UNIT)
+    return engine
+
+
 def begin(engine: _engine.Engine, path: Path, size: int) -> _engine.RangeReader:
     return _engine.RangeReader(engine, str(path), array("Q", [0]), array("Q", [size]))
 
 
-def test_nothing_lands_before_it_is_said_where(big: tuple[Path, bytes]) -> None:
+def test_nothing_lands_before_it_is_said_where(engine: _engine.Engine, big: tuple[Path, bytes]) -> None:
     path, data = big
     evict(path)
-    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
-    engine.reserve(4 * UNIT)
     reader = begin(engine, path, len(data))
     assert engine.ring_used_bytes == 4 * UNIT
     target = np.full(len(data), 0xA5, np.uint8)
@@ -276,11 +276,9 @@ def test_nothing_lands_before_it_is_said_where(big: tuple[Path, bytes]) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_file_that_shrinks_in_the_page_cache(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_in_the_page_cache(engine: _engine.Engine, tmp_path: Path) -> None:
     path = tmp_path / "shrinking"
     path.write_bytes(bytes(8 << 20))
-    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
-    engine.reserve(4 * UNIT)
     reader = begin(engine, path, 8 << 20)
     os.truncate(path, 3 << 20)
     target = np.ones(8 << 20, np.uint8)
@@ -288,10 +286,9 @@ def test_a_file_that_shrinks_in_the_page_cache(tmp_path: Path) -> None:
         reader.read_into(array("Q", [target.ctypes.data]))
 
 
-def test_given_up(big: tuple[Path, bytes]) -> None:
+def test_given_up(engine: _engine.Engine, big: tuple[Path, bytes]) -> None:
     path, data = big
     evict(path)
-    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         begin(engine, path, len(data))
@@ -299,10 +296,8 @@ def test_given_up(big: tuple[Path, bytes]) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_without_room_in_the_ring(big: tuple[Path, bytes]) -> None:
+def test_without_room_in_the_ring(engine: _engine.Engine, big: tuple[Path, bytes]) -> None:
     path, data = big
-    engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0)
-    engine.reserve(4 * UNIT)
     first, second = begin(engine, path, len(data)), begin(engine, path, len(data))
     for reader in (second, first):
         target = np.zeros(len(data), np.uint8)

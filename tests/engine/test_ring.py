@@ -15,6 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lazyckpt import _engine
 from lazyckpt.formats.program import CRC32_LE, SOURCE
+from trials import TORTURE
 
 BLOCK = 4096
 
@@ -79,7 +80,7 @@ class RingModel(RuleBasedStateMachine):
             assert self.live or self.ring.used == 0, "space does not come back"
 
 
-RingModel.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+RingModel.TestCase.settings = settings(max_examples=300 if TORTURE else 60, stateful_step_count=60, deadline=None)
 test_random_allocations = RingModel.TestCase
 
 
@@ -89,7 +90,7 @@ test_random_allocations = RingModel.TestCase
     sizes=st.lists(st.integers(1, 8 * BLOCK), min_size=1, max_size=80),
 )
 @example(blocks=4, slice_blocks=4, sizes=[3 * BLOCK, 2 * BLOCK, 3 * BLOCK])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if TORTURE else 100, deadline=None)
 def test_first_in_first_out_never_gets_stuck(blocks: int, slice_blocks: int, sizes: list[int]) -> None:
     """Freeing the oldest region and retrying makes room for every size that fits an empty ring."""
     ring = _engine.Ring(blocks * BLOCK, slice_blocks * BLOCK)

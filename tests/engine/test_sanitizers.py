@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,17 +22,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sanitized]:
-    """Builds the engine once for each sanitizer."""
+    """Compiles the engine once for each sanitizer."""
     if compiler() is None:
         pytest.skip("no C++ compiler")
-    known: dict[str, Sanitized] = {}
-
-    def build(sanitizer: str) -> Sanitized:
-        if sanitizer not in known:
-            known[sanitizer] = Sanitized(sanitizer, tmp_path_factory.mktemp("sanitized") / "build")
-        return known[sanitizer]
-
-    return build
+    return cache(lambda sanitizer: Sanitized(sanitizer, tmp_path_factory.mktemp("sanitized") / "build"))
 
 
 @pytest.mark.parametrize("sanitizer", [THREAD, ADDRESS])
@@ -49,9 +44,11 @@ def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Pat
     trials.report(f"rounds of the engine's stress, -fsanitize={sanitizer}", rounds, tmp_path)
 
 
-# Tests that hand memory to the engine or receive Python objects from it.
-ENGINE = [f"engine/test_{name}.py" for name in ("tensors", "ring", "engine", "reader", "cuda")]
-SAVES_AND_LOADS = ["capture/test_snapshot.py", "test_saver.py", "formats/test_safetensors.py"]
+# Tests that hand memory to the engine or receive Python objects from it; a process for each row.
+FILES = [
+    ["engine/test_cuda.py"],
+    ["engine/test_tensors.py", "engine/test_engine.py", "engine/test_reader.py", "test_saver.py"],
+]
 
 
 def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trials) -> None:
@@ -59,13 +56,17 @@ def test_python(built: Callable[[str], Sanitized], tmp_path: Path, trials: Trial
     sanitized = built(ADDRESS)
     environment = for_python(sanitized)
     options = ["-q", "-m", "not slow and not alone", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout=600"]
-    # The first reads freed memory: see docs/internals/testing.md. The second forks while threads allocate, and
-    # AddressSanitizer, unlike malloc, does not release its locks in the child.
-    options += ["-k", "not storage_is_resized and not a_forked_child_calls_nothing"]
-    files = (str(ROOT / "tests" / file) for file in ENGINE + SAVES_AND_LOADS)
-    done = run_python(environment, "-m", "pytest", *options, *files, cwd=tmp_path)
-    assert sanitized.said() == ""
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None, done.stdout
-    trials.report(f"tests in Python, -fsanitize={ADDRESS}", int(passed[1]), tmp_path)
+    # It forks while threads allocate. AddressSanitizer, unlike malloc, does not release its locks in the child.
+    options += ["-k", "not a_forked_child_calls_nothing"]
+
+    def run(files: list[str]) -> int:
+        done = run_python(environment, "-m", "pytest", *options, *(ROOT / "tests" / f for f in files), cwd=tmp_path)
+        assert sanitized.said() == ""
+        assert done.returncode == 0, done.stdout + done.stderr
+        passed = re.search(r"(\d+) passed", done.stdout)
+        assert passed is not None, done.stdout
+        return int(passed[1])
+
+    with ThreadPoolExecutor(len(FILES)) as pool:
+        passed = sum(pool.map(run, FILES))
+    trials.report(f"tests in Python, -fsanitize={ADDRESS}", passed, tmp_path)

@@ -1,4 +1,4 @@
-"""The native pass over all tensors (csrc/python/tensors.h)."""
+"""The native pass over all tensors (csrc/python/tensors.cc)."""
 
 from __future__ import annotations
 

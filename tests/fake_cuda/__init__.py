@@ -109,7 +109,7 @@ class FakeCuda:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or build()
         self.lib = lib = ctypes.CDLL(str(self.path))
-        u64, i64, text = ctypes.c_uint64, ctypes.c_int64, ctypes.c_char_p
+        u64, text = ctypes.c_uint64, ctypes.c_char_p
         u64s = ctypes.POINTER(u64)
         signatures: dict[str, tuple[Any, ...]] = {
             "reset": (None, u64, ctypes.c_int),
@@ -123,9 +123,7 @@ class FakeCuda:
             "write": (ctypes.c_int, u64, text, u64),
             "read": (ctypes.c_int, u64, ctypes.c_void_p, u64),
             "stream": (u64, ctypes.c_int, ctypes.c_int),
-            "kernel": (i64, ctypes.c_int, u64, text, ctypes.c_double, u64s, u64, u64s, u64, ctypes.c_int),
-            "seen": (i64, i64, u64, ctypes.c_void_p, u64),
-            "wait": (ctypes.c_int, ctypes.c_int, u64, ctypes.c_int, u64),
+            "kernel": (ctypes.c_int, ctypes.c_int, u64, text, ctypes.c_double, u64s, u64, ctypes.c_int),
             "synchronize": (ctypes.c_int, ctypes.c_int, ctypes.c_int),
             "begin_capture": (ctypes.c_int, ctypes.c_int, u64, ctypes.c_int),
             "end_capture": (ctypes.c_int, ctypes.c_int, u64),
@@ -147,9 +145,8 @@ class FakeCuda:
         self.lib.fake_reset(seed, devices)
 
     def configure(self, **settings: float) -> None:
-        """``mode``, ``bandwidth`` (bytes/s), ``latency_us``, ``delay_us`` (of a ready operation), ``call_us`` (of a
-        call, at most, by chance), ``driver_version``, ``host_pointers`` (attribute 91), ``numa_nodes``,
-        ``registration_limit`` (bytes in all), ``registration_error``."""
+        """``mode``, ``bandwidth`` (bytes/s), ``latency_us``, ``delay_us`` (of a ready operation), ``driver_version``,
+        ``host_pointers`` (attribute 91), ``numa_nodes``, ``registration_limit`` (bytes), ``registration_error``."""
         for key, value in settings.items():
             _check(-self.lib.fake_configure(key.encode(), value))
 
@@ -209,39 +206,16 @@ class FakeCuda:
         self,
         stream: int,
         writes: Sequence[tuple[int, int, int]] = (),
-        reads: Sequence[tuple[int, int]] = (),
         microseconds: float = 0,
         device: int = 0,
         name: str = "kernel",
         fault: int = 0,
-    ) -> int:
-        """Launches a kernel that fills ``(pointer, nbytes, byte)`` ranges and reads others, or breaks its context with
-        the error ``fault``. Returns its number, for ``seen``."""
-        flat_writes = [number for write in writes for number in write]
-        flat_reads = [number for read in reads for number in read]
-        return _check(
-            self.lib.fake_kernel(
-                device,
-                stream,
-                name.encode(),
-                microseconds,
-                (ctypes.c_uint64 * len(flat_writes))(*flat_writes),
-                len(writes),
-                (ctypes.c_uint64 * len(flat_reads))(*flat_reads),
-                len(reads),
-                fault,
-            )
-        )
-
-    def seen(self, kernel: int, nbytes: int, which: int = 0) -> bytes:
-        """Returns what a kernel read in one of its ranges."""
-        buffer = ctypes.create_string_buffer(nbytes)
-        assert self.lib.fake_seen(kernel, which, buffer, nbytes) >= nbytes, "it has not run"
-        return buffer.raw
-
-    def wait(self, stream: int, other: int, device: int = 0, other_device: int | None = None) -> None:
-        """Makes ``stream`` wait for the work on ``other``, like ``torch.cuda.Stream.wait_stream``."""
-        _check(-self.lib.fake_wait(device, stream, device if other_device is None else other_device, other))
+    ) -> None:
+        """Launches a kernel that fills ``(pointer, nbytes, byte)`` ranges, or breaks its context with the error
+        ``fault``."""
+        flat = [number for write in writes for number in write]
+        numbers = (ctypes.c_uint64 * len(flat))(*flat)
+        _check(-self.lib.fake_kernel(device, stream, name.encode(), microseconds, numbers, len(writes), fault))
 
     def synchronize(self, device: int = -1, timeout_s: int = 30) -> None:
         """Waits on the host for a device, or for all."""

@@ -1,6 +1,6 @@
 // The parts of the driver's ABI that the fake needs, independent of csrc/, so that a wrong declaration there does not
-// meet the same mistake here. With FAKE_CUDA_TOOLKIT (tests/test_cuda_headers.py) the fake includes the Toolkit's
-// header instead and compiles only if its exports have the signatures of the driver.
+// meet the same mistake here. With FAKE_CUDA_TOOLKIT (tests/engine/test_cuda_headers.py) the fake includes the
+// Toolkit's header instead and compiles only if its exports have the signatures of the driver.
 #pragma once
 
 #include <cstddef>
@@ -29,28 +29,22 @@ enum CUresult : int {
   CUDA_ERROR_INVALID_DEVICE = 101,
   CUDA_ERROR_INVALID_CONTEXT = 201,
   CUDA_ERROR_INVALID_HANDLE = 400,
-  CUDA_ERROR_NOT_READY = 600,
   CUDA_ERROR_ILLEGAL_ADDRESS = 700,
   CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
   CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
   CUDA_ERROR_LAUNCH_FAILED = 719,
-  CUDA_ERROR_NOT_PERMITTED = 800,
   CUDA_ERROR_NOT_SUPPORTED = 801,
   CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
   CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
-  CUDA_ERROR_STREAM_CAPTURE_MERGE = 902,
-  CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903,
   CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
   CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
   CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
   CUDA_ERROR_CAPTURED_EVENT = 907,
-  CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
   CUDA_ERROR_TIMEOUT = 909,
   CUDA_ERROR_UNKNOWN = 999,
 };
 
-enum : unsigned { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
-enum : unsigned { CU_EVENT_BLOCKING_SYNC = 1, CU_EVENT_DISABLE_TIMING = 2, CU_EVENT_INTERPROCESS = 4 };
+enum : unsigned { CU_STREAM_NON_BLOCKING = 1 };
 enum : unsigned { CU_MEMHOSTREGISTER_PORTABLE = 1, CU_MEMHOSTALLOC_PORTABLE = 1 };
 enum CUdevice_attribute : int {
   CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
@@ -67,11 +61,7 @@ enum CUstreamCaptureStatus : int {
   CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
   CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
 };
-enum CUmemcpySrcAccessOrder : int {
-  CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1,
-  CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL = 2,
-  CU_MEMCPY_SRC_ACCESS_ORDER_ANY = 3
-};
+enum CUmemcpySrcAccessOrder : int { CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1 };
 
 struct CUmemLocation {
   int type;

@@ -54,7 +54,6 @@ FAKE_EXPORT int fake_configure(const char* key, double value) {
   const std::map<std::string, double*> numbers{{"bandwidth", &c.bandwidth},
                                                {"latency_us", &c.latency_us},
                                                {"delay_us", &c.delay_us},
-                                               {"call_us", &c.call_us},
                                                {"registration_limit", &c.registration_limit}};
   const std::map<std::string, int*> integers{{"driver_version", &c.driver_version},
                                              {"host_pointers", &c.host_pointers},
@@ -128,55 +127,24 @@ FAKE_EXPORT uint64_t fake_stream(int device, int blocking) {
   return device >= 0 && device < locked.m.devices ? locked.m.MakeStream(device, blocking, false)->handle : 0;
 }
 
-// Launches a kernel that fills ranges with bytes and reads others; with a fault it breaks the context instead. Returns
-// its number, for fake_seen, or minus an error.
-FAKE_EXPORT int64_t fake_kernel(int device, uint64_t handle, const char* name, double microseconds,
-                                const uint64_t* writes, uint64_t write_count, const uint64_t* reads,
-                                uint64_t read_count, int fault) {
+// Launches a kernel that fills ranges with bytes; with a fault it breaks the context instead. Returns an error.
+FAKE_EXPORT int fake_kernel(int device, uint64_t handle, const char* name, double microseconds, const uint64_t* writes,
+                            uint64_t write_count, int fault) {
   Locked locked;
   Machine& m = locked.m;
   StreamPtr stream = Find(m, device, handle);
-  if (!stream) return -CUDA_ERROR_INVALID_HANDLE;
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
   auto op = std::make_shared<Op>(Op{Kind::kKernel});
   op->name = name;
   op->duration = std::chrono::microseconds(static_cast<int64_t>(microseconds));
   op->fault = static_cast<CUresult>(fault);
   for (uint64_t i = 0; i < write_count; ++i) {
     op->writes.push_back({{writes[3 * i], writes[3 * i + 1]}, static_cast<uint8_t>(writes[3 * i + 2])});
-  }
-  for (uint64_t i = 0; i < read_count; ++i) op->reads.push_back({reads[2 * i], reads[2 * i + 1]});
-  std::vector<Range> ranges = op->reads;
-  for (const Fill& fill : op->writes) ranges.push_back(fill.range);
-  for (const Range& range : ranges) {
-    Allocation* allocation = m.Find(range);
-    if (!allocation) return -CUDA_ERROR_ILLEGAL_ADDRESS;
+    Allocation* allocation = m.Find(op->writes.back().range);
+    if (!allocation) return CUDA_ERROR_ILLEGAL_ADDRESS;
     if (allocation->freed) m.Violation("kernel '" + op->name + "' uses device memory after its free");
   }
-  static int64_t numbers = 0;
-  const int64_t number = ++numbers;
-  op->seen = &m.seen[number];
-  if (CUresult e = m.Enqueue(stream, op)) return -e;
-  return number;
-}
-
-// Stores what the kernel read in its nth range. Returns the number of bytes, or -1 while it has not run.
-FAKE_EXPORT int64_t fake_seen(int64_t kernel, uint64_t range, void* bytes, uint64_t size) {
-  Locked locked;
-  auto it = locked.m.seen.find(kernel);
-  if (it == locked.m.seen.end() || range >= it->second.size()) return -1;
-  const std::string& seen = it->second[range];
-  std::memcpy(bytes, seen.data(), std::min<uint64_t>(size, seen.size()));
-  return static_cast<int64_t>(seen.size());
-}
-
-// Makes later work on the stream wait for the work on the other one.
-FAKE_EXPORT int fake_wait(int device, uint64_t handle, int other_device, uint64_t other_handle) {
-  Locked locked;
-  StreamPtr stream = Find(locked.m, device, handle), other = Find(locked.m, other_device, other_handle);
-  if (!stream || !other) return CUDA_ERROR_INVALID_HANDLE;
-  Event event{other->device, nullptr, nullptr, 0};
-  if (CUresult e = locked.m.Record(other, &event)) return e;
-  return locked.m.Wait(stream, event);
+  return m.Enqueue(stream, op);
 }
 
 // Waits on the host for all work on the device (-1: on all).
@@ -184,12 +152,9 @@ FAKE_EXPORT int fake_synchronize(int device, int seconds) {
   Locked locked;
   Machine& m = locked.m;
   std::vector<OpPtr> tails;
-  auto add = [&](const StreamPtr& stream) {
+  m.EachStream([&](const StreamPtr& stream) {
     if (stream->tail && (device < 0 || stream->device == device)) tails.push_back(stream->tail);
-  };
-  for (const auto& [number, stream] : m.streams) add(stream);
-  for (const auto& stream : m.draining) add(stream);
-  for (const auto& stream : m.legacy) add(stream);
+  });
   for (const OpPtr& op : tails) {
     if (!m.WaitFor(locked.lock, op, std::chrono::seconds(seconds))) return CUDA_ERROR_TIMEOUT;
     m.Observe(op);
@@ -263,10 +228,7 @@ FAKE_EXPORT const char* fake_statistics() {
   const Statistics& s = locked.m.statistics;
   return Text(Json(Numbers{{"copies", s.copies},
                            {"pageable_copies", s.pageable_copies},
-                           {"bytes_to_host", s.bytes_to_host},
                            {"bytes_to_device", s.bytes_to_device},
-                           {"largest_copy", s.largest_copy},
-                           {"largest_registration", s.largest_registration},
                            {"largest_batch", s.largest_batch},
                            {"peak_in_flight", s.peak_in_flight},
                            {"contexts_created", s.contexts_created}}));

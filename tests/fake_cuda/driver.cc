@@ -32,9 +32,10 @@ class Call {
     }
     lock = std::unique_lock(m.mu);
     ++m.calls[name];
-    if (const auto delay = m.Delay(name); delay.count() > 0) {
+    if (const auto delay = m.delays.find(name); delay != m.delays.end()) {
+      const std::chrono::duration<double, std::micro> time(delay->second);
       lock.unlock();
-      std::this_thread::sleep_for(delay);
+      std::this_thread::sleep_for(time);
       lock.lock();
     }
     result = Check(needs);
@@ -142,8 +143,7 @@ CUresult Launch(Call& call, const StreamPtr& stream, const OpPtr& op) {
   for (const Copy& copy : op->copies) {
     ++m.statistics.copies;
     m.statistics.pageable_copies += !copy.pinned;
-    m.statistics.largest_copy = std::max(m.statistics.largest_copy, copy.size);
-    (copy.to_host ? m.statistics.bytes_to_host : m.statistics.bytes_to_device) += copy.size;
+    if (!copy.to_host) m.statistics.bytes_to_device += copy.size;
   }
   if (!pageable) return CUDA_SUCCESS;
   if (!m.WaitFor(call.lock, op, std::chrono::hours(1))) return call.Deinitialized();
@@ -186,44 +186,17 @@ FAKE_EXPORT CUresult cuDriverGetVersion(int* version) {
 
 FAKE_EXPORT CUresult cuGetErrorName(CUresult error, const char** text) {
   ENTER(cuGetErrorName, kAlways);
-  *text = nullptr;
-  switch (error) {
-#define NAME(code) \
-  case code:       \
-    *text = #code; \
-    return CUDA_SUCCESS;
-    NAME(CUDA_SUCCESS)
-    NAME(CUDA_ERROR_INVALID_VALUE)
-    NAME(CUDA_ERROR_OUT_OF_MEMORY)
-    NAME(CUDA_ERROR_NOT_INITIALIZED)
-    NAME(CUDA_ERROR_DEINITIALIZED)
-    NAME(CUDA_ERROR_NO_DEVICE)
-    NAME(CUDA_ERROR_INVALID_DEVICE)
-    NAME(CUDA_ERROR_INVALID_CONTEXT)
-    NAME(CUDA_ERROR_INVALID_HANDLE)
-    NAME(CUDA_ERROR_NOT_READY)
-    NAME(CUDA_ERROR_ILLEGAL_ADDRESS)
-    NAME(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
-    NAME(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
-    NAME(CUDA_ERROR_LAUNCH_FAILED)
-    NAME(CUDA_ERROR_NOT_PERMITTED)
-    NAME(CUDA_ERROR_NOT_SUPPORTED)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_MERGE)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_UNJOINED)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
-    NAME(CUDA_ERROR_CAPTURED_EVENT)
-    NAME(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
-    NAME(CUDA_ERROR_TIMEOUT)
-    NAME(CUDA_ERROR_UNKNOWN)
-#undef NAME
-    default:
-      break;
-  }
-  return CUDA_ERROR_INVALID_VALUE;
+  static const std::map<CUresult, const char*> names{{CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
+                                                     {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+                                                     {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
+                                                     {CUDA_ERROR_INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+                                                     {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                                                     {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED"},
+                                                     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+                                                     {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN"}};
+  const auto found = names.find(error);
+  *text = found == names.end() ? nullptr : found->second;
+  return *text == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 FAKE_EXPORT CUresult cuDeviceGetCount(int* count) {
@@ -247,19 +220,10 @@ static CUresult CheckOrdinal(Call& call, CUdevice device) {
 FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   ENTER(cuDeviceGetAttribute, kInit);
   if (CUresult e = CheckOrdinal(call, device)) return e;
-  switch (attribute) {
-    case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
-      *value = m.config.host_pointers;
-      return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
-      *value = 1;
-      return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID:
-      *value = device % m.config.numa_nodes;
-      return CUDA_SUCCESS;
-    default:
-      break;
-  }
+  if (attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
+    return *value = m.config.host_pointers, CUDA_SUCCESS;
+  if (attribute == CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED) return *value = 1, CUDA_SUCCESS;
+  if (attribute == CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID) return *value = device % m.config.numa_nodes, CUDA_SUCCESS;
   return call.Fail(CUDA_ERROR_INVALID_VALUE, "attribute " + std::to_string(attribute) + " is not imitated");
 }
 
@@ -404,17 +368,6 @@ static CUresult CapturedEvent(Call& call, Event* event) {
   return call.Fail(CUDA_ERROR_CAPTURED_EVENT, "the event was last recorded in a capture");
 }
 
-FAKE_EXPORT CUresult cuEventQuery(CUevent handle) {
-  ENTER(cuEventQuery, kInit | kUnsafe);
-  Event* event = nullptr;
-  if (CUresult e = call.Find(handle, &event)) return e;
-  if (CUresult e = CapturedEvent(call, event)) return e;
-  if (!event->recorded) return CUDA_SUCCESS;
-  if (event->recorded->state != Op::kDone) return CUDA_ERROR_NOT_READY;
-  m.Observe(event->recorded);
-  return CUDA_SUCCESS;
-}
-
 FAKE_EXPORT CUresult cuEventSynchronize(CUevent handle) {
   ENTER(cuEventSynchronize, kContextToo | kUnsafe);
   Event* event = nullptr;
@@ -452,22 +405,13 @@ FAKE_EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size
   if (CUresult e = call.Find(handle, &stream)) return e;
   if (stream->legacy) return call.Fail(CUDA_ERROR_INVALID_VALUE, "the NULL stream takes no batches");
   if (!to || !from || !sizes || count == 0) return call.Fail(CUDA_ERROR_INVALID_VALUE, "no copies");
-  if (!attributes || !first || attribute_count == 0 || attribute_count > count || first[0] != 0) {
-    return call.Fail(CUDA_ERROR_INVALID_VALUE, "attributes");
-  }
+  if (!attributes || !first || attribute_count != 1 || first[0] != 0)
+    return call.Fail(CUDA_ERROR_INVALID_VALUE, "the fake takes one attribute, for all copies");
+  if (attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+    m.Violation("cuMemcpyBatchAsync: the driver may read a source before the stream has waited");
   auto op = std::make_shared<Op>(Op{Kind::kCopy});
-  size_t attribute = 0;
-  for (size_t k = 1; k < attribute_count; ++k) {
-    if (first[k] <= first[k - 1] || first[k] >= count) return call.Fail(CUDA_ERROR_INVALID_VALUE, "attrsIdxs");
-  }
   for (size_t i = 0; i < count; ++i) {
-    if (attribute + 1 < attribute_count && i == first[attribute + 1]) ++attribute;
-    const CUmemcpySrcAccessOrder order = attributes[attribute].srcAccessOrder;
     *fail_index = i;
-    if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
-      return call.Fail(CUDA_ERROR_INVALID_VALUE, "srcAccessOrder");
-    if (order != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
-      m.Violation("cuMemcpyBatchAsync: the driver may read a source before the stream has waited");
     if (sizes[i] == 0) return call.Fail(CUDA_ERROR_INVALID_VALUE, "an empty copy");
     const bool to_host = m.IsDeviceAddress(from[i]);
     Copy copy;
@@ -502,7 +446,6 @@ FAKE_EXPORT CUresult cuMemHostRegister_v2(void* host, size_t size, unsigned flag
   }
   if (static_cast<double>(sum) > m.config.registration_limit) return static_cast<CUresult>(m.config.registration_error);
   m.registrations[range.begin] = {range, call.device(), (flags & CU_MEMHOSTREGISTER_PORTABLE) != 0};
-  m.statistics.largest_registration = std::max<uint64_t>(m.statistics.largest_registration, size);
   return CUDA_SUCCESS;
 }
 

@@ -154,19 +154,15 @@ bool Machine::InChild() const { return getpid() != owner; }
 void Machine::Reset(uint64_t seed, int count) {
   std::unique_lock lock(mu);
   progress.wait(lock, [this] { return !in_effects_; });
-  auto forget = [](const StreamPtr& stream) {
+  EachStream([](const StreamPtr& stream) {
     for (const OpPtr& op : stream->queue) op->state = Op::kDone;
     stream->queue.clear();
-  };
-  for (auto& [handle, stream] : streams) forget(stream);
-  for (auto& stream : draining) forget(stream);
-  for (auto& stream : legacy) forget(stream);
+  });
   running_.clear();
   ++epoch_;
   streams.clear(), draining.clear(), legacy.clear(), events.clear(), registrations.clear(), history_.clear();
   for (auto& capture : captures) capture->ended = true;
-  captures.clear(), graphs.clear(), seen.clear(), calls.clear(), failures.clear(), delays.clear(), log.clear(),
-      host.clear();
+  captures.clear(), graphs.clear(), calls.clear(), failures.clear(), delays.clear(), log.clear(), host.clear();
   allocations.clear();
   for (int i = 0; i < kMaxDevices; ++i) {
     if (ftruncate(memory_[i], 0) != 0 || ftruncate(memory_[i], kDeviceSpan) != 0) Die("ftruncate");
@@ -184,12 +180,6 @@ void Machine::Reset(uint64_t seed, int count) {
   }
   ForgetViolations();
   progress.notify_all();
-}
-
-std::chrono::microseconds Machine::Delay(const char* call) {
-  double us = config.call_us > 0 ? std::uniform_real_distribution(0.0, config.call_us)(random) : 0;
-  if (auto it = delays.find(call); it != delays.end()) us += it->second;
-  return microseconds(static_cast<int64_t>(us));
 }
 
 void Machine::Deinitialize() {
@@ -330,7 +320,6 @@ CUresult Machine::Enqueue(const StreamPtr& stream, OpPtr op, const std::vector<O
     CheckAccess(op, {copy.device_address, copy.size}, !copy.to_host);
     CheckAccess(op, {copy.host, copy.size}, copy.to_host);
   }
-  for (const Range& range : op->reads) CheckAccess(op, range, false);
   for (const Fill& fill : op->writes) CheckAccess(op, fill.range, true);
   if (op->kind == Kind::kCopy) {
     statistics.peak_in_flight = std::max<uint64_t>(statistics.peak_in_flight, ++stream->copies_in_flight);
@@ -370,31 +359,17 @@ CUresult Machine::Wait(const StreamPtr& stream, const Event& event) {
     capture->unjoined.push_back(stream->handle);
     return CUDA_SUCCESS;
   }
-  if (stream->capture != capture) {
-    capture->invalidated = stream->capture->invalidated = true;
-    Violation("two captures were merged by an event");
-    return CUDA_ERROR_STREAM_CAPTURE_MERGE;
-  }
   if (stream->handle == capture->origin) std::erase(capture->unjoined, event.captured_on);
   return CUDA_SUCCESS;
 }
 
 // The operations before the next one of the stream; for the NULL stream, the last one of every blocking stream.
 void Machine::Tails(const StreamPtr& stream, std::vector<OpPtr>* tails) {
-  auto add = [&](const StreamPtr& other) {
-    if (other->tail) tails->push_back(other->tail);
-  };
-  add(stream);
-  if (stream->legacy) {
-    for (const auto& [handle, other] : streams) {
-      if (other->device == stream->device && other->blocking) add(other);
-    }
-    for (const auto& other : draining) {
-      if (other->device == stream->device && other->blocking) add(other);
-    }
-  } else if (stream->blocking) {
-    add(legacy[stream->device]);
-  }
+  EachStream([&](const StreamPtr& other) {
+    const bool implicit = other->device == stream->device && other->blocking && stream->blocking;
+    const bool before = other == stream || (implicit && (stream->legacy || other->legacy));
+    if (before && other->tail) tails->push_back(other->tail);
+  });
 }
 
 bool Machine::WaitFor(std::unique_lock<std::mutex>& lock, const OpPtr& op, std::chrono::seconds limit) {
@@ -459,12 +434,9 @@ bool Machine::Held(const Op& op) const {
 
 std::vector<OpPtr> Machine::Fronts() const {
   std::vector<OpPtr> fronts;
-  auto add = [&](const StreamPtr& stream) {
+  EachStream([&](const StreamPtr& stream) {
     if (!stream->queue.empty() && Ready(stream->queue.front())) fronts.push_back(stream->queue.front());
-  };
-  for (const auto& [handle, stream] : streams) add(stream);
-  for (const auto& stream : draining) add(stream);
-  for (const auto& stream : legacy) add(stream);
+  });
   return fronts;
 }
 
@@ -563,19 +535,11 @@ void Machine::Complete(const OpPtr& op) {
     log.push_back(std::to_string(op->number) + " " + kind + " " + std::to_string(op->device) + " " +
                   std::to_string(op->stream) + " " + std::to_string(op->bytes()) + " " + op->name);
   }
-  auto pop = [&](const StreamPtr& stream) {
-    if (stream->queue.empty() || stream->queue.front() != op) return false;
+  EachStream([&](const StreamPtr& stream) {
+    if (stream->queue.empty() || stream->queue.front() != op) return;
     stream->queue.pop_front();
     if (op->kind == Kind::kCopy) --stream->copies_in_flight;
-    return true;
-  };
-  for (const auto& [handle, stream] : streams) {
-    if (pop(stream)) return;
-  }
-  for (const auto& stream : legacy) {
-    if (pop(stream)) return;
-  }
-  for (const auto& stream : draining) pop(stream);
+  });
   std::erase_if(draining, [](const StreamPtr& stream) { return stream->queue.empty(); });
 }
 
@@ -590,13 +554,6 @@ void Machine::Effects(std::unique_lock<std::mutex>& lock, const OpPtr& op) {
   lock.unlock();
   std::shuffle(copies.begin(), copies.end(), std::mt19937_64(op->number));
   for (const Copy& copy : copies) RunCopy(*op, copy);
-  if (op->seen) {
-    for (const Range& range : op->reads) {
-      std::string bytes(range.size, 0);
-      Peek(range.begin, bytes.data(), range.size);
-      op->seen->push_back(std::move(bytes));
-    }
-  }
   for (const Fill& fill : op->writes) {
     const std::vector<uint8_t> block(std::min(fill.range.size, kBlock), fill.byte);
     InBlocks(fill.range.size,
@@ -644,10 +601,6 @@ CUresult Machine::BeginCapture(const StreamPtr& stream, CUstreamCaptureMode mode
 CUresult Machine::EndCapture(const StreamPtr& stream, int* graph) {
   CapturePtr capture = stream->capture;
   if (!capture) return CUDA_ERROR_INVALID_VALUE;
-  if (capture->origin != stream->handle) return CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
-  if (capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
-    return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
-  }
   capture->ended = true;
   std::erase(captures, capture);
   for (const auto& [handle, other] : streams) {

@@ -61,8 +61,6 @@ struct Op {
   std::vector<std::shared_ptr<Op>> after;
   std::vector<Copy> copies;
   std::vector<Fill> writes;
-  std::vector<Range> reads;
-  std::vector<std::string>* seen = nullptr;  // where a kernel stores what it reads
   std::chrono::microseconds duration{0};
   CUresult fault = CUDA_SUCCESS;
   enum State { kQueued, kRunning, kDone } state = kQueued;
@@ -146,7 +144,6 @@ struct Config {
   double bandwidth = 4e9;  // bytes per second of one copy engine
   double latency_us = 20;
   double delay_us = 300;  // the longest time for which a ready operation is held back, so that others precede it
-  double call_us = 0;     // the longest random delay of a call, which mixes the threads of the caller
   int driver_version = 12080;
   int host_pointers = 1;             // batches take registered memory by its address in the host
   int numa_nodes = 2;                // devices are next to them in turn
@@ -156,8 +153,8 @@ struct Config {
 };
 
 struct Statistics {
-  uint64_t bytes_to_host = 0, bytes_to_device = 0, copies = 0, pageable_copies = 0;
-  uint64_t largest_copy = 0, largest_registration = 0, largest_batch = 0, peak_in_flight = 0, contexts_created = 0;
+  uint64_t bytes_to_device = 0, copies = 0, pageable_copies = 0, largest_batch = 0, peak_in_flight = 0;
+  uint64_t contexts_created = 0;
 };
 
 class Machine {
@@ -176,13 +173,20 @@ class Machine {
   std::map<uint64_t, StreamPtr> streams;
   std::vector<StreamPtr> draining;  // destroyed with work left
   std::vector<StreamPtr> legacy;    // by device
+
+  template <class F>
+  void EachStream(F each) const {
+    for (const auto& [handle, stream] : streams) each(stream);
+    for (const auto& stream : draining) each(stream);
+    for (const auto& stream : legacy) each(stream);
+  }
+
   std::map<uint64_t, Event> events;
   std::map<uint64_t, Allocation> allocations;  // by begin; freed ones stay until reset
   std::map<uint64_t, Registration> registrations;
   std::vector<CapturePtr> captures, graphs;
-  std::map<uint64_t, std::vector<std::string>> seen;  // by kernel
-  std::vector<int> retained;                          // by device
-  std::vector<CUresult> fault;                        // by device; sticky
+  std::vector<int> retained;    // by device
+  std::vector<CUresult> fault;  // by device; sticky
   std::map<std::string, uint64_t> calls;
   std::map<std::string, Failure> failures;
   std::map<std::string, double> delays;  // by function: microseconds that each of its calls takes
@@ -221,7 +225,6 @@ class Machine {
   bool BreakCaptures(const char* call);
   CapturePtr ImplicitCapture(const StreamPtr& stream) const;
 
-  std::chrono::microseconds Delay(const char* call);
   void Violation(const std::string& text);  // needs no lock: also in a forked child
   std::string Violations() const;
   void ForgetViolations();

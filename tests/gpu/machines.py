@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -26,42 +25,6 @@ RINGS = {
     "smaller": {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 256 * KIB},
     "two chunks": {"chunk_bytes": 16 * KIB, "host_buffer_bytes": 32 * KIB},
 }
-
-
-class Graph(Protocol):
-    def replay(self) -> None: ...
-
-
-class Machine(Protocol):
-    """Where the tensors of a `Training` are, and what changes them."""
-
-    devices: int
-
-    def put(self, module: torch.nn.Module, device: int = 0) -> torch.nn.Module:
-        """Moves a module to a device."""
-
-    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The training has changed these."""
-
-    def write_silently(self, tensor: torch.Tensor) -> None:
-        """Changes a tensor without moving its version, and without waiting for copies."""
-
-    def forgive(self) -> None:
-        """Forgets that a write raced a copy."""
-
-    def picture(self, state: Any) -> Any:
-        """Notes a state as the training stream will have made it. Nothing waits."""
-
-    def developed(self, picture: Any) -> Any:
-        """A picture with bytes in the place of tensors, as in `saved`."""
-
-    def content(self, state: Any) -> Any:
-        """The state as it is on the device once all streams are done, with bytes in the place of tensors."""
-
-    def capture(self, graph: Any, train: Callable[[], None]) -> AbstractContextManager[None]:
-        """Captures `train` into `graph`, which was made by `new_graph`. The capture ends with the block."""
-
-    def new_graph(self, *, gated: bool) -> Graph: ...
 
 
 class Fake:
@@ -82,28 +45,34 @@ class Fake:
         return module
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The training has changed these."""
         tensors = list(tensors)
         self._writes += 1
         self._gpu.place(tensors)
         self._gpu.kernel(tensors, 1 + self._writes % 250)
 
     def write_silently(self, tensor: torch.Tensor) -> None:
+        """Changes a tensor without moving its version, and without waiting for copies."""
         self._gpu.kernel([tensor], 255)
 
     def forgive(self) -> None:
+        """Forgets that a write raced a copy."""
         self._gpu.driver.forget_violations()
 
     def picture(self, state: Any) -> Any:
+        """Notes a state as the training stream will have made it. Nothing waits."""
         return self._gpu.picture(state)
 
     def developed(self, picture: Any) -> Any:
+        """A picture with bytes in the place of tensors, as in `saved`."""
         return picture
 
     def content(self, state: Any) -> Any:
+        """The state as it is on the device once all streams are done, with bytes in the place of tensors."""
         self._gpu.driver.synchronize()
         return map_tensors(state, self._gpu.content)
 
-    def new_graph(self, *, gated: bool) -> Graph:
+    def new_graph(self, *, gated: bool) -> Any:
         def begin(graph: Any, mode: Capture = Capture.THREAD_LOCAL) -> None:
             self._gpu.driver.begin_capture(self._gpu.streams[0], mode)
             self._gpu.captured = True
@@ -120,8 +89,7 @@ class Fake:
         self._patch.setattr(torch.cuda.CUDAGraph, "__new__", lambda kind: object.__new__(kind))
         self._patch.setattr(lazyckpt.CUDAGraph, "__init__", lambda graph: None)
         kind: Any = lazyckpt.CUDAGraph if gated else torch.cuda.CUDAGraph
-        graph: Graph = kind.__new__(kind)
-        return graph
+        return kind.__new__(kind)
 
     @contextlib.contextmanager
     def capture(self, graph: Any, train: Callable[[], None]) -> Iterator[None]:
@@ -159,7 +127,7 @@ class Real:
     def content(self, state: Any) -> Any:
         return map_tensors(state, lambda tensor: raw(tensor.cpu()))
 
-    def new_graph(self, *, gated: bool) -> Graph:
+    def new_graph(self, *, gated: bool) -> Any:
         return lazyckpt.CUDAGraph() if gated else torch.cuda.CUDAGraph()
 
     @contextlib.contextmanager
@@ -173,6 +141,9 @@ class Real:
         with torch.cuda.graph(graph):
             train()
             yield
+
+
+Machine = Fake | Real
 
 
 @dataclass(frozen=True)
