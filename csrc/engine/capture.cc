@@ -9,6 +9,7 @@
 #include <new>
 #include <utility>
 
+#include "engine/bfloat16.h"
 #include "engine/checksum.h"
 #include "engine/engine.h"
 
@@ -141,7 +142,11 @@ Status Engine::MoveBytes(Chunk* chunk, Tickets* tickets, Lock& lock) {
     if (p.kind == RowKind::kLiteral) p.crc = CopyCrc32(0, chunk->memory + p.at, p.literal, p.size);
     if (p.kind != RowKind::kSource || job.sources[p.source].device >= 0) continue;
     const Source& source = job.sources[p.source];
-    if (source.watched < 0) p.crc = CopyCrc32(0, chunk->memory + p.at, source.data + p.source_offset, p.size);
+    if (source.watched >= 0) continue;
+    std::byte* const to = chunk->memory + p.at;
+    const std::span memory = source.Memory(p.source_offset, p.size);
+    if (source.to_bfloat16) ToBfloat16(to, memory);
+    p.crc = source.to_bfloat16 ? Crc32(0, to, p.size) : CopyCrc32(0, to, memory.data(), p.size);
   }
   if (witness_ != nullptr && !CopyWatched(job, chunk)) {
     witness_->CheckRest(&job.window);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -139,10 +140,11 @@ struct Slot {
 // One storage of the training state. The caller keeps it alive and, if it is lazy, unchanged until it is captured.
 struct Source {
   const std::byte* data;
-  uint64_t size;
-  uint64_t owners;       // the gates that protect it, as bits; 0: eager, to be captured before save() returns
-  int device = -1;       // the ordinal of the CUDA device that holds it; negative: host memory
-  int64_t watched = -1;  // its number in Job::window; negative: the witness watches none of its pages
+  uint64_t size;             // in the file
+  uint64_t owners;           // the gates that protect it, as bits; 0: eager, to be captured before save() returns
+  int device = -1;           // the ordinal of the CUDA device that holds it; negative: host memory
+  int64_t watched = -1;      // its number in Job::window; negative: the witness watches none of its pages
+  bool to_bfloat16 = false;  // float32 in memory, bfloat16 in the file; only host memory
 
   struct Part {
     uint64_t size;
@@ -153,6 +155,13 @@ struct Source {
   uint32_t crc = 0;              // valid once no part is left
   Turn turn = Turn::kEagerHost;  // the latest turn of its chunks
   Slot* waiting = nullptr;       // checksums to fill in when it is complete
+
+  // The memory that the bytes [offset, + bytes) of the file come from.
+  std::span<const std::byte> Memory(uint64_t offset, uint64_t bytes) const {
+    const size_t width = to_bfloat16 ? 2 : 1;
+    return {data + width * offset, width * bytes};
+  }
+  std::span<const std::byte> Memory() const { return Memory(0, size); }
 };
 
 // Bytes of a chunk that come from one place. Kept small: a storage has about six pieces.

@@ -4,10 +4,12 @@
 // nothing is copied any more.
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "engine/bfloat16.h"
 #include "engine/checksum.h"
 #include "engine/engine.h"
 
@@ -17,7 +19,7 @@ namespace lazyckpt {
 void Engine::Watch(Job& job) {
   for (Source& s : job.sources) {
     if (s.owners == 0 || s.device >= 0) continue;
-    if (const PageRange pages = PageRange::Inside(s.data, s.size); !pages.empty())
+    if (const PageRange pages = PageRange::Inside(s.data, s.Memory().size()); !pages.empty())
       s.watched = static_cast<int64_t>(job.window.Add(pages));
     else
       s.owners = 0;
@@ -50,7 +52,7 @@ void Engine::EndWatch(Job& job) {
 void Engine::KeepEdges(Chunk* chunk) {
   const auto edges_of = [chunk](const Piece& p) -> std::array<std::span<const std::byte>, 2> {
     if (p.kind != RowKind::kSource || chunk->job->sources[p.source].watched < 0) return {};
-    return EdgesOf({chunk->job->sources[p.source].data + p.source_offset, p.size});
+    return EdgesOf(chunk->job->sources[p.source].Memory(p.source_offset, p.size));
   };
   size_t bytes = 0;
   for (const Piece& p : chunk->pieces)
@@ -76,19 +78,29 @@ bool Engine::CopyWatched(Job& job, Chunk* chunk) {
     const std::span batch(copied.data(), count);
     witness_->CheckAndOpen(&job.window, batch);
     for (size_t i = 0; i < count; ++i) {
-      if (copied[i].patched) pieces[i]->crc = Crc32(0, copied[i].to, pieces[i]->size);
+      Piece& p = *pieces[i];
+      std::byte* const at = chunk->memory + p.at;
+      if (copied[i].to != at) ToBfloat16(at, {copied[i].to, copied[i].from.size()});
+      if (copied[i].to != at || copied[i].patched) p.crc = Crc32(0, at, p.size);
       clean = clean && !copied[i].written;
     }
     count = 0;
   };
+  // What is converted is copied as it is first, because the witness may mend the copy.
+  size_t bytes = 0;
+  for (const Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource && job.sources[p.source].to_bfloat16) bytes += 2 * size_t{p.size};
+  const auto scratch = bytes > 0 ? std::make_unique_for_overwrite<std::byte[]>(bytes) : nullptr;
+  std::byte* converted = scratch.get();
   const std::byte* edges = chunk->edges.data();
   for (Piece& p : chunk->pieces) {
     if (p.kind != RowKind::kSource || job.sources[p.source].watched < 0) continue;
     const Source& source = job.sources[p.source];
-    const std::span memory(source.data + p.source_offset, p.size);
+    const std::span memory = source.Memory(p.source_offset, p.size);
     const auto [head, tail] = EdgesOf(memory);
     const size_t middle = memory.size() - head.size() - tail.size();
-    std::byte* const to = chunk->memory + p.at;
+    std::byte* to = chunk->memory + p.at;
+    if (source.to_bfloat16) to = std::exchange(converted, converted + memory.size());
     uint32_t crc = CopyCrc32(0, to, edges, head.size());
     crc = CopyCrc32(crc, to + head.size(), memory.data() + head.size(), middle);
     p.crc = CopyCrc32(crc, to + head.size() + middle, edges + head.size(), tail.size());

@@ -205,7 +205,8 @@ class JobHandle {
 
 std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers,
                                  const py::buffer& sizes, const py::buffer& owners, size_t files, bool eager_by_caller,
-                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams) {
+                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams,
+                                 const std::vector<size_t>& to_bfloat16) {
   const auto p = ToVector<uint64_t>(pointers, "pointers");
   const auto s = ToVector<uint64_t>(sizes, "sizes");
   const auto o = ToVector<uint64_t>(owners, "owners");
@@ -218,6 +219,7 @@ std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, co
                        .size = s[i],
                        .owners = o[i],
                        .device = static_cast<int>(d[i])});
+  for (const size_t i : to_bfloat16) sources.at(i).to_bfloat16 = true;
   const auto current = ToStreams(streams);
   std::shared_ptr<Job> job;
   CallWithoutGil([&] {
@@ -233,7 +235,7 @@ std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, co
 void DefineJob(py::module_& m, EngineClass& engine) {
   using namespace pybind11::literals;
   engine.def("begin", &Begin, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false,
-             "devices"_a = py::none(), "streams"_a = py::none());
+             "devices"_a = py::none(), "streams"_a = py::none(), "to_bfloat16"_a = std::vector<size_t>());
 
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
