@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lazyckpt.storage import manifest, retention
-from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.catalog import Catalog, patiently
 from lazyckpt.storage.manifest import Checkpoint
-from lazyckpt.storage.retry import patiently
 from lazyckpt.warn import warn_in_background
 
 
@@ -56,6 +55,7 @@ class Lineage:
         if self._keep_last is None:
             return []
         known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
-        gone = retention.superfluous(known, self._keep_last, self._keep_every, self._catalog.damaged)
+        fates = retention.retention(known, self._keep_last, self._keep_every, self._catalog.damaged)
+        gone = [c for c in known if not fates[c].stays]
         self._ours.difference_update((c.step, c.sequence) for c in gone)
         return [c.path for c in gone]
