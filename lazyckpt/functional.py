@@ -14,7 +14,7 @@ from lazyckpt.errors import LoadError, SaveError, UnsupportedFormatError
 from lazyckpt.formats import format_of, safetensors
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.pipeline.plan import plan_for
-from lazyckpt.pipeline.request import FileRequest
+from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.ranges import ParallelRead, process_engine
@@ -39,7 +39,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     target = paths.local(path)
     paths.refuse_special_file(target)
     _sweep(target.parent)
-    save_now(FileRequest(target, None), {target.name: plan_for(target.name, obj)}, process_engine())
+    save_now(Request(target, None), {target.name: plan_for(target.name, obj)}, process_engine())
 
 
 def _sweep(folder: Path) -> None:

@@ -48,10 +48,7 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     """Returns the Config of the keyword arguments of ``owner``, a class whose framework keeps and removes checkpoints.
 
     Raises ConfigError, which says with ``retention`` what to use instead of ``keep_last``."""
-    try:
-        config = Config(**knobs)
-    except TypeError as error:
-        raise ConfigError(str(error).replace("Config.__init__()", owner.__name__)) from None
+    config = Config.of(knobs, owner.__name__)
     if config.keep_last is not None:
         raise ConfigError(f"keep_last: {retention}")
     return config

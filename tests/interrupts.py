@@ -16,7 +16,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture.gate import gate
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import in_flight
 
 PACKAGE = str(Path(lazyckpt.__file__).parent)
 TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "copy_threads": 1, "io_depth": 2}

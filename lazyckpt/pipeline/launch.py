@@ -36,8 +36,7 @@ from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, S
 from lazyckpt.formats.program import Extent
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
-from lazyckpt.pipeline.handle import SaveHandle, wait_for
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.pipeline.persist import Flight, as_save_error
 from lazyckpt.pipeline.plan import FilePlan, unsavable
 from lazyckpt.pipeline.request import Request
@@ -138,7 +137,7 @@ class Launcher:
         self._buffer.reserve_for_save(sum(sizes))
         assert self._buffer.engine is not None
         job = begin_job(self._buffer.engine, snapshot, len(programs), eager_by_caller=True)
-        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin, self._background.newest)
+        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
         try:
             append(job, snapshot, programs)
             self._guard(flight, programs)

@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lazyckpt.pipeline.lineage import Lineage
-from lazyckpt.storage import commit
+from lazyckpt.storage.commit import FileStaging, Staging
 
 
-class Request(ABC):
-    """One save. Holds no tensor: the plans (plan.py) hold the state, and only until it is copied.
+class Request:
+    """One save: of a lone file, or of the folder ``staging``. Holds no tensor: the plans (plan.py) hold the state, and
+    only until it is copied.
 
     Except ``abandon``, the methods run on a background thread, those of different saves in the order of the saves.
     """
 
-    def __init__(self, path: Path, step: int | None) -> None:
+    def __init__(self, path: Path, step: int | None, staging: Staging | None = None) -> None:
         self.path = path
         self.step = step
+        self._staging = staging
 
-    @abstractmethod
-    def stage(self) -> commit.Staging:
-        """Makes the temporary folder. Saves may be staged in any order. Raises OSError."""
+    def stage(self) -> Staging:
+        """Returns the temporary folder. Saves may be staged in any order. Raises OSError."""
+        return self._staging or FileStaging(self.path)
 
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any] | None:
         """What the manifest says of the files (name, bytes, CRC-32), or None for no manifest."""
         return None
 
-    def published(self) -> None:  # noqa: B027  # nothing to note by default
+    def published(self) -> None:
         """Notes that the files have their final names."""
 
     def superfluous(self) -> Iterable[Path]:
         """The checkpoints that retention drops now."""
         return ()
 
-    def abandon(self) -> None:  # noqa: B027
-        """Called instead of ``stage`` if the save failed before the background had it."""
-
-
-class FileRequest(Request):
-    """A lone file."""
-
-    def stage(self) -> commit.Staging:
-        return commit.FileStaging(self.path)
-
-
-class FolderRequest(Request):
-    """A folder that was staged before the save."""
-
-    def __init__(self, staging: commit.Staging, step: int | None) -> None:
-        super().__init__(staging.target, step)
-        self._staging = staging
-
-    def stage(self) -> commit.Staging:
-        return self._staging
-
     def abandon(self) -> None:
-        self._staging.discard()
+        """Called instead of ``stage`` if the save failed before the background had it."""
+        if self._staging is not None:
+            self._staging.discard()
 
 
 class CheckpointRequest(Request):
@@ -66,14 +48,14 @@ class CheckpointRequest(Request):
 
     def __init__(self, path: Path, step: int, lineage: Lineage) -> None:
         super().__init__(path, step)
-        self._step = step
         self._lineage = lineage
 
-    def stage(self) -> commit.Staging:
-        return commit.Staging(self.path)
+    def stage(self) -> Staging:
+        return Staging(self.path)
 
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any]:
-        return self._lineage.manifest(self._step, files)
+        assert self.step is not None
+        return self._lineage.manifest(self.step, files)
 
     def published(self) -> None:
         self._lineage.published()

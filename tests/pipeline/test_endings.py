@@ -36,7 +36,7 @@ def slowly(self, flight):
 Background._persist = slowly
 def save(name):
     saver.save(model.state_dict(), folder + "/" + name)
-codes = {{}}
+children = {{}}
 for folder, body in json.loads(sys.argv[1]).items():
     child = os.fork()
     if child == 0:
@@ -45,9 +45,9 @@ for folder, body in json.loads(sys.argv[1]).items():
         saver = lazyckpt.Saver(chunk_bytes=16 << 10, host_buffer_bytes=256 << 10)
         exec(body)
         break
-    codes[folder] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-else:
-    print(json.dumps(codes))
+    children[folder] = child
+else:  # they end side by side
+    print(json.dumps({{f: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for f, child in children.items()}}))
 """
 ENDS = {
     "the end of the script": ("save('a.pt')", 0, True),

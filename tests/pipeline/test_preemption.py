@@ -145,7 +145,7 @@ def committed(folder: Path) -> list[int]:
 
 def test_what_was_saved_before_the_signal_is_committed(child: Any, tmp_path: Path, trials: Trials) -> None:
     """At random instants, on a disk that is slow now and then."""
-    count = trials.count(8, 200)
+    count = trials.count(5, 200)
     in_flight = 0
     for trial in range(count):
         folder = tmp_path / str(trial)
