@@ -12,10 +12,9 @@ from lazyckpt.config import MIB
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.lineage import Lineage
 from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import CheckpointRequest
+from lazyckpt.pipeline.request import CheckpointRequest, Lineage
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.sharded import refuse_parts

@@ -81,10 +81,9 @@ class Background:
 
     def wait_for_room(self) -> None:
         """Waits until fewer than ``max_in_flight`` checkpoints are in flight."""
-        self._in_flight = [h for h in self._in_flight if not h.done()]
-        while len(self._in_flight) >= self._config.max_in_flight:
-            wait_for(self._in_flight[:1])  # usually the first to be done, since they are published in order
-            self._in_flight = [h for h in self._in_flight if not h.done()]
+        while len(pending := self.pending) >= self._config.max_in_flight:
+            wait_for(pending[:1])  # usually the first to be done, since they are published in order
+        self._in_flight = pending
 
     def raise_failed(self, *, before_save: bool = False) -> None:
         """Raises the oldest failure that was not reported yet; the next call raises the next one. ``before_save``: a
@@ -140,20 +139,15 @@ class Background:
                 warn_in_background(str(error))
 
     def fail(self, handle: SaveHandle, error: SaveError) -> None:
-        """Settles a save that failed before it was launched. Later removals see that it failed."""
-        self._last = handle
+        """Settles a save that failed before it was launched."""
+        self._last = handle  # later removals see that it failed
         self.settle(handle, error)
 
     def _tell(self, handle: SaveHandle, error: SaveError | None) -> None:
         m = handle.metrics
         if error is None:
-            _logger.info(
-                "%s is durable: %.1f MB after %.2f s; training blocked for %.1f ms",
-                handle.path,
-                m.bytes / 1e6,
-                m.durable_s,
-                m.blocked_s * 1e3,
-            )
+            what = f"{m.bytes / 1e6:.1f} MB after {m.durable_s:.2f} s; training blocked for {m.blocked_s * 1e3:.1f} ms"
+            _logger.info("%s is durable: %s", handle.path, what)
         else:
             _logger.warning("%s", str(error))  # as text: handlers keep records, and the error refers to the engine
         if self._config.on_done is not None:
