@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,6 @@ from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.storage import paths, removal
 from lazyckpt.storage.manifest import STATE, read_checkpoint
-
-_swept: set[Path] = set()  # folders from which this process has removed what killed saves left
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
@@ -42,11 +41,11 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     save_now(Request(target, None), {target.name: plan_for(target.name, obj)}, process_engine())
 
 
+@functools.cache
 def _sweep(folder: Path) -> None:
-    if folder not in _swept:
-        with contextlib.suppress(OSError):  # the save works without it
-            removal.sweep_staged(folder)
-        _swept.add(folder)
+    """Removes what killed saves left, once in this process."""
+    with contextlib.suppress(OSError):  # the save works without it
+        removal.sweep_staged(folder)
 
 
 def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:

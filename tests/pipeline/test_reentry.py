@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -37,21 +35,6 @@ pytestmark = [
     pytest.mark.timeout(600 if TORTURE else 120, method="thread"),
     pytest.mark.usefixtures("quick_garbage_collection"),
 ]
-
-
-class Handler(Interrupt):
-    """Runs ``handle`` at the n-th point at which CPython may run a signal handler, and goes on."""
-
-    def __init__(self, at: int, handle: Callable[[], None]) -> None:
-        super().__init__(at)
-        self._handle = handle
-
-    def _point(self, frame: FrameType) -> None:
-        self.points += 1
-        if self.points == self.at:
-            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            sys.settrace(None)
-            self._handle()
 
 
 def wait(training: Training) -> None:
@@ -102,7 +85,7 @@ def test_a_handler_anywhere(outer: Callable[[Training], None], training: Trainin
                 assert "was called inside" in str(error)
                 said[inner].append("refused")
 
-        handler = Handler(at, handle)
+        handler = Interrupt(at, handle)
         with handler:
             outer(training)
         check(training, f"{inner.__name__} at point {at} of {points}: {handler.where}, {said[inner][-1:]}")
@@ -284,7 +267,7 @@ def test_a_handler_may_close_what_is_being_closed(tmp_path: Path) -> None:
         training.ckpt = lazyckpt.Checkpointer(tmp_path, keep_last=2, **TINY)
         training.ckpt.track(model=training.model, optimizer=training.optimizer, losses=training.losses)
         handle = training.save()
-        with Handler(at, training.ckpt.close) as handler:
+        with Interrupt(at, training.ckpt.close) as handler:
             training.ckpt.close()
         assert handle.done() and training.ckpt._saver._ended, handler.where
         points = max(points, handler.points)
