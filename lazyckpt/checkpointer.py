@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from lazyckpt.capture.gate import gate
@@ -217,10 +216,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
-        return self._saver.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> Literal[False]:
+        return self._saver.__exit__(*raised)
 
 
 def _checked_step(step: Any) -> int:

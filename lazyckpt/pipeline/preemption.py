@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 from lazyckpt.errors import ConfigError
@@ -146,9 +146,7 @@ class CommitOnSignal:
     def __enter__(self) -> CommitOnSignal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
