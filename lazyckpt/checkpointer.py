@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB
-from lazyckpt.errors import ConfigError, LazyCkptError, LoadError, ReadError, save_error
+from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.lineage import Lineage
 from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import CheckpointRequest
+from lazyckpt.pipeline.request import CheckpointRequest, Lineage
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.sharded import refuse_parts
@@ -70,11 +68,9 @@ class Checkpointer:
             removal.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:
-            try:
-                self._refuse_if_empty(error)
-            except LazyCkptError:
+            if not self._holds_any():
                 self._saver.close()
-                raise
+                raise save_error(error, path=self.directory, opening=True) from error
             warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not")
         self._lineage = Lineage(self._catalog, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
         self._provider = CompositeProvider()
@@ -83,16 +79,14 @@ class Checkpointer:
             self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
 
-    def _refuse_if_empty(self, error: OSError) -> None:
-        """Raises if a folder that cannot be written to holds no checkpoint, or cannot be read either."""
+    def _holds_any(self) -> bool:
+        """Whether the folder holds a checkpoint, be it broken. Raises ReadError if that cannot be told."""
         try:
-            if self._catalog.scan() or self._catalog.broken:
-                return
+            return bool(self._catalog.scan() or self._catalog.broken)
         except ReadError:
             raise
         except LoadError:
-            pass  # there is no such folder
-        raise save_error(error, path=self.directory, opening=True) from error
+            return False  # there is no such folder
 
     # what is saved
 
@@ -150,14 +144,13 @@ class Checkpointer:
             raise ConfigError("restore: give a step or a path, not both")
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
+        if step is not None:
+            path = self._folder_of(step)
         checkpoint: Checkpoint | None
-        if step is None and path is None:
+        if path is None:
             checkpoint = restore_newest(self._catalog, self._provider, self._saver.engine)
         else:
-            folder = (
-                self.directory / manifest.folder_name(_checked_step(step)) if step is not None else Path(path or "")
-            )
-            checkpoint = restore_one(folder, self._provider, self._saver.engine)
+            checkpoint = restore_one(Path(path), self._provider, self._saver.engine)
         if checkpoint is None:
             return None
         self._launcher.forget_frozen()
@@ -177,9 +170,12 @@ class Checkpointer:
         Raises SaveError if an earlier checkpoint failed in the background (``on_error="raise"``) or if this one fails
         at once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
-        request = CheckpointRequest(self.directory / manifest.folder_name(_checked_step(step)), step, self._lineage)
+        request = CheckpointRequest(self._folder_of(step), step, self._lineage)
         plan = StatePlan(self._provider, self._archive)
         return self._launcher.launch(request, {STATE: plan}, blocking=blocking)
+
+    def _folder_of(self, step: int) -> Path:
+        return self.directory / manifest.folder_name(_checked_step(step))
 
     def maybe_save(self, step: int) -> SaveHandle | None:
         """Save if it is time. Call this once after every optimizer step.
@@ -220,10 +216,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
-        return self._saver.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> Literal[False]:
+        return self._saver.__exit__(*raised)
 
 
 def _checked_step(step: Any) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lazyckpt.errors import ConfigError, SaveError
 from lazyckpt.metrics import CheckpointMetrics
@@ -127,6 +127,14 @@ class Config:
                     f"host_buffer_bytes={self.host_buffer_bytes}: the ring must hold two chunks of "
                     f"{self.chunk_bytes} bytes (chunk_bytes); make it larger, or the chunks smaller"
                 )
+
+    @classmethod
+    def of(cls, knobs: Mapping[str, Any], owner: str) -> Config:
+        """Makes one from the keyword arguments of ``owner``. Raises ConfigError."""
+        try:
+            return cls(**knobs)
+        except TypeError as error:
+            raise ConfigError(str(error).replace("Config.__init__()", owner)) from None
 
     def _at_least(self, name: str, minimum: int) -> None:
         value = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,12 @@ from lazyckpt.errors import LoadError, SaveError, UnsupportedFormatError
 from lazyckpt.formats import format_of, safetensors
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.pipeline.plan import plan_for
-from lazyckpt.pipeline.request import FileRequest
+from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.storage import paths, removal
 from lazyckpt.storage.manifest import STATE, read_checkpoint
-
-_swept: set[Path] = set()  # folders from which this process has removed what killed saves left
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
@@ -39,14 +38,14 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     target = paths.local(path)
     paths.refuse_special_file(target)
     _sweep(target.parent)
-    save_now(FileRequest(target, None), {target.name: plan_for(target.name, obj)}, process_engine())
+    save_now(Request(target, None), {target.name: plan_for(target.name, obj)}, process_engine())
 
 
+@functools.cache
 def _sweep(folder: Path) -> None:
-    if folder not in _swept:
-        with contextlib.suppress(OSError):  # the save works without it
-            removal.sweep_staged(folder)
-        _swept.add(folder)
+    """Removes what killed saves left, once in this process."""
+    with contextlib.suppress(OSError):  # the save works without it
+        removal.sweep_staged(folder)
 
 
 def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:

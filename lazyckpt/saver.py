@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -13,18 +12,17 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.capture.gate import gate
 from lazyckpt.config import Config
-from lazyckpt.errors import ClosedError, ConfigError, SaveError
+from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
-from lazyckpt.pipeline.folders import Folders
 from lazyckpt.pipeline.handle import SaveHandle, wait_for
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, plan_for
 from lazyckpt.pipeline.reentry import alone, other_thread, refuse
-from lazyckpt.pipeline.request import FileRequest
+from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
-from lazyckpt.storage import paths
+from lazyckpt.storage import folders, in_place, paths, removal
 
 
 class Saver:
@@ -45,13 +43,10 @@ class Saver:
     """
 
     def __init__(self, **knobs: Any) -> None:
-        try:
-            self.config = config = Config(**knobs)
-        except TypeError as error:
-            raise ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
+        self.config = config = Config.of(knobs, type(self).__name__)
         self._archives = ArchiveCache()  # of lone archives, whatever their names
         self._staged_archives: dict[str, ArchiveCache] = {}  # of archives in staged folders, by name
-        self._folders = Folders()
+        self._prepared: set[Path] = set()  # folders
         self._pid = os.getpid()
         self._ended = False  # all that was saved is durable
         self._trace = Trace(config.trace) if config.trace is not None else None
@@ -87,11 +82,12 @@ class Saver:
             raise ConfigError(f"save: {str(path)!r} is not the name of a file")
         target = paths.local(path)
         paths.refuse_special_file(target)
-        self._folders.prepare(target.parent, target, step)
-        plan = plan_for(target.name, obj, cache=self._archives)
-        return self.launcher.launch(
-            FileRequest(target, step), {target.name: plan}, blocking=blocking, training_step=step
-        )
+        try:
+            self._prepare(target.parent)
+        except OSError as error:
+            raise save_error(error, path=target, step=step) from error
+        plans = {target.name: plan_for(target.name, obj, cache=self._archives)}
+        return self.launcher.launch(Request(target, step), plans, blocking=blocking, training_step=step)
 
     def stage(
         self, path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | None = None, step: int | None = None
@@ -105,14 +101,26 @@ class Saver:
         """
         refuse("stage()")
         self.launcher.check_usable()
-        staging = self._folders.stage(paths.local(path), None if inside is None else paths.local(inside), step)
+        target = paths.local(path)
+        try:
+            if target.is_symlink() or target.name == "..":
+                target = Path(os.path.realpath(target, strict=True))
+            staging = in_place.stage(target, None if inside is None else paths.local(inside), self._prepare)
+        except OSError as error:
+            raise save_error(error, path=target, step=step) from error
         return StagedFolder(self.launcher, staging, step, self._staged_archives)
+
+    def _prepare(self, folder: Path) -> None:
+        """Makes a folder to save into and removes what dead processes left in it, once. Raises OSError."""
+        if folder not in self._prepared:
+            folders.make_folder(folder)
+            removal.sweep(folder)
+            self._prepared.add(folder)
 
     def watch(self, module: torch.nn.Module) -> None:
         """Make ``module.load_state_dict`` wait for pending copies. Also lets its frozen parameters become lazy."""
-        modules = self.launcher.modules
-        if not any(module is known for known in modules):
-            modules.append(module)
+        if not any(module is known for known in self.launcher.modules):
+            self.launcher.modules.append(module)
             gate.watch(module)
 
     def expect(self, *objects: torch.nn.Module | torch.optim.Optimizer) -> None:
@@ -190,9 +198,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[False]:
         try:
             self.close()
         except SaveError as failure:

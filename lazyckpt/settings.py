@@ -35,12 +35,10 @@ def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
         file = Path(elsewhere)
         if _read_text(file) is None:
             raise ConfigError(f"{FILE_VARIABLE}={elsewhere}: there is no such file")
-    settings: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for source, origin in ((read_file(file), str(file)), (_read_environment(), None), (dict(code), "the code")):
-        settings.update(source)
-        origins.update({name: origin or PREFIX + name.upper() for name in source})
-    check(settings, origins)
+    from_file, environment = read_file(file), _read_environment()
+    origins = dict.fromkeys(from_file, str(file)) | {name: PREFIX + name.upper() for name in environment}
+    settings = from_file | environment | dict(code)
+    check(settings, origins | dict.fromkeys(code, "the code"))
     return settings
 
 
@@ -48,10 +46,7 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     """Returns the Config of the keyword arguments of ``owner``, a class whose framework keeps and removes checkpoints.
 
     Raises ConfigError, which says with ``retention`` what to use instead of ``keep_last``."""
-    try:
-        config = Config(**knobs)
-    except TypeError as error:
-        raise ConfigError(str(error).replace("Config.__init__()", owner.__name__)) from None
+    config = Config.of(knobs, owner.__name__)
     if config.keep_last is not None:
         raise ConfigError(f"keep_last: {retention}")
     return config

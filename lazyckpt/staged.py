@@ -11,7 +11,7 @@ from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, plan_for
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import FolderRequest
+from lazyckpt.pipeline.request import Request
 from lazyckpt.storage import commit
 
 
@@ -54,7 +54,7 @@ class StagedFolder:
             name: plan_for(name, obj, metadata, cache=self._archives.setdefault(name, ArchiveCache()), prefix=name)
             for name, (obj, metadata) in self._files.items()
         }
-        request = FolderRequest(staging, self._step)
+        request = Request(staging.target, self._step, staging)
         return self._launcher.launch(request, plans, blocking=blocking, training_step=self._step)
 
     def discard(self) -> None:

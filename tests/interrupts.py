@@ -16,22 +16,22 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture.gate import gate
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import in_flight
 
 PACKAGE = str(Path(lazyckpt.__file__).parent)
 TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "copy_threads": 1, "io_depth": 2}
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt in this thread at the n-th instruction of the package at which CPython may run a signal
-    handler: where a function begins, a loop goes on, a function written in C has returned.
+    """Raises KeyboardInterrupt, or calls ``handle``, in this thread at the n-th instruction of the package at which
+    CPython may run a signal handler: where a function begins, a loop goes on, a function written in C has returned.
 
     CPython raises as if the call had failed; a trace function can only raise at the next instruction. Where that one
     has another exception handler, behind the last call of a ``with`` for instance, it is no point.
     """
 
-    def __init__(self, at: int) -> None:
-        self.at, self.points, self.where = at, 0, ""
+    def __init__(self, at: int, handle: Callable[[], object] | None = None) -> None:
+        self.at, self.handle, self.points, self.where = at, handle, 0, ""
         self._caller: FrameType | None = None  # of the Python function that began last
 
     def __enter__(self) -> Interrupt:
@@ -71,7 +71,9 @@ class Interrupt:
         if self.points == self.at:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             sys.settrace(None)
-            raise KeyboardInterrupt
+            if self.handle is None:
+                raise KeyboardInterrupt
+            self.handle()
 
 
 @functools.cache

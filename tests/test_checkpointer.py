@@ -7,8 +7,6 @@ import contextlib
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -20,6 +18,7 @@ import pytest
 import torch
 
 import lazyckpt
+from endings import in_a_child
 from lazyckpt.capture.gate import gate
 from lazyckpt.pipeline import persist
 from lazyckpt.storage import catalog, commit, manifest, removal, retention
@@ -120,14 +119,14 @@ def test_metrics_say_where_the_time_went(make_run: Any, disk: Any) -> None:
     assert m.ring_wait_s > 0, "the ring is a fraction of the state"
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, None, "1", 2**63 * 1.0, 2**63])
-def test_a_step_that_is_none_is_refused(step: Any, make_run: Any) -> None:
+def test_a_step_that_is_none_is_refused(make_run: Any) -> None:
     run = make_run()
+    for step in (-1, 1.0, True, "1", 2**63 * 1.0, 2**63):
+        for call in (run.ckpt.save, lambda step: run.ckpt.restore(step=step)):
+            with pytest.raises(lazyckpt.ConfigError, match="step="):
+                call(step)
     with pytest.raises(lazyckpt.ConfigError, match="step="):
-        run.ckpt.save(step)
-    if step is not None:
-        with pytest.raises(lazyckpt.ConfigError, match="step="):
-            run.ckpt.restore(step=step)
+        run.ckpt.save(None)
     with pytest.raises(lazyckpt.ConfigError, match="not both"):
         run.ckpt.restore(step=1, path=run.ckpt.directory)
 
@@ -150,7 +149,7 @@ def test_several_in_flight_commit_in_order(make_run: Any, monkeypatch: pytest.Mo
     published: list[str] = []
     settle, publish = persist.settle, commit.Staging.publish
 
-    def slow_settle(flight: persist.Flight, *args: Any, **kwargs: Any) -> persist.Receipt:
+    def slow_settle(flight: persist.Flight, *args: Any, **kwargs: Any) -> list[tuple[str, int, int]]:
         time.sleep({30: 0.3, 10: 0.2, 20: 0.1, 40: 0}[flight.handle.step])
         return settle(flight, *args, **kwargs)
 
@@ -166,24 +165,6 @@ def test_several_in_flight_commit_in_order(make_run: Any, monkeypatch: pytest.Mo
         run.step()
     handles[-1].result(timeout=30)
     assert published == [f"step-000000{step}" for step in (30, 10, 20, 40)]
-
-
-def test_a_failed_one_does_not_hold_up_the_next(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(max_in_flight=3, on_error="warn")
-    describe = commit.Staging.describe
-
-    def failing(self: commit.Staging, manifest: dict[str, Any], written: Any) -> None:
-        if manifest["step"] == 1:
-            raise OSError(5, "Input/output error")
-        describe(self, manifest, written)
-
-    monkeypatch.setattr(commit.Staging, "describe", failing)
-    with pytest.warns(UserWarning, match="step 1.*Input/output error"):
-        first, second = run.ckpt.save(1), run.ckpt.save(2)
-        assert second.result(timeout=30).name == "step-00000002"
-        error = first.exception(timeout=30)
-    assert isinstance(error, lazyckpt.SaveError) and isinstance(error.__cause__, OSError)
-    assert names(run.ckpt.directory) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -292,18 +273,6 @@ def test_keep_last_and_keep_every(make_run: Any) -> None:
     assert names(run.ckpt.directory) == [f"step-000000{s}" for s in (10, 20, 25, 26)]
 
 
-def test_retention_counts_along_the_chain_after_a_rollback(make_run: Any) -> None:
-    run = make_run()
-    for step in (100, 200, 300):
-        run.ckpt.save(step).result()
-    run.ckpt.close()
-    again = make_run(directory=run.ckpt.directory, keep_last=2)
-    assert again.ckpt.restore(step=100) == 100
-    again.ckpt.save(120).result()
-    again.ckpt.close()
-    assert names(run.ckpt.directory) == ["step-00000100", "step-00000120"], "the abandoned branch is gone"
-
-
 def test_a_run_that_goes_on_from_elsewhere_keeps_as_many_as_it_should(make_run: Any, tmp_path: Path) -> None:
     """Regression: the next save removed every other checkpoint of the folder."""
     other = make_run(directory=tmp_path / "other")
@@ -379,16 +348,16 @@ def test_a_step_that_is_saved_again_while_it_is_removed_stays(make_run: Any, mon
     """Regression: what had just been acknowledged was removed in place of the old one of that name."""
     run = make_run(keep_last=1)
     run.ckpt.save(1).result()
-    listed, superfluous = threading.Event(), retention.superfluous
+    listed, fates_of = threading.Event(), retention.retention
 
     def slowly(known: Any, *rules: Any) -> Any:
-        found = superfluous(known, *rules)
-        if any(checkpoint.step == 1 for checkpoint in found):
+        fates = fates_of(known, *rules)
+        if any(checkpoint.step == 1 and not fate.stays for checkpoint, fate in fates.items()):
             listed.set()
             time.sleep(0.3)
-        return found
+        return fates
 
-    monkeypatch.setattr(retention, "superfluous", slowly)
+    monkeypatch.setattr(retention, "retention", slowly)
     run.ckpt.save(2)
     assert listed.wait(30)
     run.ckpt.save(1).result()
@@ -452,39 +421,20 @@ def test_what_cannot_be_removed_is_a_warning(make_run: Any, monkeypatch: pytest.
         run.ckpt.close()
 
 
-ROLLBACK = """
-import sys, torch, lazyckpt
-folder, action = sys.argv[1:3]
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.AdamW(model.parameters())
-with lazyckpt.Checkpointer(folder) as ckpt:
-    ckpt.track(model=model, optimizer=optimizer)
-    step = ckpt.restore(step=int(sys.argv[4])) if len(sys.argv) > 4 else ckpt.restore()
-    print(step)
-    if action == "train":
-        for step in range((step or 0) + 1, int(sys.argv[3]) + 1):
-            model(torch.ones(1, 64)).sum().backward()
-            optimizer.step()
-            if step % 20 == 0:
-                with torch.no_grad():
-                    model.bias.fill_(step)
-                ckpt.save(step).result()
-    print(int(model.bias[0]))
-"""
-
-
-def python(*arguments: Any) -> list[str]:
-    command = [sys.executable, "-c", ROLLBACK, *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-
-
-def test_rollback_the_newest_is_the_last_saved_not_the_highest(tmp_path: Path) -> None:
-    """Save to step 200, restore 100, train to 120, die: a new process continues from 120."""
-    python(tmp_path, "train", 200)
-    assert len(names(tmp_path)) == 10
-    assert python(tmp_path, "train", 120, 100) == ["100", "120"]
-    assert python(tmp_path, "look") == ["120", "120"]
-    assert "step-00000200" in names(tmp_path), "without keep_last nothing is removed"
+def test_rollback_the_newest_is_the_last_saved_not_the_highest(make_run: Any) -> None:
+    """Save to step 200, restore 100, train to 120: the next run continues from 120, and retention follows its line."""
+    run = make_run()
+    for step in range(20, 201, 20):
+        run.ckpt.save(step).result()
+    again = make_run(directory=run.ckpt.directory)
+    assert again.ckpt.restore(step=100) == 100
+    again.ckpt.save(120).result()
+    last = make_run(directory=run.ckpt.directory, keep_last=2)
+    assert last.ckpt.restore() == 120
+    assert "step-00000200" in names(run.ckpt.directory), "without keep_last nothing is removed"
+    last.ckpt.save(140).result()
+    last.ckpt.close()
+    assert names(run.ckpt.directory) == ["step-00000120", "step-00000140"], "the abandoned branch is gone"
 
 
 # when something goes wrong
@@ -574,8 +524,9 @@ def test_a_folder_that_cannot_be_made_or_written(tmp_path: Path) -> None:
     assert file.read_text() == "in the way"
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize(
+    ("code", "on_error"), [(errno.EROFS, "raise"), (errno.EACCES, "warn"), (errno.ENOSPC, "raise"), (errno.EIO, "warn")]
+)
 def test_a_folder_that_cannot_be_written_to_is_restored_from(
     code: int, on_error: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -600,19 +551,6 @@ def test_a_folder_that_cannot_be_written_to_is_restored_from(
     with pytest.raises(lazyckpt.SaveError, match=os.strerror(code)):  # nothing to restore: a writer should hear it now
         make_run(directory=empty)
     assert names(folder) == before
-
-
-def test_a_folder_that_vanishes_while_training(make_run: Any) -> None:
-    import shutil
-
-    run = make_run()
-    run.ckpt.save(1).result()
-    shutil.rmtree(run.ckpt.directory)
-    with pytest.raises(lazyckpt.SaveError, match=r"step 2.*No such file"):
-        run.ckpt.save(2).result(timeout=30)
-    run.step()
-    run.ckpt.directory.mkdir()
-    run.ckpt.save(3).result()
 
 
 def test_a_file_or_link_in_the_place_of_a_checkpoint_is_replaced_not_followed(make_run: Any, tmp_path: Path) -> None:
@@ -706,21 +644,17 @@ def test_use_after_close(make_run: Any) -> None:
 def test_use_in_a_forked_child(make_run: Any) -> None:
     run = make_run()
     run.ckpt.save(1)
-    child = os.fork()
-    if child == 0:
-        try:
-            for use in (lambda: run.ckpt.save(2), lambda: run.ckpt.restore(), lambda: run.ckpt.track(x={})):
-                with pytest.raises(lazyckpt.ClosedError, match="parent"):
-                    use()
-            run.ckpt.close()  # harmless
-            with lazyckpt.Checkpointer(run.ckpt.directory / "child") as own:
-                own.track(model=run.model)
-                own.save(3).result(timeout=10)
-            os._exit(0)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(3)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def body() -> None:
+        for use in (lambda: run.ckpt.save(2), lambda: run.ckpt.restore(), lambda: run.ckpt.track(x={})):
+            with pytest.raises(lazyckpt.ClosedError, match="parent"):
+                use()
+        run.ckpt.close()  # harmless
+        with lazyckpt.Checkpointer(run.ckpt.directory / "child") as own:
+            own.track(model=run.model)
+            own.save(3).result(timeout=10)
+
+    in_a_child(body)
     run.step()
     assert run.ckpt.save(2).result().is_dir()
     assert (run.ckpt.directory / "child/step-00000003").is_dir()
@@ -774,14 +708,3 @@ def test_restoring_by_one_checkpointer_waits_for_the_copies_of_another(
         disk.release(after_s=HELD_S)
         assert run.ckpt.restore() == 1
         assert graph(torch.load(handle.result() / "state.pt")["model"]) == graph(before["model"])
-
-
-def test_the_posix_backend_and_buffered_writes_save_the_same(make_run: Any, graph: Any) -> None:
-    for knobs in ({"io_backend": "posix"}, {"direct_io": False}, {"io_backend": "posix", "direct_io": False}):
-        run = make_run(**knobs)
-        before = run.state()
-        handle = run.ckpt.save(1)
-        run.step()
-        assert graph(torch.load(handle.result() / "state.pt")["model"]) == graph(before["model"])
-        assert run.ckpt.restore() == 1
-        assert graph(run.state()["model"]) == graph(before["model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import traceback
@@ -18,11 +19,10 @@ from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline import persist
-from lazyckpt.pipeline.handle import SaveHandle, wait_for
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.pipeline.persist import Flight
 from lazyckpt.pipeline.workers import Task, Workers
-from lazyckpt.storage import commit, removal
+from lazyckpt.storage import removal
 from lazyckpt.warn import warn_in_background
 
 _logger = logging.getLogger("lazyckpt")
@@ -55,10 +55,6 @@ class Background:
     # what the thread that saves calls
 
     @property
-    def newest(self) -> SaveHandle | None:
-        return self._in_flight[-1] if self._in_flight else None
-
-    @property
     def pending(self) -> list[SaveHandle]:
         """The launched saves that are not durable yet, in the order of the saves."""
         return [handle for handle in self._in_flight if not handle.done()]
@@ -69,7 +65,7 @@ class Background:
         with self._removal:
             self._doomed.discard(handle.path)
         in_flight[handle] = None
-        handle._previous = flight.previous
+        handle._previous = self._in_flight[-1] if self._in_flight else None
         # In this order, since Ctrl-C may come between any two lines: whoever waits for the handle waits for the task.
         self._submit(partial(self._run, flight), flight)
         self._in_flight.append(handle)
@@ -85,10 +81,9 @@ class Background:
 
     def wait_for_room(self) -> None:
         """Waits until fewer than ``max_in_flight`` checkpoints are in flight."""
-        self._in_flight = [h for h in self._in_flight if not h.done()]
-        while len(self._in_flight) >= self._config.max_in_flight:
-            wait_for(self._in_flight[:1])  # usually the first to be done, since they are published in order
-            self._in_flight = [h for h in self._in_flight if not h.done()]
+        while len(pending := self.pending) >= self._config.max_in_flight:
+            wait_for(pending[:1])  # usually the first to be done, since they are published in order
+        self._in_flight = pending
 
     def raise_failed(self, *, before_save: bool = False) -> None:
         """Raises the oldest failure that was not reported yet; the next call raises the next one. ``before_save``: a
@@ -144,20 +139,15 @@ class Background:
                 warn_in_background(str(error))
 
     def fail(self, handle: SaveHandle, error: SaveError) -> None:
-        """Settles a save that failed before it was launched. Later removals see that it failed."""
-        self._last = handle
+        """Settles a save that failed before it was launched."""
+        self._last = handle  # later removals see that it failed
         self.settle(handle, error)
 
     def _tell(self, handle: SaveHandle, error: SaveError | None) -> None:
         m = handle.metrics
         if error is None:
-            _logger.info(
-                "%s is durable: %.1f MB after %.2f s; training blocked for %.1f ms",
-                handle.path,
-                m.bytes / 1e6,
-                m.durable_s,
-                m.blocked_s * 1e3,
-            )
+            what = f"{m.bytes / 1e6:.1f} MB after {m.durable_s:.2f} s; training blocked for {m.blocked_s * 1e3:.1f} ms"
+            _logger.info("%s is durable: %s", handle.path, what)
         else:
             _logger.warning("%s", str(error))  # as text: handlers keep records, and the error refers to the engine
         if self._config.on_done is not None:
@@ -181,9 +171,16 @@ class Background:
         error: SaveError | None = None
         where: TracebackType | None = None
         try:
-            replaced = self._make_durable(flight)
+            with persist.aborted_on_error(flight):
+                staging = persist.create_files(flight)
+                files = persist.settle(flight, staging, read_back=self._config.verify_after_write)
+                persist.agree(flight)
+                with self._naming:
+                    replaced = persist.commit(flight, staging, files)
         except BaseException as cause:  # no other thread would report it
-            error, where = flight.failure(cause), cause.__traceback__
+            error, where = flight.out_of_memory, cause.__traceback__
+            with contextlib.suppress(MemoryError):
+                error = persist.as_save_error(cause, flight.handle)
         self._end(flight, error)
         self._clean_up(flight, replaced, error)
         if self._trace is not None and flight.traced is not None:
@@ -209,19 +206,6 @@ class Background:
             warn_in_background(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
         gate.discard(flight.snapshot)
         flight.snapshot.job = None
-
-    def _make_durable(self, flight: Flight) -> Path | None:
-        """Returns what the checkpoint replaced. If a step fails, nothing staged is left."""
-        staging: commit.Staging | None = None
-        try:
-            staging = flight.request.stage()
-            receipt = persist.prepare(flight, staging, read_back=self._config.verify_after_write)
-            persist.agree(flight)
-            with self._naming:
-                return persist.commit(flight, staging, receipt)
-        except BaseException:
-            persist.abort(flight, staging)
-            raise
 
     # removals
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -21,6 +22,9 @@ from lazyckpt.pipeline.workers import Condition
 
 _PATIENCE_S = 30.0  # with another thread's verdict, once nothing else is missing
 _LOOK_S = 1.0
+
+# The saves in flight of all Savers of this process, in the order of the saves. Copying the keys of a dict is atomic.
+in_flight: dict[SaveHandle, None] = {}
 
 
 class _StandingEvent(threading.Event):
@@ -117,9 +121,8 @@ class SaveHandle(Future[Path]):
 
     def _give_up(self, why: str) -> None:
         """Stops writing. The checkpoint fails unless all of it was written before."""
-        job = None if self._snapshot is None else self._snapshot.job
-        if job is not None:
-            job.fail(errno.ECANCELED, why)
+        if self._snapshot is not None and self._snapshot.job is not None:
+            self._snapshot.job.fail(errno.ECANCELED, why)
 
     def _disown(self) -> None:
         """Fails the handle in a forked child. Callbacks are for the process that saves."""
@@ -168,3 +171,13 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                         raise obstacle._impatience()
                 with contextlib.suppress(concurrent.futures.TimeoutError):
                     Future.exception(future, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
+
+
+def _disown() -> None:
+    """Fails the handles in a forked child: the threads that would finish them exist in the parent only."""
+    for handle in list(in_flight):
+        handle._disown()
+    in_flight.clear()
+
+
+os.register_at_fork(after_in_child=_disown)

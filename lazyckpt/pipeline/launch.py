@@ -36,8 +36,7 @@ from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, S
 from lazyckpt.formats.program import Extent
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
-from lazyckpt.pipeline.handle import SaveHandle, wait_for
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.pipeline.persist import Flight, as_save_error
 from lazyckpt.pipeline.plan import FilePlan, unsavable
 from lazyckpt.pipeline.request import Request
@@ -134,11 +133,14 @@ class Launcher:
         gate.collected(handle.path, handle.step)
         sizes = [nbytes for _, nbytes in programs]
         check_space(sum(sizes), handle)
-        self._note(snapshot, sizes, handle)
+        self._eager_share.look(snapshot, self.modules, snapshot.name_of)
+        handle.in_training = snapshot.in_training
+        handle.metrics.storages = len(snapshot.sizes)
+        handle.metrics.bytes = sum(sizes)
         self._buffer.reserve_for_save(sum(sizes))
         assert self._buffer.engine is not None
         job = begin_job(self._buffer.engine, snapshot, len(programs), eager_by_caller=True)
-        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin, self._background.newest)
+        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
         try:
             append(job, snapshot, programs)
             self._guard(flight, programs)
@@ -182,13 +184,6 @@ class Launcher:
             durable=handle if self._config.durability == "before_step" else None,
             name_of=partial(_name_of, plans),
         )
-
-    def _note(self, snapshot: Snapshot, sizes: list[int], handle: SaveHandle) -> None:
-        """What the snapshot says about the save: for the user's metrics, and for the warning of eager.py."""
-        self._eager_share.look(snapshot, self.modules, snapshot.name_of)
-        handle.in_training = snapshot.in_training
-        handle.metrics.storages = len(snapshot.sizes)
-        handle.metrics.bytes = sum(sizes)
 
     def _guard(self, flight: Flight, programs: list[Program]) -> None:
         """Makes optimizer steps wait for what the engine has not copied yet."""
@@ -255,10 +250,11 @@ def append(job: _engine.Job, snapshot: Snapshot, programs: list[Program]) -> Non
 
 def _name_of(plans: Plans, view: TensorView) -> str:
     """The name of a tensor in a message. Asking for it may run code of the user's, which may raise."""
-    found = None
     with contextlib.suppress(Exception):  # the message matters more than the name
-        found = next(filter(None, (plan.name_of(view.storage) for plan in plans.values())), None)
-    return found or f"data/{view.key}"
+        for plan in plans.values():
+            if found := plan.name_of(view.storage):
+                return found
+    return f"data/{view.key}"
 
 
 @contextlib.contextmanager

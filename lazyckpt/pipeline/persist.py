@@ -1,15 +1,17 @@
 """The steps of the durability protocol (storage/commit.py) for one save, taken on one thread.
 
-``prepare`` makes the files durable under a temporary name. ``commit`` or ``abort`` decides. Between them, ``agree``
-waits until every earlier save is decided and the verdict on this snapshot is known.
+``create_files`` and ``settle`` make the files durable under a temporary name. ``agree`` waits until every earlier save
+is decided and the verdict on this snapshot is known. Then ``commit`` decides; if any step fails, ``abort`` does.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lazyckpt import _engine
@@ -21,7 +23,7 @@ from lazyckpt.observe.trace import Traced
 from lazyckpt.pipeline import readback
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.request import Request
-from lazyckpt.storage import commit as protocol
+from lazyckpt.storage.commit import Staging
 from lazyckpt.warn import warn_in_background
 
 
@@ -36,49 +38,32 @@ class Flight:
     snapshot: Snapshot
     job: _engine.Job
     begin: float  # time.perf_counter() when save() was called
-    previous: SaveHandle | None = None  # published before this one
     traced: Traced | None = None
-    created: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(),) * 2)  # begin and end
+    staging: Staging | None = None
 
     def __post_init__(self) -> None:
-        # Made in advance: there may be no memory for an error.
-        self._no_memory = SaveError(MemoryError.__name__, path=self.handle.path, step=self.handle.step)
-
-    def failure(self, cause: BaseException) -> SaveError:
-        """The error to settle the handle with."""
-        try:
-            return as_save_error(cause, self.handle)
-        except MemoryError:
-            return self._no_memory
+        self.created = (time.perf_counter(),) * 2  # begin and end of ``create_files``
+        self.out_of_memory = SaveError(MemoryError.__name__, path=self.handle.path, step=self.handle.step)
+        """Made in advance: there may be no memory for an error later."""
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """A checkpoint that is durable under a temporary name: name, bytes and CRC-32 of each file."""
-
-    files: list[tuple[str, int, int]]
-
-
-def prepare(flight: Flight, staging: protocol.Staging, *, read_back: bool) -> Receipt:
-    """Steps 2 and 3. Returns when the files are durable and, with ``read_back``, compared with what was copied.
-
-    Raises TornSnapshotError if the snapshot is known to be torn, and OSError."""
-    create_files(flight, staging)
-    return settle(flight, staging, read_back=read_back)
-
-
-def create_files(flight: Flight, staging: protocol.Staging) -> None:
-    """Creates the files, so that the engine can write what it has copied."""
+def create_files(flight: Flight) -> Staging:
+    """Steps 1 and 2. Creates the files, so that the engine can write what it has copied. Raises OSError."""
+    flight.staging = staging = flight.request.stage()
     begin = time.perf_counter()
     for number, (name, nbytes) in enumerate(zip(flight.files, flight.nbytes, strict=True)):
         file = staging.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         flight.job.open(number, file, nbytes)
     flight.created = begin, time.perf_counter()
+    return staging
 
 
-def settle(flight: Flight, staging: protocol.Staging, *, read_back: bool) -> Receipt:
-    """Waits until all is copied, written and synced, and lets go of the training state as soon as it is copied."""
+def settle(flight: Flight, staging: Staging, *, read_back: bool) -> list[tuple[str, int, int]]:
+    """Step 3. Returns name, bytes and CRC-32 of each file when the files are durable and, with ``read_back``, compared
+    with what was copied. Lets go of the training state as soon as that is copied.
+
+    Raises TornSnapshotError if the snapshot is known to be torn, and OSError."""
     job, snapshot = flight.job, flight.snapshot
     job.wait_released()
     snapshot.verify_pages()
@@ -94,7 +79,7 @@ def settle(flight: Flight, staging: protocol.Staging, *, read_back: bool) -> Rec
         begin = time.perf_counter()
         readback.compare(job, staging.path, flight.files)
         flight.handle.metrics.readback_s = time.perf_counter() - begin
-    return Receipt([(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)])
+    return [(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)]
 
 
 def agree(flight: Flight) -> None:
@@ -102,8 +87,8 @@ def agree(flight: Flight) -> None:
 
     Raises TornSnapshotError; SaveError if the process ends before the verdict is known."""
     handle, snapshot = flight.handle, flight.snapshot
-    if flight.previous is not None:
-        concurrent.futures.wait([flight.previous])
+    if handle._previous is not None:
+        concurrent.futures.wait([handle._previous])
     begin = time.perf_counter()
     snapshot.verdict.awaited = True
     if not snapshot.await_verdict():
@@ -119,21 +104,33 @@ def agree(flight: Flight) -> None:
     _raise_torn(flight)
 
 
-def commit(flight: Flight, staging: protocol.Staging, receipt: Receipt) -> Path | None:
+def commit(flight: Flight, staging: Staging, files: list[tuple[str, int, int]]) -> Path | None:
     """Steps 5 and 6. Returns the folder that the checkpoint replaced, under another name, or None. Raises OSError."""
-    staging.describe(flight.request.manifest(receipt.files), flight.files)
+    staging.describe(flight.request.manifest(files), flight.files)
     replaced = staging.publish()
     flight.request.published()
     return replaced
 
 
-def abort(flight: Flight, staging: protocol.Staging | None) -> None:
+@contextlib.contextmanager
+def aborted_on_error(flight: Flight) -> Iterator[None]:
+    """Aborts the save if a step raises. The error of that step passes, whatever ``abort`` raises."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            abort(flight)
+        finally:
+            raise error
+
+
+def abort(flight: Flight) -> None:
     """Stops the engine and removes what was staged."""
     flight.job.fail(errno.ECANCELED, "another part of the checkpoint failed")
     flight.job.wait_settled()
     _let_go(flight.snapshot)
-    if staging is not None:
-        staging.discard()
+    if flight.staging is not None:
+        flight.staging.discard()
 
 
 def as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:

@@ -10,12 +10,11 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.pipeline.handle import SaveHandle, wait_for
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 
 _log = logging.getLogger("lazyckpt")
 _late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # saves that missed a deadline
@@ -111,7 +110,7 @@ class CommitOnSignal:
         wait_for(handles, self._deadline)
         _late.update(handle for handle in handles if not handle.done())
         try:
-            _report(_name_of(number), handles, self._deadline)
+            _report(number, handles, self._deadline)
         finally:
             if not on_top:
                 self._committing.discard(number)
@@ -147,20 +146,13 @@ class CommitOnSignal:
     def __enter__(self) -> CommitOnSignal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most real-time signals have none
-        return f"signal {number}"
-
-
-def _report(name: str, handles: list[SaveHandle], deadline: float) -> None:
+def _report(number: int, handles: list[SaveHandle], deadline: float) -> None:
+    known = {each.value for each in signal.Signals}  # most real-time signals have no name
+    name = signal.Signals(number).name if number in known else f"signal {number}"
     states: dict[str, list[str]] = {}
     for handle in handles:
         if not handle.done():

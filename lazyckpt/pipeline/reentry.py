@@ -12,19 +12,12 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError
 
-
-class _HasCallers(Protocol):
-    _callers: dict[str, int]  # "inside": the thread inside one of its calls; shared by all that use one Launcher
-
-
-_Self = TypeVar("_Self", bound=_HasCallers)
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _inside: dict[int, str] = {}  # thread → the call that it is inside of
 
@@ -45,15 +38,13 @@ def other_thread(call: str) -> ConfigError:
     return ConfigError(f"{call}: another thread is inside save() or restore() of this; call from one thread at a time")
 
 
-def alone(
-    call: str,
-) -> Callable[[Callable[Concatenate[_Self, _P], _T]], Callable[Concatenate[_Self, _P], _T]]:
+def alone(call: str) -> Callable[[_Method], _Method]:
     """Decorates a method that must not run inside another decorated one on this thread, nor while another thread runs
-    one of the same Saver."""
+    one of the same Saver. All that use one Launcher share ``_callers``; "inside" is the thread in a call."""
 
-    def decorate(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
+    def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
-        def run(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             refuse(call)
             me = threading.get_ident()
             callers = self._callers
@@ -68,15 +59,14 @@ def alone(
                     del callers["inside"]
                 _inside.pop(me, None)
 
-        return run
+        return cast(_Method, run)
 
     return decorate
 
 
 def _forget_others() -> None:
     """In a forked child, where this thread is the only one."""
-    me = threading.get_ident()
-    for thread in [thread for thread in _inside if thread != me]:
+    for thread in _inside.keys() - {threading.get_ident()}:
         del _inside[thread]
 
 

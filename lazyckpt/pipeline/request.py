@@ -1,64 +1,99 @@
-"""What one save is for: the place of its files, and how they become a committed checkpoint."""
+"""What one save is for: the place of its files, and how they become a committed checkpoint in the line of its run."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.pipeline.lineage import Lineage
-from lazyckpt.storage import commit
+from lazyckpt.storage import manifest, retention
+from lazyckpt.storage.catalog import Catalog, patiently
+from lazyckpt.storage.commit import FileStaging, Staging
+from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.warn import warn_in_background
 
 
-class Request(ABC):
-    """One save. Holds no tensor: the plans (plan.py) hold the state, and only until it is copied.
+class Request:
+    """One save: of a lone file, or of the folder ``staging``. Holds no tensor: the plans (plan.py) hold the state, and
+    only until it is copied.
 
     Except ``abandon``, the methods run on a background thread, those of different saves in the order of the saves.
     """
 
-    def __init__(self, path: Path, step: int | None) -> None:
+    def __init__(self, path: Path, step: int | None, staging: Staging | None = None) -> None:
         self.path = path
         self.step = step
+        self._staging = staging
 
-    @abstractmethod
-    def stage(self) -> commit.Staging:
-        """Makes the temporary folder. Saves may be staged in any order. Raises OSError."""
+    def stage(self) -> Staging:
+        """Returns the temporary folder. Saves may be staged in any order. Raises OSError."""
+        return self._staging or FileStaging(self.path)
 
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any] | None:
         """What the manifest says of the files (name, bytes, CRC-32), or None for no manifest."""
         return None
 
-    def published(self) -> None:  # noqa: B027  # nothing to note by default
+    def published(self) -> None:
         """Notes that the files have their final names."""
 
     def superfluous(self) -> Iterable[Path]:
         """The checkpoints that retention drops now."""
         return ()
 
-    def abandon(self) -> None:  # noqa: B027
-        """Called instead of ``stage`` if the save failed before the background had it."""
-
-
-class FileRequest(Request):
-    """A lone file."""
-
-    def stage(self) -> commit.Staging:
-        return commit.FileStaging(self.path)
-
-
-class FolderRequest(Request):
-    """A folder that was staged before the save."""
-
-    def __init__(self, staging: commit.Staging, step: int | None) -> None:
-        super().__init__(staging.target, step)
-        self._staging = staging
-
-    def stage(self) -> commit.Staging:
-        return self._staging
-
     def abandon(self) -> None:
-        self._staging.discard()
+        """Called instead of ``stage`` if the save failed before the background had it."""
+        if self._staging is not None:
+            self._staging.discard()
+
+
+class Lineage:
+    """The line of checkpoints that one Checkpointer continues. Background threads call it in the order of the saves;
+    ``restored`` is called while nothing is in flight."""
+
+    def __init__(self, catalog: Catalog, *, keep_last: int | None, keep_every: int | None) -> None:
+        """Reads the folder. Raises LoadError."""
+        self._catalog = catalog
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        known = catalog.scan()
+        self.newest: Checkpoint | None = known[0] if known else None  # when this was made
+        self._sequence = known[0].sequence if known else 0  # of the last checkpoint; a failed save may leave a gap
+        self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
+        self._ours = {(c.step, c.sequence) for c in known}  # found or saved here; retention removes no others
+        self._warned = False  # that another process saves here
+
+    def restored(self, checkpoint: Checkpoint, *, own: bool) -> None:
+        """Continues from a restored checkpoint; ``own``: it lies in this folder."""
+        self._parent = checkpoint.sequence if own else None
+        if own:  # even if another process committed it after this one had read the folder
+            self._ours.add((checkpoint.step, checkpoint.sequence))
+            self._sequence = max(self._sequence, checkpoint.sequence)
+
+    def manifest(self, step: int, files: list[tuple[str, int, int]]) -> dict[str, Any]:
+        """Numbers the checkpoint after all that are committed, whoever saved them. Raises LoadError."""
+        newest = patiently(self._catalog.last_sequence, warn_in_background)
+        if newest > self._sequence and not self._warned:
+            self._warned = True
+            warn_in_background(
+                f"another process also saves into {self._catalog.root}; a run belongs to one process. restore() "
+                "takes what either has committed last, and retention removes only what this one has saved or found"
+            )
+        self._sequence = max(self._sequence, newest) + 1
+        self._ours.add((step, self._sequence))
+        return manifest.describe(step=step, sequence=self._sequence, parent=self._parent, files=files)
+
+    def published(self) -> None:
+        self._parent = self._sequence
+
+    def superfluous(self) -> list[Path]:
+        """The checkpoints that ``keep_last`` and ``keep_every`` drop now. Raises LoadError."""
+        if self._keep_last is None:
+            return []
+        known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
+        fates = retention.retention(known, self._keep_last, self._keep_every, self._catalog.damaged)
+        gone = [c for c in known if not fates[c].stays]
+        self._ours.difference_update((c.step, c.sequence) for c in gone)
+        return [c.path for c in gone]
 
 
 class CheckpointRequest(Request):
@@ -66,14 +101,14 @@ class CheckpointRequest(Request):
 
     def __init__(self, path: Path, step: int, lineage: Lineage) -> None:
         super().__init__(path, step)
-        self._step = step
         self._lineage = lineage
 
-    def stage(self) -> commit.Staging:
-        return commit.Staging(self.path)
+    def stage(self) -> Staging:
+        return Staging(self.path)
 
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any]:
-        return self._lineage.manifest(self._step, files)
+        assert self.step is not None
+        return self._lineage.manifest(self.step, files)
 
     def published(self) -> None:
         self._lineage.published()

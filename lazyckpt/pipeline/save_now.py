@@ -16,32 +16,24 @@ from lazyckpt.pipeline.launch import Plans, append, begin_job, gather, lay_out
 from lazyckpt.pipeline.persist import Flight
 from lazyckpt.pipeline.request import Request
 from lazyckpt.providers.base import TensorViews
-from lazyckpt.storage import commit
 
 
 def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
     """Saves a lone file on this thread: copies everything at once and returns when it is durable. No gate, no
     background, and no more memory than ``engine`` has. Raises SaveError."""
     handle = SaveHandle(request.step, request.path)
-    staging: commit.Staging | None = None
     begin = time.perf_counter()
     views = gather(plans, handle)
     try:
         snapshot = _all_eager(views, handle, engine)
         programs = lay_out(plans, snapshot, handle)
-        sizes = [nbytes for _, nbytes in programs]
-        job = begin_job(engine, snapshot, len(programs), eager_by_caller=False)
-        snapshot.job = job
-        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
-        try:
+        snapshot.job = job = begin_job(engine, snapshot, len(programs), eager_by_caller=False)
+        flight = Flight(handle, request, list(plans), [nbytes for _, nbytes in programs], snapshot, job, begin)
+        with persist.aborted_on_error(flight):
             append(job, snapshot, programs)
-            staging = request.stage()
-            persist.create_files(flight, staging)
+            staging = persist.create_files(flight)
             job.wait_eager()
             persist.commit(flight, staging, persist.settle(flight, staging, read_back=False))
-        except BaseException:
-            persist.abort(flight, staging)
-            raise
     except OSError as error:
         raise save_error(error, path=request.path, step=request.step) from error
 

@@ -27,16 +27,9 @@ class StagingBuffer:
         self._chunk_bytes = config.chunk_bytes
         self._grows = config.host_buffer_bytes == "auto"
         self._max_bytes = auto_ring_bytes(config.chunk_bytes) if self._grows else int(config.host_buffer_bytes)
-        self.engine: _engine.Engine | None = self._start(config)
-        if config.io_backend == "auto" and self.engine.fallback:
-            warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
-        if not self._grows:
-            self.engine.reserve(self._max_bytes)
-        self.warmup = Warmup(self._prepare)
-
-    def _start(self, config: Config) -> _engine.Engine:
+        self.engine: _engine.Engine | None
         try:
-            return _engine.Engine(
+            self.engine = _engine.Engine(
                 watch_pages=self.watched,
                 copy_on_write=config.witness == "copy",
                 ring_bytes=self._max_bytes,
@@ -52,6 +45,11 @@ class StagingBuffer:
                 f"io_backend={config.io_backend!r}, io_depth={config.io_depth}, copy_threads={config.copy_threads}: "
                 f'{error.strerror}; use a smaller buffer or fewer threads, or io_backend="auto" to do without io_uring'
             ) from error
+        if config.io_backend == "auto" and self.engine.fallback:
+            warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
+        if not self._grows:
+            self.engine.reserve(self._max_bytes)
+        self.warmup = Warmup(self._prepare)
 
     def reserve(self, nbytes: int) -> None:
         """Grows the ring to ``nbytes``, as far as ``host_buffer_bytes`` allows."""

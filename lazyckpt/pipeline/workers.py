@@ -27,16 +27,17 @@ class Task(Future[None]):
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()
         self._condition = Condition()
-        self.run = run
+        self.run: Callable[[], None] | None = run
 
     def do(self) -> None:
         """Calls the function. The thread survives an exception, which is reported as the end of a thread would be."""
         try:
+            assert self.run is not None
             self.run()
         except BaseException:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         finally:
-            self.run = _nothing  # a task that somebody keeps holds nothing alive
+            self.run = None  # a task that somebody keeps holds nothing alive
             self.set_result(None)
 
 
@@ -47,21 +48,19 @@ class Workers:
     Raises RuntimeError if the system refuses a thread."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        queue: SimpleQueue[Task | None] = SimpleQueue()
         threads: list[threading.Thread] = []
-        self.stop = weakref.finalize(self, _stop, self._queue, threads)
+        self.put = queue.put
+        self.stop = weakref.finalize(self, _stop, queue, threads)
         """Finishes all tasks, then joins the threads. Also runs at exit, and when this object is garbage."""
         try:
             for number in range(count):
-                thread = threading.Thread(target=_work, args=(self._queue,), name=f"{name}_{number}", daemon=True)
+                thread = threading.Thread(target=_work, args=(queue,), name=f"{name}_{number}", daemon=True)
                 thread.start()
                 threads.append(thread)
         except RuntimeError:
             self.stop()
             raise
-
-    def put(self, task: Task) -> None:
-        self._queue.put(task)
 
 
 def _work(queue: SimpleQueue[Task | None]) -> None:
@@ -76,7 +75,3 @@ def _stop(queue: SimpleQueue[Task | None], threads: list[threading.Thread]) -> N
     for thread in threads:
         if thread is not threading.current_thread():  # which dropped the last reference to the Workers
             thread.join()
-
-
-def _nothing() -> None:
-    pass

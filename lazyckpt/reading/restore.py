@@ -16,9 +16,8 @@ from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedForma
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing, Provider
 from lazyckpt.reading.archive import Archive, Slot
-from lazyckpt.storage.catalog import SCANS, Catalog
+from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
-from lazyckpt.storage.retry import patiently
 from lazyckpt.warn import warn
 
 

@@ -7,12 +7,18 @@ twenty steps of training, step 120 is the newest.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage.manifest import Checkpoint, is_folder_name, read_checkpoint
+from lazyckpt.warn import warn
 
 SCANS = 10  # at most, of a folder from which another process removes what was just listed
+_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before each retry of ``patiently``
+Read = TypeVar("Read")
 
 
 class Catalog:
@@ -81,3 +87,16 @@ def _sequence_of(checkpoint: Path) -> int:
         raise ReadError(what, path=error.path, errno=error.errno) from error
     except LoadError:
         return 0
+
+
+def patiently(attempt: Callable[[], Read], warn: Callable[[str], None] = warn) -> Read:
+    """Calls ``attempt``, and again after each ReadError for three seconds; then raises it. Warns of each retry.
+
+    A file that the operating system cannot read just now is not damaged."""
+    for pause_s in _PAUSES_S:
+        try:
+            return attempt()
+        except ReadError as error:
+            warn(f"tried again: {error}")
+            time.sleep(pause_s)
+    return attempt()

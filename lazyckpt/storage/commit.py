@@ -39,9 +39,8 @@ _locks: set[int] = set()
 
 
 def _close_locks_in_child() -> None:
-    for fd in _locks:
-        os.close(fd)
-    _locks.clear()
+    while _locks:
+        os.close(_locks.pop())
 
 
 os.register_at_fork(after_in_child=_close_locks_in_child)
@@ -60,7 +59,7 @@ class Staging:
         self._published = False
         self._lock = -1
         while True:
-            self.path = folders.temporary_name(target if inside is None else inside / target.name)
+            self.path = folders.fresh_name(folders.TEMPORARY, target if inside is None else inside / target.name)
             try:
                 os.mkdir(self.path)
             except FileNotFoundError:
@@ -77,20 +76,17 @@ class Staging:
                 raise
             try:
                 _locks.add(self._lock)
-                self._take_lock()
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        raise
                 if os.path.isdir(self.path):
                     return
             except BaseException:
                 self.discard()
                 raise
             self._unlock()
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
 
     def may_replace(self) -> bool:
         """Whether the folder ``target`` can be renamed. Raises OSError.
@@ -131,7 +127,7 @@ class Staging:
     def publish(self) -> Path | None:
         """Step 6. Returns the folder that this one replaced, which now has another name, or None."""
         replaced = None
-        if self.target.is_symlink() or os.path.lexists(self.target):
+        if os.path.lexists(self.target):
             if self._keep_others:
                 _carry_over(self.target, self.path)
             replaced = self._exchange()
@@ -186,7 +182,7 @@ class Staging:
     def _unlock(self) -> None:
         fd, self._lock = self._lock, -1  # once: another file may have the number by the next call
         if fd in _locks:
-            _locks.discard(fd)
+            _locks.remove(fd)
             os.close(fd)
 
 

@@ -55,10 +55,6 @@ def free_bytes(folder: Path) -> float:
     return disk.f_bavail * disk.f_frsize if disk.f_blocks > 0 else math.inf
 
 
-def temporary_name(target: Path) -> Path:
-    return fresh_name(TEMPORARY, target)
-
-
 def fresh_name(prefix: str, target: Path) -> Path:
     """Returns an unused name beside ``target``, short enough for every file system."""
     name = os.fsencode(target.name.removeprefix(TEMPORARY))[:_NAME_BYTES].decode(errors="ignore")

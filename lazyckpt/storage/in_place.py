@@ -20,13 +20,34 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from lazyckpt.storage import commit, folders, mounts
 
 MARKER = ".lazyckpt-marker"  # in the temporary folder: the name of the marker
+
+
+def stage(target: Path, inside: Path | None, prepare: Callable[[Path], None]) -> commit.Staging:
+    """Makes the temporary folder of ``target``: beside it, in ``inside`` if that is on the same mount, or in a target
+    that cannot be renamed. Calls ``prepare`` with each folder that it makes something in. Raises OSError."""
+    if not mounts.is_fixed(target):
+        prepare(target.parent)
+        if inside is not None:
+            prepare(inside)
+            if not mounts.on_one_mount(inside, target.parent):
+                inside = None
+        staging = commit.Staging(target, inside, keep_others=True)
+        try:
+            if not target.is_dir() or staging.may_replace():
+                return staging
+        except OSError:
+            staging.discard()
+            raise
+        staging.discard()
+    prepare(target)
+    return InPlaceStaging(target)
 
 
 class InPlaceStaging(commit.Staging):

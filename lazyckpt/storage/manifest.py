@@ -102,12 +102,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
         if data["crc32"] != checksum(data):
             raise CorruptFileError("checksum does not match", path=file)
+        created = datetime.fromisoformat(data["created"])
         checkpoint = Checkpoint(
             path,
             _whole(data["step"]),
             _whole(data["sequence"]),
             None if data["parent"] is None else _whole(data["parent"]),
-            _as_utc(datetime.fromisoformat(data["created"])),
+            created if created.tzinfo is not None else created.replace(tzinfo=timezone.utc),
             tuple(FileEntry(_name(f["name"]), _whole(f["bytes"]), _crc(f["crc32"])) for f in data["files"]),
             os.path.lexists(pin_of(path)),
         )
@@ -160,10 +161,6 @@ def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise ValueError(f"{value!r} is not a whole number")
     return value
-
-
-def _as_utc(time: datetime) -> datetime:
-    return time if time.tzinfo is not None else time.replace(tzinfo=timezone.utc)
 
 
 def pin_of(checkpoint: Path) -> Path:

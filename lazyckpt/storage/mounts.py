@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 
 OVERLAYS = ("overlay", "fuse.fuse-overlayfs")
@@ -25,7 +26,7 @@ def is_fixed(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     folder = folder.resolve()
-    held = _mount_points()
+    held = set(_mounts())
     with contextlib.suppress(FileNotFoundError):  # the working folder was removed
         held.add(Path.cwd())
     return any(folder == path or folder in path.parents for path in held) or not os.access(folder.parent, os.W_OK)
@@ -33,7 +34,7 @@ def is_fixed(folder: Path) -> bool:
 
 def on_one_mount(first: Path, second: Path) -> bool:
     """Whether a rename from one of these folders to the other is possible. Both exist."""
-    points = _mount_points()
+    points = _mounts()
     return _mount_of(first, points) == _mount_of(second, points)
 
 
@@ -45,17 +46,13 @@ def is_overlay(folder: Path) -> bool:
 def file_system(folder: Path) -> tuple[str, Path]:
     """The type and the mount point of the file system of a folder; "unknown" where there is no /proc."""
     table = _mounts()
-    point = _mount_of(folder, set(table))
+    point = _mount_of(folder, table)
     return table.get(point, "unknown"), point
 
 
-def _mount_of(folder: Path, points: set[Path]) -> Path:
+def _mount_of(folder: Path, points: Container[Path]) -> Path:
     folder = folder.resolve()
     return next((path for path in (folder, *folder.parents) if path in points), Path("/"))
-
-
-def _mount_points() -> set[Path]:
-    return set(_mounts())
 
 
 def _mounts() -> dict[Path, str]:

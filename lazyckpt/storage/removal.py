@@ -18,30 +18,26 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
 def remove(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> bool:
-    """Renames a path out of sight, then removes it. After a crash in between, ``sweep`` removes the rest.
+    """Hides a path, then removes it. After a crash in between, ``sweep`` removes the rest.
 
-    Asks ``may_go`` when no other process can replace the path any more. Returns whether the path is gone: False if
-    there was nothing, or if it stays. Raises OSError."""
+    Returns whether nothing has the name now. Raises OSError."""
+    if (trash := hide(path, may_go)) is not None:
+        unlink(trash)
+    return not os.path.lexists(path)
+
+
+def hide(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> Path | None:
+    """Renames a path out of sight, unless ``may_go`` refuses when no other process can replace the path any more.
+
+    Returns the path for ``unlink``. None: nothing is left to remove, or it stays. Raises OSError."""
     try:
         trash = _rename_away(path)
         if trash is None:
-            return take_apart(path, may_go)
+            take_apart(path, may_go)
     except FileNotFoundError:
-        return False
-    if not may_go(trash):
+        return None
+    if trash is not None and not may_go(trash):
         os.rename(trash, path)
-        return False
-    unlink(trash)
-    return True
-
-
-def hide(path: Path) -> Path | None:
-    """Frees a name, as the first half of ``remove``. Returns the path for ``unlink``, or None if nothing is left."""
-    try:
-        trash = _rename_away(path)
-        if trash is None:
-            take_apart(path)
-    except FileNotFoundError:
         return None
     return trash
 
@@ -61,30 +57,29 @@ def _rename_away(path: Path) -> Path | None:
     return trash
 
 
-def take_apart(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> bool:
-    """Removes in place a folder that cannot be renamed, such as one from a lower layer of an overlay.
+def take_apart(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> None:
+    """Removes in place a folder that cannot be renamed, such as one from a lower layer of an overlay. Leaves it if
+    ``may_go`` refuses, or if another process replaced it meanwhile.
 
     Removes the manifest first, then the weights, and syncs each time, so that a loader fails on what a crash leaves.
-    Returns False if ``may_go`` refuses, or if another process replaced the folder meanwhile. Raises OSError.
+    Raises OSError.
     """
     if path.is_symlink() or not path.is_dir():  # one call removes it whole
-        if not may_go(path):
-            return False
-        path.unlink()
-        folders.sync_path(path.parent)
-        return True
+        if may_go(path):
+            path.unlink()
+            folders.sync_path(path.parent)
+        return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         # From here on everything goes by the descriptor: the name may become that of a new checkpoint.
         if not may_go(path) or not os.path.samestat(os.fstat(fd), path.lstat()):
-            return False
+            return
         for endings in ((MANIFEST,), _WEIGHTS, ("",)):
             _unlink_files(fd, endings)
     finally:
         os.close(fd)
     path.rmdir()
     folders.sync_path(path.parent)
-    return True
 
 
 def _unlink_files(fd: int, endings: tuple[str, ...]) -> None:
@@ -116,18 +111,19 @@ def unlink(trash: Path) -> None:
 
 def sweep(root: Path) -> list[Path]:
     """Removes what dead processes left in ``root``: trash and staged folders."""
-    swept = sweep_staged(root)
-    for entry in list(os.scandir(root)):
-        if entry.name.startswith(folders.TRASH) and folders.is_unfinished(entry.name):
-            unlink(Path(entry.path))
-            swept.append(Path(entry.path))
-    return swept
+    trash = _unfinished(root, folders.TRASH)
+    for path in trash:
+        unlink(path)
+    return [*sweep_staged(root), *trash]
 
 
 def sweep_staged(root: Path) -> list[Path]:
     """Removes staged folders whose lock nobody holds."""
-    staged = [e for e in os.scandir(root) if e.name.startswith(folders.TEMPORARY) and folders.is_unfinished(e.name)]
-    return [Path(entry.path) for entry in staged if _remove_abandoned(Path(entry.path))]
+    return [path for path in _unfinished(root, folders.TEMPORARY) if _remove_abandoned(path)]
+
+
+def _unfinished(root: Path, prefix: str) -> list[Path]:
+    return [root / name for name in os.listdir(root) if name.startswith(prefix) and folders.is_unfinished(name)]
 
 
 def _remove_abandoned(path: Path) -> bool:

@@ -83,13 +83,3 @@ def retention(
         else:
             fates[c] = Fate(False, f"off {line}")
     return {c: fates[c] for c in checkpoints}
-
-
-def superfluous(
-    checkpoints: list[Checkpoint],
-    keep_last: int | None,
-    keep_every: int | None,
-    damaged: Container[tuple[int, int]] = (),
-) -> list[Checkpoint]:
-    """Returns the checkpoints that ``retention`` lets go."""
-    return [c for c, fate in retention(checkpoints, keep_last, keep_every, damaged).items() if not fate.stays]

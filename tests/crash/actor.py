@@ -380,7 +380,7 @@ SCENARIOS = {
 
 def in_place(actor: Actor) -> None:
     """Writes into the folder that has the final name."""
-    folders.temporary_name = lambda target: target
+    folders.fresh_name = lambda prefix, target: target
 
     def publish(self: commit.Staging) -> None:
         folders.sync_path(self.target.parent)

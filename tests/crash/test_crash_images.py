@@ -132,7 +132,7 @@ def test_every_crash_image(server: Server, tmp_path: Path, memory: Path, trials:
 
 @pytest.mark.timeout(60 * 60)
 def test_crash_images_of_many_blocks(server: Server, tmp_path: Path, memory: Path, trials: Trials) -> None:
-    most = trials.count(6, 1024)
+    most = trials.count(4, 1024)
     check_all(server, tmp_path, memory, trials, "crash images of a save of many blocks", WORDS, most)
 
 

@@ -102,7 +102,7 @@ def test_sigkill_at_each_failpoint(server: Server, tmp_path: Path, trials: Trial
     found = [(s, p) for s in SCENARIOS for p in failpoints(server, tmp_path / s, s)]
     assert {point.phase for _, point in found} == PHASES
     plan = [(scenario, point, KINDS[n % len(KINDS)]) for n in range(20) for scenario, point in found]
-    for scenario, point, kind in chance.sample(plan, trials.count(30, len(plan))):
+    for scenario, point, kind in chance.sample(plan, trials.count(20, len(plan))):
         knobs = {} if scenario.startswith("lone") else kind
         if kill(server, tmp_path / "trial", scenario, point, knobs=knobs, seed=chance.getrandbits(32)):
             kills[point.phase] += 1

@@ -1,8 +1,7 @@
 """Cuts the power while a run saves. Acknowledged checkpoints must survive, and every final name must be whole.
 
-A cut counts only if something had a temporary name right before it: a save or a removal was under way. The test tells
-ext4 on a loop device to stop at once (EXT4_IOC_SHUTDOWN), with its journal written out or not, and mounts it again.
-This tests ext4; test_crash_images.py covers what other file systems may do. It needs root.
+The test tells ext4 on a loop device to stop at once (EXT4_IOC_SHUTDOWN), with its journal written out or not, and
+mounts it again. This tests ext4; test_crash_images.py covers what other file systems may do. It needs root.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import signal
 import struct
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from crash.actor import Server, Task
-from crash.history import History, Violation, staged_in
-from lazyckpt.storage import folders, manifest
+from crash.history import History, Violation
+from crash.runs import cut_runs, wait_for
 from trials import Trials
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
@@ -97,24 +96,6 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     image.unlink()
 
 
-def wait_for(log: Path, word: str, times: int = 1) -> None:
-    end = time.monotonic() + 60
-    while not log.exists() or sum(line.startswith(word) for line in log.read_text().splitlines()) < times:
-        assert time.monotonic() < end, f"the run does not come to {word!r}"
-        time.sleep(0.001)
-
-
-def phase_of(path: Path) -> str:
-    """The phase of a live run, as its temporary names show."""
-    if path.name.startswith(folders.TRASH):
-        return "clean"
-    try:
-        names = os.listdir(path)
-    except OSError:  # it is gone by now
-        names = []
-    return "described" if manifest.MANIFEST in names else "writing" if names else "empty"
-
-
 def cut_and_mount(server: Server, disk: Disk, pid: int, flags: int) -> None:
     disk.cut(flags)
     with contextlib.suppress(ProcessLookupError):  # it may have heard of the disk's end already
@@ -127,39 +108,11 @@ def cut_and_mount(server: Server, disk: Disk, pid: int, flags: int) -> None:
 @pytest.mark.timeout(60 * 60)
 @pytest.mark.parametrize("flags", [LOG_FLUSHED, LOG_LOST], ids=["log flushed", "log not flushed"])
 def test_power_cuts(server: Server, disk: Disk, tmp_path: Path, trials: Trials, flags: int) -> None:
-    chance = trials.random
-    wanted = trials.count(12, 1000)
-    history = History()
-    log = tmp_path / "log"
-    counted = attempts = acknowledged = 0
-    phases: Counter[str] = Counter()
-    value = 1
-    while counted < wanted:
-        attempts += 1
-        assert attempts < 4 * wanted + 20, f"too few cuts hit a save: {counted} of {attempts}"
-        log.unlink(missing_ok=True)
-        leftovers = set(staged_in(disk.mounted))  # of lone files: the next one sweeps them
-        knobs = {"io_backend": chance.choice(("io_uring", "posix")), "direct_io": chance.random() < 0.5}
-        seed = chance.getrandbits(32)
-        pid = server.start(Task(str(disk.mounted), str(log), "endless", value, seed, knobs))
-        wait_for(log, "resumed")
-        wait_for(log, "durable", chance.randrange(4))
-        time.sleep(chance.uniform(0, 0.04))
-        # Right before the power goes off.
-        caught = [phase_of(path) for path in staged_in(disk.mounted) if path not in leftovers]
-        cut_and_mount(server, disk, pid, flags)
-        history.read(log)
-        found = history.check(disk.mounted)
-        history.settle(found)
-        lines = [line.split() for line in log.read_text().splitlines()]
-        value += sum(words[0] == "saving" for words in lines)
-        acknowledged += sum(words[0] == "durable" for words in lines)
-        counted += bool(caught)
-        phases.update(caught)
+    figure = f"ext4 power cuts, log {'flushed' if flags == LOG_FLUSHED else 'not flushed'}"
+    cut = partial(cut_and_mount, server, disk, flags=flags)
+    cut_runs(server, disk.mounted, tmp_path / "log", trials, 8, figure, cut)
     disk.unmount()
     subprocess.run(["e2fsck", "-f", "-n", disk.device], check=True, capture_output=True)
-    figure = f"ext4 power cuts, log {'flushed' if flags == LOG_FLUSHED else 'not flushed'}"
-    trials.report(figure, counted, disk.mounted, acknowledged=acknowledged, **phases)
 
 
 MUTANTS = {

@@ -465,7 +465,7 @@ promise(
     (
         "a failure is told to nobody",
         py("pipeline", swap("self._failed.append(...)")),
-        "test_faults.py::test_training_hears_of_a_failure",
+        EVERY_OPERATION,
     ),
     (
         "an unexpected exception in the background is lost",
@@ -630,7 +630,7 @@ promise(
     (
         "a sweep follows links",
         py("_remove_abandoned", swap("os.O_NOFOLLOW", "0")),
-        "test_commit.py::test_a_sweep_follows_no_link",
+        SWEEP,
     ),
     (
         "files are staged in a folder that somebody else has put there",

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import lazyckpt
+from endings import in_a_child
 from lazyckpt.pipeline.background import Background
 from lazyckpt.storage import commit
 
@@ -36,7 +38,7 @@ def slowly(self, flight):
 Background._persist = slowly
 def save(name):
     saver.save(model.state_dict(), folder + "/" + name)
-codes = {{}}
+children = {{}}
 for folder, body in json.loads(sys.argv[1]).items():
     child = os.fork()
     if child == 0:
@@ -45,9 +47,9 @@ for folder, body in json.loads(sys.argv[1]).items():
         saver = lazyckpt.Saver(chunk_bytes=16 << 10, host_buffer_bytes=256 << 10)
         exec(body)
         break
-    codes[folder] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-else:
-    print(json.dumps(codes))
+    children[folder] = child
+else:  # they end side by side
+    print(json.dumps({{f: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for f, child in children.items()}}))
 """
 ENDS = {
     "the end of the script": ("save('a.pt')", 0, True),
@@ -176,19 +178,19 @@ def test_a_child_that_waits_for_a_save_of_its_parent_hears_of_it(
     monkeypatch.setattr(Background, "_persist", held)
     saver = lazyckpt.Saver(**TINY)
     handle = saver.save(torch.arange(999), tmp_path / "a.pt")
+
+    def ask(wait: Callable[[], Any]) -> None:
+        signal.alarm(20)
+        if wait in (saver.close, handle.wait_captured):  # nobody reads the state of this process
+            wait()
+        elif wait == handle.exception:
+            assert isinstance(wait(), lazyckpt.ClosedError)
+        else:
+            with pytest.raises(lazyckpt.ClosedError):
+                wait()
+
     for wait in (handle.result, handle.exception, saver.wait, handle.wait_captured, saver.close):
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)
-            try:
-                answer = wait()
-                fine = wait in (saver.close, handle.wait_captured)  # nobody reads the state of this process
-                os._exit(0 if fine or isinstance(answer, lazyckpt.ClosedError) else 1)
-            except lazyckpt.ClosedError:
-                os._exit(0)
-            except BaseException:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, wait
+        in_a_child(partial(ask, wait))
     hold.set()
     handle.result(timeout=30)
     saver.close()

@@ -23,7 +23,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture.gate import gate
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.storage import commit
 from trials import Trials
 
@@ -137,7 +137,7 @@ def failures(folder: Path) -> Any:
         while True:
             gone = folder / "gone"
             gone.mkdir()
-            saver._folders.swept.add(gone)
+            saver._prepared.add(gone)
             with contextlib.suppress(lazyckpt.SaveError):
                 handle = saver.save(model.state_dict(), gone / "a.pt")
                 shutil.rmtree(gone, ignore_errors=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,46 +38,38 @@ class Child:
     """A forked process that runs ``body`` with something to note with; what it noted is read here."""
 
     def __init__(self, body: Callable[[Callable[[str], None]], None]) -> None:
-        self._read, write = os.pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as this object
         self.pid = os.fork()
         if self.pid == 0:
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
             try:
-                body(lambda line: (os.write(write, f"{line}\n".encode()), None)[1])
+                body(lambda line: os.write(self._log.fileno(), f"{line}\n".encode()) and None)
                 os._exit(0)
             except SystemExit as end:
                 os._exit(end.code)  # type: ignore[arg-type]
             except BaseException:
                 traceback.print_exc()
                 os._exit(70)
-        os.close(write)
-        self._text = ""
 
-    def lines(self, until: str = "", timeout_s: float = 60) -> list[str]:
+    def lines(self, until: str = "") -> list[str]:
         """What was noted up to now, or at least up to a line that begins with ``until``."""
-        end = time.monotonic() + timeout_s
-        while True:
-            while select.select([self._read], [], [], 0)[0] and (new := os.read(self._read, 1 << 16)):
-                self._text += new.decode()
-            lines = self._text.splitlines()
-            if any(line.startswith(until) for line in lines) or not until:
-                return lines
-            assert time.monotonic() < end, f"{until!r} was never noted: {lines}"
-            time.sleep(0.002)
+
+        def noted() -> list[str]:
+            return os.pread(self._log.fileno(), 1 << 20, 0).decode().splitlines()
+
+        wait_for(lambda: not until or any(line.startswith(until) for line in noted()), 60)
+        return noted()
 
     def end(self, timeout_s: float = 60) -> int:
         """Its exit code, negative for the signal that killed it."""
         end = time.monotonic() + timeout_s
-        try:
-            while (waited := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
-                if time.monotonic() > end:
-                    os.kill(self.pid, signal.SIGKILL)
-                    os.waitpid(self.pid, 0)
-                    raise AssertionError(f"it did not end within {timeout_s} s: {self.lines()}")
-                time.sleep(0.002)
-        finally:
-            lines = self.lines()
-            os.close(self._read)
-            self.lines = lambda *_, **__: lines  # type: ignore[method-assign]
+        while (waited := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"it did not end within {timeout_s} s: {self.lines()}")
+            time.sleep(0.002)
         return os.waitstatus_to_exitcode(waited[1])
 
     def terminated(self, timeout_s: float = 60) -> int:
@@ -84,23 +77,6 @@ class Child:
         self.lines(until="ready")
         os.kill(self.pid, signal.SIGTERM)
         return self.end(timeout_s)
-
-
-@pytest.fixture
-def child() -> Iterator[Callable[..., Child]]:
-    """Starts a ``Child`` in which no handler is installed."""
-
-    def start(body: Callable[[Callable[[str], None]], None]) -> Child:
-        def clean(note: Callable[[str], None]) -> None:
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)
-            body(note)
-
-        return Child(clean)
-
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    yield start
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
 
 def training(folder: Path, note: Callable[[str], None], steps: int = 10**9, **knobs: Any) -> None:
@@ -143,9 +119,9 @@ def committed(folder: Path) -> list[int]:
     return sorted(c.step for c in known)
 
 
-def test_what_was_saved_before_the_signal_is_committed(child: Any, tmp_path: Path, trials: Trials) -> None:
+def test_what_was_saved_before_the_signal_is_committed(tmp_path: Path, trials: Trials) -> None:
     """At random instants, on a disk that is slow now and then."""
-    count = trials.count(8, 200)
+    count = trials.count(5, 200)
     in_flight = 0
     for trial in range(count):
         folder = tmp_path / str(trial)
@@ -158,7 +134,7 @@ def test_what_was_saved_before_the_signal_is_committed(child: Any, tmp_path: Pat
             lazyckpt.commit_on(signal.SIGTERM, deadline=60)
             training(folder, note, max_in_flight=3)
 
-        process = child(body)
+        process = Child(body)
         process.lines(until="saved 1")
         time.sleep(trials.random.random() * 0.15)
         before, there = saved(process.lines()), committed(folder)
@@ -172,7 +148,7 @@ def test_what_was_saved_before_the_signal_is_committed(child: Any, tmp_path: Pat
     trials.report("SIGTERM at a random instant", count, tmp_path, in_flight_at_the_signal=in_flight)
 
 
-def test_after_the_deadline_it_gives_up_and_the_checkpoint_before_stands(child: Any, tmp_path: Path) -> None:
+def test_after_the_deadline_it_gives_up_and_the_checkpoint_before_stands(tmp_path: Path) -> None:
     def body(note: Any) -> None:
         lazyckpt.commit_on(signal.SIGTERM, deadline=0)
         training(tmp_path, note, steps=1)
@@ -183,7 +159,7 @@ def test_after_the_deadline_it_gives_up_and_the_checkpoint_before_stands(child: 
         note("ready")
         idle()
 
-    process = child(body)
+    process = Child(body)
     assert process.terminated(20) == -signal.SIGTERM
     assert committed(tmp_path) == [1]
     lazyckpt.Checkpointer(tmp_path).close()
@@ -246,7 +222,7 @@ for end in ("the signal", "sys.exit in a handler", "the end of the script"):
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["killed", "SystemExit"])
-def test_the_signal_comes_while_a_checkpoint_is_restored(ends: bool, child: Any, tmp_path: Path) -> None:
+def test_the_signal_comes_while_a_checkpoint_is_restored(ends: bool, tmp_path: Path) -> None:
     """Nothing is to be committed, so the end comes at once, and the checkpoint is as it was."""
     with lazyckpt.Checkpointer(tmp_path, **TINY) as ckpt:
         ckpt.track(tensor=torch.ones(1 << 16), slow={"x": 1})
@@ -272,7 +248,7 @@ def test_the_signal_comes_while_a_checkpoint_is_restored(ends: bool, child: Any,
         finally:
             assert ckpt._saver.engine.ring_used_bytes == 0
 
-    process = child(body)
+    process = Child(body)
     process.lines(until="restoring")
     os.kill(process.pid, signal.SIGTERM)
     assert process.end(timeout_s=20) == (-signal.SIGTERM if ends else 3)
@@ -314,7 +290,7 @@ def test_the_log_says_what_was_committed_and_what_was_not(
     assert second == "SIGUSR1: nothing was in flight"
 
 
-def test_a_handler_that_was_there_before_is_called_after_the_commit(child: Any, tmp_path: Path) -> None:
+def test_a_handler_that_was_there_before_is_called_after_the_commit(tmp_path: Path) -> None:
     def body(note: Any) -> None:
         def users(number: int, frame: object) -> None:
             note(f"handler {number} {committed(tmp_path)}")
@@ -327,12 +303,12 @@ def test_a_handler_that_was_there_before_is_called_after_the_commit(child: Any, 
         note("ready")
         idle()
 
-    process = child(body)
+    process = Child(body)
     assert process.terminated() == 3
     assert f"handler {signal.SIGTERM} [1]" in process.lines()
 
 
-def test_a_signal_that_does_not_end_a_wait_is_sent_again(child: Any, tmp_path: Path) -> None:
+def test_a_signal_that_does_not_end_a_wait_is_sent_again(tmp_path: Path) -> None:
     """Regression: one that came between the interpreter's look for signals and the system call was noticed after the
     call only, in a program that sleeps for instance."""
 
@@ -344,12 +320,12 @@ def test_a_signal_that_does_not_end_a_wait_is_sent_again(child: Any, tmp_path: P
         note("ready")
         idle()
 
-    process = child(body)
+    process = Child(body)
     assert process.terminated(20) == -signal.SIGTERM
     assert committed(tmp_path) == [1]
 
 
-def test_a_handler_that_is_installed_later_ends_the_process_its_own_way(child: Any, tmp_path: Path) -> None:
+def test_a_handler_that_is_installed_later_ends_the_process_its_own_way(tmp_path: Path) -> None:
     """As Lightning's, which calls the one before and stops training after the batch. It is called once, and what the
     process does until its end is not cut short."""
 
@@ -372,13 +348,13 @@ def test_a_handler_that_is_installed_later_ends_the_process_its_own_way(child: A
             saver.save(torch.ones(9), tmp_path / "b.pt")
         sys.exit(5)
 
-    process = child(body)
+    process = Child(body)
     assert process.terminated() == 5
     assert process.lines().count("handler") == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "b.pt"]
 
 
-def test_a_second_signal_does_not_wait(child: Any, tmp_path: Path) -> None:
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     def body(note: Any) -> None:
         lazyckpt.commit_on(signal.SIGTERM, deadline=60)
         hold_the_disk(60)
@@ -388,7 +364,7 @@ def test_a_second_signal_does_not_wait(child: Any, tmp_path: Path) -> None:
             time.sleep(0.1)
             note("alive")
 
-    process = child(body)
+    process = Child(body)
     process.lines(until="ready")
     os.kill(process.pid, signal.SIGTERM)
     process.lines(until="alive")
@@ -397,7 +373,7 @@ def test_a_second_signal_does_not_wait(child: Any, tmp_path: Path) -> None:
     assert process.end(timeout_s=20) == -signal.SIGTERM
 
 
-def test_a_lock_that_the_main_thread_holds_does_not_hold_up_the_commit(child: Any, tmp_path: Path) -> None:
+def test_a_lock_that_the_main_thread_holds_does_not_hold_up_the_commit(tmp_path: Path) -> None:
     """A handler that waited itself would wait for a thread that waits for what the handler's thread holds."""
 
     def body(note: Any) -> None:
@@ -411,13 +387,13 @@ def test_a_lock_that_the_main_thread_holds_does_not_hold_up_the_commit(child: An
         idle()
 
     begin = time.monotonic()
-    assert child(body).end() == -signal.SIGTERM
+    assert Child(body).end() == -signal.SIGTERM
     assert time.monotonic() - begin < 20
     assert (tmp_path / "a.pt").is_file()
 
 
 @pytest.mark.parametrize("waiting", ["result", "wait_captured", "gate", "save", "wait", "close", "sleep"])
-def test_waits_of_the_main_thread_notice_the_signal(waiting: str, child: Any, tmp_path: Path) -> None:
+def test_waits_of_the_main_thread_notice_the_signal(waiting: str, tmp_path: Path) -> None:
     def body(note: Any) -> None:
         lazyckpt.commit_on(signal.SIGTERM, deadline=0.2)
         hold_the_disk(60)
@@ -429,28 +405,26 @@ def test_waits_of_the_main_thread_notice_the_signal(waiting: str, child: Any, tm
         saver = lazyckpt.Saver(**TINY, max_in_flight=1)
         handle = saver.save(model.state_dict(), tmp_path / "a.pt")
         note("ready")
-        if waiting == "result":
-            handle.result()
-        elif waiting == "wait_captured":
-            handle.wait_captured()
-        elif waiting == "gate":
-            optimizer.step()
-        elif waiting == "save":
-            saver.save(model.state_dict(), tmp_path / "b.pt")
-        elif waiting == "wait":
-            saver.wait()
-        elif waiting == "close":
-            saver.close()
+        waits: dict[str, Callable[[], object]] = {
+            "result": handle.result,
+            "wait_captured": handle.wait_captured,
+            "gate": optimizer.step,
+            "save": lambda: saver.save(model.state_dict(), tmp_path / "b.pt"),
+            "wait": saver.wait,
+            "close": saver.close,
+            "sleep": idle,
+        }
+        waits[waiting]()
         time.sleep(60)
 
-    process = child(body)
+    process = Child(body)
     process.lines(until="ready")
     time.sleep(0.1)
     os.kill(process.pid, signal.SIGTERM)
     assert process.end(timeout_s=20) == -signal.SIGTERM
 
 
-def test_a_forked_child_ends_at_once(child: Any, tmp_path: Path) -> None:
+def test_a_forked_child_ends_at_once(tmp_path: Path) -> None:
     """A worker of a DataLoader, or of a pool that is terminated, inherits the handler and nothing to commit."""
 
     def body(note: Any) -> None:
@@ -469,7 +443,7 @@ def test_a_forked_child_ends_at_once(child: Any, tmp_path: Path) -> None:
         note(f"worker {code} {time.monotonic() - begin < 10}")
         wait_for(lambda: committed(tmp_path) == [1])
 
-    process = child(body)
+    process = Child(body)
     assert process.end() == 0
     assert f"worker {-signal.SIGTERM} True" in process.lines()
 
@@ -514,18 +488,8 @@ def test_what_makes_no_sense() -> None:
     ):
         with pytest.raises(lazyckpt.ConfigError, match="commit_on"):
             wrong()
-    caught: list[BaseException] = []
-
-    def elsewhere() -> None:
-        try:
-            lazyckpt.commit_on(signal.SIGTERM)
-        except lazyckpt.ConfigError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(caught[0])
+    with ThreadPoolExecutor(1) as other, pytest.raises(lazyckpt.ConfigError, match="main thread"):
+        other.submit(lazyckpt.commit_on, signal.SIGTERM).result()
     assert signal.getsignal(signal.SIGTERM) == before
 
 

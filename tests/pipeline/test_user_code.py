@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import lazyckpt
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import RestoreError, SerializationError
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.pickles import dump
@@ -191,25 +191,6 @@ def test_an_error_in_save(place: str, tmp_path: Path) -> None:
         training.check(10 + number)
     assert (tmp_path / "step-00000001/state.pt").read_bytes() == committed
     training.ckpt.close()
-
-
-def test_an_error_while_another_save_is_in_flight(tmp_path: Path, disk: Any) -> None:
-    training = Training(tmp_path, max_in_flight=2)
-    before = training.model[0].weight.detach().clone()
-    disk.hold()
-    handle = training.ckpt.save(1)
-    for kind in ERRORS:
-        trap.set("StateProvider.segments, behind its storages", error := error_of(kind))
-        with pytest.raises((kind, SerializationError)):
-            training.ckpt.save(2)
-        trap.set("", error)
-    disk.release()
-    training.step()
-    saved = torch.load(handle.result(timeout=30) / "state.pt")
-    assert torch.equal(saved["model"]["0.weight"], before)
-    training.check(3)
-    training.ckpt.close()
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("kind", ERRORS)

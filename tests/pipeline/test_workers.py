@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lazyckpt
-from lazyckpt.pipeline.in_flight import in_flight
+from lazyckpt.pipeline.handle import in_flight
 
 SIZE = 24
 QUARTER = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 512 << 10}  # of the state of a Run

@@ -7,10 +7,9 @@ import fcntl
 import os
 import shutil
 import signal
-import stat
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine
-from lazyckpt.storage import commit, folders, manifest, removal
+from lazyckpt.storage import commit, folders, removal
 
 HEX = f"{0:032x}"  # ends the names that are given to what is not there yet
 
@@ -70,22 +68,6 @@ def test_what_others_put_into_a_replaced_folder_stays(tmp_path: Path, monkeypatc
     assert names(target) == ["manifest.json", "state.pt"]
 
 
-def test_replacing_without_the_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some network file systems lack it."""
-
-    def refuse(a: str, b: str) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(_engine, "rename_exchange", refuse)
-    target = tmp_path / "step-00000001"
-    staged(target, "one").publish()
-    replaced = staged(target, "two").publish()
-    assert (target / "state.pt").read_text() == "two"
-    assert replaced is not None
-    removal.remove(replaced)
-    assert names(tmp_path) == ["step-00000001"]
-
-
 @pytest.mark.parametrize("before", ["nothing", "file", "link", "folder"])
 def test_a_link_takes_the_place_of_anything(before: str, tmp_path: Path) -> None:
     (tmp_path / "a").touch()
@@ -134,22 +116,6 @@ def test_the_order_of_syncs_and_renames(tmp_path: Path, log: list[str]) -> None:
     """The manifest is synced before the folder, the folder before the rename, the parent after it."""
     staged(tmp_path / "step-00000001", "x").publish()
     assert log == ["sync manifest.json"[:18], "sync .tmp-step-000", "rename", f"sync {tmp_path.name[:13]}"]
-
-
-def test_the_manifest_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: dict[str, bytes] = {}
-    fsync = os.fsync
-
-    def note(fd: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        if path.is_file():
-            synced[path.name] = path.read_bytes()
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", note)
-    target = tmp_path / "step-00000001"
-    staged(target, "x").publish()
-    assert synced == {"manifest.json": (target / "manifest.json").read_bytes()}
 
 
 def syncs_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -209,15 +175,6 @@ def test_the_final_name_is_gone_for_good_before_what_had_it(tmp_path: Path, monk
     assert names(tmp_path) == []
 
 
-def test_the_folder_that_a_checkpoint_was_staged_in_is_synced_too(tmp_path: Path, log: list[str]) -> None:
-    """Or it might be there twice after a power cut."""
-    (tmp_path / "inside").mkdir()
-    staging = commit.Staging(tmp_path / "checkpoint", tmp_path / "inside")
-    staging.describe(None, [])
-    staging.publish()
-    assert log[-3:] == ["rename", f"sync {tmp_path.name[:13]}", "sync inside"]
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_what_is_carried_over_is_synced(
     links: bool, tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
@@ -241,18 +198,6 @@ def test_what_is_carried_over_is_synced(
     assert before == [*copies, "sync adapter", "sync .tmp-target-"]
 
 
-def test_a_failed_sync_of_the_parent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = staged(tmp_path / "step-00000001", "x")
-    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    with pytest.raises(OSError, match="Input/output"):
-        staging.publish()
-
-
-def test_discard_leaves_nothing(tmp_path: Path) -> None:
-    staged(tmp_path / "step-00000001", "x").discard()
-    assert names(tmp_path) == []
-
-
 def test_remove_whatever_it_is(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "folder").mkdir()
@@ -264,94 +209,49 @@ def test_remove_whatever_it_is(tmp_path: Path) -> None:
     assert names(tmp_path) == ["kept"]
 
 
-def test_what_is_removed_is_out_of_sight_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes, and if it is never finished."""
-    (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-00000001" / "state.pt").touch()
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
-    removal.remove(tmp_path / "step-00000001")
-    (left,) = names(tmp_path)
-    assert left.startswith(folders.TRASH)
-
-
-def test_a_manifest_is_written_to_a_new_file(tmp_path: Path) -> None:
-    """Not through a link that somebody put there, nor over what it stands for."""
-    (tmp_path / "precious").write_text("theirs")
-    staging = commit.Staging(tmp_path / "step-00000001")
-    (staging.path / manifest.MANIFEST).symlink_to(tmp_path / "precious")
-    with pytest.raises(FileExistsError):
-        staging.describe({"format": 1}, [])
-    assert (tmp_path / "precious").read_text() == "theirs"
-    staging.discard()
-
-
-def test_a_sweep_follows_no_link(tmp_path: Path) -> None:
-    """What it stands for may be locked by a process that has nothing to do with checkpoints."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run").mkdir()
-    link = tmp_path / "run" / f".tmp-link-{HEX}"
-    link.symlink_to(tmp_path / "elsewhere")
-    assert removal.sweep(tmp_path / "run") == []
-    assert link.is_symlink() and (tmp_path / "elsewhere").is_dir()
-
-
-def test_files_have_the_users_permissions(tmp_path: Path) -> None:
-    previous = os.umask(0o027)
-    try:
-        with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
-            path = ckpt.save(1).result()
-        lazyckpt.save([1], tmp_path / "a.pt")
-    finally:
-        os.umask(previous)
-    mode = lambda p: stat.S_IMODE(p.stat().st_mode)  # noqa: E731
-    assert mode(path) == 0o750
-    assert {mode(p) for p in path.iterdir()} == {0o640} == {mode(tmp_path / "a.pt")}
-
-
 # leftovers
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from lazyckpt.storage import commit, folders, manifest, removal
-staging = commit.Staging(Path(sys.argv[1]) / "step-00000007")
-(staging.path / "state.pt").write_text("half")
-print(staging.path.name, flush=True)
-time.sleep(60)
-"""
+@contextmanager
+def child(body: Callable[[Callable[[str], None]], object]) -> Iterator[tuple[int, str]]:
+    """A forked process: its number, and the line that ``body`` notes first. It is killed in the end."""
+    reads, writes = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            body(lambda line: os.write(writes, line.encode()) and None)
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    try:
+        yield pid, os.read(reads, 300).decode()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reads)
+        os.close(writes)
 
 
-@pytest.fixture
-def holder(tmp_path: Path) -> Any:
-    """Another process that is about to write a checkpoint, and the name of its folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield process, process.stdout.readline().strip()
-    process.kill()
-    process.wait()
+def test_sweep_spares_the_living_and_takes_the_dead(tmp_path: Path) -> None:
+    def stage(note: Callable[[str], None]) -> None:
+        staging = commit.Staging(tmp_path / "step-00000007")
+        (staging.path / "state.pt").write_text("half")
+        note(staging.path.name)
+        time.sleep(60)
 
-
-def test_sweep_spares_the_living_and_takes_the_dead(tmp_path: Path, holder: Any) -> None:
-    process, name = holder
-    own = commit.Staging(tmp_path / "step-00000008")
-    (tmp_path / f".trash-step-00000001-{HEX}").mkdir()
-    (tmp_path / f".trash-step-00000002-{HEX}").write_text("a file that stood in the way")
-    (tmp_path / f".tmp-step-00000003-{HEX}").mkdir()
-    (tmp_path / "step-00000004").mkdir()
-    for name_of_theirs in (".tmp-theirs", ".trash-theirs"):
-        (tmp_path / name_of_theirs).mkdir()
-    (tmp_path / f".tmp-note-{HEX}").write_text("the user's")
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (tmp_path / f".tmp-link-{HEX}").symlink_to(precious)
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.save(1).result()
-    kept = ["precious", "step-00000001", "step-00000004", ".tmp-theirs", ".trash-theirs", name, own.path.name]
-    kept += [f".tmp-link-{HEX}", f".tmp-note-{HEX}"]
-    assert names(tmp_path) == sorted(kept)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with child(stage) as (_, name):
+        own = commit.Staging(tmp_path / "step-00000008")
+        (tmp_path / f".trash-step-00000001-{HEX}").mkdir()
+        (tmp_path / f".trash-step-00000002-{HEX}").write_text("a file that stood in the way")
+        (tmp_path / f".tmp-step-00000003-{HEX}").mkdir()
+        for folder in ("step-00000004", ".tmp-theirs", ".trash-theirs", "precious"):
+            (tmp_path / folder).mkdir()
+        (tmp_path / f".tmp-note-{HEX}").write_text("the user's")
+        (tmp_path / f".tmp-link-{HEX}").symlink_to(tmp_path / "precious")
+        with lazyckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.save(1).result()
+        kept = ["precious", "step-00000001", "step-00000004", ".tmp-theirs", ".trash-theirs", name, own.path.name]
+        kept += [f".tmp-link-{HEX}", f".tmp-note-{HEX}"]
+        assert names(tmp_path) == sorted(kept)
     assert [p.name for p in removal.sweep(tmp_path)] == [name]
     assert own.path.is_dir()
     own.discard()
@@ -359,23 +259,10 @@ def test_sweep_spares_the_living_and_takes_the_dead(tmp_path: Path, holder: Any)
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
     """A data loader's worker that outlives the run must not make its leftovers immortal."""
-    script = (
-        "import os, sys, time\n"
-        "from pathlib import Path\n"
-        "from lazyckpt.storage import commit, folders, manifest, removal\n"
-        "commit.Staging(Path(sys.argv[1]) / 'step-00000007')\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os.close(1); os.close(2); time.sleep(60); os._exit(0)\n"
-        "print(child, flush=True)\n"
-        "os._exit(0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True)
-    try:
-        assert len(names(tmp_path)) == 1
+    staging = commit.Staging(tmp_path / "step-00000007")
+    with child(lambda note: note("forked")):
+        staging._unlock()  # as the end of this process does
         assert len(removal.sweep(tmp_path)) == 1 and names(tmp_path) == []
-    finally:
-        os.kill(int(done.stdout), signal.SIGKILL)
 
 
 def test_sweep_holds_the_lock_until_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +342,7 @@ def test_a_folder_swept_before_it_was_locked_is_made_anew(
     staging.discard()
 
 
-@pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL"])
+@pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS"])
 def test_without_locks_only_sweeping_is_lost(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: ENOSYS, which Lustre mounted noflock says, was an error of every save."""
 
@@ -484,42 +371,15 @@ def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_sweep_and_many_saves_at_once(tmp_path: Path) -> None:
     """Starting another Checkpointer in the same folder, again and again, harms no save."""
-    script = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from lazyckpt.storage import commit, folders, manifest, removal\n"
-        "print('ready', flush=True)\n"
-        "end = time.monotonic() + 3\n"
-        "while time.monotonic() < end: removal.sweep(Path(sys.argv[1]))\n"
-    )
-    sweeper = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
-    assert sweeper.stdout is not None
-    sweeper.stdout.readline()
-    count = 0
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+
+    def sweep(note: Callable[[str], None]) -> None:
+        note("ready")
+        while True:
+            removal.sweep(tmp_path)
+
+    with child(sweep), lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(x={"t": torch.zeros(5000)})
-        while sweeper.poll() is None:
+        for count in range(50):
             ckpt.save(count % 3).result()
-            count += 1
-    assert count > 20
+    removal.sweep(tmp_path)
     assert names(tmp_path) == [f"step-0000000{i}" for i in range(3)]
-
-
-def test_a_killed_process_leaves_the_previous_checkpoint_and_a_leftover(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys, torch, lazyckpt\n"
-        "from lazyckpt.storage import commit, folders, manifest, removal\n"
-        "ckpt = lazyckpt.Checkpointer(sys.argv[1])\n"
-        "ckpt.track(x={'t': torch.zeros(5000)})\n"
-        "ckpt.save(1).result()\n"
-        "commit.Staging.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "ckpt.save(2).result()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)])
-    assert done.returncode == -signal.SIGKILL
-    assert len(names(tmp_path)) == 2 and names(tmp_path)[0].startswith(".tmp-step-00000002-")
-    begin = time.monotonic()
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(x={"t": torch.zeros(5000)})
-        assert ckpt.restore() == 1
-    assert names(tmp_path) == ["step-00000001"] and time.monotonic() - begin < 10

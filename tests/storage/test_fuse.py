@@ -41,13 +41,9 @@ def test_what_is_saved_arrives(fuse: Path, knobs: dict[str, Any]) -> None:
     with lazyckpt.Saver(**knobs) as saver:
         for number in range(3):
             saver.save(STATE, fuse / f"{number}.pt")
-    for number in range(3):
+    lazyckpt.save(STATE, fuse / "3.pt")
+    for number in range(4):
         check(fuse, f"{number}.pt")
-
-
-def test_a_lone_file_arrives(fuse: Path) -> None:
-    lazyckpt.save(STATE, fuse / "a.pt")
-    check(fuse, "a.pt")
 
 
 def test_a_checkpointer_works_there(fuse: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 
 import lazyckpt
 from commands import fails
+from endings import in_a_child
+from lazyckpt.capture.budget import available_memory_bytes
 
 STATE = {"x": torch.arange(10.0)}
 URLS = ["s3://bucket/run", "gs://bucket/run", "hdfs://host:9000/run", "file:///tmp/run", Path("s3://bucket/run")]
@@ -84,14 +85,13 @@ def test_special_files_are_not_replaced(kind: str, tmp_path: Path) -> None:
 
 def test_a_limited_address_space_is_heeded(tmp_path: Path) -> None:
     """Regression: "auto" mapped a quarter of the machine's memory, and a state of 1 MB failed."""
-    script = (
-        "import os, resource, torch, lazyckpt\n"
-        "from lazyckpt.capture.budget import available_memory_bytes\n"
-        "taken = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (taken + (2 << 30),) * 2)\n"
-        "assert available_memory_bytes() <= 2 << 30\n"
-        f"with lazyckpt.Checkpointer({str(tmp_path)!r}) as ckpt:\n"
-        "    ckpt.track(x=torch.ones(250_000))\n"
-        "    ckpt.save(1).result()\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+    def body() -> None:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (2 << 30),) * 2)
+        assert available_memory_bytes() <= 2 << 30
+        with lazyckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.track(x=torch.ones(250_000))
+            ckpt.save(1).result()
+
+    in_a_child(body)

@@ -16,7 +16,6 @@ import fuse_server
 import lazyckpt
 from lazyckpt import _engine
 from lazyckpt.errors import SaveError
-from lazyckpt.pipeline import readback
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
 
@@ -130,37 +129,3 @@ def test_the_page_cache_is_not_asked(tmp_path: Path) -> None:
         assert not (tmp_path / "shown" / "b.pt").exists()
     finally:
         stop()
-
-
-def test_every_integration_takes_the_knob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate's also from the environment."""
-    accelerate = pytest.importorskip("accelerate")
-    pytest.importorskip("lightning")
-    pytest.importorskip("transformers")
-    from lazyckpt.integrations.accelerate import enable
-    from lazyckpt.integrations.lightning import LazyCheckpointIO
-    from lazyckpt.integrations.transformers import LazyCheckpointCallback
-
-    monkeypatch.setenv("LAZYCKPT_VERIFY_AFTER_WRITE", "yes")
-    read_back: list[str] = []
-    compare = readback.compare
-
-    def noting(job: _engine.Job, folder: Path, names: list[str]) -> None:
-        read_back.extend(names)
-        compare(job, folder, names)
-
-    monkeypatch.setattr(readback, "compare", noting)
-    accelerator = accelerate.Accelerator(cpu=True)
-    saver = enable(accelerator, **TINY)
-    assert saver is not None
-    accelerator.prepare(torch.nn.Linear(3, 3))
-    accelerator.save_state(str(tmp_path / "state"))
-    accelerator.end_training()
-    saver.close()
-    io = LazyCheckpointIO(verify_after_write=True, **TINY)
-    io.save_checkpoint({"state_dict": state(1.0)}, tmp_path / "a.ckpt")
-    io.teardown()
-    assert read_back == ["model.safetensors", "a.ckpt"]
-    callback = LazyCheckpointCallback(verify_after_write=True, **TINY)
-    with callback._open(torch.nn.Linear(3, 3)) as opened:
-        assert opened.config.verify_after_write
