@@ -31,7 +31,7 @@ def _with_average(make: Average, make_model: Callable[[], nn.Module] = Net) -> T
     return loop(build)
 
 
-def _torch(model: nn.Module) -> tuple[Any, Any]:
+def torch_average(model: nn.Module) -> tuple[Any, Any]:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -59,7 +59,7 @@ def _torch_ema(model: nn.Module) -> tuple[Any, Any]:
     return ema, lambda: ema.update()
 
 
-def _diffusers(model: nn.Module) -> tuple[Any, Any]:
+def diffusers_average(model: nn.Module) -> tuple[Any, Any]:
     from diffusers.training_utils import EMAModel
 
     ema = EMAModel(model.parameters(), decay=0.9)
@@ -105,10 +105,10 @@ def _swaps() -> Recipe:
 
 
 ROWS = [
-    Row("torch AveragedModel", ("torch",), _with_average(_torch)),
+    Row("torch AveragedModel", ("torch",), _with_average(torch_average)),
     Row("timm ViT + ModelEmaV3", ("timm",), _with_average(_timm, _Vision)),
     Row("ema-pytorch EMA", ("ema-pytorch",), _with_average(_ema_pytorch)),
     Row("torch-ema", ("torch-ema",), _with_average(_torch_ema)),
     Row("torch-ema, evaluated after save()", ("torch-ema",), loop(_swaps)),
-    Row("diffusers EMAModel", ("diffusers",), _with_average(_diffusers)),
+    Row("diffusers EMAModel", ("diffusers",), _with_average(diffusers_average)),
 ]
