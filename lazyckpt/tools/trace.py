@@ -10,18 +10,8 @@ from statistics import median_high
 from typing import Any
 
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
-from lazyckpt.observe.trace_file import (
-    BEGIN,
-    COMMITS,
-    COPIES,
-    END,
-    OPENING,
-    RING,
-    SAVES,
-    SEPARATOR,
-    TRAINING,
-    WRITES,
-)
+from lazyckpt.observe import trace_file
+from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES
 from lazyckpt.tools.units import size
 
 _KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
@@ -61,68 +51,48 @@ class Phase:
 
 @dataclass(frozen=True)
 class TracedCheckpoint:
-    """One checkpoint of a timeline, and what else happened in the same run.
-
-    Attributes:
-        step: The training step.
-        path: Where it was saved.
-        error: Why it failed; None if it did not.
-        metrics: The fields of its CheckpointMetrics.
-        iteration_s: The median iteration of the timeline; None if there is none.
-        own: Its own spans.
-        others: The other spans of the run.
-        ring: When (seconds) how many bytes were in the staging ring.
-        memory: When (seconds) how many bytes of memory the process held.
-    """
+    """One checkpoint of a timeline, and what else happened in the same run."""
 
     step: int | None
     path: str
-    error: str | None
-    metrics: dict[str, Any]
-    iteration_s: float | None
+    error: str | None  # why it failed
+    metrics: dict[str, Any]  # the fields of its CheckpointMetrics
+    iteration_s: float | None  # the median iteration of the timeline
     own: list[Span]
-    others: list[Span]
-    ring: list[tuple[float, int]]
-    memory: list[tuple[float, int]]
+    others: list[Span]  # of the run
+    ring: list[tuple[float, int]]  # when (seconds) how many bytes were in the staging ring
+    memory: list[tuple[float, int]]  # when (seconds) how many bytes of memory the process held
 
     @property
     def end_s(self) -> float:
         return max(span.end_s for span in self.own)
 
-    def spans(self, kind: int, *names: str) -> list[Span]:
-        return [span for span in self.own if span.kind == kind and (not names or span.name in names)]
+    def spans(self, kind: int, name: str = "") -> list[Span]:
+        return [span for span in self.own if span.kind == kind and name in ("", span.name)]
 
     def phases(self) -> list[Phase]:
         """Breaks the checkpoint down into phases that took any time."""
         eager = f"{size(self.metrics['eager_bytes'])} that not only optimizers may change"
-        copies, writes = self.spans(COPIES), self.spans(WRITES)
-        table: list[tuple[str, list[Span], bool, str]] = [
-            (
-                "wait for a place",
-                self.spans(TRAINING, "wait for a place"),
-                True,
-                "max_in_flight saves were not durable",
-            ),
-            ("serialise, lay out", self.spans(TRAINING, "plan"), True, "later saves redo only what changed"),
-            ("eager copy", self.spans(TRAINING, "eager copy"), True, eager),
-            ("copy to the ring", copies, False, _speed(copies)),
-            (
-                "wait at the gate",
-                self.spans(TRAINING, "gate"),
-                True,
-                "the next optimizer step came before the last copy",
-            ),
-            ("create the files", self.spans(COMMITS, "create"), False, "a temporary folder, and room on the disk"),
-            ("wait for the ring", self.spans(RING), False, "the ring was full: the disk was slower than the copies"),
-            ("write to the files", writes, False, _speed(writes)),
-            ("fsync", self.spans(COMMITS, "fsync"), False, ""),
-            ("commit", self.spans(COMMITS, "commit"), False, "manifest, the checkpoint before, rename, fsync"),
+        copies, writes = _speed(self.spans(COPIES)), _speed(self.spans(WRITES))
+        table: list[tuple[str, int, str, str]] = [  # phase, kind and name of its spans, note
+            ("wait for a place", TRAINING, "wait for a place", "max_in_flight saves were not durable"),
+            ("serialise, lay out", TRAINING, "plan", "later saves redo only what changed"),
+            ("eager copy", TRAINING, "eager copy", eager),
+            ("copy to the ring", COPIES, "", copies),
+            ("wait at the gate", TRAINING, "gate", "the next optimizer step came before the last copy"),
+            ("create the files", COMMITS, "create", "a temporary folder, and room on the disk"),
+            ("wait for the ring", RING, "", "the ring was full: the disk was slower than the copies"),
+            ("write to the files", WRITES, "", writes),
+            ("fsync", COMMITS, "fsync", ""),
+            ("commit", COMMITS, "commit", "manifest, the checkpoint before, rename, fsync"),
         ]
-        return [
-            Phase(name, busy, min(s.begin_s for s in spans), max(s.end_s for s in spans), waits, note)
-            for name, spans, waits, note in table
-            if (busy := _busy_s(spans)) >= _SHORTEST_S
-        ]
+        found = []
+        for phase, kind, name, note in table:
+            spans = self.spans(kind, name)
+            if (busy_s := _busy_s(spans)) >= _SHORTEST_S:
+                begin_s, end_s = min(s.begin_s for s in spans), max(s.end_s for s in spans)
+                found.append(Phase(phase, busy_s, begin_s, end_s, kind == TRAINING, note))
+        return found
 
 
 class TraceFile:
@@ -187,15 +157,15 @@ def read_trace(path: Path) -> TraceFile:
         text = path.read_bytes()
     except OSError as error:
         raise load_error("cannot be read", error, path=path) from error
-    if not text.startswith(BEGIN):
+    if not text.startswith(trace_file.BEGIN):
         raise UnsupportedFormatError("not a trace of lazyckpt; make one with Checkpointer(trace=FILE)", path=path)
-    lines = text.rstrip(END).split(SEPARATOR)
+    lines = text.rstrip(trace_file.END).split(trace_file.SEPARATOR)
     events: list[dict[str, Any]] = []
     run = 0
     for number, line in enumerate(lines[1:], 3):
         try:
             event = json.loads(line)
-            run += event["name"] == OPENING
+            run += event["name"] == trace_file.OPENING
             events.append(event | {"run": run})
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) + 1:
