@@ -15,7 +15,7 @@ from lazyckpt.cli.parameters import AsJson, path_argument, quantity
 from lazyckpt.errors import ConfigError
 from lazyckpt.observe.advice import Advice
 from lazyckpt.observe.advice import advise as compute
-from lazyckpt.tools.measure import measure
+from lazyckpt.tools.trace import measure
 from lazyckpt.tools.units import count, duration, size
 
 _NEEDED = {"state_bytes": "--state", "iteration_s": "--iteration", "write_bytes_per_s": "--bandwidth"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from lazyckpt.cli.output import columns, plain, print_json, progress, say, show
 from lazyckpt.cli.parameters import AsJson, path_argument
@@ -34,9 +34,11 @@ def bench(
         {"bytes": nbytes, **{key: nbytes / found.median[way] for key, way in keys.items()}} for nbytes in _SIZES
     ]
     if as_json:
-        rates = {way: {"median": found.median[way], "all": rates} for way, rates in found.bytes_per_s.items()}
-        about = {"directory": directory, "o_direct": found.o_direct, "bytes": found.bytes}
-        print_json({**about, "bytes_per_s": rates, "expected": expected})
+        about: dict[str, Any] = {"directory": directory, "o_direct": found.o_direct, "bytes": found.bytes}
+        about["bytes_per_s"] = {
+            way: {"median": found.median[way], "all": all_} for way, all_ in found.bytes_per_s.items()
+        }
+        print_json(about | {"expected": expected})
         return
     rounds = count(len(found.bytes_per_s[tool.WRITE]), "round")
     say((plain(directory), "bold"), f"  {rounds} of {size(found.bytes)}")

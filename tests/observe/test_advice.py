@@ -15,8 +15,7 @@ import lazyckpt
 from commands import fails, run, run_json
 from lazyckpt.observe.advice import optimal_interval_s
 from lazyckpt.observe.trace_file import SAVES, TRAINING
-from lazyckpt.tools.measure import measure_trace
-from lazyckpt.tools.trace import TraceFile
+from lazyckpt.tools.trace import TraceFile, measure_trace
 from lazyckpt.tools.units import parse_duration, parse_size
 
 GIB = 1 << 30
@@ -158,7 +157,7 @@ def test_with_nothing_to_compare_a_checkpoint_costs_what_it_blocked(iterations: 
 
 
 def test_a_trace_without_an_iteration_to_measure_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.tools.measure.read_trace", lambda path: traced((0.2, 0.1)))
+    monkeypatch.setattr("lazyckpt.tools.trace.read_trace", lambda path: traced((0.2, 0.1)))
     line = fails(2, "advise", tmp_path / "t.json")
     assert line.endswith("t.json: there is no iteration without a checkpoint in it; give --iteration")
     assert run_json("advise", tmp_path / "t.json", "--iteration", "10ms")["cost_s"] == pytest.approx(0.01)

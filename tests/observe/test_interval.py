@@ -70,7 +70,6 @@ def test_the_overhead_is_what_was_asked_for(save_s: float, slowdown_s: float) ->
     cost = save_s + simulation.slowed * slowdown_s
     expected = cost / (0.02 * simulation.iteration_s)
     assert set(simulation.gaps[1:]) <= {round(expected), round(expected) + 1}  # rounded up
-    assert simulation.interval.cost_s == pytest.approx(cost)
     assert 0.018 < simulation.spent / (5000 * simulation.iteration_s) <= 0.0201
 
 
