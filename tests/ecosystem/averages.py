@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecosystem.parts import Net, backward, batch
+from ecosystem.parts import Net, batch, stepping
 from ecosystem.rows import Recipe, Row, Train, loop
 
 Average = Callable[[nn.Module], tuple[Any, Callable[[], Any]]]  # the average of a model, and what updates it
@@ -19,14 +19,7 @@ def _with_average(make: Average, make_model: Callable[[], nn.Module] = Net) -> T
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters())
         ema, update = make(model)
-
-        def step(number: int) -> None:
-            model.train()
-            backward(model, optimizer, number)
-            optimizer.step()
-            update()
-
-        return Recipe({"model": model, "optimizer": optimizer, "ema": ema}, step)
+        return Recipe({"model": model, "optimizer": optimizer, "ema": ema}, stepping(model, optimizer, update))
 
     return loop(build)
 
@@ -90,18 +83,13 @@ def _swaps() -> Recipe:
     optimizer = torch.optim.AdamW(model.parameters())
     ema = ExponentialMovingAverage(model.parameters(), decay=0.9)
 
-    def step(number: int) -> None:
-        model.train()
-        backward(model, optimizer, number)
-        optimizer.step()
-        ema.update()
-
     def evaluate(number: int) -> None:
         model.eval()
         with ema.average_parameters(), torch.no_grad():
             model(batch(number)[0])
 
-    return Recipe({"model": model, "optimizer": optimizer, "ema": ema}, step, after_save=evaluate)
+    tracked = {"model": model, "optimizer": optimizer, "ema": ema}
+    return Recipe(tracked, stepping(model, optimizer, ema.update), after_save=evaluate)
 
 
 ROWS = [
