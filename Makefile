@@ -1,14 +1,4 @@
-# make demo    sets up and runs the main job: train, checkpoint, kill, resume bit for bit
-# make test    sets up and passes the tests
-# make check   format, lint, types, documentation
-# make docs    the documentation as a site, in build/site
-# make bench   a quick table against peers, in minutes; make bench-full: everything, with pictures, in hours
-# make torture the long safety trials
-# make mutants every safety taken out in turn: which test notices
-# make fuzz    looks for files that break the readers, for FUZZ_SECONDS
-# make sanitize the engine under ThreadSanitizer, AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer: alone, and
-#                under Python tests that touch it
-# make ecosystem the libraries that people train with, at pinned versions, in .venv-ecosystem; prints what works
+# CONTRIBUTING.md lists the commands.
 PYTHON ?= python3
 VENV := .venv
 ECO := .venv-ecosystem
@@ -21,7 +11,7 @@ ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 .PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem clean
 setup: $(READY)
 
-# The test build of the engine, which can be told to fail. `pip install .` builds without.
+# Builds the engine with fault injection; `pip install .` builds it without.
 $(READY): pyproject.toml constraints.txt scripts/system-packages.sh $(ENGINE)
 	sh scripts/system-packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,7 +23,7 @@ $(READY): pyproject.toml constraints.txt scripts/system-packages.sh $(ENGINE)
 demo: setup
 	$(BIN)/python examples/train_gpt.py
 
-# On all cores, then what measures how long something takes.
+# Tests that measure time run last, alone.
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --dist loadfile
 	$(BIN)/python -m pytest -m 'not slow and alone'
@@ -46,11 +36,11 @@ check: setup build/types
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
 	$(DOCS) build --strict --quiet
 
-# The documentation as a site, in build/site.
+# Builds the documentation as a site in build/site.
 docs: setup build/types
 	$(DOCS) build --strict
 
-# The package as it is installed.
+# Copies the package into the layout that an installation has.
 build/types:
 	rm -rf $@ && mkdir -p $@
 	cp -r lazyckpt $@/lazyckpt && cp -r integrations $@/lazyckpt/integrations
@@ -60,8 +50,8 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i csrc/*.h csrc/*/*.cc csrc/*/*.h tests/*/*.cc tests/*/*.h
 
-# BENCH: further arguments, as in `make bench-full BENCH=--resume`, which goes on where the last one ended.
-# Without the peers, which take a minute to install; an arm whose package is missing is reported as missing.
+# BENCH holds further arguments: `make bench-full BENCH=--resume` continues where the last run ended.
+# `bench` installs no peers, which takes a minute; it reports an arm whose package is missing.
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
 
@@ -81,13 +71,13 @@ mutants: setup
 sanitize: setup
 	$(BIN)/python -m pytest tests/engine/test_sanitizers.py
 
-# Looks for files that reach new code; what it finds is in build/fuzz/crash-…, and belongs into tests/attacks.
+# Searches for files that break the readers. It leaves them in build/fuzz/crash-…; add them to tests/attacks.
 FUZZ_SECONDS := 300
 fuzz: setup
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) atheris==3.0.0
 	PYTHONPATH=tests $(BIN)/python -m attacks.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
 
-# ECOSYSTEM: further arguments, as in `make ecosystem ECOSYSTEM='-k timm'` or `ECOSYSTEM=--write-docs`.
+# ECOSYSTEM holds further arguments: `make ecosystem ECOSYSTEM='-k timm'`, or `ECOSYSTEM=--write-docs`.
 ecosystem: $(ECO)/.ready
 	$(ECO)/bin/python -m pytest -n auto tests/ecosystem $(ECOSYSTEM)
 

@@ -31,6 +31,19 @@ def fails(code: int, *arguments: str | Path) -> str:
     return line
 
 
+def peak_bytes(*arguments: str | Path) -> int:
+    """Returns by how much the memory of this process grows, at most, while it runs a command."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = _resident("VmRSS")
+    assert run(*arguments).exit_code in (0, 1)
+    return _resident("VmHWM") - before
+
+
+def _resident(what: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
+    return int(line.split()[1]) << 10
+
+
 def commands() -> list[str]:
     """Returns the names of all commands."""
     return [str(info.name) for info in app.registered_commands] + [str(group.name) for group in app.registered_groups]

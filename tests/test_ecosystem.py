@@ -110,8 +110,3 @@ def test_training_that_lazyckpt_changes(tmp_path: Path) -> None:
 def test_a_state_that_should_be_refused(tmp_path: Path) -> None:
     (failure,) = found(tmp_path, row(refused="the key")).failures
     assert failure == "the first save is not refused"
-
-
-def test_a_package_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ModuleNotFoundError):
-        found(tmp_path, dataclasses.replace(row(), packages=("no-such-package",)))

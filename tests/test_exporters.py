@@ -15,25 +15,17 @@ import lazyckpt
 from lazyckpt.exporters import Prometheus
 
 
-def test_the_hook_hears_of_every_checkpoint(tmp_path: Path) -> None:
-    told: list[tuple[lazyckpt.CheckpointMetrics, lazyckpt.SaveError | None]] = []
-    with lazyckpt.Checkpointer(tmp_path / "run", on_done=lambda *news: told.append(news)) as ckpt:
-        ckpt.track(x=torch.ones(10))
-        handles = [ckpt.save(1), ckpt.save(2, blocking=True)]
-    assert [m for m, _ in told] == [handle.metrics for handle in handles]
-    assert all(error is None and m.durable_s > 0 and m.save_blocked_s > 0 for m, error in told)
-
-
-def test_the_hook_hears_of_failures_and_nobody_is_kept_from_hearing(tmp_path: Path) -> None:
+def test_the_hook_hears_of_every_checkpoint_and_of_failures(tmp_path: Path) -> None:
     told: list[Any] = []
-    (tmp_path / "file").write_text("")
-    saver = lazyckpt.Saver(on_done=lambda m, error: told.append(error))
-    saver.save(torch.ones(10), tmp_path / "a.pt").result(30)
-    with pytest.raises(lazyckpt.SerializationError):
-        saver.save(lambda: None, tmp_path / "b.pt")
-    (none, error) = told
-    assert none is None and isinstance(error, lazyckpt.SerializationError)
-    saver.close()
+    with lazyckpt.Saver(on_done=lambda *news: told.append(news)) as saver:
+        handles = [saver.save(torch.ones(10), tmp_path / f"{i}.pt") for i in range(2)]
+        saver.wait()
+        with pytest.raises(lazyckpt.SerializationError):
+            saver.save(lambda: None, tmp_path / "b.pt")
+    *durable, (_, failed) = told
+    assert [m for m, _ in durable] == [handle.metrics for handle in handles]
+    assert all(error is None and m.durable_s > 0 and m.save_blocked_s > 0 for m, error in durable)
+    assert isinstance(failed, lazyckpt.SerializationError)
 
 
 def test_a_hook_that_raises_is_a_warning(tmp_path: Path) -> None:
@@ -58,7 +50,7 @@ def test_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert failed.levelname == "WARNING" and "b.pt" in failed.message
 
 
-def test_prometheus(tmp_path: Path) -> None:
+def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
     registry = prometheus_client.CollectorRegistry()
     exporter = Prometheus(registry)
@@ -83,9 +75,6 @@ def test_prometheus(tmp_path: Path) -> None:
     assert value("lazyckpt_last_durable_step") == 9
     assert before <= (value("lazyckpt_last_durable_timestamp_seconds") or 0) <= time.time()
     assert b"lazyckpt_durable_seconds_bucket" in prometheus_client.generate_latest(registry)
-
-
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install 'lazyckpt\[prometheus\]'"):
         Prometheus()

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from lazyckpt._version import __version__
 from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, prune, trace, verify
 from lazyckpt.cli.output import print_error, print_json
-from lazyckpt.cli.parameters import Command, PlainFlags
+from lazyckpt.cli.parameters import flag
 from lazyckpt.errors import LazyCkptError
 from lazyckpt.storage import paths
 
@@ -31,7 +31,7 @@ _JSON = "--json"
 _USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 
-class _OneLineErrors(PlainFlags, TyperGroup):
+class _Program(TyperGroup):
     """Reports an error as one line on stderr, and with --json as an object on stdout. Ends quietly if the reader of
     its output has gone away."""
 
@@ -89,7 +89,7 @@ def _discard_output() -> None:
 
 
 def _in_words(error: Exception) -> str:
-    if isinstance(error, LazyCkptError):
+    if isinstance(error, LazyCkptError | ImportError):
         return str(error)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
@@ -108,8 +108,9 @@ def _print_version(wanted: bool) -> None:
 
 
 app = typer.Typer(
-    cls=_OneLineErrors,
+    cls=_Program,
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -118,29 +119,15 @@ app = typer.Typer(
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[
-        bool, typer.Option(_DEBUG, help="Show where an error comes from. Also works behind the command.")
-    ] = False,
+    debug: Annotated[bool, flag(_DEBUG, help="Show where an error comes from. Also works behind the command.")] = False,
 ) -> None:
     """Inspect, verify, compare, convert and prune checkpoints: torch.save archives, safetensors files and runs."""
 
 
-_COMMANDS: tuple[Callable[..., None], ...] = (
-    ls.ls,
-    inspect.inspect,
-    verify.verify,
-    diff.diff,
-    convert.convert,
-    prune.prune,
-    prune.pin,
-    prune.unpin,
-    advise.advise,
-    trace.trace,
-    doctor.doctor,
-    bench.bench,
-)
-for _command in _COMMANDS:
-    app.command(_command.__name__, cls=Command)(_command)
+_commands: list[Callable[..., None]] = [ls.ls, inspect.inspect, verify.verify, diff.diff, convert.convert]
+_commands += [prune.prune, prune.pin, prune.unpin, advise.advise, trace.trace, doctor.doctor, bench.bench]
+for _command in _commands:
+    app.command(_command.__name__)(_command)
 app.add_typer(accelerate.app, name="accelerate")

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from lazyckpt import settings
-from lazyckpt.cli.output import plain, print_error, say
-from lazyckpt.cli.parameters import Command, Group
+from lazyckpt.cli.output import plain, say
+from lazyckpt.cli.parameters import flag
 from lazyckpt.errors import ConfigError
 
-app = typer.Typer(cls=Group, no_args_is_help=True, help="Settings for training with Hugging Face Accelerate.")
+app = typer.Typer(no_args_is_help=True)
 
 _QUESTIONS = {
     "enabled": "Save checkpoints lazily and durably?",
@@ -28,9 +28,9 @@ def _group() -> None:
     """Settings for training with Hugging Face Accelerate."""
 
 
-@app.command(cls=Command)
+@app.command()
 def config(
-    default: Annotated[bool, typer.Option("--default", help="Ask nothing; write the defaults to a new file.")] = False,
+    default: Annotated[bool, flag("--default", help="Ask nothing; write the defaults to a new file.")] = False,
     config_file: Annotated[
         Path | None,
         typer.Option(
@@ -46,26 +46,19 @@ def config(
     An existing file supplies the defaults, and keeps its other settings. LAZYCKPT_CONFIG_FILE tells the launcher where
     the file is, if not in its default place.
     """
-    try:
-        path = config_file or _default_file()
-        known = settings.read_file(path)
-    except ImportError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from error
-    if default and path.exists():
-        raise ConfigError(f"{path}: exists already; remove it, or leave out --default to change it")
-    settings.check(known, dict.fromkeys(known, str(path)))
+    if config_file is None:
+        from lazyckpt.integrations.accelerate import default_settings_file  # imports accelerate, which takes seconds
+
+        config_file = default_settings_file()
+    known = settings.read_file(config_file)
+    if default and config_file.exists():
+        raise ConfigError(f"{config_file}: exists already; remove it, or leave out --default to change it")
+    settings.check(known, dict.fromkeys(known, str(config_file)))
     for name, question in _QUESTIONS.items():
         current = known.get(name, settings.DEFAULTS[name])
         known[name] = current if default else _ask(name, question, current, known)
-    settings.write_file(path, known)
-    say(f"lazyckpt configuration saved at {plain(path)}")
-
-
-def _default_file() -> Path:
-    from lazyckpt.integrations.accelerate import default_settings_file  # imports accelerate, which takes seconds
-
-    return default_settings_file()
+    settings.write_file(config_file, known)
+    say(f"lazyckpt configuration saved at {plain(config_file)}")
 
 
 def _ask(name: str, question: str, current: Any, known: dict[str, Any]) -> Any:

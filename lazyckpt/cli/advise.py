@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,32 +11,30 @@ import typer
 from rich.text import Text
 
 from lazyckpt.cli.output import columns, plain, print_json, show
-from lazyckpt.cli.parameters import AsJson, path_argument
+from lazyckpt.cli.parameters import AsJson, path_argument, quantity
 from lazyckpt.errors import ConfigError
 from lazyckpt.observe.advice import Advice
 from lazyckpt.observe.advice import advise as compute
-from lazyckpt.tools.measure import measure
-from lazyckpt.tools.units import count, duration, parse_duration, parse_size, size
+from lazyckpt.tools.trace import measure
+from lazyckpt.tools.units import count, duration, size
 
 _NEEDED = {"state_bytes": "--state", "iteration_s": "--iteration", "write_bytes_per_s": "--bandwidth"}
-
-
-def _option(metavar: str, help: str) -> Any:
-    return typer.Option(metavar=metavar, help=help)
 
 
 def advise(
     source: Annotated[
         Path | None, path_argument("[FILE|DIR]", "A trace to measure in, or a run's folder for the size of its state.")
     ] = None,
-    state: Annotated[str | None, _option("SIZE", "Size of one checkpoint, as in 3.5GB.")] = None,
-    iteration: Annotated[str | None, _option("TIME", "Duration of one iteration, as in 800ms.")] = None,
-    bandwidth: Annotated[str | None, _option("SIZE", "What the disk writes per second.")] = None,
-    optimizer: Annotated[str | None, _option("TIME", "Duration of the optimizer's step in an iteration.")] = None,
-    cost: Annotated[str | None, _option("TIME", "Training time lost to one checkpoint, slower steps included.")] = None,
-    max_overhead: Annotated[float, _option("PERCENT", "Training time that checkpoints may cost.")] = 2.0,
-    mtbf: Annotated[str | None, _option("TIME", "Mean time between failures of the whole job, as in 12h.")] = None,
-    gpus: Annotated[int, _option("N", "Number of GPUs of the job.")] = 1,
+    state: Annotated[Any, quantity("SIZE", "Size of one checkpoint, as in 3.5GB.")] = None,
+    iteration: Annotated[Any, quantity("TIME", "Duration of one iteration, as in 800ms.")] = None,
+    bandwidth: Annotated[Any, quantity("SIZE", "What the disk writes per second.")] = None,
+    optimizer: Annotated[Any, quantity("TIME", "Duration of the optimizer's step in an iteration.")] = None,
+    cost: Annotated[Any, quantity("TIME", "Training time lost to one checkpoint, slower steps included.")] = None,
+    max_overhead: Annotated[
+        float, typer.Option(metavar="PERCENT", help="Training time that checkpoints may cost.")
+    ] = 2.0,
+    mtbf: Annotated[Any, quantity("TIME", "Mean time between failures of the whole job, as in 12h.")] = None,
+    gpus: Annotated[int, typer.Option(metavar="N", help="Number of GPUs of the job.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Compute how often to save, what that costs, and what disk and ring it takes.
@@ -47,14 +44,8 @@ def advise(
     if not 0 < max_overhead < 100:
         raise ConfigError(f"--max-overhead {max_overhead:g}: expected a percentage, above 0 and below 100")
     numbers: dict[str, Any] = {} if source is None else dict(measure(source))
-    given = {
-        "state_bytes": _parse(parse_size, "--state", state),
-        "iteration_s": _parse(parse_duration, "--iteration", iteration),
-        "write_bytes_per_s": _parse(parse_size, "--bandwidth", bandwidth),
-        "optimizer_s": _parse(parse_duration, "--optimizer", optimizer),
-        "cost_s": _parse(parse_duration, "--cost", cost),
-        "failure_s": _parse(parse_duration, "--mtbf", mtbf),
-    }
+    given = {"state_bytes": state, "iteration_s": iteration, "write_bytes_per_s": bandwidth}
+    given |= {"optimizer_s": optimizer, "cost_s": cost, "failure_s": mtbf}
     numbers.update({name: value for name, value in given.items() if value is not None})
     if missing := [option for name, option in _NEEDED.items() if name not in numbers]:
         wanted = f"give {', '.join(missing)}"
@@ -67,30 +58,20 @@ def advise(
     if as_json:
         print_json({**numbers, **asdict(advice), "hidden": advice.hidden})
         return
-    known = "" if source is None else f"{plain(source)}, unless given"
     inputs = columns("", "", "", wrap=("",))
-    for name, value, why in (
-        ("state", size(numbers["state_bytes"]), known),
-        ("iteration", duration(numbers["iteration_s"]), "without a checkpoint"),
-        ("disk", f"{size(numbers['write_bytes_per_s'])}/s", ""),
+    for row in (
+        ("state", size(advice.state_bytes), "" if source is None else f"{plain(source)}, unless given"),
+        ("iteration", duration(advice.iteration_s), "without a checkpoint"),
+        ("disk", f"{size(advice.write_bytes_per_s)}/s", ""),
         ("cost", duration(advice.cost_s), "" if "cost_s" in numbers else "unknown, assumed to be nothing"),
     ):
-        inputs.add_row(name, value, why, style="dim")
+        inputs.add_row(*row, style="dim")
     show(inputs)
     print()
     table = columns("", "", "", wrap=("",))
     for name, value, why in _explain(advice, max_overhead, gpus):
         table.add_row(name, Text(value, style="bold"), why)
     show(table)
-
-
-def _parse(parse: Callable[[str], float], option: str, text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option} {error}") from error
 
 
 def _explain(a: Advice, max_overhead: float, gpus: int) -> list[tuple[str, str, str]]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from lazyckpt.cli.output import columns, plain, print_json, progress, say, show
 from lazyckpt.cli.parameters import AsJson, path_argument
-from lazyckpt.tools.units import count, size
-
-if TYPE_CHECKING:
-    from lazyckpt.tools.bench import Bench
+from lazyckpt.tools.units import count, duration, size
 
 _SIZES = (10**9, 10**10, 10**11)  # bytes of the checkpoints to predict
 
@@ -37,29 +34,23 @@ def bench(
         {"bytes": nbytes, **{key: nbytes / found.median[way] for key, way in keys.items()}} for nbytes in _SIZES
     ]
     if as_json:
-        rates = {way: {"median": found.median[way], "all": rates} for way, rates in found.bytes_per_s.items()}
-        about = {"directory": directory, "o_direct": found.o_direct, "bytes": found.bytes}
-        print_json({**about, "bytes_per_s": rates, "expected": expected})
+        about: dict[str, Any] = {"directory": directory, "o_direct": found.o_direct, "bytes": found.bytes}
+        about["bytes_per_s"] = {
+            way: {"median": found.median[way], "all": all_} for way, all_ in found.bytes_per_s.items()
+        }
+        print_json(about | {"expected": expected})
         return
-    _print_rates(found, tool.RAW_OF)
-    for seconds in expected:
-        told = ", ".join(f"{key.removesuffix('_s')} in {_seconds(seconds[key])}" for key in keys)
-        say(f"a checkpoint of {seconds['bytes'] // 10**9} GB: {told}")
-
-
-def _print_rates(found: Bench, raw_of: dict[str, str]) -> None:
-    rounds = count(len(next(iter(found.bytes_per_s.values()))), "round")
-    say((plain(found.directory), "bold"), f"  {rounds} of {size(found.bytes)}")
+    rounds = count(len(found.bytes_per_s[tool.WRITE]), "round")
+    say((plain(directory), "bold"), f"  {rounds} of {size(found.bytes)}")
     if not found.o_direct:
         say(("no O_DIRECT here: everything uses the page cache, and reads come from memory", "yellow"))
     table = columns("", "median", "least", "most", "of raw", right=("median", "least", "most", "of raw"))
-    for way, raw in raw_of.items():
+    for way, raw in tool.RAW_OF.items():
         rates = found.bytes_per_s[way]
         share = statistics.median(ours / theirs for ours, theirs in zip(rates, found.bytes_per_s[raw], strict=True))
         numbers = [f"{rate / 1e9:.2f} GB/s" for rate in (found.median[way], min(rates), max(rates))]
         table.add_row(way, *numbers, f"{share:.0%}" if way != raw else "")
     show(table)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+    for seconds in expected:
+        told = ", ".join(f"{key.removesuffix('_s')} in {duration(seconds[key])}" for key in keys)
+        say(f"a checkpoint of {seconds['bytes'] // 10**9} GB: {told}")

@@ -10,21 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from lazyckpt.cli.output import plain, print_json, progress, say
-from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument
-from lazyckpt.errors import ConfigError
+from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument, quantity
 from lazyckpt.tools.contents import document_in, read
-from lazyckpt.tools.units import count, parse_size, size
+from lazyckpt.tools.units import count, size
 
 _MAX_PARTS = 100  # to look into for the shell
-
-
-def _shard_size(text: str) -> int:
-    try:
-        if (nbytes := int(parse_size(text))) < 1:
-            raise ConfigError(f"{text!r}: expected at least one byte")
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from error
-    return nbytes
 
 
 def _parts(src: Path) -> Found:
@@ -48,12 +38,7 @@ def convert(
         ),
     ] = None,
     max_shard_size: Annotated[
-        Any,
-        typer.Option(
-            metavar="SIZE",
-            parser=_shard_size,
-            help="Write a folder of files of at most this size, e.g. 5GB, and their index.",
-        ),
+        Any, quantity("SIZE", "Write a folder of files of at most this size, e.g. 5GB, and their index.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -70,7 +55,8 @@ def convert(
     from lazyckpt.tools import convert as tool  # imports torch, which takes seconds
 
     with progress() as report:
-        found = tool.convert(src, dst, key=key, max_shard_bytes=max_shard_size, progress=report)
+        max_shard_bytes = None if max_shard_size is None else int(max_shard_size)
+        found = tool.convert(src, dst, key=key, max_shard_bytes=max_shard_bytes, progress=report)
     if as_json:
         print_json(asdict(found))
         return

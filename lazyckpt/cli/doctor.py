@@ -24,14 +24,12 @@ def doctor(
     if as_json:
         print_json(asdict(found))
         return
-    say(("What there is", "bold"))
-    table = columns("", "", wrap=("",))
+    facts, conclusions = columns("", "", wrap=("",)), columns("", "", wrap=("",))
     for topic, fact in found.facts.items():
-        table.add_row(topic, Text(plain(fact), style="yellow" if fact.startswith("no:") else ""))
-    show(Padding(table, (0, 0, 1, 2), expand=False))
-    say(("What lazyckpt will therefore do", "bold"))
-    table = columns("", "", wrap=("",))
+        facts.add_row(topic, plain(fact), style="yellow" if fact.startswith("no:") else None)
     for conclusion in found.conclusions:
-        mark = Text("!", style="bold yellow") if conclusion.serious else Text("·")
-        table.add_row(mark, Text(plain(conclusion.text)))
-    show(Padding(table, (0, 0, 0, 2), expand=False))
+        conclusions.add_row(Text("!", "bold yellow") if conclusion.serious else "·", plain(conclusion.text))
+    say(("What there is", "bold"))
+    show(Padding(facts, (0, 0, 1, 2), expand=False))
+    say(("What lazyckpt will therefore do", "bold"))
+    show(Padding(conclusions, (0, 0, 0, 2), expand=False))

@@ -49,13 +49,8 @@ def _line(level: int, label: str, node: Node) -> TreeLine:
 
 
 def _to_json(found: Inspection, depth: int | None) -> dict[str, Any]:
-    about: dict[str, Any] = {
-        "path": found.path,
-        "format": found.format,
-        "bytes": found.bytes,
-        "tensor_bytes": found.root.nbytes,
-        "tensors": found.root.tensors,
-    }
+    about: dict[str, Any] = {"path": found.path, "format": found.format, "bytes": found.bytes}
+    about |= {"tensor_bytes": found.root.nbytes, "tensors": found.root.tensors}
     if found.checkpoint is not None:
         about |= {"step": found.checkpoint.step, "sequence": found.checkpoint.sequence}
     return {**about, "entries": [_entry(node) for _, _, node in rows(found.root, depth)]}

@@ -5,23 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -37,24 +28,20 @@ class _Console(Console):
         raise
 
 
-def _console(*, stderr: bool) -> Console:
+def _console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNBOUNDED
     return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False, width=width)
 
 
-def stdout() -> Console:
-    return _console(stderr=False)
-
-
 def say(*parts: str | tuple[str, str]) -> None:
     """Prints a line of texts, or of texts with styles. A terminal wraps it."""
-    stdout().print(Text.assemble(*parts), soft_wrap=True)
+    _console().print(Text.assemble(*parts), soft_wrap=True)
 
 
 def show(table: Table | Padding) -> None:
     """Prints a table; for another program without trailing spaces."""
-    console = stdout()
+    console = _console()
     if console.is_terminal:
         console.print(table)
         return
@@ -77,8 +64,7 @@ def columns(*names: str, right: tuple[str, ...] = (), wrap: tuple[str, ...] = ()
     return table
 
 
-@dataclass
-class TreeLine:
+class TreeLine(NamedTuple):
     """A line of a tree. ``before`` are cells in front of the name, aligned right; ``behind`` those after it; ``level``
     is 0 without branches."""
 
@@ -92,7 +78,6 @@ class TreeLine:
 
 def print_tree(lines: list[TreeLine]) -> None:
     """Prints a tree. rich's own tables and trees take seconds for ten thousand rows."""
-    console = stdout()
     drawn = _branches([line.level for line in lines])
     before = [max(map(cell_len, cells)) for cells in zip(*(line.before for line in lines), strict=True)]
     behind = [max(map(cell_len, cells)) for cells in zip(*(line.behind for line in lines), strict=True)]
@@ -106,6 +91,7 @@ def print_tree(lines: list[TreeLine]) -> None:
         text.append("".join(cell + " " * (cells - cell_len(cell) + 2) for cell, cells in middle))
         text.append(last[0], "dim" if line.style == "bold" else "")
         text.append(f"  {line.note}" if line.note else "", "yellow").append("\n")
+    console = _console()
     if console.is_terminal:
         console.print(text, no_wrap=True, overflow="ellipsis", end="")
     else:
@@ -125,7 +111,7 @@ def _branches(levels: Sequence[int]) -> list[str]:
 
 
 def _bar() -> Progress:
-    """Makes a bar for bytes on stderr, which disappears when it stops; nothing without a terminal."""
+    """Makes a bar for bytes on stderr, which disappears when it stops. Without a terminal it shows nothing."""
     console = _console(stderr=True)
     return Progress(
         TextColumn("{task.description}", markup=False),
@@ -144,27 +130,22 @@ def _bar() -> Progress:
 @contextmanager
 def progress() -> Iterator[tools.Progress]:
     """Gives a tool its ``progress``: a bar for each name, gone when its bytes are done, so that results can follow."""
-    bar: Progress | None = None
-    task: tuple[str, TaskID] | None = None
+    shown: str | None = None
+    bar = _bar()
 
     def report(name: str, done: int, total: int) -> None:
-        nonlocal bar, task
-        if bar is None or task is None or task[0] != name:
-            if bar is not None:
-                bar.stop()
-            bar = _bar()
-            bar.start()
-            task = name, bar.add_task(plain(name), total=total)
-        bar.update(task[1], completed=done)
+        nonlocal bar, shown
+        if name != shown:
+            bars.close()
+            shown, bar = name, bars.enter_context(_bar())
+            bar.add_task(plain(name), total=total)
+        bar.update(bar.task_ids[0], completed=done)
         if done >= total:
-            bar.stop()
-            bar = None
+            bars.close()
+            shown = None
 
-    try:
+    with ExitStack() as bars:
         yield report
-    finally:
-        if bar is not None:
-            bar.stop()
 
 
 def print_error(message: str) -> None:

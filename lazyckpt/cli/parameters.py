@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+
+from lazyckpt.errors import ConfigError
+from lazyckpt.tools.units import parse_duration, parse_size
 
 
 def path_argument(metavar: str, help: str) -> Any:
@@ -16,32 +18,26 @@ def path_argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, readable=False)
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+def flag(*names: str, **rest: Any) -> Any:
+    """An option without a value; typer would show ``<bool>`` behind it."""
+    return typer.Option(*names, metavar="", **rest)
+
+
+AsJson = Annotated[bool, flag("--json", help="Print JSON.")]
 RunFolder = Annotated[Path, path_argument("DIR", "A run's folder.")]
 Depth = Annotated[int | None, typer.Option(min=0, help="Show only this many levels; sums still include all.")]
 
 
-class PlainFlags:
-    """Shows no <bool> behind the flags of a command or a group, as typer does since some version."""
+def quantity(metavar: Literal["SIZE", "TIME"], help: str) -> Any:
+    """An option with a unit: bytes or seconds."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
-        return params
+    def parse(text: str) -> float:
+        try:
+            return parse_size(text) if metavar == "SIZE" else parse_duration(text)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
 
-
-class Command(PlainFlags, TyperCommand):
-    """A command, whose help is its docstring without the ends of lines, so that it fills a terminal of any width."""
-
-    def __init__(self, *args: Any, help: str | None = None, **rest: Any) -> None:
-        paragraphs = (help or "").split("\n\n")
-        super().__init__(*args, help="\n\n".join(" ".join(text.split()) for text in paragraphs), **rest)
-
-
-class Group(PlainFlags, TyperGroup):
-    """A group of commands."""
+    return typer.Option(metavar=metavar, help=help, parser=parse)
 
 
 Found = Iterable[tuple[str, str]]  # completions, and what some shells show beside each
@@ -50,7 +46,7 @@ Found = Iterable[tuple[str, str]]  # completions, and what some shells show besi
 def completed_from(
     argument: str, find: Callable[[Path], Found]
 ) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
-    """Makes a shell completion from what ``find`` knows about the path given as ``argument``, the first one."""
+    """Makes a shell completion from what ``find`` knows about the path in the parameter ``argument``."""
 
     def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         # If an option still lacks its value, typer does not tell the arguments apart.

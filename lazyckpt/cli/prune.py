@@ -10,7 +10,7 @@ import typer
 
 from lazyckpt.cli.ls import checkpoint_row
 from lazyckpt.cli.output import age, columns, plain, print_json, say, show
-from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from
+from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from, flag
 from lazyckpt.tools import prune as tool
 from lazyckpt.tools.listing import list_run
 from lazyckpt.tools.units import count, size
@@ -26,7 +26,7 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option(metavar="K", help="Also keep those whose step is a multiple of this.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove; without it, only show what would go.")] = False,
+    yes: Annotated[bool, flag("--yes", "-y", help="Remove; without it, only show what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what retention would remove and what dead runs left; with --yes, remove it.
@@ -39,12 +39,10 @@ def prune(
     found = tool.prune(directory, keep_last=keep_last, keep_every=keep_every, remove=yes)
     doomed, kept = found.doomed, found.kept
     if as_json:
-        rows = {
-            key: [checkpoint_row(c) | {"why": why} for c, why in part.items()]
-            for key, part in (("checkpoints", doomed), ("kept", kept))
-        }
-        about = {"directory": directory, "removed": yes, "bytes": found.bytes}
-        print_json({**about, **rows, "leftovers": [leftover.name for leftover in found.leftovers]})
+        about: dict[str, Any] = {"directory": directory, "removed": yes, "bytes": found.bytes}
+        for key, part in (("checkpoints", doomed), ("kept", kept)):
+            about[key] = [checkpoint_row(c) | {"why": why} for c, why in part.items()]
+        print_json(about | {"leftovers": [leftover.name for leftover in found.leftovers]})
         return
     if doomed or found.leftovers:
         table = columns(*_COLUMNS, right=_COLUMNS[:4])

@@ -14,10 +14,7 @@ class Advice:
     """What ``advise`` found. Times are seconds, sizes bytes, intervals iterations, costs parts of the training time.
 
     Attributes:
-        state_bytes: As given, like the next three.
-        iteration_s: One iteration without a checkpoint.
-        write_bytes_per_s: What the disk writes.
-        cost_s: Training time lost to one checkpoint.
+        state_bytes: As given, like ``iteration_s``, ``write_bytes_per_s`` and ``cost_s``.
         hide_bytes_per_s: The write rate at which each iteration's checkpoint is written during the next forward and
             backward (FastPersist, equation 1).
         write_s: Time to write one checkpoint; a failure in it falls back to the checkpoint before.

@@ -57,16 +57,6 @@ class AutoInterval:
         self._learned = 0  # checkpoints measured
         self._warm_up = _WARM_UP
 
-    @property
-    def iteration_s(self) -> float:
-        """The median iteration without a checkpoint."""
-        return median(self._undisturbed) if self._undisturbed else math.nan
-
-    @property
-    def cost_s(self) -> float:
-        """The mean cost of a checkpoint."""
-        return mean(self._costs) if self._costs else math.nan
-
     def due(self, step: int, in_flight: bool) -> bool:
         """Ends an iteration; returns whether to save. ``in_flight``: whether a checkpoint is not durable yet."""
         now = self._clock()
@@ -100,7 +90,7 @@ class AutoInterval:
             self._undisturbed.append(seconds)
 
     def _learn(self, disturbed: list[float]) -> None:
-        usual = self.iteration_s
+        usual = median(self._undisturbed)
         longer = max(sum(disturbed) - usual * len(disturbed), 0.0)
         cost = self._in_save + min(longer, self._metrics.durable_s)
         self._learned += 1
@@ -109,7 +99,7 @@ class AutoInterval:
         self._costs.append(cost)
         # Leave some iterations without a checkpoint to compare with.
         at_least = len(disturbed) + _UNDISTURBED
-        self.every = max(math.ceil(self.cost_s / (self._max_overhead * usual)), at_least)
+        self.every = max(math.ceil(mean(self._costs) / (self._max_overhead * usual)), at_least)
 
 
 def interval(save_every: int | Literal["auto"], max_overhead: float) -> FixedInterval | AutoInterval:

@@ -114,13 +114,10 @@ class Trace:
         """Records a save() that returns now and was called at ``begin``."""
         track = self._thread_track()
         args = {"checkpoint": self._newest, "step": metrics.step}
-        self._file.span("save()", track, begin, begin + metrics.save_blocked_s, args)
-        for name, seconds in (
-            ("wait for a place", metrics.in_flight_wait_s),
-            ("plan", metrics.plan_s),
-            ("eager copy", metrics.eager_wait_s),
-        ):
-            self._file.span(name, track, begin, begin + seconds, args)
+        self._file.span("save()", track, begin, begin + metrics.save_blocked_s, args=args)
+        parts = {"wait for a place": metrics.in_flight_wait_s, "plan": metrics.plan_s}
+        for name, seconds in (parts | {"eager copy": metrics.eager_wait_s}).items():
+            self._file.span(name, track, begin, begin + seconds, args=args)
             begin += seconds
         self._sample_memory()
 
@@ -128,7 +125,8 @@ class Trace:
         """Records the wait of an optimizer step from ``begin`` until now."""
         end = time.perf_counter()
         if end - begin > _SHORTEST_S:
-            self._file.span("gate", self._thread_track(), begin, end, {"checkpoint": traced.number, "step": step})
+            args = {"checkpoint": traced.number, "step": step}
+            self._file.span("gate", self._thread_track(), begin, end, args=args)
 
     def end(
         self,
@@ -146,9 +144,8 @@ class Trace:
         args = {"checkpoint": traced.number, "step": metrics.step}
         facts = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics) if f.name != "timeline"}
         end = begin + metrics.durable_s
-        spans: list[tuple[int, str, float, float, dict[str, Any]]] = [
-            (SAVES, path.name, begin, end, {**args, "path": str(path), "metrics": facts, "error": error and str(error)})
-        ]
+        whole = {**args, "path": str(path), "metrics": facts, "error": error and str(error)}
+        spans: list[tuple[int, str, float, float, dict[str, Any]]] = [(SAVES, path.name, begin, end, whole)]
         spans.append((COMMITS, "create", *created, args))
         if error is None:
             synced = begin + metrics.synced_s
@@ -175,7 +172,7 @@ class Trace:
         self._sample_memory()
         with self._lock:
             for kind, name, first, last, about in sorted(spans, key=lambda span: span[2]):
-                self._file.span(name, self._free_track(kind, first, last), first, last, about)
+                self._file.span(name, self._free_track(kind, first, last), first, last, args=about)
             for change in ring:
                 heapq.heappush(self._ring, change)
             self._in_flight.pop(traced.number, None)
@@ -215,20 +212,18 @@ class Trace:
         ident = threading.get_ident()
         if ident not in self._threads:
             with self._lock:
-                self._threads[ident] = TRAINING + len(self._threads)
-            self._name_track(self._threads[ident], f"training, thread {self._threads[ident]}")
+                track = self._threads[ident] = TRAINING + len(self._threads)
+            self._name_track(track, f"training, thread {track}")
         return self._threads[ident]
 
     def _free_track(self, kind: int, begin: float, end: float) -> int:
         """Takes the first track of a kind that is free at ``begin``; makes one if none is."""
         tracks = self._busy_until.setdefault(kind, [])
-        for at, busy_until in enumerate(tracks):
-            if busy_until <= begin:
-                tracks[at] = end
-                return kind + at
-        tracks.append(end)
-        self._name_track(kind + len(tracks) - 1, f"{_KINDS[kind]} {len(tracks)}")
-        return kind + len(tracks) - 1
+        at = next((at for at, busy_until in enumerate(tracks) if busy_until <= begin), len(tracks))
+        if at == len(tracks):
+            self._name_track(kind + at, f"{_KINDS[kind]} {at + 1}")
+        tracks[at : at + 1] = [end]
+        return kind + at
 
     def _name_track(self, track: int, name: str) -> None:
         self._file.put("M", "thread_name", track, args={"name": name})

@@ -55,27 +55,14 @@ class TraceWriter:
         """Whether this is a forked process, whose parent owns the file."""
         return self._pid != os.getpid()
 
-    def span(self, name: str, track: int, begin: float, end: float, args: dict[str, Any] | None = None) -> None:
+    def span(self, name: str, track: int, begin: float, end: float, **more: Any) -> None:
         """Adds something that took a while. ``begin`` and ``end`` are ``time.perf_counter()`` seconds."""
-        self.put("X", name, track, begin, dur=end - begin, args=args)
+        self.put("X", name, track, begin, dur=round((end - begin) * 1e6, 1), **more)
 
-    def put(
-        self,
-        phase: str,
-        name: str,
-        track: int,
-        at: float = 0.0,
-        *,
-        dur: float = 0.0,
-        args: dict[str, Any] | None = None,
-    ) -> None:
-        event: dict[str, Any] = {"ph": phase, "name": name, "pid": self._pid, "tid": track}
-        if phase != "M":
+    def put(self, phase: str, name: str, track: int, at: float | None = None, **more: Any) -> None:
+        event = {"ph": phase, "name": name, "pid": self._pid, "tid": track, **more}
+        if at is not None:
             event["ts"] = round((self._epoch + at) * 1e6, 1)
-        if phase == "X":
-            event["dur"] = round(dur * 1e6, 1)
-        if args:
-            event["args"] = args
         self._pending.append(event)
 
     def flush_if_due(self) -> None:
@@ -133,15 +120,13 @@ def _open(path: Path) -> BinaryIO:
             raise ConfigError(f"trace={str(path)!r}: the file exists and is no trace of lazyckpt; use another name")
         file.seek(0, os.SEEK_END)
         return file
-    except BlockingIOError as error:
+    except (OSError, ConfigError) as error:
         file.close()
-        raise ConfigError(f"trace={str(path)!r}: another Checkpointer writes to it; use another name") from error
-    except OSError as error:
-        file.close()
-        raise ConfigError(f"trace={str(path)!r}: {error.strerror}") from error
-    except BaseException:
-        file.close()
-        raise
+        if isinstance(error, ConfigError):
+            raise
+        busy = "another Checkpointer writes to it; use another name"
+        what = busy if isinstance(error, BlockingIOError) else error.strerror
+        raise ConfigError(f"trace={str(path)!r}: {what}") from error
 
 
 def _flock(file: BinaryIO, operation: int) -> None:

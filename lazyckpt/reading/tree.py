@@ -61,6 +61,14 @@ class Node:
     value: Any = None
     children: list[Node] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        about = (
+            f"{self.dtype} {shown_shape(self.shape)}"
+            if self.kind == "tensor"
+            else self.text or f"{self.tensors} tensors"
+        )
+        return f"Node({self.path!r}, {self.kind}, {about}, {self.nbytes} bytes)"
+
     def walk(self) -> Iterator[Node]:
         yield self
         for child in self.children:

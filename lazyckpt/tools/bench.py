@@ -45,19 +45,11 @@ RAW_OF = {RAW_WRITE: RAW_WRITE, WRITE: RAW_WRITE, RAW_READ: RAW_READ, RESTORE: R
 
 @dataclass(frozen=True)
 class Bench:
-    """What ``bench`` measured.
+    """What ``bench`` measured."""
 
-    Attributes:
-        directory: The folder on the disk.
-        o_direct: Whether its file system has O_DIRECT; else everything went through the page cache.
-        bytes: Bytes written and read in each round.
-        bytes_per_s: The rates of every round, by the ways in ``RAW_OF``.
-    """
-
-    directory: Path
-    o_direct: bool
-    bytes: int
-    bytes_per_s: dict[str, list[float]]
+    o_direct: bool  # without it, everything went through the page cache
+    bytes: int  # written and read in each round
+    bytes_per_s: dict[str, list[float]]  # of every round, by the ways in ``RAW_OF``
 
     @property
     def median(self) -> dict[str, float]:
@@ -77,7 +69,7 @@ def bench(directory: Path, progress: Progress | None = None) -> Bench:
             rates = _measure(staging.path, nbytes, raw, progress or (lambda name, done, total: None))
     finally:
         staging.discard()
-    return Bench(directory, direct, nbytes, rates)
+    return Bench(direct, nbytes, rates)
 
 
 def _choose_bytes(folder: Path, raw: _Raw) -> int:

@@ -35,14 +35,13 @@ _MAX_INDEX_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Contents:
-    """What one file or the shards of one model hold. ``obj`` is what ``read_inert`` returns; ``nbytes`` the length of
-    all files; ``metadata`` is None if the format has none."""
+    """What one file or the shards of one model hold."""
 
     file: Path
     format: str
-    nbytes: int
-    obj: Any
-    metadata: dict[str, str] | None
+    nbytes: int  # of all files
+    obj: Any  # as ``read_inert`` returns it
+    metadata: dict[str, str] | None  # None if the format has none
 
     def tree(self) -> Node:
         """Arranges the contents as a tree. Raises UnsupportedFormatError if it would be too large."""
@@ -125,28 +124,24 @@ def model_of(file: Path) -> str | None:
 def nothing_in(folder: Path) -> LoadError:
     """Makes the error for a folder without a document."""
     if is_distributed(folder):
-        how = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
-        return UnsupportedFormatError(
-            f"a checkpoint of torch.distributed.checkpoint; to make one file of it, use {how}", path=folder
-        )
+        how = f"use python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
+        what = f"a checkpoint of torch.distributed.checkpoint; to make one file of it, {how}"
+        return UnsupportedFormatError(what, path=folder)
     return LoadError(f"no checkpoint in this folder{hint_at_subfolders(folder)}", path=folder)
 
 
 def hint_at_subfolders(folder: Path) -> str:
     """Returns the end of a message that names the subfolders with checkpoints; empty if there are none."""
-    folders = [sub for sub in folder.iterdir() if os.path.isdir(sub) and sub.name[0] != "."]
-    found = sorted(sub.name for sub in folders if _holds_some(sub))
+    found = []
+    for sub in sorted(folder.iterdir()):
+        with contextlib.suppress(OSError):  # no folder, or one that cannot be read
+            if sub.name[0] != "." and any(e.suffix in SUFFIXES or is_folder_name(e.name) for e in sub.iterdir()):
+                found.append(sub.name)
     return f"; there are some in its folders {_few(found)}" if found else ""
 
 
 def _few(names: list[str]) -> str:
     return ", ".join([*names[:_MAX_NAMES], "…"] if len(names) > _MAX_NAMES else names)
-
-
-def _holds_some(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return any(entry.suffix in SUFFIXES or is_folder_name(entry.name) for entry in folder.iterdir())
-    return False
 
 
 def is_distributed(folder: Path) -> bool:

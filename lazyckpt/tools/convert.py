@@ -82,7 +82,9 @@ def convert(
     if to_safetensors := name.endswith(".safetensors"):
         saved, ties = loader.tensors(obj)
     elif Path(name).suffix in SUFFIXES:
-        ties = _ties_in(obj, old_metadata) if key is None else {}
+        # The metadata says which missing names belong to which tensors.
+        known = old_metadata if key is None else {}
+        ties = {tied: kept for tied, kept in known.items() if kept in obj and tied not in obj}
         whole = obj | {tied: obj[kept] for tied, kept in ties.items()} if ties else obj
         if sharded:
             loader.check_named(whole, "a folder of shards")
@@ -105,20 +107,15 @@ def convert(
     )
 
 
-def _ties_in(obj: Any, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Reads from the metadata which missing names belong to which tensors."""
-    return {name: kept for name, kept in metadata.items() if kept in obj and name not in obj}
-
-
 def _part(obj: Any, key: str, file: Path) -> Any:
     """Returns ``obj["a"]["b"]`` for "a.b"; prefers keys that contain the dot themselves."""
-    if isinstance(obj, Mapping):
-        for head, rest in [(key, "")] + [(key[:i], key[i + 1 :]) for i, c in enumerate(key) if c == "."]:
-            if head in obj:
-                return _part(obj[head], rest, file) if rest else obj[head]
-        there = ", ".join(map(str, list(obj)[:10])) + (", …" if len(obj) > 10 else "")
-        raise ConfigError(f"{file}: there is no {key!r}; there is: {there or 'nothing'}; give one of these as key")
-    raise ConfigError(f"{file}: there is no {key!r}: expected a dict there")
+    if not isinstance(obj, Mapping):
+        raise ConfigError(f"{file}: there is no {key!r}: expected a dict there")
+    for head, rest in [(key, "")] + [(key[:i], key[i + 1 :]) for i, c in enumerate(key) if c == "."]:
+        if head in obj:
+            return _part(obj[head], rest, file) if rest else obj[head]
+    there = ", ".join(map(str, list(obj)[:10])) + (", …" if len(obj) > 10 else "")
+    raise ConfigError(f"{file}: there is no {key!r}; there is: {there or 'nothing'}; give one of these as key")
 
 
 def _shards(

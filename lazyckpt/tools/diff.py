@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,44 +21,26 @@ ChangeKind = Literal["changed", "only in A", "only in B"]
 
 @dataclass(frozen=True)
 class Change:
-    """A difference between two documents, or a module with differences in it.
-
-    Attributes:
-        name: Its key.
-        path: The keys that lead to it, joined by dots.
-        kind: "module", "tensor" or "value".
-        change: What happened; None for a module.
-        text: Both sides in words.
-        norms: How large the difference of tensors is; None if no elements were compared.
-        children: The changes in a module.
-    """
+    """A difference between two documents, or a module with differences in it."""
 
     name: str
-    path: str
+    path: str  # the keys that lead to it, joined by dots
     kind: Kind
-    change: ChangeKind | None = None
-    text: str = ""
-    norms: Norms | None = None
+    change: ChangeKind | None = None  # None for a module
+    text: str = ""  # both sides in words
+    norms: Norms | None = None  # None if no elements were compared
     children: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)
 class DocumentDifference:
-    """What differs between two documents: files, or models in several files.
+    """What differs between two documents: files, or models in several files."""
 
-    Attributes:
-        name: The name that both have in their folders, or that of A.
-        a: The one.
-        b: The other.
-        equal: How many tensors and values are the same.
-        root: The module of all changes.
-    """
-
-    name: str
+    name: str  # that both have in their folders, or that of A
     a: Path
     b: Path
-    equal: int
-    root: Change
+    equal: int  # tensors and values that are the same
+    root: Change  # the module of all changes
 
     @property
     def changes(self) -> list[Change]:
@@ -131,20 +113,21 @@ class _Comparison:
     def _compare_children(self, a: Node, b: Node) -> Iterator[Change]:
         ours, theirs = _by_name(a), _by_name(b)
         for key, child in ours.items():
-            if (other := theirs.get(key)) is None:
-                yield _change(child, "only in A", _describe(child))
+            if key in theirs:
+                yield from self._compare(child, theirs[key])
             else:
-                yield from self._compare(child, other)
-        for key, child in theirs.items():
-            if key not in ours:
-                yield _change(child, "only in B", _describe(child))
+                yield _change(child, "only in A", _describe(child))
+        yield from (_change(child, "only in B", _describe(child)) for key, child in theirs.items() if key not in ours)
 
     def _compare(self, a: Node, b: Node) -> Iterator[Change]:
         told_a, told_b = _describe(a), _describe(b)
         if a.kind == b.kind == "module" and a.text == b.text:
             if changes := tuple(self._compare_children(a, b)):
-                norms = Norms.sum([change.norms for change in changes if change.norms is not None])
-                yield Change(a.name, a.path, "module", norms=norms, children=changes)
+                measured = [change.norms for change in changes if change.norms is not None]
+                norms = Norms()
+                for part in measured:
+                    norms.add(part)
+                yield Change(a.name, a.path, "module", norms=norms if measured else None, children=changes)
         elif a.kind == b.kind == "tensor" and told_a == told_b:
             yield from self._compare_tensors(a, b)
         elif a.kind == b.kind == "value" and a.text == b.text and _equal(a.value, b.value):
@@ -179,7 +162,7 @@ def _compare_metadata(a: dict[str, str], b: dict[str, str]) -> Iterator[Change]:
 def _by_name(node: Node) -> dict[tuple[str, int], Node]:
     """The children by name and number: both 7 and "7" may be keys."""
     found: dict[tuple[str, int], Node] = {}
-    seen: dict[str, int] = defaultdict(int)
+    seen: Counter[str] = Counter()
     for child in node.children:
         found[child.name, seen[child.name]] = child
         seen[child.name] += 1

@@ -16,22 +16,13 @@ from lazyckpt.storage.manifest import Checkpoint, pin_of
 
 @dataclass(frozen=True)
 class BrokenCheckpoint:
-    """A checkpoint whose manifest cannot be read, or whose files have other lengths.
-
-    Attributes:
-        path: Its folder.
-        step: The training step.
-        bytes: Length of its files.
-        pinned: Whether retention keeps it in any case.
-        unreadable: Whether the operating system refuses to let it be read; it may be whole.
-        reason: What is wrong.
-    """
+    """A checkpoint whose manifest cannot be read, or whose files have other lengths."""
 
     path: Path
     step: int
     bytes: int
     pinned: bool
-    unreadable: bool
+    unreadable: bool  # the operating system refuses to read it; it may be whole
     reason: str
 
 
@@ -48,18 +39,17 @@ class Leftover:
 class Listing:
     """The checkpoints of a run, the one saved last first; broken ones by name; and what is left over."""
 
-    directory: Path
-    checkpoints: tuple[Checkpoint, ...]
-    broken: tuple[BrokenCheckpoint, ...]
-    leftovers: tuple[Leftover, ...]
+    checkpoints: list[Checkpoint]
+    broken: list[BrokenCheckpoint]
+    leftovers: list[Leftover]
 
 
 def list_run(directory: Path) -> Listing:
     """Lists a run's folder from its manifests; no other file is read. Raises LoadError for what is no run's folder."""
     catalog = catalog_of(directory)
-    checkpoints = tuple(catalog.scan())
+    checkpoints = catalog.scan()
     broken = sorted((_broken(directory, error) for error in catalog.broken), key=lambda broken: broken.path.name)
-    return Listing(directory, checkpoints, tuple(broken), leftovers(directory))
+    return Listing(checkpoints, broken, leftovers(directory))
 
 
 def catalog_of(directory: Path) -> Catalog:
@@ -85,7 +75,7 @@ def _broken(directory: Path, error: LoadError) -> BrokenCheckpoint:
     )
 
 
-def leftovers(directory: Path) -> tuple[Leftover, ...]:
+def leftovers(directory: Path) -> list[Leftover]:
     """Returns what is being written into a run's folder, and what dead processes left there."""
     found = []
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
@@ -98,7 +88,7 @@ def leftovers(directory: Path) -> tuple[Leftover, ...]:
         elif entry.name.startswith(folders.TRASH) or not _is_locked(path):
             state = "abandoned"
         found.append(Leftover(entry.name, _bytes_on_disk(path), state))
-    return tuple(found)
+    return found
 
 
 def _is_locked(folder: Path) -> bool:

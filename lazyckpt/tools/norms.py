@@ -22,37 +22,23 @@ _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"
 
 @dataclass
 class Norms:
-    """Measures the difference of two tensors, or of all tensors of a module that differ.
+    """Measures the difference of two tensors, or of all tensors of a module that differ."""
 
-    Attributes:
-        elements: Elements compared.
-        differing: Elements whose bits differ.
-        squares: Sum of the squares of the differences.
-        squares_a: Sum of the squares of the elements of A.
-        max_abs: The largest difference of two elements.
-        comparable: Whether all elements could be compared as numbers.
-    """
+    elements: int = 0  # compared
+    differing: int = 0  # elements whose bits differ
+    squares: float = 0.0  # the sum of the squares of the differences
+    squares_a: float = 0.0  # and of the elements of A
+    max_abs: float = 0.0  # the largest difference of two elements
+    comparable: bool = True  # as numbers, all elements
 
-    elements: int = 0
-    differing: int = 0
-    squares: float = 0.0
-    squares_a: float = 0.0
-    max_abs: float = 0.0
-    comparable: bool = True
-
-    @staticmethod
-    def sum(parts: list[Norms]) -> Norms | None:
-        """Returns the norms of several tensors as if they were one; None if there are no parts."""
-        if not parts:
-            return None
-        return Norms(
-            sum(part.elements for part in parts),
-            sum(part.differing for part in parts),
-            sum(part.squares for part in parts),
-            sum(part.squares_a for part in parts),
-            _max_with_nan([part.max_abs for part in parts]),
-            all(part.comparable for part in parts),
-        )
+    def add(self, other: Norms) -> None:
+        """Makes these the norms of both, as if they were one tensor."""
+        self.elements += other.elements
+        self.differing += other.differing
+        self.squares += other.squares
+        self.squares_a += other.squares_a
+        self.max_abs = math.nan if math.isnan(other.max_abs) else max(self.max_abs, other.max_abs)
+        self.comparable = self.comparable and other.comparable
 
     @property
     def relative_l2(self) -> float:
@@ -60,11 +46,6 @@ class Norms:
         if self.squares == 0:
             return 0.0
         return math.sqrt(self.squares / self.squares_a) if self.squares_a else math.inf
-
-
-def _max_with_nan(numbers: list[float]) -> float:
-    """max() would drop a NaN that is not first."""
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def compare(a: InertTensor, b: InertTensor, advance: Callable[[int], None]) -> Norms:
@@ -78,28 +59,26 @@ def compare(a: InertTensor, b: InertTensor, advance: Callable[[int], None]) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of read-only bytes, to which nothing writes
         for ours, theirs in zip(_pieces(a, b), _pieces(b, a), strict=True):
-            _compare_pieces(ours, theirs, dtype, itemsize, norms)
+            norms.add(_compare_pieces(ours, theirs, dtype, itemsize))
             advance(len(ours))
     return norms
 
 
-def _compare_pieces(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None, itemsize: int, norms: Norms) -> None:
-    numbers = _numbers(a, dtype), _numbers(b, dtype)
-    norms.elements += len(a) // itemsize
-    if numbers[0] is not None:
-        norms.squares_a += float(numbers[0].square().sum())
+def _compare_pieces(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None, itemsize: int) -> Norms:
+    old, new = _numbers(a, dtype), _numbers(b, dtype)
+    norms = Norms(len(a) // itemsize, squares_a=0.0 if old is None else float(old.square().sum()))
     if torch.equal(a, b):
-        return
+        return norms
     differ = (a.view(-1, itemsize) != b.view(-1, itemsize)).any(dim=1)
-    norms.differing += int(differ.sum())
-    if numbers[0] is None or numbers[1] is None:
+    norms.differing = int(differ.sum())
+    if old is None or new is None:
         norms.comparable = False
-        return
+        return norms
     # Subtract only where bits differ: inf - inf is NaN, but no difference.
-    distance = (numbers[1].view(len(differ), -1) - numbers[0].view(len(differ), -1))[differ]
-    norms.squares += float(distance.square().sum())
-    largest = float(distance.square().sum(dim=1).sqrt().max())
-    norms.max_abs = _max_with_nan([norms.max_abs, largest])
+    squares = (new.view(len(differ), -1) - old.view(len(differ), -1))[differ].square()
+    norms.squares = float(squares.sum())
+    norms.max_abs = math.sqrt(float(squares.sum(dim=1).max()))
+    return norms
 
 
 def _dtype_of(tensor: InertTensor) -> torch.dtype | None:

@@ -15,21 +15,11 @@ from lazyckpt.tools.listing import Leftover, catalog_of, leftovers
 
 @dataclass(frozen=True)
 class Pruning:
-    """What ``prune`` removed, or would remove.
+    """What ``prune`` removed, or would remove: checkpoints, each with the reason, and what dead processes left."""
 
-    Attributes:
-        directory: The run's folder.
-        removed: Whether ``doomed`` and ``leftovers`` are gone.
-        doomed: The checkpoints that retention lets go, each with the reason.
-        kept: The others, each with the reason.
-        leftovers: What dead processes left.
-    """
-
-    directory: Path
-    removed: bool
     doomed: dict[Checkpoint, str]
     kept: dict[Checkpoint, str]
-    leftovers: tuple[Leftover, ...]
+    leftovers: list[Leftover]
 
     @property
     def bytes(self) -> int:
@@ -58,7 +48,7 @@ def prune(
         folders.sync_path(directory)
     doomed = {c: verdicts[c].why for c in known if not verdicts[c].stays}
     kept = {c: verdicts[c].why for c in known if verdicts[c].stays}
-    return Pruning(directory, remove, doomed, kept, tuple(trash))
+    return Pruning(doomed, kept, trash)
 
 
 def _remove(checkpoint: Checkpoint) -> bool:

@@ -49,31 +49,35 @@ class _Picture:
             end = max(end, following.end_s)
         self._scale, unit = (1.0, "s") if end >= 2 else (1e3, "ms")
         self._begin, self._end = -_MARGIN * end, (1 + _MARGIN) * end
+        training = self._seen(checkpoint.others)
         rows = {
-            "training": [*self._seen(TRAINING, checkpoint.others), *self._seen(TRAINING, checkpoint.own)],
-            "copies": checkpoint.spans(COPIES),
-            "writes": checkpoint.spans(WRITES),
-            "create, commit": checkpoint.spans(COMMITS),
+            "training": [[*training, *self._seen(checkpoint.own)]],
+            "copies": _lanes(checkpoint.spans(COPIES)),
+            "writes": _lanes(checkpoint.spans(WRITES)),
+            "create, commit": _lanes(checkpoint.spans(COMMITS)),
         }
-        lanes = {name: len({s.lane for s in spans}) for name, spans in rows.items()}
-        lanes["training"] = 1
-        heights = {name: 1.0 if n <= 1 else min(0.5 * n, 3.2) for name, n in lanes.items()}
-        ratios = (sum(heights.values()) + 1.5, 1.9, 1.9)
+        heights = [max(1.0, min(0.5 * len(lanes), 3.2)) for lanes in rows.values()]
+        ratios = (sum(heights) + 1.5, 1.9, 1.9)
         chart, ring, memory = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
-        self._colours = self._choose_colours()
-        self._top = 0.0
-        for name, spans in rows.items():
-            self._row(chart, name, spans, heights[name])
+        # The largest tensors get a colour, in the order of their copies.
+        names = dict.fromkeys(s.args["tensor"] for s in checkpoint.spans(COPIES) if "tensor" in s.args)
+        self._colours = dict(zip(names, _TENSORS, strict=False))
+        top = 0.0
+        for (name, lanes), height in zip(rows.items(), heights, strict=True):
+            self._row(chart, name, lanes, top, height)
+            top += height + 0.5
         self._ring(ring)
         self._memory(memory)
+        step_ends = [s.end_s for s in training if s.name == "optimizer.step" and s.end_s < self._end]
         for axes in (chart, ring, memory):
-            for step in self._step_ends():
+            for step in step_ends:
                 axes.axvline(step * self._scale, **_STEP_END, zorder=0)
             axes.spines[["top", "right", "left"]].set_visible(False)
             axes.spines["bottom"].set_color(_STEP)
             axes.tick_params(colors=_INK, length=0)
         chart.set_xlim(self._begin * self._scale, self._end * self._scale)
-        chart.set_ylim(self._top, -0.5)
+        chart.set_ylim(top, -0.5)
+        chart.set_yticks([])
         for axes in (chart, ring):
             axes.tick_params(labelbottom=False)
         figure.align_ylabels((ring, memory))
@@ -81,52 +85,36 @@ class _Picture:
         self._title(chart)
         self._legend()
 
-    def _seen(self, kind: int, spans: list[Span]) -> list[Span]:
-        return [s for s in spans if s.kind == kind and s.end_s > self._begin and s.begin_s < self._end]
+    def _seen(self, spans: list[Span]) -> list[Span]:
+        return [s for s in spans if s.kind == TRAINING and s.end_s > self._begin and s.begin_s < self._end]
 
     def _next_step(self) -> Span | None:
         """The first optimizer step after save(), which must not wait for the copies."""
         steps = (s for s in self._checkpoint.others if s.name == "optimizer.step" and s.begin_s > 0)
         return min(steps, key=lambda s: s.begin_s, default=None)
 
-    def _step_ends(self) -> list[float]:
-        spans = self._seen(TRAINING, self._checkpoint.others)
-        return [s.end_s for s in spans if s.name == "optimizer.step" and s.end_s < self._end]
-
-    def _choose_colours(self) -> dict[str, str]:
-        """Gives a colour to the largest tensors, in the order of their copies."""
-        names = dict.fromkeys(s.args["tensor"] for s in self._checkpoint.spans(COPIES) if "tensor" in s.args)
-        return dict(zip(names, _TENSORS, strict=False))
-
-    def _row(self, axes: Any, name: str, spans: list[Span], height: float) -> None:
-        top = self._top
-        lanes = sorted({s.lane for s in spans}) if name != "training" else [0]
-        lane_height = height / max(len(lanes), 1)
+    def _row(self, axes: Any, name: str, lanes: list[list[Span]], top: float, height: float) -> None:
         middle = top + height / 2
         axes.text(-0.012, middle, name, transform=axes.get_yaxis_transform(), ha="right", va="center", color=_INK)
-        for span in spans:
-            lane = lanes.index(span.lane) if name != "training" else 0
-            colour, share, order = self._look(span)
-            begin = max(span.begin_s, self._begin)
-            width = max(min(span.end_s, self._end) - begin, _SHORTEST * (self._end - self._begin))
-            y = top + lane_height * (lane + 0.5) - lane_height * share / 2
-            edge = "white" if name in ("copies", "writes") else colour
-            x, length = begin * self._scale, width * self._scale
-            axes.broken_barh([(x, length)], (y, lane_height * share), fc=colour, ec=edge, lw=0.3, zorder=order)
-            if span.name in ("save()", "gate"):
-                above = span.name == "save()"  # and the gate's below, since they may be close
-                axes.annotate(
-                    f"{span.name} {duration(span.duration_s)}",
-                    (x if above else x + length / 2, y if above else y + lane_height * share),
-                    xytext=(0, 3 if above else -3),
-                    textcoords="offset points",
-                    ha="left" if above else "center",
-                    va="bottom" if above else "top",
-                    fontsize=9,
-                    color=_BLOCKED,
-                )
-        axes.set_yticks([])
-        self._top = top + height + 0.5
+        lane_height = height / max(len(lanes), 1)
+        for number, spans in enumerate(lanes):
+            for span in spans:
+                self._span(axes, span, top + lane_height * (number + 0.5), lane_height)
+
+    def _span(self, axes: Any, span: Span, middle: float, lane_height: float) -> None:
+        colour, share, order = self._look(span)
+        begin = max(span.begin_s, self._begin)
+        width = max(min(span.end_s, self._end) - begin, _SHORTEST * (self._end - self._begin))
+        x, length, y = begin * self._scale, width * self._scale, middle - lane_height * share / 2
+        edge = "white" if span.kind in (COPIES, WRITES) else colour
+        axes.broken_barh([(x, length)], (y, lane_height * share), fc=colour, ec=edge, lw=0.3, zorder=order)
+        about: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": _BLOCKED}
+        text = f"{span.name} {duration(span.duration_s)}"
+        if span.name == "save()":
+            axes.annotate(text, (x, y), xytext=(0, 3), ha="left", va="bottom", **about)
+        elif span.name == "gate":  # below, since it may be close to save()
+            below = x + length / 2, y + lane_height * share
+            axes.annotate(text, below, xytext=(0, -3), ha="center", va="top", **about)
 
     def _look(self, span: Span) -> tuple[str, float, int]:
         """Colour, share of the lane's height, and drawing order."""
@@ -140,32 +128,33 @@ class _Picture:
             return _STEP, 0.7, 3
         return _TRAINING, 0.7 if span.name == "iteration" else 0.0, 2
 
-    def _shown(self, known: list[tuple[float, int]], first: int) -> tuple[list[float], list[float]]:
-        """A counter as two lists, times in the unit of the axis and MiB. ``first`` is its value before any sample."""
+    def _counter(
+        self, axes: Any, label: str, known: list[tuple[float, int]], first: int
+    ) -> tuple[list[float], list[float]]:
+        """Prepares the axes of a counter, and returns its times in the unit of the axis and its values in MiB.
+        ``first`` is its value before any sample."""
         before = [nbytes for at, nbytes in known if at < self._begin]
         inside = [(at, nbytes) for at, nbytes in known if self._begin <= at <= self._end]
         series = [(self._begin, before[-1] if before else first), *inside]
         series.append((self._end, series[-1][1]))
-        return [at * self._scale for at, _ in series], [nbytes / (1 << 20) for _, nbytes in series]
+        mib = [nbytes / (1 << 20) for _, nbytes in series]
+        axes.set_ylim(0, max(mib) * 1.15 or 1)
+        axes.set_ylabel(label, color=_INK)
+        axes.grid(axis="y", color="#EEF0F2")
+        axes.set_axisbelow(True)
+        return [at * self._scale for at, _ in series], mib
 
     def _ring(self, axes: Any) -> None:
-        times, mib = self._shown(self._checkpoint.ring, 0)
+        times, mib = self._counter(axes, "in the ring\n(MiB)", self._checkpoint.ring, 0)
         axes.fill_between(times, mib, step="post", color=_RING, lw=0)
         for wait in self._checkpoint.spans(RING):
             axes.axvspan(wait.begin_s * self._scale, wait.end_s * self._scale, color=_BLOCKED, alpha=_PALE, lw=0)
-        axes.set_ylim(0, max(mib) * 1.15 or 1)
-        axes.set_ylabel("in the ring\n(MiB)", color=_INK)
-        axes.grid(axis="y", color="#EEF0F2")
-        axes.set_axisbelow(True)
 
     def _memory(self, axes: Any) -> None:
         """Draws the memory of the process, sampled at optimizer steps and at both ends of a checkpoint."""
         known = self._checkpoint.memory
-        times, mib = self._shown(known, known[0][1] if known else 0)
+        times, mib = self._counter(axes, "memory of\nthe process\n(MiB)", known, known[0][1] if known else 0)
         axes.plot(times, mib, drawstyle="steps-post", color=_COMMIT, lw=1.2)
-        axes.set_ylim(0, max(mib) * 1.15 or 1)
-        axes.set_ylabel("memory of\nthe process\n(MiB)", color=_INK)
-        axes.grid(axis="y", color="#EEF0F2")
 
     def _title(self, axes: Any) -> None:
         c, m = self._checkpoint, self._checkpoint.metrics
@@ -204,6 +193,10 @@ class _Picture:
             labelcolor=_INK,
             handlelength=1.2,
         )
+
+
+def _lanes(spans: list[Span]) -> list[list[Span]]:
+    return [[s for s in spans if s.lane == lane] for lane in sorted({s.lane for s in spans})]
 
 
 def _text(name: str) -> str:

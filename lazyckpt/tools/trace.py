@@ -1,31 +1,25 @@
-"""Reads a timeline, and breaks down where the time of one checkpoint went (DataStates-LLM, table III)."""
+"""Reads a timeline, breaks down where the time of one checkpoint went (DataStates-LLM, table III), and measures what
+``lazyckpt.advise`` needs to know."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_high
+from statistics import mean, median, median_high
 from typing import Any
 
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
-from lazyckpt.observe.trace_file import (
-    BEGIN,
-    COMMITS,
-    COPIES,
-    END,
-    OPENING,
-    RING,
-    SAVES,
-    SEPARATOR,
-    TRAINING,
-    WRITES,
-)
+from lazyckpt.observe import trace_file
+from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES
+from lazyckpt.tools.contents import checkpoint_in
 from lazyckpt.tools.units import size
 
 _KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
 _SHORTEST_S = 1e-6  # of a phase
+_CLOSURE_SHARE = 0.5  # an optimizer step that takes this part of an iteration contains forward and backward
 
 
 @dataclass(frozen=True)
@@ -61,68 +55,48 @@ class Phase:
 
 @dataclass(frozen=True)
 class TracedCheckpoint:
-    """One checkpoint of a timeline, and what else happened in the same run.
-
-    Attributes:
-        step: The training step.
-        path: Where it was saved.
-        error: Why it failed; None if it did not.
-        metrics: The fields of its CheckpointMetrics.
-        iteration_s: The median iteration of the timeline; None if there is none.
-        own: Its own spans.
-        others: The other spans of the run.
-        ring: When (seconds) how many bytes were in the staging ring.
-        memory: When (seconds) how many bytes of memory the process held.
-    """
+    """One checkpoint of a timeline, and what else happened in the same run."""
 
     step: int | None
     path: str
-    error: str | None
-    metrics: dict[str, Any]
-    iteration_s: float | None
+    error: str | None  # why it failed
+    metrics: dict[str, Any]  # the fields of its CheckpointMetrics
+    iteration_s: float | None  # the median iteration of the timeline
     own: list[Span]
-    others: list[Span]
-    ring: list[tuple[float, int]]
-    memory: list[tuple[float, int]]
+    others: list[Span]  # of the run
+    ring: list[tuple[float, int]]  # when (seconds) how many bytes were in the staging ring
+    memory: list[tuple[float, int]]  # when (seconds) how many bytes of memory the process held
 
     @property
     def end_s(self) -> float:
         return max(span.end_s for span in self.own)
 
-    def spans(self, kind: int, *names: str) -> list[Span]:
-        return [span for span in self.own if span.kind == kind and (not names or span.name in names)]
+    def spans(self, kind: int, name: str = "") -> list[Span]:
+        return [span for span in self.own if span.kind == kind and name in ("", span.name)]
 
     def phases(self) -> list[Phase]:
         """Breaks the checkpoint down into phases that took any time."""
         eager = f"{size(self.metrics['eager_bytes'])} that not only optimizers may change"
-        copies, writes = self.spans(COPIES), self.spans(WRITES)
-        table: list[tuple[str, list[Span], bool, str]] = [
-            (
-                "wait for a place",
-                self.spans(TRAINING, "wait for a place"),
-                True,
-                "max_in_flight saves were not durable",
-            ),
-            ("serialise, lay out", self.spans(TRAINING, "plan"), True, "later saves redo only what changed"),
-            ("eager copy", self.spans(TRAINING, "eager copy"), True, eager),
-            ("copy to the ring", copies, False, _speed(copies)),
-            (
-                "wait at the gate",
-                self.spans(TRAINING, "gate"),
-                True,
-                "the next optimizer step came before the last copy",
-            ),
-            ("create the files", self.spans(COMMITS, "create"), False, "a temporary folder, and room on the disk"),
-            ("wait for the ring", self.spans(RING), False, "the ring was full: the disk was slower than the copies"),
-            ("write to the files", writes, False, _speed(writes)),
-            ("fsync", self.spans(COMMITS, "fsync"), False, ""),
-            ("commit", self.spans(COMMITS, "commit"), False, "manifest, the checkpoint before, rename, fsync"),
+        copies, writes = _speed(self.spans(COPIES)), _speed(self.spans(WRITES))
+        table: list[tuple[str, int, str, str]] = [  # phase, kind and name of its spans, note
+            ("wait for a place", TRAINING, "wait for a place", "max_in_flight saves were not durable"),
+            ("serialise, lay out", TRAINING, "plan", "later saves redo only what changed"),
+            ("eager copy", TRAINING, "eager copy", eager),
+            ("copy to the ring", COPIES, "", copies),
+            ("wait at the gate", TRAINING, "gate", "the next optimizer step came before the last copy"),
+            ("create the files", COMMITS, "create", "a temporary folder, and room on the disk"),
+            ("wait for the ring", RING, "", "the ring was full: the disk was slower than the copies"),
+            ("write to the files", WRITES, "", writes),
+            ("fsync", COMMITS, "fsync", ""),
+            ("commit", COMMITS, "commit", "manifest, the checkpoint before, rename, fsync"),
         ]
-        return [
-            Phase(name, busy, min(s.begin_s for s in spans), max(s.end_s for s in spans), waits, note)
-            for name, spans, waits, note in table
-            if (busy := _busy_s(spans)) >= _SHORTEST_S
-        ]
+        found = []
+        for phase, kind, name, note in table:
+            spans = self.spans(kind, name)
+            if (busy_s := _busy_s(spans)) >= _SHORTEST_S:
+                begin_s, end_s = min(s.begin_s for s in spans), max(s.end_s for s in spans)
+                found.append(Phase(phase, busy_s, begin_s, end_s, kind == TRAINING, note))
+        return found
 
 
 class TraceFile:
@@ -187,15 +161,15 @@ def read_trace(path: Path) -> TraceFile:
         text = path.read_bytes()
     except OSError as error:
         raise load_error("cannot be read", error, path=path) from error
-    if not text.startswith(BEGIN):
+    if not text.startswith(trace_file.BEGIN):
         raise UnsupportedFormatError("not a trace of lazyckpt; make one with Checkpointer(trace=FILE)", path=path)
-    lines = text.rstrip(END).split(SEPARATOR)
+    lines = text.rstrip(trace_file.END).split(trace_file.SEPARATOR)
     events: list[dict[str, Any]] = []
     run = 0
     for number, line in enumerate(lines[1:], 3):
         try:
             event = json.loads(line)
-            run += event["name"] == OPENING
+            run += event["name"] == trace_file.OPENING
             events.append(event | {"run": run})
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) + 1:
@@ -220,3 +194,49 @@ def _busy_s(spans: Iterable[Span]) -> float:
 def _speed(spans: list[Span]) -> str:
     seconds = _busy_s(spans)
     return f"{size(sum(s.args['bytes'] for s in spans) / seconds)}/s" if seconds else ""
+
+
+def measure(source: Path) -> dict[str, float]:
+    """Returns those arguments of ``advise`` that ``source`` shows. A run's folder shows only ``state_bytes``.
+
+    Raises LoadError if it is neither a timeline nor a folder with a checkpoint.
+    """
+    if not os.path.isdir(source):
+        return measure_trace(read_trace(source))
+    if (checkpoint := checkpoint_in(source)) is None:
+        raise LoadError("no checkpoints in it", path=source)
+    return {"state_bytes": checkpoint.nbytes}
+
+
+def measure_trace(trace: TraceFile) -> dict[str, float]:
+    """Returns those arguments of ``advise`` that a timeline shows."""
+    durable = [c for c in trace.checkpoints if c["args"]["error"] is None]
+    facts = [c["args"]["metrics"] for c in durable]
+    numbers: dict[str, float] = {}
+    if facts:
+        numbers["state_bytes"] = facts[-1]["bytes"]
+        numbers["write_bytes_per_s"] = median(m["bytes"] / m["write_s"] for m in facts)
+    iterations = trace.spans("iteration")
+    by_checkpoint = [[i for i in iterations if _overlap(i, c)] for c in durable]
+    disturbed = {id(i) for touched in by_checkpoint for i in touched}
+    usual = [i["dur"] / 1e6 for i in iterations if id(i) not in disturbed]
+    costs = blocked = [m["save_blocked_s"] + m["gate_blocked_s"] for m in facts]
+    if usual:
+        iteration_s = numbers["iteration_s"] = median(usual)
+        # Iterations vary, and some contain a validation. A checkpoint costs at least the time it blocked, and at most
+        # the time until it was durable.
+        costs = [
+            max(min(sum(i["dur"] / 1e6 - iteration_s for i in touched), m["durable_s"]), least_s)
+            for touched, m, least_s in zip(by_checkpoint, facts, blocked, strict=True)
+            if touched
+        ] or blocked
+        steps = [s["dur"] / 1e6 for s in trace.spans("optimizer.step")]
+        if steps and median(steps) < _CLOSURE_SHARE * iteration_s:
+            numbers["optimizer_s"] = median(steps)
+    if costs:
+        numbers["cost_s"] = mean(costs[1:] or costs)  # the first save pickles everything and makes the ring
+    return numbers
+
+
+def _overlap(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return bool(a["run"] == b["run"] and a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"])

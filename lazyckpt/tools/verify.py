@@ -25,26 +25,15 @@ _READ_BYTES = 128 << 20  # read between two reports of progress
 
 @dataclass(frozen=True)
 class Finding:
-    """What verifying one file or one checkpoint found.
-
-    Attributes:
-        path: The file, the index of shards, or the checkpoint.
-        state: "ok"; "damaged"; "unreadable", which may be whole; or "gone", removed by a running job meanwhile.
-        bytes: Bytes read.
-        records: Records in the files.
-        without_checksum: How many of them carry no checksum.
-        whole_file_checked: Whether a manifest held the checksum of each file.
-        damage: What is wrong, one line each; for "unreadable" and "gone" the reason.
-        seconds: Time it took.
-    """
+    """What verifying one file, one index of shards or one checkpoint found."""
 
     path: Path
-    state: Literal["ok", "damaged", "unreadable", "gone"]
-    bytes: int = 0
+    state: Literal["ok", "damaged", "unreadable", "gone"]  # "unreadable" may be whole; a running job removed "gone"
+    bytes: int = 0  # read
     records: int = 0
-    without_checksum: int = 0
-    whole_file_checked: bool = False
-    damage: tuple[str, ...] = ()
+    without_checksum: int = 0  # how many of the records carry none
+    whole_file_checked: bool = False  # a manifest held the checksum of each file
+    damage: tuple[str, ...] = ()  # what is wrong, one line each; for "unreadable" and "gone" the reason
     seconds: float = 0.0
 
 
@@ -185,7 +174,7 @@ def _checksums(
     """Reads a file once; returns the CRC-32 of the whole and of each record."""
     whole = done = 0
     found = [0] * len(records)
-    for batch in _batches(_pieces(records, nbytes)):
+    for batch in _batches(records, nbytes):
         crcs = ParallelRead(file, [piece for _, piece in batch], process_engine()).read_into([0] * len(batch))
         for (owner, piece), crc in zip(batch, crcs, strict=True):
             whole = _engine.crc32_combine(whole, crc, piece.nbytes)
@@ -199,24 +188,22 @@ def _checksums(
 _Piece = tuple[int | None, Record]  # the index of the record that it is a part of; None between records
 
 
-def _pieces(records: list[Record], nbytes: int) -> Iterator[_Piece]:
-    """Cuts a whole file into pieces of at most _READ_BYTES, front to end."""
+def _batches(records: list[Record], nbytes: int) -> Iterator[list[_Piece]]:
+    """Cuts a whole file into pieces of at most _READ_BYTES, front to end, and yields as many at a time."""
+    spans: list[tuple[int | None, int, int]] = []  # owner, begin, end
     end = 0
-    for index, record in enumerate([*records, Record("", nbytes, 0, None)]):
-        for owner, begin, stop in ((None, end, record.offset), (index, record.offset, record.offset + record.nbytes)):
-            for at in range(begin, stop, _READ_BYTES):
-                yield owner, Record(record.name, at, min(_READ_BYTES, stop - at), None)
+    for index, record in enumerate(records):
+        spans += (None, end, record.offset), (index, record.offset, record.offset + record.nbytes)
         end = record.offset + record.nbytes
-
-
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
-    nbytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        nbytes += piece[1].nbytes
-        if nbytes >= _READ_BYTES:
-            yield batch
-            batch, nbytes = [], 0
+    held = 0
+    for owner, begin, stop in [*spans, (None, end, nbytes)]:
+        for at in range(begin, stop, _READ_BYTES):
+            piece = Record("", at, min(_READ_BYTES, stop - at), None)
+            batch.append((owner, piece))
+            held += piece.nbytes
+            if held >= _READ_BYTES:
+                yield batch
+                batch, held = [], 0
     if batch:
         yield batch

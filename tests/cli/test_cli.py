@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pty
-import random
 import re
 import runpy
 import struct
@@ -74,16 +73,10 @@ def folder(tmp_path: Path) -> Path:
 def test_ls_shows_the_last_saved_first_and_its_parent(folder: Path) -> None:
     header, *lines = run("ls", folder).stdout.splitlines()
     assert header.split() == ["STEP", "SEQUENCE", "PARENT", "AGE", "SIZE", "STATE"]
-    assert [line.split()[:3] for line in lines] == [
-        ["15", "4", "1"],
-        ["30", "3", "2"],
-        ["20", "2", "1"],
-        ["10", "1", "-"],
-    ]
+    assert [" ".join(line.split()[:3]) for line in lines] == ["15 4 1", "30 3 2", "20 2 1", "10 1 -"]
     assert ["newest" in line for line in lines] == [True, False, False, False]
     rows = run_json("ls", folder)["checkpoints"]
-    assert [row["step"] for row in rows] == [15, 30, 20, 10]
-    assert rows[0]["newest"] and not rows[1]["newest"]
+    assert [(row["step"], row["newest"]) for row in rows] == [(15, True), (30, False), (20, False), (10, False)]
     assert rows[0]["bytes"] == (folder / "step-00000015/state.pt").stat().st_size
 
 
@@ -114,11 +107,8 @@ def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) 
         found = {entry["name"]: entry for entry in run_json("ls", folder)["leftovers"]}
     finally:
         os.close(lock)
-    assert {name: entry["state"] for name, entry in found.items()} == {
-        dead: "abandoned",
-        alive: "in use",
-        lone: "unknown",
-    }
+    states = {name: entry["state"] for name, entry in found.items()}
+    assert states == {dead: "abandoned", alive: "in use", lone: "unknown"}
     assert found[dead]["bytes"] == 2048
     assert f"{dead} (2.00 KiB): left by a run that died" in shown
     assert f"{alive} (0 B): being written now" in shown
@@ -152,9 +142,8 @@ def test_inspect_shows_modules_with_their_sums_and_counts_tied_tensors_once(fold
     embed, linear = 50 * 8 * 4, (8 * 8 + 8) * 4
     assert entries["model"]["bytes"] == embed + 2 * linear and entries["model"]["tensors"] == 6
     assert entries["model.blocks"]["bytes"] == 2 * linear
-    assert (
-        entries["model.blocks.1.weight"]["shape"] == [8, 8] and entries["model.blocks.1.weight"]["dtype"] == "float32"
-    )
+    weight = entries["model.blocks.1.weight"]
+    assert weight["shape"] == [8, 8] and weight["dtype"] == "float32"
     assert entries["model.embed.weight"]["bytes"] == embed
     head = entries["model.head.weight"]
     assert head["tied_to"] == "model.embed.weight" and head["bytes"] == 0
@@ -218,6 +207,7 @@ def test_inspect_of_every_kind_of_tensor_and_value(tmp_path: Path) -> None:
         "storage": torch.zeros(4).untyped_storage(),
         "meta": torch.zeros(5, device="meta"),
         "array": numpy.arange(3),
+        "large": numpy.zeros((100, 200)),
         "long": "y" * 5000,
         "number": 10**5000,
         "bytes": b"x" * 5000,
@@ -225,7 +215,7 @@ def test_inspect_of_every_kind_of_tensor_and_value(tmp_path: Path) -> None:
         "nothing": {},
         7: None,
     }
-    torch.save(obj, tmp_path / "odd.pt")
+    lazyckpt.save(obj, tmp_path / "odd.pt")
     entries = {entry["name"]: entry for entry in run_json("inspect", tmp_path / "odd.pt")["entries"]}
     assert entries["scalar"]["shape"] == [] and entries["scalar"]["dtype"] == "int64"
     assert entries["empty"]["shape"] == [0, 3] and entries["empty"]["bytes"] == 0
@@ -237,15 +227,11 @@ def test_inspect_of_every_kind_of_tensor_and_value(tmp_path: Path) -> None:
     assert entries["storage"]["shape"] == [16]
     assert entries["meta"]["shape"] == [5] and entries["meta"]["bytes"] == 0
     assert entries["array"]["value"] == "NumPy array (3,)"
+    large = entries["large"]
+    assert (large["shape"], large["dtype"], large["bytes"]) == ([100, 200], "f8", 160_000)
+    assert large["note"] == "NumPy array"
     assert entries["7"]["value"] == "None" and entries["nothing"]["value"] == "{}"
     assert max(len(entry.get("value", "")) for entry in entries.values()) < 100
-
-
-def test_inspect_of_a_large_numpy_array(tmp_path: Path) -> None:
-    lazyckpt.save({"a": numpy.zeros((100, 200))}, tmp_path / "a.pt")
-    (entry,) = run_json("inspect", tmp_path / "a.pt")["entries"]
-    assert (entry["shape"], entry["dtype"], entry["bytes"]) == ([100, 200], "f8", 160_000)
-    assert entry["note"] == "NumPy array"
 
 
 def test_inspect_of_safetensors(tmp_path: Path) -> None:
@@ -253,13 +239,6 @@ def test_inspect_of_safetensors(tmp_path: Path) -> None:
     entries = {entry["name"]: entry for entry in run_json("inspect", tmp_path / "a.safetensors")["entries"]}
     assert entries["h"]["bytes"] == 44 and entries["h.0.a"]["shape"] == [4, 2] and entries["h.0.a"]["crc32"] is None
     assert "who: 'me'" in run("inspect", tmp_path / "a.safetensors").stdout
-
-
-def test_inspect_of_a_trainers_folder(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-    assert run_json("inspect", tmp_path)["path"] == str(tmp_path / "model.safetensors")
-    torch.save({}, tmp_path / "optimizer.pt")
-    assert "give one of them: model.safetensors, optimizer.pt" in fails(2, "inspect", tmp_path)
 
 
 def test_inspect_survives_hostile_shapes_of_objects(tmp_path: Path) -> None:
@@ -281,13 +260,6 @@ def test_inspect_survives_hostile_shapes_of_objects(tmp_path: Path) -> None:
     assert len(entries) < 60 * 3 * 3
     root = Tree("x", read_inert(tmp_path / "hostile.pt", read_directory(tmp_path / "hostile.pt"))).root
     assert max(node.depth for node in root.walk()) == MAX_DEPTH
-
-
-def test_inspect_of_ten_thousand_tensors_shows_them_all(tmp_path: Path) -> None:
-    tensors = {f"layers.{i // 10}.{i % 10}.weight": torch.zeros(2) for i in range(10_000)}
-    lazyckpt.save(tensors, tmp_path / "many.pt")
-    shown = run("inspect", tmp_path / "many.pt").stdout
-    assert shown.count("float32") == 10_000 and all(line == line.rstrip() for line in shown.splitlines())
 
 
 def test_inspect_of_what_cannot_be_told(tmp_path: Path, folder: Path) -> None:
@@ -324,38 +296,7 @@ def test_a_distributed_checkpoint_is_told_from_an_empty_folder(tmp_path: Path, m
     assert states == {"dcp": "unreadable", "optimizer.pt": "ok"}  # a file that was not read is not whole
 
 
-def test_a_damaged_pickle_is_one_clear_error(folder: Path) -> None:
-    """Each damaged pickle gets a correct checksum, so that only the reader protects us."""
-    source = (folder / "step-00000015/state.pt").read_bytes()
-    path = folder / "damaged.pt"
-    path.write_bytes(source)
-    record = read_directory(path).records["data.pkl"]
-    random.seed(7)
-    refused = 0
-    for _ in range(150):
-        data = bytearray(source)
-        for _ in range(3):
-            data[record.offset + random.randrange(record.nbytes)] = random.randrange(256)
-        crc = _engine.crc32(bytes(data[record.offset : record.offset + record.nbytes]))
-        path.write_bytes(bytes(data).replace(struct.pack("<I", record.crc32 or 0), struct.pack("<I", crc)))
-        result = run("inspect", path)
-        assert result.exit_code in (0, 2), (result.exception, result.output)
-        refused += result.exit_code == 2
-        assert len(result.stderr.splitlines()) == (result.exit_code == 2)
-    assert 0 < refused < 150
-
-
 # verify
-
-
-def test_verify_reads_whole_files_and_finds_them_whole(folder: Path, tmp_path: Path) -> None:
-    torch.save(Tied(), tmp_path / "plain.pt")
-    lazyckpt.save({"a": torch.randn(1000), "b": torch.zeros(0)}, tmp_path / "ours.safetensors")
-    result = run("verify", folder, tmp_path / "plain.pt", tmp_path / "ours.safetensors")
-    assert result.exit_code == 0
-    assert "6 ok, 0 damaged, 0 unreadable" in result.stdout
-    assert "no checksums" not in result.stdout
-    assert str((folder / "step-00000020").name) in result.stdout
 
 
 @pytest.mark.parametrize("read_bytes", [verify._READ_BYTES, 4096])
@@ -379,12 +320,11 @@ def test_verify_names_the_damaged_record_and_its_tensor(
     assert alone.exit_code == 1 and f"record {record} (model.blocks.1.bias)" in alone.stdout
 
 
-def test_verify_finds_any_flipped_bit_of_a_checkpoint(folder: Path) -> None:
+def test_verify_finds_any_flipped_bit_of_a_checkpoint(folder: Path, trials: Any) -> None:
     checkpoint = folder / "step-00000010"
     file = checkpoint / "state.pt"
     nbytes = file.stat().st_size
-    random.seed(3)
-    for offset in [0, 5, nbytes - 1, *(random.randrange(nbytes) for _ in range(60))]:
+    for offset in [0, 5, nbytes - 1, *(trials.random.randrange(nbytes) for _ in range(trials.count(20, 200)))]:
         flip(file, offset)
         result = run("verify", checkpoint)
         assert result.exit_code == 1, (offset, result.output)
@@ -402,34 +342,23 @@ def test_verify_of_damage_outside_the_records(folder: Path) -> None:
     assert result.exit_code == 1 and "outside the records, or in the manifest" in result.stdout
 
 
+def test_verify_of_safetensors_with_checksums_and_without(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    lazyckpt.save({"x": torch.randn(100), "y": torch.randn(100)}, ours)
+    save_file({"a": torch.randn(10)}, theirs)
+    shown = run("verify", ours, theirs).stdout
+    assert shown.count("carries no checksums") == 1 and "2 ok, 0 damaged, 0 unreadable" in shown
+    flip(ours, ours.stat().st_size - 1)
+    result = run("verify", ours)
+    assert result.exit_code == 1 and "record y: checksum" in result.stdout and "record x" not in result.stdout
+    os.truncate(theirs, 90)
+    assert ": truncated" in fails(2, "inspect", theirs) and run("verify", theirs).exit_code == 1
+
+
 def test_verify_compares_lengths_with_the_manifest(folder: Path) -> None:
     os.truncate(folder / "step-00000030/state.pt", 1000)
     result = run("verify", folder)
     assert result.exit_code == 1 and "state.pt has 1000 bytes" in result.stdout
-
-
-def test_verify_of_damaged_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    lazyckpt.save({"x": torch.randn(100), "y": torch.randn(100)}, path)
-    flip(path, path.stat().st_size - 1)
-    result = run("verify", path)
-    assert result.exit_code == 1 and "record y: checksum" in result.stdout and "record x" not in result.stdout
-
-
-def test_a_truncated_file_is_called_that(tmp_path: Path) -> None:
-    torch.save({"w": torch.zeros(500)}, tmp_path / "a.pt")
-    save_file({"w": torch.zeros(500)}, tmp_path / "b.safetensors")
-    for name, nbytes in (("a.pt", 900), ("a.pt", 5), ("b.safetensors", 900)):
-        os.truncate(tmp_path / name, nbytes)
-        line = fails(2, "inspect", tmp_path / name)
-        assert ": truncated" in line and "-" not in line.partition(": truncated")[2]
-        assert run("verify", tmp_path / name).exit_code == 1
-
-
-def test_verify_says_when_there_are_no_checksums(tmp_path: Path) -> None:
-    save_file({"a": torch.randn(10)}, tmp_path / "a.safetensors")
-    result = run("verify", tmp_path / "a.safetensors")
-    assert result.exit_code == 0 and "carries no checksums" in result.stdout
 
 
 def test_verify_tells_damage_from_what_cannot_be_read(folder: Path, tmp_path: Path) -> None:
@@ -444,27 +373,19 @@ def test_verify_tells_damage_from_what_cannot_be_read(folder: Path, tmp_path: Pa
     assert run("verify").exit_code == 2
 
 
-def test_verify_reads_the_files_of_a_trainers_folder(tmp_path: Path) -> None:
+def test_verify_reads_the_files_of_a_trainers_folder_and_folders_inside(folder: Path, tmp_path: Path) -> None:
     """Folders of the Hugging Face Trainer, Accelerate and Lightning have no manifest."""
+    output = tmp_path / "output_dir"
+    output.mkdir()
     for name in ("model.safetensors", "optimizer.pt", "epoch=1.ckpt"):
-        lazyckpt.save({"x": torch.randn(100)}, tmp_path / name)
-    (tmp_path / "last.ckpt").symlink_to("epoch=1.ckpt")
-    (tmp_path / "trainer_state.json").write_text("{}")
-    result = run("verify", tmp_path)
-    assert result.exit_code == 0 and "3 ok, 0 damaged, 0 unreadable" in result.stdout
-    (tmp_path / "optimizer.pt").write_bytes(b"damaged at its very beginning")
+        lazyckpt.save({"x": torch.randn(100)}, output / name)
+    (output / "last.ckpt").symlink_to("epoch=1.ckpt")
+    (output / "trainer_state.json").write_text("{}")
+    found = [Path(target["path"]).name for target in run_json("verify", tmp_path)["targets"]]
+    files = ["epoch=1.ckpt", "model.safetensors", "optimizer.pt"]
+    assert found == [*files, *(f"step-000000{step}" for step in (15, 30, 20, 10))]
+    (output / "optimizer.pt").write_bytes(b"damaged at its very beginning")
     assert run("verify", tmp_path).exit_code == 2
-
-
-def test_verify_looks_into_folders_inside(folder: Path, tmp_path: Path) -> None:
-    """A folder may hold the output of a trainer and several runs."""
-    (tmp_path / "output_dir" / "checkpoint-5").mkdir(parents=True)
-    save_file({"w": torch.zeros(2)}, tmp_path / "output_dir" / "checkpoint-5" / "model.safetensors")
-    found = run_json("verify", tmp_path)["targets"]
-    assert [Path(target["path"]).name for target in found] == [
-        "model.safetensors",
-        *(f"step-000000{step}" for step in (15, 30, 20, 10)),
-    ]
 
 
 def test_verify_minds_no_checkpoint_that_a_running_job_removes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,13 +417,15 @@ def test_doctor_tells_what_there_is(tmp_path: Path) -> None:
     ring = auto_ring_bytes(lazyckpt.Config.chunk_bytes)
     shown = result.stdout.split("A quarter of the available memory, ")[1].split(", is the most")[0]
     assert abs(float(shown.split()[0]) / float(size(ring).split()[0]) - 1) < 0.2  # memory moves
+    assert "loses every checkpoint" in run("doctor", "/dev/shm").stdout
+    assert "loses every checkpoint" not in run("doctor", "/proc").stdout
 
 
 def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poor = {"io_uring": "no: Operation not permitted", "o_direct": "no: Invalid argument", "fuse": "no"}
     poor["crc32"] = "zlib"
     poor["page_witness"] = poor["copy_on_write"] = "no: userfaultfd: Function not implemented"
-    monkeypatch.setattr(_engine, "probe", lambda directory: {**poor, "cuda_driver": "yes", "memlock_bytes": "65536"})
+    monkeypatch.setattr(_engine, "probe", lambda directory: {**poor, "cuda_driver": "yes"})
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     shown = run("doctor", tmp_path / "not" / "yet").stdout
     assert "pool of threads, since io_uring is refused (Operation not permitted)" in shown
@@ -510,7 +433,6 @@ def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pyte
     assert "Use the page cache" in shown or "Write to memory" in shown
     assert "may not write to the folder" in shown
     assert f"{tmp_path} (the nearest folder of" in shown
-    assert "64.0 KiB" in shown
 
 
 def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -525,8 +447,7 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
         return " ".join(run("doctor", tmp_path).stdout.split())
 
     assert "NVIDIA H200; driver of CUDA 12.8" in shown(**found)
-    assert "during training" in shown(**found) and "in one call" in shown(**found)
-    assert "cannot be pinned" not in shown(**found)
+    assert "during training" in (text := shown(**found)) and "in one call" in text and "cannot be pinned" not in text
     assert "cannot be pinned (device 0 cannot)" in shown(**{**found, "cuda_pinning": "no: device 0 cannot"})
     assert "one by one (CUDA < 12.8)" in shown(**{**found, "cuda_batches": "no"})
     assert "Let torch copy tensors from the GPU" in shown(cuda_driver="no: no CUDA driver: libcuda.so.1")
@@ -538,18 +459,18 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
     assert "may not choose one (no)" in shown(**{**found, **numa, "numa_placement": "no: no"})
 
 
-def test_doctor_warns_of_memory_file_systems() -> None:
-    assert "loses every checkpoint" in run("doctor", "/dev/shm").stdout
-    assert "loses every checkpoint" not in run("doctor", "/proc").stdout
-
-
 # the program
 
 
-def test_version_and_usage() -> None:
+def test_version_usage_and_help() -> None:
     assert run("--version").stdout.startswith(f"lazyckpt {lazyckpt.__version__} (torch {torch.__version__}")
     for wrong in (["nonsense"], ["inspect"], ["inspect", "x", "--depth", "-1"]):
         assert run(*wrong).exit_code == 2
+    for name in commands():
+        words = ["config"] if name == "accelerate" else []
+        shown = run(name, *words, "--help").stdout
+        assert ("--json" in shown) == (not words), name
+        assert "<bool>" not in shown.partition("--help")[0], f"{name}: a flag has no value"
 
 
 def test_an_error_is_one_line_unless_debug_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,39 +499,12 @@ def test_json_of_every_command_is_json_and_nothing_else(folder: Path, tmp_path: 
     assert doctor["facts"]["io_uring"] == _engine.probe(str(tmp_path))["io_uring"]
     assert any("Refuse a checkpoint larger than" in found["text"] for found in doctor["conclusions"])
     (tmp_path / "empty").mkdir()
-    wrong = [
-        ["inspect", tmp_path / "empty"],
-        ["diff", damaged, folder],
-        ["prune", folder, "--keep-last", "0"],
-        ["verify"],
-    ]
-    for words in (*wrong, ["pin", folder, "x"], ["ls", tmp_path / "missing"], ["advise"], ["trace", damaged]):
+    wrong = [["inspect", tmp_path / "empty"], ["diff", damaged, folder], ["prune", folder, "--keep-last", "0"]]
+    wrong += [["verify"], ["pin", folder, "x"], ["ls", tmp_path / "missing"], ["advise"], ["trace", damaged]]
+    for words in wrong:
         result = run(*words, "--json")
         assert result.exit_code == 2 and result.stderr, words
         assert list(json.loads(result.stdout)) == ["error"], words
-    helped = {name: run(name, "--help").stdout for name in commands()}
-    assert [name for name, text in helped.items() if "--json" not in text and name != "accelerate"] == []
-
-
-def test_help_tells_flags_from_options_with_a_value() -> None:
-    for name in ["", *commands(), "accelerate config"]:
-        shown = run(*name.split(), "--help").stdout
-        assert "--help" in shown and "bool" not in shown.lower(), name
-
-
-def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
-    lazyckpt.save({"h.0.w": torch.zeros(1), "h.1.w": torch.zeros(1)}, tmp_path / "a.pt")
-    command = [sys.executable, "-m", "lazyckpt", "verify", "a.pt"]
-    shown = {}
-    for no_color in ("", "1"):
-        master, slave = pty.openpty()
-        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-        environment = kept | {"TERM": "xterm", "NO_COLOR": no_color}
-        subprocess.run(command, stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path, env=environment, check=True)
-        os.close(slave)
-        shown[no_color] = os.read(master, 10_000).decode()
-        os.close(master)
-    assert "\x1b[32mok" in shown[""] and "\x1b[3" not in shown["1"]
 
 
 def test_the_shell_completes_commands_and_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,13 +536,6 @@ def test_the_shell_completes_steps_of_a_trace_and_parts_of_a_file(tmp_path: Path
     assert told.startswith("9\tstep-00000009, ") and told.endswith("B")
 
 
-def test_completion_says_one_line_of_each_option() -> None:
-    """fish takes a second line for another option."""
-    for name in [*commands(), "accelerate config"]:
-        lines = complete(*name.split(), "--", shell="fish")
-        assert lines and [line for line in lines if not re.match(r"--[a-z-_]+\t\S.*\S", line)] == [], name
-
-
 def test_sizes() -> None:
     sizes = [0, 1023, 1024, 10 * 1024 - 1, 1024**2 - 1, 38.6 * 2**20, 1.5 * 2**40]
     shown = ["0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.00 MiB", "38.6 MiB", "1.50 TiB"]
@@ -675,7 +562,9 @@ def test_what_needs_no_tensors_does_without_torch(folder: Path) -> None:
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     """``python -m lazyckpt`` writes more than a pipe holds."""
-    lazyckpt.save({f"layers.{i}.weight.with.a.long.name": torch.zeros(1) for i in range(5000)}, tmp_path / "many.pt")
+    lazyckpt.save({f"layers.{i}.weight.with.a.long.name": torch.zeros(1) for i in range(3000)}, tmp_path / "many.pt")
+    shown = run("inspect", tmp_path / "many.pt").stdout
+    assert shown.count("float32") == 3000 and all(line == line.rstrip() for line in shown.splitlines())
     command = [sys.executable, "-m", "lazyckpt", "inspect", str(tmp_path / "many.pt")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -697,22 +586,24 @@ def test_output_that_finds_no_room_is_one_line(tmp_path: Path, words: list[str])
     assert done.returncode == 2 and line.startswith("error: ")
 
 
-def on_terminal(cells: int, *words: str, cwd: Path, code: int = 0) -> list[str]:
+def on_terminal(cells: int, *words: str, cwd: Path, **variables: str) -> str:
     """Returns what a terminal of that width shows."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, cells, 0, 0))
-    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")}
     command = [sys.executable, "-m", "lazyckpt", *words]
-    done = subprocess.run(command, stdin=slave, stdout=slave, cwd=cwd, env=kept | {"TERM": "xterm"})
-    assert done.returncode == code
+    environment = kept | {"TERM": "xterm"} | variables
+    subprocess.run(command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=environment, check=True)
     os.close(slave)
-    shown = re.sub(r"\x1b\[[0-9;]*m|\r", "", os.read(master, 10_000).decode())
+    shown = os.read(master, 10_000).decode().replace("\r", "")
     os.close(master)
-    return shown.splitlines()
+    return shown
 
 
-def test_a_narrow_terminal_cuts_lines_and_a_pipe_does_not(tmp_path: Path) -> None:
+def test_a_terminal_has_colours_if_wanted_and_cuts_lines_as_a_pipe_does_not(tmp_path: Path) -> None:
     lazyckpt.save({"x" * 100: torch.zeros(1)}, tmp_path / "a.pt")
-    shown = on_terminal(60, "inspect", "a.pt", cwd=tmp_path)
-    assert max(map(len, shown)) <= 60 and "x…" in shown[-1]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(60, "inspect", "a.pt", cwd=tmp_path, NO_COLOR="1")).splitlines()
+    assert max(map(len, lines)) <= 60 and "x…" in lines[-1]
+    assert "\x1b[3" not in on_terminal(60, "verify", "a.pt", cwd=tmp_path, NO_COLOR="1")
+    assert "\x1b[32mok" in on_terminal(60, "verify", "a.pt", cwd=tmp_path)
     assert "x" * 100 + "  float32" in run("inspect", tmp_path / "a.pt").stdout

@@ -61,15 +61,10 @@ def test_prune_says_why_each_goes_or_stays(folder: Path) -> None:
     (folder / f".trash-step-00000050-{HEX}").mkdir()
     retention.pin(folder / "step-00000030")
     told = run_json("prune", folder, "--keep-last", "1", "--keep-every", "20")
-    assert {row["step"]: row["why"] for row in told["checkpoints"]} == {
-        10: "beyond keep_last=1",
-        40: "off the line to step 25",
-    }
-    assert {row["step"]: row["why"] for row in told["kept"]} == {
-        25: "within keep_last=1",
-        20: "a multiple of keep_every=20",
-        30: "pinned",
-    }
+    gone = {row["step"]: row["why"] for row in told["checkpoints"]}
+    assert gone == {10: "beyond keep_last=1", 40: "off the line to step 25"}
+    kept = {row["step"]: row["why"] for row in told["kept"]}
+    assert kept == {25: "within keep_last=1", 20: "a multiple of keep_every=20", 30: "pinned"}
     lines = run("prune", folder, "--keep-last", "1", "--keep-every", "20").stdout.splitlines()
     assert lines[0].endswith("WHY")
     assert [line.split("00  ")[-1].split("  ")[-1].strip() for line in lines[1:4]] == [
@@ -111,9 +106,7 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path) -> None:
     run("prune", folder, "--keep-last", "1", "--yes")
     assert os.listdir(folder) == ["step-00000061"]
     for command in ("pin", "unpin"):
-        assert fails(2, command, folder / "none", "10") == (
-            f"error: {folder / 'none'}: cannot be read: No such file or directory (2)"
-        )
+        assert "none: cannot be read: No such file or directory (2)" in fails(2, command, folder / "none", "10")
         assert fails(2, command, folder, "10") == f"error: {folder / 'step-00000010'}: no such checkpoint"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ecosystem import averages
 from ecosystem.hugging_face import lora, the_same_base, tokens
 from ecosystem.parts import Net, digits, loss_of
 from ecosystem.rows import EVERY, STEPS, Row, Run, Train, seed_all
@@ -111,7 +112,7 @@ def _lora(run: Run) -> Any:
         return {"model": model, "optimizer": optimizer}
 
 
-def _registered_average(make: Callable[[nn.Module], tuple[Any, Callable[[], Any]]]) -> Train:
+def _registered_average(make: averages.Average) -> Train:
     def train(run: Run) -> Any:
         with accelerator(run) as own:
             model = Net()
@@ -127,20 +128,6 @@ def _registered_average(make: Callable[[nn.Module], tuple[Any, Callable[[], Any]
             return {"model": model, "optimizer": optimizer, "ema": ema}
 
     return train
-
-
-def _diffusers_average(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
-    from diffusers.training_utils import EMAModel
-
-    ema = EMAModel(model.parameters(), decay=0.9)
-    return ema, lambda: ema.step(model.parameters())
-
-
-def _torch_average(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    return ema, lambda: ema.update_parameters(model)
 
 
 def _unet() -> Any:
@@ -305,8 +292,10 @@ ROWS = [
     Row("Accelerate, with a scheduler and a loader", ACCELERATE, _with_scheduler),
     Row("Accelerate + schedulefree", (*ACCELERATE, "schedulefree"), _schedule_free),
     Row("Accelerate + PEFT LoRA", (*ACCELERATE, "peft"), _lora),
-    Row("Accelerate + registered AveragedModel", ACCELERATE, _registered_average(_torch_average)),
-    Row("Accelerate + registered EMAModel", (*ACCELERATE, "diffusers"), _registered_average(_diffusers_average)),
+    Row("Accelerate + registered AveragedModel", ACCELERATE, _registered_average(averages.torch_average)),
+    Row(
+        "Accelerate + registered EMAModel", (*ACCELERATE, "diffusers"), _registered_average(averages.diffusers_average)
+    ),
     Row("Accelerate + diffusers' hooks and EMA", (*ACCELERATE, "diffusers"), _with_hooks, 0.27, note=_HOOKS),
     Row("Fabric", ("lightning",), _fabric),
     Row("Lightning", ("lightning",), _lightning()),

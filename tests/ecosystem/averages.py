@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecosystem.parts import Net, backward, batch
+from ecosystem.parts import Net, batch, stepping
 from ecosystem.rows import Recipe, Row, Train, loop
 
 Average = Callable[[nn.Module], tuple[Any, Callable[[], Any]]]  # the average of a model, and what updates it
@@ -19,19 +19,12 @@ def _with_average(make: Average, make_model: Callable[[], nn.Module] = Net) -> T
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters())
         ema, update = make(model)
-
-        def step(number: int) -> None:
-            model.train()
-            backward(model, optimizer, number)
-            optimizer.step()
-            update()
-
-        return Recipe({"model": model, "optimizer": optimizer, "ema": ema}, step)
+        return Recipe({"model": model, "optimizer": optimizer, "ema": ema}, stepping(model, optimizer, update))
 
     return loop(build)
 
 
-def _torch(model: nn.Module) -> tuple[Any, Any]:
+def torch_average(model: nn.Module) -> tuple[Any, Any]:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -59,7 +52,7 @@ def _torch_ema(model: nn.Module) -> tuple[Any, Any]:
     return ema, lambda: ema.update()
 
 
-def _diffusers(model: nn.Module) -> tuple[Any, Any]:
+def diffusers_average(model: nn.Module) -> tuple[Any, Any]:
     from diffusers.training_utils import EMAModel
 
     ema = EMAModel(model.parameters(), decay=0.9)
@@ -90,25 +83,20 @@ def _swaps() -> Recipe:
     optimizer = torch.optim.AdamW(model.parameters())
     ema = ExponentialMovingAverage(model.parameters(), decay=0.9)
 
-    def step(number: int) -> None:
-        model.train()
-        backward(model, optimizer, number)
-        optimizer.step()
-        ema.update()
-
     def evaluate(number: int) -> None:
         model.eval()
         with ema.average_parameters(), torch.no_grad():
             model(batch(number)[0])
 
-    return Recipe({"model": model, "optimizer": optimizer, "ema": ema}, step, after_save=evaluate)
+    tracked = {"model": model, "optimizer": optimizer, "ema": ema}
+    return Recipe(tracked, stepping(model, optimizer, ema.update), after_save=evaluate)
 
 
 ROWS = [
-    Row("torch AveragedModel", ("torch",), _with_average(_torch)),
+    Row("torch AveragedModel", ("torch",), _with_average(torch_average)),
     Row("timm ViT + ModelEmaV3", ("timm",), _with_average(_timm, _Vision)),
     Row("ema-pytorch EMA", ("ema-pytorch",), _with_average(_ema_pytorch)),
     Row("torch-ema", ("torch-ema",), _with_average(_torch_ema)),
     Row("torch-ema, evaluated after save()", ("torch-ema",), loop(_swaps)),
-    Row("diffusers EMAModel", ("diffusers",), _with_average(_diffusers)),
+    Row("diffusers EMAModel", ("diffusers",), _with_average(diffusers_average)),
 ]

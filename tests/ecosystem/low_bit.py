@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ecosystem.optimizers import Parameters, with_optimizer
-from ecosystem.parts import Net, backward
+from ecosystem.parts import Net, backward, stepping
 from ecosystem.rows import Recipe, Row, Train, loop
 
 WIDE = 1024  # a quarter of the bytes a value, and so as many values more
@@ -38,13 +38,7 @@ def _trains(make: Any, width: int = WIDE, optimizer: Any = torch.optim.AdamW) ->
     def build() -> Recipe:
         model = make(Net(width))
         own = optimizer(model.parameters())
-
-        def step(number: int) -> None:
-            model.train()
-            backward(model, own, number)
-            own.step()
-
-        return Recipe({"model": model, "optimizer": own}, step)
+        return Recipe({"model": model, "optimizer": own}, stepping(model, own))
 
     return loop(build)
 
@@ -163,13 +157,7 @@ def _qlora_with(track: Any) -> Train:
     def build() -> Recipe:
         model = _qlora()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-
-        def step(number: int) -> None:
-            model.train()
-            backward(model, optimizer, number)
-            optimizer.step()
-
-        return Recipe({"model": track(model), "optimizer": optimizer}, step)
+        return Recipe({"model": track(model), "optimizer": optimizer}, stepping(model, optimizer))
 
     return loop(build)
 

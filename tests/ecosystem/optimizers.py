@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecosystem.parts import Net, backward, loss_of
+from ecosystem.parts import Net, backward, loss_of, stepping
 from ecosystem.rows import Recipe, Row, Train, loop
 from writers.registry import SharpnessAware
 
@@ -21,13 +21,7 @@ def with_optimizer(make: Callable[[Parameters], Any], width: int = 512) -> Train
     def build() -> Recipe:
         model = Net(width)
         optimizer = make(list(model.parameters()))
-
-        def step(number: int) -> None:
-            model.train()
-            backward(model, optimizer, number)
-            optimizer.step()
-
-        return Recipe({"model": model, "optimizer": optimizer}, step)
+        return Recipe({"model": model, "optimizer": optimizer}, stepping(model, optimizer))
 
     return loop(build)
 

@@ -3,6 +3,7 @@ ends of all, to the eager copy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,3 +75,15 @@ def backward(model: nn.Module, optimizer: Any, step: int) -> torch.Tensor:
     loss = loss_of(model, step)
     loss.backward()
     return loss
+
+
+def stepping(model: nn.Module, optimizer: Any, after: Callable[[], Any] = lambda: None) -> Callable[[int], None]:
+    """Makes the step of a plain loop; ``after`` ends it."""
+
+    def step(number: int) -> None:
+        model.train()
+        backward(model, optimizer, number)
+        optimizer.step()
+        after()
+
+    return step

@@ -70,7 +70,6 @@ def test_the_overhead_is_what_was_asked_for(save_s: float, slowdown_s: float) ->
     cost = save_s + simulation.slowed * slowdown_s
     expected = cost / (0.02 * simulation.iteration_s)
     assert set(simulation.gaps[1:]) <= {round(expected), round(expected) + 1}  # rounded up
-    assert simulation.interval.cost_s == pytest.approx(cost)
     assert 0.018 < simulation.spent / (5000 * simulation.iteration_s) <= 0.0201
 
 
@@ -134,7 +133,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     with lazyckpt.Checkpointer(tmp_path, save_every="auto", max_overhead=0.2, keep_last=2) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
         saved, intervals = [], set()
-        for step in range(1, 401):
+        for step in range(1, 151):
             model(torch.ones(200, 300)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
