@@ -280,13 +280,12 @@ class Unet(nn.Module):
 class WithHooks:
     """A training whose hooks save what they like, as in the scripts of diffusers."""
 
-    def __init__(self, hook: Callable[[WithHooks, str], None] | None = None, seed: int = 0, **project: Any) -> None:
+    def __init__(self, seed: int = 0, **project: Any) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True, project_config=ProjectConfiguration(**project))
         torch.manual_seed(seed)
         model = Unet()
         self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        self.hook = hook or WithHooks.save_both
         self.accelerator.register_save_state_pre_hook(self.save)
         self.accelerator.register_load_state_pre_hook(self.load)
 
@@ -299,11 +298,9 @@ class WithHooks:
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         weights.clear()
-        self.hook(self, output_dir)
-
-    def save_both(self, folder: str) -> None:
-        self.model.save_pretrained(os.path.join(folder, "unet"))
-        save_file(self.average.state_dict(), os.path.join(folder, "average.safetensors"))  # imported into this module
+        self.model.save_pretrained(os.path.join(output_dir, "unet"))
+        path = os.path.join(output_dir, "average.safetensors")
+        save_file(self.average.state_dict(), path)  # imported into this module
 
     def load(self, models: list[Any], input_dir: str) -> None:
         models.pop().load_state_dict(safetensors.torch.load_file(os.path.join(input_dir, "unet", "unet.safetensors")))
@@ -338,67 +335,6 @@ def test_what_hooks_write_with_safetensors_is_lazy_and_in_the_metrics(tmp_path: 
     torch.set_rng_state(random)
     other.step(2)
     assert graph(other.state()) == graph(expected)
-
-
-@pytest.mark.parametrize("swap", ["data", "foreach", "pointer"])
-def test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then(swap: str, tmp_path: Path) -> None:
-    """Diffusers' pipelines are saved with the average in the place of the model, which gets its own back afterwards."""
-
-    def write(run: WithHooks, values: list[torch.Tensor]) -> None:
-        parameters = list(run.model.parameters())
-        if swap == "foreach":
-            torch._foreach_copy_([p.data for p in parameters], values)
-        for p, value in zip(parameters, values, strict=True):
-            if swap == "data":
-                p.data.copy_(value)
-            elif swap == "pointer":
-                p.data = value
-
-    def hook(run: WithHooks, folder: str) -> None:
-        stored = [p.detach().clone() for p in run.model.parameters()]
-        write(run, [p.detach().clone() for p in run.average.module.parameters()])
-        save_file(dict(run.model.named_parameters()), os.path.join(folder, "swapped.safetensors"))
-        write(run, stored)
-        safetensors.torch.save_file(run.model.state_dict(), os.path.join(folder, "live.safetensors"))
-
-    run = WithHooks(hook, **automatic(tmp_path))
-    saver = enable(run.accelerator)
-    assert saver is not None
-    run.step(3)
-    state = run.state()
-    folder = run.accelerator.save_state()
-    run.step()
-    saver.wait()
-    swapped = safetensors.torch.load_file(folder / "swapped.safetensors")
-    live = safetensors.torch.load_file(folder / "live.safetensors")
-    assert all(torch.equal(swapped[name], state["average"]["module." + name]) for name in swapped)
-    assert all(torch.equal(live[name], state["model"][name]) for name in live)
-
-
-def test_what_safetensors_refuses_a_hook_is_told(tmp_path: Path) -> None:
-    """By safetensors itself, inside the hook, which may know what to do."""
-    refused: list[str] = []
-    weight = torch.ones(9000)
-
-    def hook(run: WithHooks, folder: str) -> None:
-        wrong: list[Any] = [{"a": weight, "b": weight}, {"a": weight.view(90, 100).T}, {"a": weight.to_sparse()}]
-        for tensors, name in [*((tensors, "a") for tensors in wrong), ({"a": weight}, "missing/a")]:
-            with pytest.raises(Exception) as caught:
-                save_file(tensors, os.path.join(folder, f"{name}.safetensors"))
-            assert "lazyckpt" not in type(caught.value).__module__
-            refused.append(str(caught.value))
-        save_file({"a": weight[:100], "b": weight[100:]}, os.path.join(folder, "parts.safetensors"))
-        save_file({"a": weight}, tmp_path / "elsewhere.safetensors")
-        assert (tmp_path / "elsewhere.safetensors").exists(), "at once"
-
-    run = WithHooks(hook, **automatic(tmp_path / "run"))
-    enable(run.accelerator)
-    run.step()
-    folder = run.accelerator.save_state()
-    run.accelerator.end_training()
-    parts = safetensors.torch.load_file(folder / "parts.safetensors")
-    assert {name: len(tensor) for name, tensor in parts.items()} == {"a": 100, "b": 8900}
-    assert len(refused) == 4 and "a.safetensors" not in names(folder)
 
 
 # names and limits

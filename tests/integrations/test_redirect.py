@@ -164,6 +164,53 @@ def test_a_write_that_only_its_version_tells_fails_the_save(again: bool, saver: 
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize("swap", ["data", "foreach", "pointer"])
+def test_weights_that_a_hook_swaps_for_its_file_are_saved(swap: str, saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """As for diffusers' pipelines, which are saved with the average in the place of the model."""
+    model = nn.Linear(150, 150)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def write(values: list[torch.Tensor]) -> None:
+        if swap == "foreach":
+            torch._foreach_copy_([p.data for p in model.parameters()], values)
+        for p, value in zip(model.parameters(), values, strict=True):
+            if swap == "data":
+                p.data.copy_(value)
+            elif swap == "pointer":
+                p.data = value
+
+    def hook(folder: Path) -> None:
+        write([torch.full_like(p, 0.5) for p in model.parameters()])
+        st.save_file(dict(model.named_parameters()), folder / "swapped.safetensors")
+        write([value.clone() for value in before.values()])
+        st.save_file(model.state_dict(), folder / "live.safetensors")
+
+    folder = save(saver, tmp_path / "state", hook)
+    swapped, live = st.load_file(folder / "swapped.safetensors"), st.load_file(folder / "live.safetensors")
+    assert all((value == 0.5).all() for value in swapped.values()) and swapped.keys() == live.keys()
+    assert all(torch.equal(live[name], before[name]) for name in before)
+
+
+def test_a_hook_gets_the_errors_of_safetensors(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """Inside the hook, which may know what to do."""
+    weight = torch.ones(N)
+    wrong: list[Any] = [{"a": weight, "b": weight}, {"a": weight.view(100, -1).T}, {"a": weight.to_sparse()}]
+
+    def hook(folder: Path) -> None:
+        for tensors, name in [*((tensors, "a") for tensors in wrong), ({"a": weight}, "missing/a")]:
+            with pytest.raises(Exception) as caught:
+                st.save_file(tensors, folder / f"{name}.safetensors")
+            assert "lazyckpt" not in type(caught.value).__module__
+        st.save_file({"a": weight[:100], "b": weight[100:]}, folder / "parts.safetensors")
+        st.save_file({"a": weight}, tmp_path / "elsewhere.safetensors")
+        assert (tmp_path / "elsewhere.safetensors").exists(), "at once"
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert files(folder) == ["parts.safetensors"]
+    parts = st.load_file(folder / "parts.safetensors")
+    assert {name: len(tensor) for name, tensor in parts.items()} == {"a": 100, "b": N - 100}
+
+
 # modules and modes
 
 
