@@ -1,18 +1,67 @@
-"""One module for each framework, which needs only that one; ``redirect`` is for those that write with safetensors."""
+"""One module for each framework, which needs only that one. This file holds what all of them do alike."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
+
+import lazyckpt
+from lazyckpt.warn import warn
 
 
 def lightning_callbacks() -> list[Any]:
-    """The entry point that Lightning calls whenever a Trainer is made, whatever the Trainer is for.
-
-    Who has not imported ``lazyckpt.integrations.lightning`` has no LazyCheckpointIO, and gets nothing.
-    """
+    """The entry point that Lightning calls for every Trainer. Returns a callback if the program uses our plugin."""
     if "lazyckpt.integrations.lightning" not in sys.modules:
         return []
     from lazyckpt.integrations.lightning import LazyCheckpointCallback
 
     return [LazyCheckpointCallback()]
+
+
+class StartsAnew:
+    """An object whose copies, pickled ones too, lack the attributes that ``_start_anew`` sets, and set them again."""
+
+    def _start_anew(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = object.__new__(type(self))
+        fresh._start_anew()
+        return {name: value for name, value in vars(self).items() if name not in vars(fresh)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start_anew()
+        vars(self).update(state)
+
+
+def wrap(owner: type, name: str, find: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Puts the decorated ``function(found, original, self, …)`` in front of the method ``name`` of ``owner``.
+
+    ``found`` is what ``find(self, …)`` returns for the arguments of the call; for None the method does what it always
+    did. ``original`` is the method, bound to ``self``.
+    """
+
+    def install(function: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = find(self, *args)
+            if found is None:
+                return original(self, *args, **kwargs)
+            return function(found, functools.partial(original, self), self, *args, **kwargs)
+
+        setattr(owner, name, method)
+        return function
+
+    return install
+
+
+def close_and_warn(saver: lazyckpt.Saver) -> None:
+    """Closes at the end of a Saver's owner or of the program, where nothing can catch an error."""
+    try:
+        saver.close()
+    except lazyckpt.SaveError as error:
+        warn(str(error))

@@ -1,10 +1,5 @@
 """Hugging Face Accelerate: ``save_state()`` returns in milliseconds, and its folder appears when it is durable.
 
-    accelerator = Accelerator(...)
-    lazyckpt.integrations.accelerate.enable(accelerator)
-
-or, without a change to the script, ``accelerate launch -m lazyckpt.run train.py ...``.
-
 Accelerate's own ``save_state`` still decides what to save, and runs the hooks, but in a temporary folder. lazyckpt
 saves lazily what passes ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered
 objects), and what hooks write with safetensors. Accelerate writes the small rest at once (scaler, loader and random
@@ -27,6 +22,7 @@ import torch
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
+from lazyckpt.integrations import StartsAnew, close_and_warn
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import folders, in_place
 from lazyckpt.warn import warn
@@ -48,20 +44,20 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _METHODS = ("prepare", "save_state", "load_state", "end_training", "free_memory")
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
-
 _alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_alive.clear)  # the parent waits for what it saves
 
 
 def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
 
     Keyword arguments are ``enabled`` and the fields of ``Config``, except retention, which is ``total_limit`` of
-    accelerate's ProjectConfiguration. They go before ``LAZYCKPT_*`` variables, and these before ``lazyckpt.yaml``
+    accelerate's ProjectConfiguration. They override ``LAZYCKPT_*`` variables, and these override ``lazyckpt.yaml``
     beside accelerate's ``default_config.yaml``. A second call replaces the settings of the first.
 
-    Returns None, and leaves ``save_state`` as it is, if ``enabled`` is false and, with a warning, where accelerate
-    writes sharded checkpoints by itself (FSDP, DeepSpeed, Megatron-LM, XLA) or one on each node.
-    Raises ConfigError for a setting that makes no sense.
+    Returns None and changes nothing if ``enabled`` is false and, with a warning, where accelerate writes sharded
+    checkpoints by itself (FSDP, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
+    setting.
     """
     knobs = settings.gather(default_settings_file(), config)
     before = getattr(accelerator.save_state, "__self__", None)
@@ -94,12 +90,11 @@ def _on_several_nodes(accelerator: Accelerator) -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks
 
 
-class StateSaver:
+class StateSaver(StartsAnew):
     """Replaces ``save_state``, ``load_state``, ``end_training`` and ``free_memory`` of one Accelerator; see ``enable``.
 
-    The main process saves. The others take part in every ``save_state`` and ``load_state``, over a group of their own:
-    all ranks raise the failure of one, and those that wait for a dead rank raise too. Ranks do not communicate in the
-    background.
+    The main process saves. All ranks take part in every ``save_state`` and ``load_state``: all raise the failure of
+    one, and those that wait for a dead rank raise too. Ranks do not communicate in the background.
 
     An Accelerator that is pickled comes back enabled, with the same settings. Its threads and its group start at its
     first ``save_state``; every rank must unpickle one.
@@ -109,37 +104,33 @@ class StateSaver:
     """The handle of the last ``save_state``; None on ranks other than the main one."""
 
     def __init__(self, accelerator: Accelerator, **knobs: Any) -> None:
+        self._accelerator = accelerator
+        self._knobs = knobs
         # Not the Accelerator's bound methods: unpickled, these would be our own.
-        replaced = {name: vars(accelerator)[name] for name in _METHODS if name in vars(accelerator)}
-        self.__setstate__({"_accelerator": accelerator, "_knobs": knobs, "_replaced": replaced})
+        self._replaced = {name: vars(accelerator)[name] for name in _METHODS if name in vars(accelerator)}
+        self._start_anew()
         self._open_saver()  # now, since a setting may be wrong
         self._open_group()
         for name in _METHODS:
             setattr(accelerator, name, getattr(self, name))
         self._expect()
 
-    def _expect(self) -> None:
-        if self._saver is not None:
-            self._saver.expect(*self._accelerator._models, *self._accelerator._optimizers)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_accelerator", "_knobs", "_replaced")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def _start_anew(self) -> None:
         gate.install()  # only optimizers that were seen to step are copied lazily
-        self._accelerator: Accelerator = state["_accelerator"]
-        self._knobs: dict[str, Any] = state["_knobs"]
-        self._replaced: dict[str, Any] = state["_replaced"]
         self._saver: lazyckpt.Saver | None = None
+        self._at_the_end: Any = None  # closes _saver
         self._group: Any = None
         self.last_save = None
         _alive.add(self)
 
-    def __copy__(self) -> StateSaver:
+    def _expect(self) -> None:
+        if self._saver is not None:
+            self._saver.expect(*self._accelerator._models, *self._accelerator._optimizers)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> StateSaver:
         return self  # as the copy of an Accelerator is that Accelerator
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateSaver:
-        return self
+    __copy__ = __deepcopy__
 
     def _own(self, name: str) -> Any:
         """Returns the method that the Accelerator had before."""
@@ -150,7 +141,7 @@ class StateSaver:
         if self._saver is None and self._accelerator.is_main_process:
             self._saver = lazyckpt.Saver(**self._knobs)
             # For a script that does not call end_training().
-            self._at_the_end = weakref.finalize(self._accelerator, _close_and_warn, self._saver)
+            self._at_the_end = weakref.finalize(self._accelerator, close_and_warn, self._saver)
         return self._saver
 
     def _close_saver(self) -> None:
@@ -195,7 +186,7 @@ class StateSaver:
             with self._on_all_ranks(target):
                 if not os.path.isdir(folder):
                     raise lazyckpt.SaveError(f"{folder} of the main process is not seen here", path=target)
-                self._write(folder, staged, safe_serialization, kwargs)
+                self._write(folder, staged, safe_serialization, **kwargs)
                 if staged is None and _on_several_nodes(self._accelerator):
                     _sync(folder)  # what this node has cached; the main process syncs what its own has
             with self._on_all_ranks(target):
@@ -213,7 +204,7 @@ class StateSaver:
         the SaveError of a failed save that was not raised before; a second call then loads what there is.
         """
         with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
-            for saver in list(_alive):
+            for saver in {*_alive, self}:
                 saver.wait()
             if self._accelerator.is_main_process and input_dir is not None:
                 _finish(Path(input_dir).expanduser())
@@ -274,29 +265,17 @@ class StateSaver:
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming and os.path.exists(target):
             saver.wait()  # total_limit may be about to remove it; accelerate removes at once
-        if project.automatic_checkpoint_naming and os.path.exists(target):
-            raise ValueError(
-                f"{target} exists already; set accelerator.project_configuration.iteration to what comes after it"
-            )
+            if os.path.exists(target):
+                what = "exists already; set accelerator.project_configuration.iteration to what comes after it"
+                raise ValueError(f"{target} {what}")
         for model in self._accelerator._models:
             saver.watch(model)
-        return saver.stage(target, inside=self._staging_folder(target))
+        # Not beside the checkpoints: load_state() takes the highest number of the names there, and fails on a name
+        # without one.
+        inside = Path(self._accelerator.project_dir or target.parent).resolve()
+        return saver.stage(target, inside=inside if inside in target.parent.resolve().parents else None)
 
-    def _staging_folder(self, target: Path) -> Path | None:
-        """The folder for staging: ``project_dir``, unless the checkpoints lie there.
-
-        load_state() takes the highest number of the names beside the checkpoints, and a name without one is an
-        IndexError there.
-        """
-        project_dir = self._accelerator.project_dir
-        if project_dir is None:
-            return None
-        inside, beside = Path(project_dir).resolve(), target.parent.resolve()
-        return inside if inside in beside.parents else None
-
-    def _write(
-        self, folder: Path, staged: lazyckpt.StagedFolder | None, safe_serialization: bool, kwargs: dict[str, Any]
-    ) -> None:
+    def _write(self, folder: Path, staged: lazyckpt.StagedFolder | None, *args: Any, **kwargs: Any) -> None:
         """Makes accelerate save into ``folder``."""
         accelerates_own = checkpointing.save
         hooks = self._accelerator._save_model_state_pre_hook.values()
@@ -306,11 +285,8 @@ class StateSaver:
             if not Path(f).is_relative_to(folder):
                 accelerates_own(obj, f, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
             elif redirected is not None:
-                name = str(Path(f).relative_to(folder))
-                if safe_serialization:
-                    redirected.add(name, clean_state_dict_for_safetensors(obj), {"format": "pt"})
-                else:
-                    redirected.add(name, obj)
+                obj = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+                redirected.add(str(Path(f).relative_to(folder)), obj, {"format": "pt"} if safe_serialization else None)
 
         project = self._accelerator.project_configuration
         automatic = project.automatic_checkpoint_naming
@@ -318,7 +294,7 @@ class StateSaver:
         checkpointing.save = save
         try:
             with safetensors_into(staged, folder, *namespaces) as redirected:
-                self._own("save_state")(str(folder), safe_serialization, **kwargs)
+                self._own("save_state")(str(folder), *args, **kwargs)
         finally:
             checkpointing.save = accelerates_own
             project.automatic_checkpoint_naming = automatic
@@ -345,12 +321,10 @@ class StateSaver:
         except Exception as error:
             failure = error
         group = self._open_group()
+        told: list[Any] = [None] * self._accelerator.num_processes
         if group is not None:
-            told: list[Any] = [None] * self._accelerator.num_processes
             what = f"{type(failure).__name__}: {failure}" if failure is not None else None
             torch.distributed.all_gather_object(told, what, group=group)
-        else:
-            told = []
         if failure is not None:
             raise failure
         for rank, what in enumerate(told):
@@ -366,8 +340,13 @@ class StateSaver:
 
 
 def _finish(folder: Path) -> None:
-    if not _is_readable(folder):
+    try:
+        os.scandir(os.path.join(folder, ".")).close()  # the dot takes the permission to open files of the folder
+    except (FileNotFoundError, NotADirectoryError):
         return  # accelerate says so
+    except OSError as error:
+        what = f"cannot be read: {error.strerror} ({error.errno})"
+        raise lazyckpt.ReadError(what, path=folder, errno=error.errno or 0) from error
     try:
         in_place.finish(folder)
     except OSError as error:
@@ -375,28 +354,8 @@ def _finish(folder: Path) -> None:
         raise lazyckpt.LoadError(what, path=folder) from error
 
 
-def _is_readable(folder: Path) -> bool:
-    """Whether there is such a folder. Raises ReadError if this process may not list it or open its files."""
-    try:
-        os.scandir(os.path.join(folder, ".")).close()  # resolving the dot takes the second permission
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        what = f"cannot be read: {error.strerror} ({error.errno})"
-        raise lazyckpt.ReadError(what, path=folder, errno=error.errno or 0) from error
-    return True
-
-
 def _sync(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in (*names, ""):
             with contextlib.suppress(FileNotFoundError):  # other ranks are at work here, too
                 folders.sync_path(Path(parent, name))
-
-
-def _close_and_warn(saver: lazyckpt.Saver) -> None:
-    """Closes at the end of the Accelerator or the program, where nothing can catch an error."""
-    try:
-        saver.close()
-    except lazyckpt.SaveError as error:
-        warn(str(error))

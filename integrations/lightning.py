@@ -1,11 +1,4 @@
-"""Lightning: checkpoints that cost the training almost nothing.
-
-    from lazyckpt.integrations.lightning import LazyCheckpointIO
-
-    trainer = Trainer(plugins=[LazyCheckpointIO()], callbacks=[ModelCheckpoint(...)])
-    fabric = Fabric(plugins=[LazyCheckpointIO()])
-
-Every ModelCheckpoint, ``ckpt_path=``, the tuner and ``load_from_checkpoint`` work as before, on the same files.
+"""Lightning: ``Trainer(plugins=[LazyCheckpointIO()])`` or ``Fabric(plugins=[LazyCheckpointIO()])`` saves lazily.
 
 Lightning expects a file to exist when the call that saves it returns. Here it does not exist yet, and the weights may
 not be copied yet. So there are two parts. A CheckpointIO saves, waits before it loads, and removes in order. A
@@ -15,14 +8,12 @@ a file exists, code that swaps weights, the end of training. Without the callbac
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,25 +24,18 @@ import torch
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
-from lazyckpt.integrations.lightning_last import PendingFiles, local_path
+from lazyckpt.integrations import StartsAnew, close_and_warn
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn
 
 try:
-    from fsspec.core import url_to_fs
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import (
-        Checkpoint,
-        EarlyStopping,
-        GradientAccumulationScheduler,
-        LearningRateMonitor,
-        ModelCheckpoint,
-        ProgressBar,
-        Timer,
-        WeightAveraging,
-    )
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+    from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
     from lightning.pytorch.loggers import Logger
+
+    from lazyckpt.integrations import lightning_last
+    from lazyckpt.integrations.lightning_last import local_path
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
 
@@ -59,32 +43,33 @@ _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_che
 _SLURM_PREFIX = "hpc_ckpt_"  # of what Lightning saves in a signal handler, and looks for after a requeue
 _SMALL_BYTES = 16 << 20
 # Lightning's callbacks that hear of the start or the end of an epoch, and leave weights alone.
-_ONLY_READ = (Checkpoint, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ProgressBar, Timer)
+_ONLY_READ = (
+    *(callbacks.Checkpoint, callbacks.EarlyStopping, callbacks.GradientAccumulationScheduler),
+    *(callbacks.LearningRateMonitor, callbacks.ProgressBar, callbacks.Timer),
+)
 
 
-class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
+class LazyCheckpointIO(StartsAnew, TorchCheckpointIO):
     """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
-    ``ModelCheckpoint(save_top_k=…)``. Raises ConfigError for one that makes no sense. Make it before
-    training begins. ``torch.save`` writes to paths that are not local, as without lazyckpt.
+    ``ModelCheckpoint(save_top_k=…)``. Raises ConfigError for an invalid one. Make it before training begins.
 
     A Trainer's saves block (are durable when they return) outside ``fit`` and its like, after an exception, and in
-    SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or
-    at the end of ``fit``; ``on_error="warn"`` makes it a warning.
-
-    Its threads and buffers live as long as ``fit``; with Fabric, from the first save to the end of the program. A copy
-    of it, and one that was pickled for a spawned process, has its settings and none of its saves.
+    SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or at the end
+    of ``fit``; ``on_error="warn"`` makes it a warning. Its threads and buffers live as long as ``fit``; with Fabric,
+    from the first save to the end of the program.
     """
 
     def __init__(self, **knobs: Any) -> None:
         self._config = settings.config_of(type(self), knobs, "ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
         self._start_anew()
-        self._join_in()
 
     def _start_anew(self) -> None:
+        gate.install()  # now, not for the first save: only what was seen to step before is copied lazily
         self._saver: lazyckpt.Saver | None = None  # its threads run while there is something to save
+        self._at_the_end: Any = None  # closes _saver
         self._pid = os.getpid()
         self._attended: bool | None = None  # by the callback, now; None: there was no Trainer yet
         self._failure: lazyckpt.SaveError | None = None  # for the callback
@@ -96,20 +81,6 @@ class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
         self._link_numbers = itertools.count(1)
         self._lock = threading.Lock()  # of _linked
         self._saving = False
-
-    def _join_in(self) -> None:
-        gate.install()  # now, not for the first save: only what was seen to step before is copied lazily
-        atexit.register(_teardown, weakref.ref(self))  # Fabric has no end
-
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = object.__new__(type(self))
-        fresh._start_anew()
-        return {name: value for name, value in vars(self).items() if name not in vars(fresh)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start_anew()
-        self.__dict__.update(state)
-        self._join_in()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Returns when ``checkpoint`` may change, apart from tensors that optimizers step; it is durable soon after.
@@ -179,30 +150,26 @@ class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.barrier()  # only rank 0 knows what is pending
         target = local_path(path)
-        if target is None or os.path.isdir(target):
-            return super().load_checkpoint(path, map_location, weights_only)
-        try:
-            return lazyckpt.load(target, map_location, weights_only=weights_only)
-        except lazyckpt.UnsupportedFormatError:  # torch may read it, or raises its own error
-            return super().load_checkpoint(path, map_location, weights_only)
-        except lazyckpt.LoadError as error:
-            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-                return super().load_checkpoint(path, map_location, weights_only)  # which says so
-            raise
+        if target is not None and not os.path.isdir(target):
+            try:
+                return lazyckpt.load(target, map_location, weights_only=weights_only)
+            except lazyckpt.UnsupportedFormatError:
+                pass
+            except lazyckpt.LoadError as error:
+                if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                    raise
+        return super().load_checkpoint(path, map_location, weights_only)  # torch may read it, or raises its own error
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Removes ``path`` once everything saved so far is durable; if that fails, keeps it and warns."""
         if self._failed_at_once is not None:
-            what = f"{path} is kept, since the checkpoint after it was not saved ({self._failed_at_once})"
-            warn(what)
+            warn(f"{path} is kept, since the checkpoint after it was not saved ({self._failed_at_once})")
             return
         target = local_path(path)
         saver = self._own_saver()
         if target is None or saver is None:
             super().remove_checkpoint(path)
             return
-        with self._lock:
-            self._linked[target] = next(self._link_numbers)
         saver.remove(target)
         self._removed.add(target)
 
@@ -227,6 +194,7 @@ class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
             finally:
                 self._saver = None
                 if saver is not None:
+                    self._at_the_end.detach()
                     saver.close()
         except lazyckpt.SaveError as error:
             if not attended:
@@ -235,15 +203,10 @@ class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
 
     # for the callback
 
-    def exists(self, path: str | Path) -> bool:
-        """Whether the file would exist now if saves and removals took no time."""
-        target = local_path(path)
-        if target is None:
-            fs, name = url_to_fs(str(path))
-            return bool(fs.exists(name))
-        saver = self._own_saver()
-        pending = [handle.path for handle in saver.pending()] if saver is not None else []
-        return target not in self._removed and (target in pending or target in self._links or os.path.exists(target))
+    def exists(self, target: Path) -> bool:
+        """Whether the local file would exist now if saves and removals took no time."""
+        there = target in self._links or any(handle.path == target for handle in self._pending())
+        return target not in self._removed and (there or os.path.exists(target))
 
     def link(self, path: str | Path, link: str | Path) -> None:
         """Makes ``link`` a durable symbolic link to ``path`` once ``path`` is durable.
@@ -267,8 +230,7 @@ class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
                 except OSError as error:
                     warn(f"{name} could not be made a link to {target}: {error}")
 
-        saver = self._own_saver()
-        pending = [handle for handle in saver.pending() if handle.path == target] if saver is not None else []
+        pending = [handle for handle in self._pending() if handle.path == target]
         if pending:
             pending[-1].add_done_callback(make)
         else:
@@ -277,18 +239,23 @@ class LazyCheckpointIO(TorchCheckpointIO, PendingFiles):
     def _own_saver(self) -> lazyckpt.Saver | None:
         return self._saver if self._pid == os.getpid() else None  # not what a forked process inherited
 
+    def _drain(self) -> None:
+        """Waits as ``wait`` does, and raises nothing."""
+        saver = self._own_saver()
+        if saver is not None:
+            saver.drain()
+
+    def _pending(self) -> list[lazyckpt.SaveHandle]:
+        saver = self._own_saver()
+        return saver.pending() if saver is not None else []
+
     def _open_saver(self) -> lazyckpt.Saver:
         saver = self._own_saver()
         if saver is None:
             saver = self._saver = lazyckpt.Saver(**self._knobs)
             self._pid = os.getpid()
+            self._at_the_end = weakref.finalize(self, close_and_warn, saver)  # Fabric calls no teardown()
         return saver
-
-
-def _teardown(ref: weakref.ref[LazyCheckpointIO]) -> None:
-    io = ref()
-    if io is not None:
-        io.teardown()
 
 
 def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
@@ -300,10 +267,8 @@ def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
     commit.publish_file(unfinished, target)
 
 
-class LazyCheckpointCallback(Callback):
-    """Completes ``LazyCheckpointIO`` in a Trainer. Lightning adds it to every Trainer by itself.
-
-    With any other CheckpointIO it does nothing.
+class LazyCheckpointCallback(StartsAnew, Callback):
+    """Completes ``LazyCheckpointIO`` in a Trainer; does nothing with another. Lightning adds it by itself.
 
     - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, and wherever you
       have a hook at the start or the end of an epoch. Such a hook finds the files of checkpoints of less than 16 MiB
@@ -313,8 +278,8 @@ class LazyCheckpointCallback(Callback):
     - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; what failed by the end
       of ``fit`` is raised there
 
-    While it is active it stands first in ``trainer.callbacks``, before callbacks that swap weights. Code that writes to
-    weights elsewhere must call ``lazyckpt.wait_captured`` first.
+    It moves to the front of ``trainer.callbacks``, before callbacks that swap weights. Code that writes to weights
+    elsewhere must call ``lazyckpt.wait_captured`` first.
     """
 
     def __init__(self) -> None:
@@ -322,15 +287,8 @@ class LazyCheckpointCallback(Callback):
 
     def _start_anew(self) -> None:
         self._io: LazyCheckpointIO | None = None
-        self._place = 0  # in trainer.callbacks, while it is in front
-        self._news: deque[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = deque()  # for loggers, when it is durable
+        self._news: list[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = []  # for loggers, when it is durable
         self._undo = contextlib.ExitStack()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which has no Trainer yet."""
-        fresh = object.__new__(type(self))
-        fresh._start_anew()
-        return {**vars(self), **vars(fresh)}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         io = trainer.strategy.checkpoint_io
@@ -340,7 +298,6 @@ class LazyCheckpointCallback(Callback):
         self._io = io
         io._attended, io._failure = True, None
         # A new list: Lightning is just now iterating over the old one.
-        self._place = trainer.callbacks.index(self)
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         for logger in trainer.loggers:
             if _overrides(logger, "after_save_checkpoint", Logger):
@@ -349,8 +306,7 @@ class LazyCheckpointCallback(Callback):
                 self._undo.callback(delattr, logger, "after_save_checkpoint")
 
     def _tell(self, io: LazyCheckpointIO, after_save_checkpoint: Callable[[Any], None], callback: Any) -> None:
-        saver = io._own_saver()
-        pending = saver.pending() if saver is not None else []
+        pending = io._pending()
         if pending:
             self._news.append((pending[-1], functools.partial(after_save_checkpoint, callback)))
         else:
@@ -367,7 +323,7 @@ class LazyCheckpointCallback(Callback):
             if isinstance(callback, WeightAveraging) and callback._average_model is not None:
                 saver.watch(callback._average_model)
 
-    # before weights are swapped, and before somebody looks for files
+    # before weights are swapped, and before hooks look for files
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._make_way("on_train_epoch_start", trainer)
@@ -376,48 +332,34 @@ class LazyCheckpointCallback(Callback):
         self._make_way("on_train_epoch_end", trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_durable(trainer)  # what ModelCheckpoint saves now is durable at on_fit_end: teardown comes before
+        # Nothing is left to overlap with, and users look for the best model. teardown() raises. What ModelCheckpoint
+        # saves after this is durable at on_fit_end.
+        if self._io is not None:
+            self._io._drain()
+            trainer.strategy.barrier()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_captured()
+        if self._io is not None:
+            lazyckpt.wait_captured()
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._wait_captured()
+    on_validation_epoch_end = on_validation_start
 
     def _make_way(self, hook: str, trainer: Trainer) -> None:
-        # Most checkpoints are saved here or hereabouts, and are to be copied during the next epoch: so this waits only
-        # if there is somebody who may write to weights.
+        # Most checkpoints are saved around here, and are copied during the next epoch. So this waits only if a callback
+        # or the module may write to weights, or list the folder.
+        if self._io is None:
+            return
         others = [c for c in trainer.callbacks if c is not self and not isinstance(c, _ONLY_READ)]
         if any(_overrides(callback, hook, Callback) for callback in others) or _overrides(
             trainer.lightning_module, hook, LightningModule
         ):
-            self._wait_captured()
-            self._wait_durable_if_small()
-
-    def _wait_captured(self) -> None:
-        if self._io is not None:
             lazyckpt.wait_captured()
-
-    def _wait_durable_if_small(self) -> None:
-        """Waits, if it is brief, so that a hook that lists the folder finds the same files as without lazyckpt."""
-        saver = self._io._own_saver() if self._io is not None else None
-        if saver is not None and sum(handle.metrics.bytes for handle in saver.pending()) < _SMALL_BYTES:
-            saver.drain()
-
-    def _wait_durable(self, trainer: Trainer) -> None:
-        """Waits at the end: nothing is left to overlap with, and users look for the best model. teardown() raises."""
-        if self._io is None:
-            return
-        saver = self._io._own_saver()
-        if saver is not None:
-            saver.drain()
-        trainer.strategy.barrier()
+            if sum(handle.metrics.bytes for handle in self._io._pending()) < _SMALL_BYTES:
+                self._io._drain()  # a hook that lists the folder finds the files that it finds without lazyckpt
 
     # what became of the saves
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._report(trainer)
 
     def _report(self, trainer: Trainer) -> None:
@@ -438,7 +380,7 @@ class LazyCheckpointCallback(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         while self._news and self._news[0][0].done():
-            handle, tell = self._news.popleft()
+            handle, tell = self._news.pop(0)
             if Future.exception(handle) is None:
                 tell()
 
@@ -448,7 +390,7 @@ class LazyCheckpointCallback(Callback):
         io = self._io
         if io is None:
             return
-        io._attended = False  # those who save on an exception come after this one, and block
+        io._attended = False  # callbacks that save on an exception come after this one; they block
         if io._failure is not None:
             warn(str(io._failure))
         while True:
@@ -473,13 +415,10 @@ class LazyCheckpointCallback(Callback):
         self._report(trainer)
         self._undo.close()
         self._io = None
-        if self in trainer.callbacks:
-            others = [callback for callback in trainer.callbacks if callback is not self]
-            trainer.callbacks = [*others[: self._place], self, *others[self._place :]]
 
 
 class _Late:
-    """A logger's method that is called later. A copy of the logger has its own instead, and needs no lazyckpt."""
+    """Calls a logger's method later. A copy of the logger has its own method instead, and needs no lazyckpt."""
 
     def __init__(self, call: Callable[..., Any], own: Callable[..., Any]) -> None:
         self._call = call
@@ -494,3 +433,6 @@ class _Late:
 
 def _overrides(obj: Any, method: str, base: type) -> bool:
     return method in vars(obj) or getattr(type(obj), method) is not getattr(base, method)
+
+
+lightning_last.install(LazyCheckpointIO)

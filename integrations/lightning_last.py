@@ -6,37 +6,20 @@ and saves on an exception after our callback has let go.
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 import lazyckpt
-
-try:
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-except ImportError as error:
-    raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
-
-
-class PendingFiles(ABC):
-    """A CheckpointIO that knows files which do not exist yet."""
-
-    @abstractmethod
-    def exists(self, path: str | Path) -> bool:
-        """Whether the file would exist now if saves and removals took no time."""
-
-    @abstractmethod
-    def link(self, path: str | Path, link: str | Path) -> None:
-        """Makes ``link`` a durable symbolic link to ``path`` once ``path`` is durable."""
+from lazyckpt.integrations import wrap
 
 
 def local_path(path: str | Path) -> Path | None:
@@ -48,54 +31,27 @@ def local_path(path: str | Path) -> Path | None:
 _superseded: weakref.WeakKeyDictionary[ModelCheckpoint, list[str]] = weakref.WeakKeyDictionary()
 
 
-def _lazy_io(trainer: Trainer) -> PendingFiles | None:
-    io = trainer.strategy.checkpoint_io
-    return io if isinstance(io, PendingFiles) else None
-
-
-def _wrap(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Puts the decorated ``function(original, callback, trainer, …)`` in front of the method ``name`` of
-    ModelCheckpoint, for Trainers with a LazyCheckpointIO."""
-
-    def install(function: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(ModelCheckpoint, name)
-
-        @functools.wraps(original)
-        def method(self: ModelCheckpoint, trainer: Trainer, *args: Any) -> Any:
-            if _lazy_io(trainer) is None:
-                return original(self, trainer, *args)
-            return function(original, self, trainer, *args)
-
-        setattr(ModelCheckpoint, name, method)
-        return function
-
-    return install
-
-
-@_wrap("_remove_checkpoint")
-def _remove_behind_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, filepath: str) -> None:
+def _remove_behind_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer, filepath: str) -> None:
     """ModelCheckpoint removes a file before it saves or links ``last``, which may still need that file."""
     if callback.save_last:
         _superseded.setdefault(callback, []).append(filepath)
     else:
-        original(callback, trainer, filepath)
+        original(trainer, filepath)
 
 
-@_wrap("_save_last_checkpoint")
-def _save_last(original: Any, callback: ModelCheckpoint, trainer: Trainer, monitor_candidates: Any) -> None:
+def _save_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer, candidates: Any) -> None:
     """Removes what ``_remove_behind_last`` held back, unless the save of ``last`` failed."""
     try:
-        original(callback, trainer, monitor_candidates)
+        original(trainer, candidates)
     finally:
         superseded = _superseded.pop(callback, [])
     for path in superseded:
         trainer.strategy.remove_checkpoint(path)
 
 
-@_wrap("_find_last_checkpoints")
-def _find_last(original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
+def _find_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
     """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing."""
-    found: set[str] = original(callback, trainer)
+    found: set[str] = original(trainer)
     if not (callback.save_last or found) or any(map(os.path.exists, found)):
         return found
     folder = local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
@@ -110,7 +66,7 @@ def _find_last(original: Any, callback: ModelCheckpoint, trainer: Trainer) -> se
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether training can go on from a file: every checksum matches, and it holds the optimizers."""
+    """Whether training can resume from a file: every checksum matches, and it holds the optimizers."""
     try:
         checkpoint = lazyckpt.load(path, "cpu", weights_only=True)
         return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint
@@ -121,30 +77,36 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-_link_at_once = ModelCheckpoint._link_checkpoint
+def _file_exists(io: Any, original: Any, callback: ModelCheckpoint, filepath: str | Path, trainer: Trainer) -> bool:
+    target = local_path(filepath)
+    if target is None:
+        return bool(original(filepath, trainer))
+    return bool(trainer.strategy.reduce_boolean_decision(trainer.is_global_zero and io.exists(target), all=False))
 
 
-def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-    io = _lazy_io(trainer)
-    if io is None:
-        _link_at_once(trainer, filepath, linkpath)
-        return
-    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-        io.link(filepath, linkpath)
-    trainer.strategy.barrier()
+def install(io_type: type) -> None:
+    """Wraps the methods, for Trainers whose CheckpointIO is an ``io_type``."""
 
+    def find(trainer: Trainer) -> Any:
+        io = trainer.strategy.checkpoint_io
+        return io if isinstance(io, io_type) else None
 
-ModelCheckpoint._link_checkpoint = staticmethod(_link_checkpoint)
+    def find_among(callback: ModelCheckpoint, *args: Any) -> Any:
+        return next((find(arg) for arg in args if isinstance(arg, Trainer)), None)
 
-_file_exists_now = ModelCheckpoint.file_exists
+    link_at_once = ModelCheckpoint._link_checkpoint
 
+    def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        io = find(trainer)
+        if io is None:
+            link_at_once(trainer, filepath, linkpath)
+            return
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            io.link(filepath, linkpath)
+        trainer.strategy.barrier()
 
-def _file_exists(self: ModelCheckpoint, filepath: str, trainer: Trainer) -> bool:
-    io = _lazy_io(trainer)
-    if io is None:
-        return bool(_file_exists_now(self, filepath, trainer))
-    exists = trainer.is_global_zero and io.exists(filepath)
-    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
-
-
-ModelCheckpoint.file_exists = _file_exists
+    ModelCheckpoint._link_checkpoint = staticmethod(link)
+    wrap(ModelCheckpoint, "_remove_checkpoint", find_among)(_remove_behind_last)
+    wrap(ModelCheckpoint, "_save_last_checkpoint", find_among)(_save_last)
+    wrap(ModelCheckpoint, "_find_last_checkpoints", find_among)(_find_last)
+    wrap(ModelCheckpoint, "file_exists", find_among)(_file_exists)

@@ -1,8 +1,8 @@
-"""Leads the files that others write with safetensors into a staged folder, so that they are saved lazily.
+"""Redirects the files that a framework or a user's hook writes with safetensors into a staged folder.
 
-A framework, or a hook of the user's, calls ``save_file`` and goes on. The tensors are captured only when the folder is
-saved, which is soon after. Whoever swaps weights for the file and swaps them back gets what ``save_file`` was given:
-inside ``safetensors_into`` every operation of torch that writes to such a tensor keeps its old values first.
+``save_file`` returns at once, and the tensors are captured when the folder is saved, soon after. The file holds what
+``save_file`` was given, even if the hook swaps the weights back in between: inside ``safetensors_into``, every
+operation of torch that writes to such a tensor first keeps its old values.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import lazyckpt
 from lazyckpt.capture.gate import gate
 from lazyckpt.providers.wrappers import storages_in
 
-_Tensors = dict[str, torch.Tensor]
-
 # Where libraries have the function, beside its own module.
 _NAMES = (
     ("transformers.modeling_utils", "safe_save_file"),
@@ -36,32 +34,30 @@ _NAMES = (
 
 
 class _File(NamedTuple):
-    """What a file is to hold, and the name that it was given first."""
-
-    name: str
+    name: str  # that it was given first
     obj: Any
     metadata: Mapping[str, str] | None
 
 
 class _Given(NamedTuple):
-    """A tensor that ``save_file`` was given, as it was then."""
+    """A tensor that ``save_file`` was given, with its version and its address at that time."""
 
-    tensors: _Tensors
+    tensors: dict[str, torch.Tensor]
     key: str
     version: int
     address: int
 
     def changed(self) -> bool:
-        """Whether it was written to, or has other memory, and nobody kept its values before."""
+        """Whether it was written to, or got other memory, after its values could be kept."""
         tensor = self.tensors[self.key]
         return _version(tensor) != self.version or tensor.untyped_storage().data_ptr() != self.address
 
 
 class Redirected:
-    """What goes into a staged folder instead of to files under ``root``.
+    """The objects that go into a staged folder instead of into files under ``root``.
 
-    The gate treats it as a pending copy. Before an optimizer of another thread steps, and before a storage gives its
-    memory back, the values are kept.
+    The gate treats it as a pending copy: it keeps the values before an optimizer of another thread steps, and before a
+    storage frees its memory.
     """
 
     def __init__(self, staged: lazyckpt.StagedFolder, root: str | os.PathLike[str]) -> None:
@@ -72,13 +68,12 @@ class Redirected:
         self._lock = threading.RLock()  # a second writer waits until the first has kept the values
 
     def name(self, file: Any) -> str | None:
-        """The name of ``file`` in the folder; None if it goes elsewhere."""
-        path = os.fspath(file) if isinstance(file, str | os.PathLike) else ""
-        path = os.path.abspath(path) if isinstance(path, str) and path else ""
+        """Returns the name of ``file`` in the folder; None if it goes elsewhere."""
+        path = os.path.abspath(file) if isinstance(file, str | os.PathLike) else ""
         return os.path.relpath(path, self._root) if path.startswith(self._root + os.sep) else None
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
-        """``obj`` is the content of the file from now on. A placeholder shows where a hook moves or copies it."""
+        """Makes ``obj`` the content of the file. A placeholder shows where a hook moves or copies it."""
         path = os.path.join(self._root, name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -88,11 +83,16 @@ class Redirected:
         self._files[placeholder] = _File(name, obj, metadata)
 
     def add_tensors(self, tensors: Any, filename: Any, metadata: Any) -> bool:
-        """Takes what ``save_file`` was given; False if safetensors has to write it, or to say why it does not."""
+        """Takes the arguments of ``save_file``; returns False if safetensors must write the file or raise its error."""
         name = self.name(filename)
-        if name is None or not name.endswith(".safetensors"):  # the staged folder tells the format by the name
+        # The staged folder tells the format by the name.
+        if (
+            name is None
+            or not name.endswith(".safetensors")
+            or not os.path.isdir(os.path.dirname(os.path.join(self._root, name)))
+        ):
             return False
-        if not os.path.isdir(os.path.dirname(os.path.abspath(filename))) or not _are_plain(tensors, metadata):
+        if not _are_plain(tensors, metadata):
             return False
         whole = {key: _alone(tensor) for key, tensor in tensors.items()}
         if len(set(map(_storage, whole.values()))) < len(whole):
@@ -106,7 +106,7 @@ class Redirected:
         return True
 
     def keep(self, storage: int) -> None:
-        """This storage is about to be written to: what ``save_file`` was given keeps its values."""
+        """Clones what ``save_file`` was given of a storage that is about to be written to."""
         with self._lock:
             for given in self._taken.get(storage, ()):
                 given.tensors[given.key] = given.tensors[given.key].clone()
@@ -115,24 +115,20 @@ class Redirected:
     # what the gate asks of a pending copy
 
     def wait(self, owner: object) -> None:
-        """Keeps all values: the owner may change any of the tensors."""
-        self.wait_all()
+        self.wait_all()  # the owner may change any of the tensors
 
     def wait_all(self) -> None:
-        """Keeps all values."""
         for storage in list(self._taken):
             self.keep(storage)
 
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
-        """Keeps the values of a storage that is about to lose its memory."""
         self.keep(int(storage._cdata))
 
     def give_verdict(self) -> None:
-        """Does nothing: no thread waits for this one."""
+        pass  # no thread waits for this one
 
     def is_held(self) -> bool:
-        """Returns False: no background thread needs the lock."""
-        return False
+        return False  # no background thread needs the lock
 
     def stage(self) -> None:
         """Hands the staged folder every file whose placeholder is there, under the name that it has now.
@@ -173,8 +169,8 @@ class Redirected:
 def safetensors_into(
     staged: lazyckpt.StagedFolder | None, root: str | os.PathLike[str], *namespaces: MutableMapping[str, Any]
 ) -> Iterator[Redirected | None]:
-    """Whatever safetensors is told to write under ``root`` in here goes into ``staged``, which is handed all of it at
-    the end; None: nothing is led anywhere. ``namespaces`` are looked through for ``save_file`` under any name."""
+    """A context in which files that safetensors would write under ``root`` go into ``staged``, at the end; None
+    redirects nothing. Also replaces ``save_file`` in ``namespaces``, whatever its name there."""
     if staged is None:
         yield None
         return
@@ -207,7 +203,7 @@ def safetensors_into(
 
 
 class _KeepsOldValues(TorchDispatchMode):
-    """Looks at every operation of torch on this thread, be it through ``.data`` or in another library.
+    """Sees every operation of torch on this thread, through ``.data`` and in other libraries too.
 
     Compiled functions run eagerly meanwhile, since their kernels write without an operation of torch.
     """
@@ -228,7 +224,7 @@ class _KeepsOldValues(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _keep(self, value: Any) -> None:
-        """Keeps the values of all storages in ``value``; of all that there are, if it does not show its own."""
+        """Keeps the values of all storages in ``value``; of all files, if ``value`` does not show its storages."""
         for tensor in value if isinstance(value, list | tuple) else [value]:
             storages = [storage for level in storages_in([tensor]) for storage in level.identities]
             if isinstance(tensor, torch.Tensor) and not storages:
@@ -238,14 +234,14 @@ class _KeepsOldValues(TorchDispatchMode):
 
 
 def _written(arguments: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The arguments that an operation writes to."""
+    """Yields the arguments that an operation writes to."""
     for at, argument in enumerate(arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[at] if at < len(args) else kwargs.get(argument.name)
 
 
 def _are_plain(tensors: Any, metadata: Any) -> bool:
-    """Whether there is nothing here that safetensors might treat in another way than lazyckpt, or refuse."""
+    """Whether safetensors would write exactly what lazyckpt writes, and refuse nothing."""
     strings = metadata is None or all(isinstance(text, str) for pair in dict(metadata).items() for text in pair)
     return (
         strings
@@ -263,8 +259,8 @@ def _are_plain(tensors: Any, metadata: Any) -> bool:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A part of a larger storage is copied: the other parts may be in the same file, under other names."""
-    tensor = tensor.detach()  # what is given other memory meanwhile is not this one
+    """Copies a part of a larger storage: the other parts may be in the same file, under other names."""
+    tensor = tensor.detach()  # the original may be given other memory
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 

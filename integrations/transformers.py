@@ -1,19 +1,13 @@
-"""The Hugging Face Trainer, saving lazily.
+"""The Hugging Face Trainer, saving lazily: ``Trainer(..., callbacks=[LazyCheckpointCallback()])``.
 
-    from lazyckpt.integrations.transformers import LazyCheckpointCallback
-
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[LazyCheckpointCallback()])
-    trainer.train(resume_from_checkpoint=True)
-
-The folders ``checkpoint-N`` hold the same files under the same names, and the same code loads them. But training goes
-on while they are written, and a folder gets its name only when all of it is durable. So
-``resume_from_checkpoint=True`` never finds half a checkpoint, whatever ends the process.
+The folders ``checkpoint-N`` hold the same files under the same names. Training goes on while they are written, and a
+folder gets its name only when all of it is durable.
 
 A callback does not see its Trainer and cannot replace a save. So importing this module wraps a few methods of
-``transformers.Trainer`` (at the end of this file). Without the callback they do what they always did. With it,
-``_save_checkpoint`` still writes the folder, but a staged one, and a ``Saver`` takes the large objects (weights,
-optimizer). Code that needs the folder on disk (other callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``)
-runs when the folder is durable, at the beginning of the next training step or at the end of training.
+``transformers.Trainer``, which do what they always did without the callback. With it, ``_save_checkpoint`` writes a
+staged folder, and a ``Saver`` takes the large objects (weights, optimizer). Code that needs the folder on disk (other
+callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``) runs when the folder is durable, at the beginning of the
+next training step or at the end of training.
 
 Supported: transformers 5.23 and newer 5.x, in one process or under DistributedDataParallel. With FSDP, DeepSpeed, XLA,
 SageMaker model parallelism or ``save_on_each_node`` the Trainer saves as it does without the callback.
@@ -38,27 +32,29 @@ import torch
 
 import lazyckpt
 from lazyckpt import settings
+from lazyckpt.integrations import StartsAnew, wrap
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import removal
 from lazyckpt.warn import warn
 
-_NEEDED = "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
-_INSTALL = "pip install 'transformers[torch]>=5.23,<6'"
-
 try:
-    import transformers.modeling_utils
     import transformers.trainer
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from accelerate.utils import broadcast_object_list
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_callback import CallbackHandler
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
     from transformers.training_args import ParallelMode
     from transformers.utils import WEIGHTS_NAME
     from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
+
+    if not hasattr(Trainer, "_finalize_training"):
+        raise ImportError(f"there is transformers {transformers.__version__}")
 except ImportError as error:
-    raise ImportError(_NEEDED + _INSTALL) from error
-if not hasattr(Trainer, "_finalize_training"):
-    raise ImportError(f"{_NEEDED}{_INSTALL} (found {transformers.__version__})")
+    raise ImportError(
+        "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
+        f"pip install 'transformers[torch]>=5.23,<6' ({error})"
+    ) from error
 
 # Inside output_dir, since it must be on the same file system. Neither resumption nor rotation looks at it, and
 # push_to_hub, which uploads output_dir, leaves out what begins with "_".
@@ -79,22 +75,19 @@ class _Save:
     on_save: bool = False  # the other callbacks wait for it
 
 
-class LazyCheckpointCallback(TrainerCallback):
+class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     """Makes its Trainer save lazily.
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
-    ``TrainingArguments.save_total_limit``. Raises ConfigError for one that makes no sense.
+    ``TrainingArguments.save_total_limit``. Raises ConfigError for an invalid one.
 
     A checkpoint that fails in the background raises its SaveError when the next one is saved, or at the end of
     ``train()``; with ``on_error="warn"`` it is a warning. The Trainer's loggers (``report_to``, ``on_log``) get, with
-    the training loss that follows, ``checkpoint/step``, ``checkpoint/blocked_ms`` (how long that checkpoint kept the
-    training waiting) and ``checkpoint/durable_s`` (from the beginning of the save until a power cut could not undo
-    it).
+    the next training loss, ``checkpoint/step``, ``checkpoint/blocked_ms`` (how long training waited for it) and
+    ``checkpoint/durable_s`` (from the beginning of the save until it was durable).
 
-    With several processes, ``on_save`` of the other callbacks comes later on the one that writes than on the others:
-    it must not make them communicate.
-
-    A copy of it, and one that was pickled, has its settings and none of its saves; it opens threads of its own.
+    With several processes, ``on_save`` of the other callbacks runs later on the process that writes than on the others,
+    so it must not make them communicate.
     """
 
     def __init__(self, **knobs: Any) -> None:
@@ -110,29 +103,16 @@ class LazyCheckpointCallback(TrainerCallback):
         self._inside: Path | None = None  # where folders are staged
         self._metrics: dict[str, float] = {}  # not logged yet
 
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = object.__new__(type(self))
-        fresh._start_anew()
-        return {**vars(self), **vars(fresh)}
-
     # What the Trainer calls
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **objects: Any) -> None:
         if args.should_save:
-            saver = self._open(model)  # now: it has to see the optimizer's steps
+            saver = self._open(objects["model"])  # now: it has to see the optimizer's steps
             if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
-                saver.expect(model, optimizer)
+                saver.expect(objects["model"], objects["optimizer"])
             _tidy(_staging_folder(args))
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._announce()
 
     # What the wrapped methods call
@@ -148,12 +128,15 @@ class LazyCheckpointCallback(TrainerCallback):
             self._saver.check()  # before the work is done, if there is an earlier failure to tell of
         state = trainer.state
         target = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        _barrier(trainer)  # every rank has made its sentinel
+        trainer.accelerator.wait_for_everyone()  # every rank has made its sentinel
         with contextlib.ExitStack() as stack:
             staged = None
             if trainer.args.should_save:
                 blocking = _is_just_in_time(Path(target))
-                staged = stack.enter_context(self._stage(trainer, target))
+                self._inside = _staging_folder(trainer.args)
+                saver = self._open(trainer.model)
+                staging = saver.stage(Path(target).absolute(), inside=self._inside, step=state.global_step)
+                staged = stack.enter_context(staging)
             self._write(trainer, staged, target, write)
             if staged is None:
                 return
@@ -162,19 +145,6 @@ class LazyCheckpointCallback(TrainerCallback):
         self._saves.append(_Save(trainer, copy.copy(state), target, handle, blocked_s))
         if blocking:
             self._announce()
-
-    def defers_on_save(self, handler: CallbackHandler, state: TrainerState) -> bool:
-        """Whether the other callbacks must wait for the newest save."""
-        for save in self._saves:
-            if save.trainer.callback_handler is handler and save.state.global_step == state.global_step:
-                save.on_save = True
-                return True
-        return False
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics that are not logged yet, once."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
 
     def wait(self) -> None:
         """Waits until every checkpoint is durable and announced. Raises the first SaveError that was not raised yet."""
@@ -205,17 +175,12 @@ class LazyCheckpointCallback(TrainerCallback):
         self._saver.watch(model)
         return self._saver
 
-    def _stage(self, trainer: Trainer, target: str) -> lazyckpt.StagedFolder:
-        self._inside = _staging_folder(trainer.args)
-        step = trainer.state.global_step
-        return self._open(trainer.model).stage(Path(target).absolute(), inside=self._inside, step=step)
-
     def _write(
         self, trainer: Any, staged: lazyckpt.StagedFolder | None, target: str, write: Callable[[], None]
     ) -> None:
         """Redirects ``write`` into the staged folder, which rank 0 has."""
         state = trainer.state
-        folder = _from_rank_zero(trainer, staged and str(staged.path))
+        (folder,) = broadcast_object_list([staged and str(staged.path)])
         written = os.path.join(folder, os.path.basename(target))
         # _save_checkpoint would do this if it did not look in the staged folder.
         best = os.path.join(os.path.dirname(target), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
@@ -228,7 +193,7 @@ class LazyCheckpointCallback(TrainerCallback):
                 write()
         finally:
             self._saving = None
-        _barrier(trainer)  # every rank has written its part
+        trainer.accelerator.wait_for_everyone()  # every rank has written its part
         if staged is not None:
             if state.best_model_checkpoint == written:
                 state.best_model_checkpoint = target
@@ -237,7 +202,7 @@ class LazyCheckpointCallback(TrainerCallback):
                 entry.rename(staged.path / entry.name)
             os.rmdir(written)
         # Only rank 0 knows of pending folders, and all ranks will load the best one.
-        state.best_model_checkpoint = _from_rank_zero(trainer, state.best_model_checkpoint)
+        (state.best_model_checkpoint,) = broadcast_object_list([state.best_model_checkpoint])
 
     def _announce(self) -> None:
         """Announces the checkpoints that have become durable."""
@@ -284,12 +249,10 @@ class LazyCheckpointCallback(TrainerCallback):
 
 
 class LazyCheckpointTrainerMixin:
-    """For a Trainer with a ``_save_checkpoint`` of its own, which adds files to the folder:
+    """For a Trainer with a ``_save_checkpoint`` of its own: ``class Lazy(LazyCheckpointTrainerMixin, MyTrainer): ...``
 
-        class LazyTrainer(LazyCheckpointTrainerMixin, MyTrainer): ...
-
-    Its files become part of the staged folder if it writes them to ``self._get_output_dir(trial)``, as the Trainer
-    does. A ``LazyCheckpointCallback`` is added unless there is one among ``callbacks``.
+    Files that it writes to ``self._get_output_dir(trial)``, as the Trainer does, become part of the staged folder. Adds
+    a ``LazyCheckpointCallback`` unless there is one among ``callbacks``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -397,80 +360,51 @@ def _is_supported(trainer: Trainer) -> bool:
     )
 
 
-def _barrier(trainer: Trainer) -> None:
-    if trainer.args.parallel_mode is ParallelMode.DISTRIBUTED:
-        torch.distributed.barrier()
-
-
-def _from_rank_zero(trainer: Trainer, value: Any) -> Any:
-    if trainer.args.parallel_mode is not ParallelMode.DISTRIBUTED:
-        return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 # The way in
 
 
-def _callback_in(handler: CallbackHandler) -> LazyCheckpointCallback | None:
+def _callback_in(handler: CallbackHandler, *_: Any) -> LazyCheckpointCallback | None:
     return next((c for c in handler.callbacks if isinstance(c, LazyCheckpointCallback)), None)
 
 
-def _wrap(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Puts the decorated ``function(callback, self, original, …)`` in front of the method ``name`` of ``owner``."""
-
-    def install(function: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            callback = _callback_in(self if isinstance(self, CallbackHandler) else self.callback_handler)
-            if callback is None:
-                return original(self, *args, **kwargs)
-            return function(callback, self, functools.partial(original, self), *args, **kwargs)
-
-        setattr(owner, name, method)
-        return function
-
-    return install
+def _callback_of(trainer: Trainer, *_: Any) -> LazyCheckpointCallback | None:
+    return _callback_in(trainer.callback_handler)
 
 
-@_wrap(Trainer, "_save_checkpoint")
-def _save(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, model: Any, trial: Any) -> None:
+@wrap(Trainer, "_save_checkpoint", _callback_of)
+def _save(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, model: Any, trial: Any) -> None:
     callback.save(trainer, trial, functools.partial(original, model, trial))
 
 
-@_wrap(CallbackHandler, "on_save")
+@wrap(CallbackHandler, "on_save", _callback_in)
 def _on_save(
-    callback: LazyCheckpointCallback,
-    handler: CallbackHandler,
-    original: Any,
-    args: TrainingArguments,
-    state: TrainerState,
-    control: TrainerControl,
-    **kwargs: Any,
+    callback: LazyCheckpointCallback, original: Any, handler: Any, args: Any, state: Any, control: Any, **kwargs: Any
 ) -> Any:
-    if callback.defers_on_save(handler, state):
-        control.should_save = False
-        return control
+    """Puts off ``on_save`` of the other callbacks until the save that has just begun is durable."""
+    for save in callback._saves:
+        if save.trainer.callback_handler is handler and save.state.global_step == state.global_step:
+            save.on_save = True
+            control.should_save = False
+            return control
     return original(args, state, control, **kwargs)
 
 
-@_wrap(CallbackHandler, "on_log")
+@wrap(CallbackHandler, "on_log", _callback_in)
 def _on_log(
     callback: LazyCheckpointCallback,
-    handler: CallbackHandler,
     original: Any,
-    args: TrainingArguments,
-    state: TrainerState,
-    control: TrainerControl,
-    logs: dict[str, float],
+    handler: Any,
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: Any,
     **kwargs: Any,
 ) -> Any:
     # For the loggers alone: state.log_history is a part of the checkpoint, and the same whenever the run is the same.
     # Not an entry of its own, and not with the results of an evaluation: a hyperparameter search adds those up.
-    metrics = callback.take_metrics() if "loss" in logs or "train_loss" in logs else {}
+    metrics: dict[str, float] = {}
+    if "loss" in logs or "train_loss" in logs:
+        metrics, callback._metrics = callback._metrics, metrics
     logs.update(metrics)
     try:
         return original(args, state, control, logs, **kwargs)
@@ -479,18 +413,18 @@ def _on_log(
             logs.pop(name, None)
 
 
-@_wrap(Trainer, "_load_best_model")
-@_wrap(Trainer, "_load_from_checkpoint")
-def _load(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *args: Any, **kwargs: Any) -> Any:
+@wrap(Trainer, "_load_best_model", _callback_of)
+@wrap(Trainer, "_load_from_checkpoint", _callback_of)
+def _load(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     callback.wait()
-    _barrier(trainer)
+    trainer.accelerator.wait_for_everyone()
     return original(*args, **kwargs)
 
 
-@_wrap(Trainer, "_finalize_training")
-def _finalize(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *args: Any, **kwargs: Any) -> Any:
+@wrap(Trainer, "_finalize_training", _callback_of)
+def _finalize(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     callback.close()
-    _barrier(trainer)
+    trainer.accelerator.wait_for_everyone()
     best = trainer.state.best_model_checkpoint
     if best is not None and not os.path.isdir(best):  # it failed, and on_error="warn" let training go on
         warn(f"the best checkpoint, {best}, was not saved")
@@ -507,10 +441,10 @@ def _remove_at_once(checkpoint: str, ignore_errors: bool = True) -> None:
         removal.remove(Path(checkpoint))
 
 
-@_wrap(Trainer, "train")
-def _train(callback: LazyCheckpointCallback, trainer: Trainer, original: Any, *args: Any, **kwargs: Any) -> Any:
+@wrap(Trainer, "train", _callback_of)
+def _train(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     callback.wait()  # it is about to look for the last checkpoint
-    _barrier(trainer)
+    trainer.accelerator.wait_for_everyone()
     try:
         return original(*args, **kwargs)
     except BaseException:

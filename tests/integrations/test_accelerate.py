@@ -11,7 +11,6 @@ import pickle
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,14 +32,15 @@ accelerate = pytest.importorskip("accelerate", "1.0")
 
 from accelerate import checkpointing  # noqa: E402
 from accelerate.commands.config import config_args  # noqa: E402
-from accelerate.state import AcceleratorState, DistributedType, GradientState  # noqa: E402
+from accelerate.state import DistributedType  # noqa: E402
 from accelerate.utils import ProjectConfiguration  # noqa: E402
+from duplicates import DUPLICATES  # noqa: E402
 
 import lazyckpt  # noqa: E402
 import lazyckpt.run  # noqa: E402
 from lazyckpt.integrations.accelerate import StateSaver, enable  # noqa: E402
 from lazyckpt.storage import commit, folders, in_place, removal  # noqa: E402
-from trainer_folders import contents  # noqa: E402
+from trainers import contents, forget_accelerators, ranks  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("plain_accelerate.py")
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
@@ -127,8 +127,7 @@ def fresh_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         if name.startswith("LAZYCKPT_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             monkeypatch.delenv(name)
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerators()
 
 
 @pytest.fixture
@@ -200,55 +199,6 @@ def test_saved_is_what_accelerate_saves_at_that_step_bit_for_bit(
             assert lazy[name] == plain[name], name
 
 
-def test_plain_accelerate_loads_what_was_saved(tmp_path: Path, graph: Any) -> None:
-    run = Run()
-    enable(run.accelerator)
-    run.step(2)
-    run.accelerator.save_state(tmp_path / "state")
-    run.accelerator.end_training()
-    expected = graph([run.model.state_dict(), run.optimizer.state_dict(), run.average.shadow])
-    other = Run()
-    other.step()
-    other.accelerator.load_state(str(tmp_path / "state"))
-    assert graph([other.model.state_dict(), other.optimizer.state_dict(), other.average.shadow]) == expected
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_the_scaler_skips_do_not_confuse_the_gate(tmp_path: Path, graph: Any, fused: bool) -> None:
-    """A fused optimizer is called all the same, and skips the step itself."""
-    run = Run(scaler=torch.amp.GradScaler("cpu"), fused=fused)
-    saver = enable(run.accelerator, **TINY_RING)
-    run.step(2)
-    for at in range(3):
-        run.plain_save_state(tmp_path / f"plain-{at}")
-        run.accelerator.save_state(tmp_path / f"lazy-{at}")
-        run.step(factor=float("inf"))
-        assert run.accelerator.optimizer_step_was_skipped is not fused
-        run.step()
-    saver.wait()
-    for at in range(3):
-        assert contents(tmp_path / f"lazy-{at}", graph) == contents(tmp_path / f"plain-{at}", graph)
-
-
-def test_copying_goes_on_after_save_state_has_returned(tmp_path: Path) -> None:
-    """The gate stands in front of the optimizer inside AcceleratedOptimizer: that one cannot be hooked itself."""
-    run = Run()
-    saver = enable(run.accelerator, **TINY_RING)
-    with pytest.raises(AttributeError):
-        run.optimizer.register_step_pre_hook(lambda *_: None)
-    run.step(2)
-    run.accelerator.save_state(tmp_path / "state")
-    handle = saver.last_save
-    assert not (tmp_path / "state").exists() and saver.pending() == [handle]
-    run.step()
-    assert handle.result(timeout=60) == tmp_path / "state"
-    metrics = handle.metrics
-    parameters = sum(p.nbytes for p in run.model.parameters())
-    # Lazy are the parameters and both moments; the average, which no optimizer owns, is not.
-    assert metrics.bytes > 4 * parameters and metrics.eager_bytes < 1.2 * parameters
-    assert metrics.save_blocked_s < metrics.captured_s < metrics.durable_s
-
-
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder gets its name a while after its bytes are there."""
@@ -263,7 +213,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_disk")
 def test_a_state_that_is_not_being_trained_is_there_when_save_state_returns(tmp_path: Path) -> None:
-    """There is nothing to overlap with; who saves before training, or after it, may look at once."""
+    """There is nothing to overlap with, so a script that saves before training, or after it, may look at once."""
     another = Run()
     enable(another.accelerator)
     another.step()  # other optimizers of the process do not count
@@ -289,53 +239,6 @@ def test_another_accelerator_of_the_process_waits_for_what_it_loads(tmp_path: Pa
     enable(other.accelerator)
     other.accelerator.load_state(tmp_path / "state")
     assert torch.equal(other.model.layers[0].weight, saved)
-
-
-def test_a_loader_with_a_state_is_saved(tmp_path: Path, graph: Any) -> None:
-    class Loader:
-        use_stateful_dataloader, dataset = True, range(10)
-        position = 4
-
-        def state_dict(self) -> dict[str, int]:
-            return {"position": self.position}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.position = state["position"]
-
-    run = Run()
-    enable(run.accelerator)
-    loader = Loader()
-    run.accelerator._dataloaders.append(loader)
-    run.accelerator.save_state(tmp_path / "state")
-    loader.position = 9
-    run.accelerator.load_state(tmp_path / "state")
-    assert (tmp_path / "state" / "dl_state_dict.bin").exists() and loader.position == 4
-
-
-def test_hooks_see_the_folder_and_may_save_the_models_themselves(tmp_path: Path) -> None:
-    """As diffusers does: what is written to the folder becomes a part of it, and emptied weights are not saved."""
-    run = Run(**automatic(tmp_path))
-    enable(run.accelerator)
-    loaded: list[str] = []
-
-    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        os.makedirs(os.path.join(output_dir, "unet"))
-        torch.save(weights.pop(), os.path.join(output_dir, "unet", "weights.pt"))
-
-    def load(models: list[Any], input_dir: str) -> None:
-        models.pop().load_state_dict(torch.load(os.path.join(input_dir, "unet", "weights.pt")))
-        loaded.append(input_dir)
-
-    run.accelerator.register_save_state_pre_hook(save)
-    run.accelerator.register_load_state_pre_hook(load)
-    run.step()
-    before = run.model.layers[0].weight.detach().clone()
-    folder = run.accelerator.save_state()
-    run.step()
-    run.accelerator.load_state()
-    assert loaded == [str(folder)] and (folder / "unet" / "weights.pt").exists()
-    assert not (folder / "model.safetensors").exists()
-    assert torch.equal(run.model.layers[0].weight, before)
 
 
 def test_a_hook_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -377,13 +280,12 @@ class Unet(nn.Module):
 class WithHooks:
     """A training whose hooks save what they like, as in the scripts of diffusers."""
 
-    def __init__(self, hook: Callable[[WithHooks, str], None] | None = None, seed: int = 0, **project: Any) -> None:
+    def __init__(self, seed: int = 0, **project: Any) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True, project_config=ProjectConfiguration(**project))
         torch.manual_seed(seed)
         model = Unet()
         self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-        self.hook = hook or WithHooks.save_both
         self.accelerator.register_save_state_pre_hook(self.save)
         self.accelerator.register_load_state_pre_hook(self.load)
 
@@ -396,11 +298,9 @@ class WithHooks:
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         weights.clear()
-        self.hook(self, output_dir)
-
-    def save_both(self, folder: str) -> None:
-        self.model.save_pretrained(os.path.join(folder, "unet"))
-        save_file(self.average.state_dict(), os.path.join(folder, "average.safetensors"))  # imported into this module
+        self.model.save_pretrained(os.path.join(output_dir, "unet"))
+        path = os.path.join(output_dir, "average.safetensors")
+        save_file(self.average.state_dict(), path)  # imported into this module
 
     def load(self, models: list[Any], input_dir: str) -> None:
         models.pop().load_state_dict(safetensors.torch.load_file(os.path.join(input_dir, "unet", "unet.safetensors")))
@@ -437,121 +337,6 @@ def test_what_hooks_write_with_safetensors_is_lazy_and_in_the_metrics(tmp_path: 
     assert graph(other.state()) == graph(expected)
 
 
-def test_a_registered_average_is_lazy(tmp_path: Path) -> None:
-    run = Run(**automatic(tmp_path))
-    saver = enable(run.accelerator)
-    assert saver is not None
-    average = AveragedModel(run.model)
-    run.accelerator.register_for_checkpointing(average)
-    run.average.shadow.clear()  # that one is not known
-    for _ in range(2):
-        run.accelerator.backward(run.model(torch.randint(300, (8,))))
-        run.optimizer.step()
-        average.update_parameters(run.model)
-        run.accelerator.save_state()
-    run.optimizer.step()
-    saver.wait()
-    metrics = saver.last_save.metrics  # type: ignore[union-attr]
-    assert metrics.eager_bytes < metrics.bytes / 20
-
-
-@pytest.mark.parametrize("swap", ["copy_", "data", "foreach", "pointer", "load_state_dict"])
-def test_a_hook_that_swaps_weights_for_its_file_saves_what_it_had_then(swap: str, tmp_path: Path) -> None:
-    """Diffusers' pipelines are saved with the average in the place of the model, which gets its own back afterwards."""
-
-    def write(run: WithHooks, values: list[torch.Tensor]) -> None:
-        parameters = list(run.model.parameters())
-        if swap == "foreach":
-            torch._foreach_copy_([p.data for p in parameters], values)
-        elif swap == "load_state_dict":
-            run.model.load_state_dict(dict(zip(run.model.state_dict(), values, strict=True)))
-        for p, value in zip(parameters, values, strict=True):
-            if swap == "copy_":
-                with torch.no_grad():
-                    p.copy_(value)
-            elif swap == "data":
-                p.data.copy_(value)
-            elif swap == "pointer":
-                p.data = value
-
-    def hook(run: WithHooks, folder: str) -> None:
-        stored = [p.detach().clone() for p in run.model.parameters()]
-        write(run, [p.detach().clone() for p in run.average.module.parameters()])
-        save_file(dict(run.model.named_parameters()), os.path.join(folder, "swapped.safetensors"))
-        write(run, stored)
-        safetensors.torch.save_file(run.model.state_dict(), os.path.join(folder, "live.safetensors"))
-
-    run = WithHooks(hook, **automatic(tmp_path))
-    saver = enable(run.accelerator)
-    assert saver is not None
-    run.step(3)
-    state = run.state()
-    folder = run.accelerator.save_state()
-    run.step()
-    saver.wait()
-    swapped = safetensors.torch.load_file(folder / "swapped.safetensors")
-    live = safetensors.torch.load_file(folder / "live.safetensors")
-    assert all(torch.equal(swapped[name], state["average"]["module." + name]) for name in swapped)
-    assert all(torch.equal(live[name], state["model"][name]) for name in live)
-
-
-def test_the_last_that_a_hook_writes_under_a_name_is_saved(tmp_path: Path) -> None:
-    def hook(run: WithHooks, folder: str) -> None:
-        for number in range(3):
-            for name in ("a.safetensors", "b.safetensors", "c.safetensors"):
-                obj = {"number": torch.full((9000,), number)}
-                write = {"a": save_file, "b": torch.save if number == 1 else save_file, "c": save_file}[name[0]]
-                write(obj, os.path.join(folder, name))
-            if number == 2:
-                torch.save(obj, os.path.join(folder, "c.safetensors"))
-
-    run = WithHooks(hook, **automatic(tmp_path))
-    saver = enable(run.accelerator)
-    assert saver is not None
-    run.step()
-    folder = run.accelerator.save_state()
-    saver.wait()
-    for name in ("a.safetensors", "b.safetensors"):
-        assert safetensors.torch.load_file(folder / name)["number"].unique().tolist() == [2]
-    assert torch.load((folder / "c.safetensors").open("rb"))["number"].unique().tolist() == [2]
-
-
-def test_what_safetensors_refuses_a_hook_is_told(tmp_path: Path) -> None:
-    """By safetensors itself, inside the hook, which may know what to do."""
-    refused: list[str] = []
-    weight = torch.ones(9000)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"a": weight, "b": weight}, "a.safetensors"),
-        ({"a": weight.view(90, 100).T}, "a.safetensors"),
-        ({"a": weight.to_sparse()}, "a.safetensors"),
-        ({"a": [weight]}, "a.safetensors"),
-        ({"a": weight}, "missing/a.safetensors"),
-    ]
-
-    def hook(run: WithHooks, folder: str) -> None:
-        for tensors, name in wrong:
-            with pytest.raises(Exception) as caught:
-                save_file(tensors, os.path.join(folder, name))
-            assert "lazyckpt" not in type(caught.value).__module__
-            refused.append(str(caught.value))
-        save_file({"a": weight[:100], "b": weight[100:]}, os.path.join(folder, "parts.safetensors"))
-        save_file({"a": weight}, tmp_path / "elsewhere.safetensors")
-        assert (tmp_path / "elsewhere.safetensors").exists(), "at once"
-
-    run = WithHooks(hook, **automatic(tmp_path / "run"))
-    saver = enable(run.accelerator)
-    assert saver is not None
-    run.step()
-    folder = run.accelerator.save_state()
-    saver.wait()
-    assert len(refused) == len(wrong)
-    assert {name: len(t) for name, t in safetensors.torch.load_file(folder / "parts.safetensors").items()} == {
-        "a": 100,
-        "b": 8900,
-    }
-    assert "a.safetensors" not in names(folder)
-
-
 # names and limits
 
 
@@ -573,16 +358,6 @@ def test_only_whole_checkpoints_are_ever_seen_among_the_checkpoints(tmp_path: Pa
     run.accelerator.load_state()  # waits until the newest is there
     assert torch.equal(run.model.layers[0].weight, weights[-1])
     assert staged_in == [tmp_path] * 3
-    assert names(tmp_path) == ["checkpoints"]
-
-
-def test_what_a_killed_run_left_is_swept(tmp_path: Path) -> None:
-    left = tmp_path / f".tmp-checkpoint_4-{0:032x}"
-    left.mkdir()
-    run = Run(**automatic(tmp_path))
-    enable(run.accelerator)
-    run.accelerator.save_state()
-    run.accelerator.end_training()
     assert names(tmp_path) == ["checkpoints"]
 
 
@@ -651,7 +426,7 @@ def test_a_number_that_exists_is_refused_as_accelerate_does(tmp_path: Path) -> N
         run.accelerator.save_state()
 
 
-def test_a_folder_of_ones_own_is_replaced_whole_and_keeps_what_others_put_there(tmp_path: Path, graph: Any) -> None:
+def test_an_existing_folder_is_replaced_whole_and_keeps_other_files(tmp_path: Path, graph: Any) -> None:
     """Accelerate writes into a folder that exists; scripts put their own files there, before and after."""
     run = Run()
     saver = enable(run.accelerator)
@@ -686,32 +461,6 @@ def volume(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("where", ["volume", "link", "."])
-def test_a_volume_a_link_and_the_working_folder_are_saved_into(
-    tmp_path: Path, where: str, graph: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: EBUSY; a link that was replaced; a process whose working folder was removed."""
-    folder = request.getfixturevalue("volume") if where == "volume" else tmp_path / "folder"
-    folder.mkdir(exist_ok=True)
-    (tmp_path / "link").symlink_to(folder.name)
-    monkeypatch.chdir(folder if where == "." else tmp_path)
-    run = Run()
-    saver = enable(run.accelerator)
-    for at in range(2):
-        (folder / "arguments.json").write_text("{}")
-        run.step()
-        run.plain_save_state(tmp_path / f"plain-{at}")
-        assert run.accelerator.save_state(where) == Path(where)
-        run.step()
-        saver.wait()
-        (folder / "arguments.json").unlink()  # raises if it did not stay
-        assert contents(folder, graph) == contents(tmp_path / f"plain-{at}", graph)
-        run.accelerator.load_state(where)
-    assert (tmp_path / "link").is_symlink() and folder.samefile(tmp_path / "link")
-    assert not [name for name in [*names(tmp_path), *names(folder)] if name.startswith(".")]
-    assert os.getcwd() == str(folder if where == "." else tmp_path)
 
 
 def test_load_state_finishes_what_was_cut_off_in_a_volume(tmp_path: Path, volume: Path, graph: Any) -> None:
@@ -813,7 +562,7 @@ def test_free_memory_lets_go_of_the_model_and_keeps_the_checkpoint(tmp_path: Pat
 
 
 def test_an_accelerator_that_is_let_go_is_not_kept(tmp_path: Path) -> None:
-    """It and what is enabled on it refer to each other, and the end of the program waits for what is pending."""
+    """The Accelerator and its StateSaver refer to each other, and the end of the program waits for pending saves."""
     run = Run()
     enable(run.accelerator)
     run.accelerator.save_state(tmp_path / "state")
@@ -864,36 +613,26 @@ def test_code_goes_before_the_environment_and_that_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_args, "cache_dir", str(tmp_path))
-    (tmp_path / "lazyckpt.yaml").write_text("max_in_flight: 5\ncopy_threads: 5\nio_depth: 5\n")
-    monkeypatch.setenv("LAZYCKPT_COPY_THREADS", "4")
+    (tmp_path / "lazyckpt.yaml").write_text("max_in_flight: 5\nio_depth: 5\n")
     monkeypatch.setenv("LAZYCKPT_IO_DEPTH", "4")
     run = Run()
-    config = enable(run.accelerator, io_depth=3)._saver.config
-    assert (config.max_in_flight, config.copy_threads, config.io_depth) == (5, 4, 3)
+    assert enable(run.accelerator)._saver.config.max_in_flight == 5
+    assert enable(run.accelerator, max_in_flight=3)._saver.config.max_in_flight == 3
+    assert enable(run.accelerator)._saver.config.io_depth == 4
     monkeypatch.setenv("LAZYCKPT_ENABLED", "no")
     assert enable(run.accelerator) is None
 
 
-@pytest.fixture(params=[0, pickle.HIGHEST_PROTOCOL, "cloudpickle"])
-def pickled(request: pytest.FixtureRequest) -> Callable[[Any], bytes]:
-    if request.param == "cloudpickle":
-        dumps: Callable[[Any], bytes] = pytest.importorskip("cloudpickle").dumps
-        return dumps
-    return lambda obj: pickle.dumps(obj, request.param)
-
-
-def test_an_unpickled_accelerator_trains_saves_and_resumes(
-    tmp_path: Path, pickled: Callable[[Any], bytes], full_disk: list[bool]
-) -> None:
+@pytest.mark.parametrize("kind", ["protocol 0", "cloudpickle"])
+def test_an_unpickled_accelerator_trains_saves_and_resumes(tmp_path: Path, kind: str, full_disk: list[bool]) -> None:
     """Regression: TypeError: cannot pickle '_queue.SimpleQueue' object."""
     run = Run()
     saver = enable(run.accelerator, max_in_flight=3, **TINY_RING)
     run.step(2)
     run.accelerator.save_state(tmp_path / "original")
     there = Run.__new__(Run)
-    there.accelerator, there.average, there.optimizer, there.scheduler = pickle.loads(
-        pickled((run.accelerator, run.average, run.optimizer, run.scheduler))
-    )
+    parts = run.accelerator, run.average, run.optimizer, run.scheduler
+    there.accelerator, there.average, there.optimizer, there.scheduler = DUPLICATES[kind](parts)
     own = there.accelerator.save_state.__self__
     assert type(own) is StateSaver and own is not saver and own._accelerator is there.accelerator
     assert own._saver is None and own.last_save is None and own.pending() == []
@@ -918,7 +657,8 @@ def test_an_unpickled_accelerator_trains_saves_and_resumes(
     assert there.accelerator.save_state.__func__ is accelerate.Accelerator.save_state
 
 
-def test_in_a_new_process_an_unpickled_accelerator_saves(tmp_path: Path) -> None:
+def test_in_a_new_process_an_unpickled_accelerator_saves_and_its_last_failure_is_told(tmp_path: Path) -> None:
+    """At the end of the program everything is durable, although nothing waits for it there."""
     accelerator = accelerate.Accelerator(cpu=True)
     model = nn.Linear(300, 300)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -931,38 +671,26 @@ def test_in_a_new_process_an_unpickled_accelerator_saves(tmp_path: Path) -> None
         "(model,), (optimizer,) = accelerator._models, accelerator._optimizers\n"
         "accelerator.backward(model(torch.ones(1, 300)).sum())\n"
         "optimizer.step()\n"
-        "accelerator.save_state(sys.argv[2])\n"  # durable at the end, although nobody waits for it
+        "accelerator.save_state(sys.argv[2])\n"
         "metrics = accelerator.save_state.__self__.last_save.metrics\n"
         "assert metrics.eager_bytes < metrics.bytes / 2, metrics\n"
         "print(model.weight.double().sum().item())\n"
+        "optimizer.step()\n"
+        "from lazyckpt.storage import commit\n"
+        "publish = commit.Staging.publish\n"
+        "def fail(self):\n"
+        "    if self.target.name == 'failed': raise OSError(28, 'No space left on device')\n"
+        "    return publish(self)\n"
+        "commit.Staging.publish = fail\n"
+        "accelerator.save_state('failed')\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "accelerator.pkl"), str(tmp_path / "state")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stderr and not (tmp_path / "failed").exists()
     accelerator.load_state(tmp_path / "state")
     assert model.weight.double().sum().item() == float(done.stdout)
-
-
-def test_a_method_that_was_replaced_before_is_in_the_pickle(tmp_path: Path) -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.load_state = Told(accelerator)
-    enable(accelerator)
-    there = pickle.loads(pickle.dumps(accelerator))
-    there.load_state(tmp_path)
-    enable(there, enabled=False)
-    assert type(there.load_state) is Told and there.load_state.accelerator is there
-    assert there.load_state.told == [tmp_path] and accelerator.save_state.__self__._replaced["load_state"].told == []
-
-
-class Told:
-    """A load_state of somebody else's."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self.accelerator = accelerator
-        self.told: list[Any] = []
-
-    def __call__(self, input_dir: Any) -> None:
-        self.told.append(input_dir)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
@@ -988,29 +716,25 @@ def test_sharded_checkpoints_are_left_to_accelerate() -> None:
     assert not isinstance(getattr(run.accelerator.save_state, "__self__", None), StateSaver)
 
 
-@pytest.mark.parametrize("absent", [True, False])
-def test_a_missing_or_old_accelerate_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, absent: bool) -> None:
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+def test_a_missing_framework_is_told_in_one_line(framework: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, f"lazyckpt.integrations.{framework}", raising=False)
+        for module in [name for name in sys.modules if name.partition(".")[0] == framework]:
+            patch.delitem(sys.modules, module)
+        patch.setitem(sys.modules, framework, None)
+        with pytest.raises(ImportError, match=r"^lazyckpt.* needs .*: pip install .*$"):
+            importlib.import_module(f"lazyckpt.integrations.{framework}")
+
+
+def test_an_old_accelerate_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lazyckpt.integrations.accelerate")
-    if absent:
-        monkeypatch.setitem(sys.modules, "accelerate", None)
-    else:
-        monkeypatch.setattr(accelerate, "__version__", "1.8.1")
+    monkeypatch.setattr(accelerate, "__version__", "1.8.1")
     with pytest.raises(ImportError, match=r"^lazyckpt needs accelerate 1.9 or newer: pip install .*$"):
         importlib.import_module("lazyckpt.integrations.accelerate")
 
 
 # whole runs, in processes of their own
-
-
-def environment(rank: int | None = None, port: int = 0, ranks: int = 2) -> dict[str, str]:
-    own = {
-        "PYTHONPATH": os.pathsep.join([str(Path(lazyckpt.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    if rank is not None:
-        own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    return {**os.environ, **own}
 
 
 @pytest.fixture
@@ -1043,29 +767,18 @@ def losses(printed: str) -> dict[int, str]:
     return {entry["step"]: entry["loss"] for entry in entries}
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def launch(*arguments: object, folder: Path) -> list[tuple[int, dict[int, str], str]]:
+    """Runs the script with lazyckpt on two ranks: the exit code, the loss by step and the output of each."""
+    children = ranks(lambda: main(*arguments), folder)
+    codes = [child.wait() for child in children]
+    printed = [child.output.read_text() for child in children]
+    return [(code, losses(text), text) for code, text in zip(codes, printed, strict=True)]
 
 
-def launch(*arguments: object, ranks: int = 1) -> list[tuple[int, dict[int, str], str]]:
-    """Runs the script with lazyckpt: the exit code, the loss by step and the errors of every rank."""
-    port = free_port()
-    command = [sys.executable, "-m", "lazyckpt.run", str(SCRIPT), *map(str, arguments)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen(command, env=environment(rank if ranks > 1 else None, port), **pipes) for rank in range(ranks)
-    ]
-    try:
-        ends = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    results = []
-    for process, (out, errors) in zip(processes, ends, strict=True):
-        results.append((process.returncode, losses(out), errors))
-    return results
+def main(*arguments: object) -> None:
+    sys.argv = ["run.py", str(SCRIPT), *map(str, arguments)]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    lazyckpt.run.main()
 
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Any, run_here: Any) -> None:
@@ -1074,7 +787,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Any, run_here: 
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "lazyckpt.run", str(SCRIPT)]
     done = subprocess.run(
         [*command, str(tmp_path / "killed"), "14", "2", "kill-at=5"],
-        env=environment(),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -1085,25 +798,22 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Any, run_here: 
     resumed = run_here(tmp_path / "killed", 14, 2)
     assert sorted(whole) == list(range(1, 15)) and 1 < min(resumed) <= max(killed) + 1 <= 14
     assert {**killed, **resumed} == whole == {**resumed, **killed}
-    # What is saved from then on is the same, too; the numbers go on where the killed run stopped.
+    # Later checkpoints are the same, too; the numbers go on where the killed run stopped.
     newest = [sorted((tmp_path / run / "checkpoints").iterdir(), key=number)[-1] for run in ("whole", "killed")]
     assert contents(newest[0], graph) == contents(newest[1], graph)
     assert names(tmp_path / "killed") == ["checkpoints"] and len(names(newest[1].parent)) == 2
 
 
-@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_ranks_save_one_folder(tmp_path: Path, graph: Any, resumes: bool) -> None:
-    whole = launch(tmp_path / "whole", 6, 2, ranks=2)
+def test_two_ranks_save_one_folder(tmp_path: Path, graph: Any) -> None:
+    whole = launch(tmp_path / "whole", 6, 2, folder=tmp_path)
     assert [code for code, _, _ in whole] == [0, 0], whole
     newest = tmp_path / "whole" / "checkpoints" / "checkpoint_2"
     states = [torch.load(newest / f"random_states_{rank}.pkl", weights_only=False) for rank in range(2)]
     assert not torch.equal(states[0]["torch_manual_seed"], states[1]["torch_manual_seed"])
     assert names(tmp_path / "whole" / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
-    if not resumes:
-        return
     # Once more from the middle, as if the machine had failed before the last one was durable.
     shutil.copytree(newest.with_name("checkpoint_1"), tmp_path / "again" / "checkpoints" / "checkpoint_1")
-    again = launch(tmp_path / "again", 6, 2, ranks=2)
+    again = launch(tmp_path / "again", 6, 2, folder=tmp_path)
     for rank in range(2):
         assert again[rank][1] == {step: whole[rank][1][step] for step in (5, 6)}, again
     assert contents(tmp_path / "again" / "checkpoints" / "checkpoint_2", graph) == contents(newest, graph)
@@ -1112,12 +822,13 @@ def test_two_ranks_save_one_folder(tmp_path: Path, graph: Any, resumes: bool) ->
 
 @pytest.mark.parametrize("how", ["raise", pytest.param("die", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_fails_the_save_on_all_ranks(tmp_path: Path, how: str) -> None:
-    (main, _, told), (other, _, _) = launch(tmp_path, 4, 2, f"hook={how}", ranks=2)
-    assert main not in (0, None, -signal.SIGKILL) and other != 0
+    run = tmp_path / "run"
+    (main, _, told), (other, _, _) = launch(run, 4, 2, f"hook={how}", folder=tmp_path)
+    assert main not in (0, -signal.SIGKILL) and other != 0
     if how == "raise":
         assert "SaveError" in told and "the hook of rank 1 failed" in told
-    assert names(tmp_path / "checkpoints") == []
-    assert names(tmp_path) == ["checkpoints"]
+    assert names(run / "checkpoints") == []
+    assert names(run) == ["checkpoints"]
 
 
 def test_run_gives_a_script_what_it_would_have_had(
@@ -1139,23 +850,6 @@ def test_run_gives_a_script_what_it_would_have_had(
     assert capsys.readouterr().out.splitlines() == ["__main__ ['--lr', '1'] 42 StateSaver"] * 2
     with pytest.raises(SystemExit, match="usage"):
         run_main("--lr", "1")
-
-
-def test_the_last_failure_is_told_at_the_end_of_a_script_without_end_training(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, sys\n"
-        "from accelerate import Accelerator\n"
-        "accelerator = Accelerator(cpu=True)\n"
-        "from lazyckpt.storage import commit\n"
-        "def publish(self): raise OSError(28, 'No space left on device')\n"
-        "commit.Staging.publish = publish\n"
-        "accelerator.save_state(sys.argv[1])\n"
-    )
-    command = [sys.executable, "-m", "lazyckpt.run", str(script), str(tmp_path / "state")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
-    assert "No space left on device" in done.stderr
-    assert not (tmp_path / "state").exists()
 
 
 def test_the_example_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -79,7 +79,7 @@ def test_an_expanded_tensor_needs_only_what_it_shows(tmp_path: Path) -> None:
 
 
 class Special(nn.Parameter):
-    """As those of quantized or sharded layers: ``state_dict()`` gives plain tensors."""
+    """Like the parameters of quantized or sharded layers: ``state_dict()`` gives plain tensors."""
 
 
 class Wrapper(torch.Tensor):
@@ -103,7 +103,7 @@ class Wrapper(torch.Tensor):
 
 
 class Closed(Wrapper):
-    """It tells nobody what is inside."""
+    """Hides its inner tensor."""
 
     __tensor_flatten__ = None  # type: ignore[assignment]
 
@@ -164,21 +164,51 @@ def test_a_write_that_only_its_version_tells_fails_the_save(again: bool, saver: 
     assert not (tmp_path / "state").exists()
 
 
-# names
+@pytest.mark.parametrize("swap", ["data", "foreach", "pointer"])
+def test_weights_that_a_hook_swaps_for_its_file_are_saved(swap: str, saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """As for diffusers' pipelines, which are saved with the average in the place of the model."""
+    model = nn.Linear(150, 150)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
 
-
-@pytest.mark.parametrize("name", ["w.sft", "w.st", "w.bin", "w"])
-def test_a_name_that_does_not_tell_the_format_is_left_to_safetensors(
-    name: str, saver: lazyckpt.Saver, tmp_path: Path
-) -> None:
-    """Regression: the staged folder made what torch.save writes of it."""
+    def write(values: list[torch.Tensor]) -> None:
+        if swap == "foreach":
+            torch._foreach_copy_([p.data for p in model.parameters()], values)
+        for p, value in zip(model.parameters(), values, strict=True):
+            if swap == "data":
+                p.data.copy_(value)
+            elif swap == "pointer":
+                p.data = value
 
     def hook(folder: Path) -> None:
-        st.save_file({"a": torch.ones(N)}, folder / name)
-        assert (folder / name).exists(), "at once"
+        write([torch.full_like(p, 0.5) for p in model.parameters()])
+        st.save_file(dict(model.named_parameters()), folder / "swapped.safetensors")
+        write([value.clone() for value in before.values()])
+        st.save_file(model.state_dict(), folder / "live.safetensors")
 
     folder = save(saver, tmp_path / "state", hook)
-    assert st.load_file(folder / name)["a"].sum() == N
+    swapped, live = st.load_file(folder / "swapped.safetensors"), st.load_file(folder / "live.safetensors")
+    assert all((value == 0.5).all() for value in swapped.values()) and swapped.keys() == live.keys()
+    assert all(torch.equal(live[name], before[name]) for name in before)
+
+
+def test_a_hook_gets_the_errors_of_safetensors(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """Inside the hook, which may know what to do."""
+    weight = torch.ones(N)
+    wrong: list[Any] = [{"a": weight, "b": weight}, {"a": weight.view(100, -1).T}, {"a": weight.to_sparse()}]
+
+    def hook(folder: Path) -> None:
+        for tensors, name in [*((tensors, "a") for tensors in wrong), ({"a": weight}, "missing/a")]:
+            with pytest.raises(Exception) as caught:
+                st.save_file(tensors, folder / f"{name}.safetensors")
+            assert "lazyckpt" not in type(caught.value).__module__
+        st.save_file({"a": weight[:100], "b": weight[100:]}, folder / "parts.safetensors")
+        st.save_file({"a": weight}, tmp_path / "elsewhere.safetensors")
+        assert (tmp_path / "elsewhere.safetensors").exists(), "at once"
+
+    folder = save(saver, tmp_path / "state", hook)
+    assert files(folder) == ["parts.safetensors"]
+    parts = st.load_file(folder / "parts.safetensors")
+    assert {name: len(tensor) for name, tensor in parts.items()} == {"a": 100, "b": N - 100}
 
 
 # modules and modes
@@ -251,85 +281,51 @@ def test_what_compiled_code_writes_does_not_get_into_the_file(saver: lazyckpt.Sa
     assert parameter.sum() == 2 * N and st.load_file(folder / "w.safetensors")["a"].sum() == N
 
 
-# files that are moved
+# names, and files that are moved
 
 
-def _replace(folder: Path, write: Callable[[Path], None]) -> None:
-    write(folder / "w.safetensors")
-    os.replace(folder / "w.safetensors", folder / "final.safetensors")
-
-
-def _rename_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    (folder / "tmp").mkdir()
-    (folder / "tmp" / "config.json").write_text("{}")
-    write(folder / "tmp" / "w.safetensors")
-    os.rename(folder / "tmp", folder / "unet")
-
-
-def _copy(folder: Path, write: Callable[[Path], None]) -> None:
+def _name_and_move(folder: Path, write: Callable[[Path], None]) -> None:
+    """Gives files names that do not tell the format, and does what a hook may do to files afterwards."""
+    for name in ("a.sft", "b.bin", "c"):
+        write(folder / name)
+        assert (folder / name).stat().st_size > 4 * N, "at once"
+    write(folder / "renamed.safetensors.tmp")
+    os.replace(folder / "renamed.safetensors.tmp", folder / "renamed.safetensors")
+    write(folder / "other.safetensors")
+    os.replace(folder / "other.safetensors", folder / "other.bin")
+    (folder / "moved").mkdir()
+    (folder / "moved" / "config.json").write_text("{}")
+    write(folder / "moved" / "w.safetensors")
+    os.rename(folder / "moved", folder / "unet")
     (folder / "best").mkdir()
     write(folder / "w.safetensors")
     shutil.copy(folder / "w.safetensors", folder / "best" / "w.safetensors")
-
-
-def _unlink(folder: Path, write: Callable[[Path], None]) -> None:
-    write(folder / "w.safetensors")
-    (folder / "w.safetensors").unlink()
-    (folder / "done").touch()  # the file system may give it the number of the other
-
-
-def _remove_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    (folder / "tmp").mkdir()
-    write(folder / "tmp" / "w.safetensors")
-    shutil.rmtree(folder / "tmp")
-
-
-def _link(folder: Path, write: Callable[[Path], None]) -> None:
-    write(folder / "w.safetensors")
     (folder / "latest.safetensors").symlink_to("w.safetensors")
+    write(folder / "removed.safetensors")
+    (folder / "removed.safetensors").unlink()
+    (folder / "done").touch()  # the file system may give it the number of the other
+    (folder / "gone").mkdir()
+    write(folder / "gone" / "w.safetensors")
+    shutil.rmtree(folder / "gone")
+    write(folder / "twice.safetensors")
+    os.rename(folder / "twice.safetensors", folder / "old.safetensors")
+    write(folder / "twice.safetensors")
 
 
-def _write_twice(folder: Path, write: Callable[[Path], None]) -> None:
-    write(folder / "w.safetensors")
-    os.rename(folder / "w.safetensors", folder / "old.safetensors")
-    write(folder / "w.safetensors")
-
-
-@pytest.mark.parametrize(
-    "change", [_replace, _rename_folder, _copy, _unlink, _remove_folder, _link, _write_twice], ids=lambda c: c.__name__
-)
-def test_files_are_where_a_hook_leaves_them(
-    change: Callable[[Path, Callable[[Path], None]], None], saver: lazyckpt.Saver, tmp_path: Path
+def test_files_are_where_a_hook_leaves_them_in_the_format_that_they_were_given(
+    saver: lazyckpt.Saver, tmp_path: Path
 ) -> None:
-    """Regression: they appeared under the names that ``save_file`` was told, or not at all."""
+    """Regression: they appeared under the names that ``save_file`` was told, or not at all, or as torch.save writes."""
     tensor = torch.ones(N)
 
     def write(path: Path) -> None:
         st.save_file({"a": tensor}, path)
 
     (tmp_path / "plain").mkdir()
-    change(tmp_path / "plain", write)
-    folder = save(saver, tmp_path / "state", lambda folder: change(folder, write))
+    _name_and_move(tmp_path / "plain", write)
+    folder = save(saver, tmp_path / "state", lambda folder: _name_and_move(folder, write))
     assert files(folder) == files(tmp_path / "plain")
-    assert [path.is_symlink() for path in sorted(folder.rglob("*"))] == [
-        path.is_symlink() for path in sorted((tmp_path / "plain").rglob("*"))
-    ]
-    for path in folder.rglob("*.safetensors"):
-        assert torch.equal(st.load_file(path)["a"], tensor)
-
-
-def test_a_name_that_is_no_safetensors_while_it_is_written(saver: lazyckpt.Saver, tmp_path: Path) -> None:
-    def hook(folder: Path) -> None:
-        st.save_file({"a": torch.ones(N)}, folder / "w.safetensors.tmp")
-        os.replace(folder / "w.safetensors.tmp", folder / "w.safetensors")
-
-    assert files(save(saver, tmp_path / "state", hook)) == ["w.safetensors"]
-
-
-def test_a_file_with_another_format_under_its_new_name_has_the_old_one(saver: lazyckpt.Saver, tmp_path: Path) -> None:
-    def hook(folder: Path) -> None:
-        st.save_file({"a": torch.ones(N)}, folder / "w.safetensors")
-        os.replace(folder / "w.safetensors", folder / "w.bin")
-
-    folder = save(saver, tmp_path / "state", hook)
-    assert files(folder) == ["w.bin"] and st.load_file(folder / "w.bin")["a"].sum() == N
+    for name in files(folder):
+        assert (folder / name).is_symlink() == (tmp_path / "plain" / name).is_symlink()
+        if Path(name).name not in ("config.json", "done"):
+            assert torch.equal(st.load_file(folder / name)["a"], tensor), name

@@ -26,7 +26,7 @@ schedulefree = pytest.importorskip("schedulefree")
 import lazyckpt  # noqa: E402
 from lazyckpt.pipeline import background  # noqa: E402
 from lazyckpt.pipeline.launch import Launcher  # noqa: E402
-from trainer_folders import contents  # noqa: E402
+from trainers import contents, forget_accelerators, hugging_face_arguments, lightning_trainer  # noqa: E402
 
 Graph = Callable[[Any], Any]
 Knobs = dict[str, Any] | None  # of lazyckpt; None: the trainer without it
@@ -77,13 +77,12 @@ def hugging_face(folder: Path, knobs: Knobs, resumed: Path | None) -> Outcome:
     transformers = pytest.importorskip("transformers")
     from lazyckpt.integrations.transformers import LazyCheckpointCallback
 
-    arguments = transformers.TrainingArguments(
-        str(folder),
+    arguments = hugging_face_arguments(
+        folder,
         optim="schedule_free_adamw",
         learning_rate=0.01,
         lr_scheduler_type="constant",
         warmup_steps=2,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_steps=STEPS,
         eval_strategy="steps",
@@ -91,9 +90,6 @@ def hugging_face(folder: Path, knobs: Knobs, resumed: Path | None) -> Outcome:
         save_strategy="steps",
         save_steps=EVERY,
         logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
     )
     trainer = transformers.Trainer(
         Net(),
@@ -137,18 +133,6 @@ def lightning(hooks: str) -> Train:
 
             val_dataloader = train_dataloader
 
-        class ByEpoch(Module):
-            def on_fit_start(self) -> None:
-                self.optimizers().optimizer.train()
-
-            on_train_epoch_start = on_fit_start
-
-            def on_validation_start(self) -> None:
-                self.optimizers().optimizer.eval()
-
-            def on_validation_end(self) -> None:
-                self.optimizers().optimizer.train()
-
         class ByModel(Module):
             def on_fit_start(self) -> None:
                 self.optimizers().train()
@@ -168,22 +152,17 @@ def lightning(hooks: str) -> Train:
             def on_validation_epoch_start(self, trainer: Any, *_: Any) -> None:
                 trainer.optimizers[0].eval()
 
-        module = {"by epoch": ByEpoch, "by model": ByModel, "by callback": Module}[hooks]()
+        module = ByModel() if hooks == "by model" else Module()
         checkpoints = pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=EVERY)
-        trainer = pl.Trainer(
-            accelerator="cpu",
+        trainer = lightning_trainer(
+            folder,
+            None if knobs is None else LazyCheckpointIO(**knobs),
+            *[checkpoints, *([ByCallback()] if hooks == "by callback" else [])],
             max_steps=STEPS,
             max_epochs=-1,
             limit_train_batches=STEPS // 2,
             limit_val_batches=2,
             val_check_interval=2 * EVERY,
-            num_sanity_val_steps=0,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            plugins=[] if knobs is None else [LazyCheckpointIO(**knobs)],
-            callbacks=[checkpoints, *([ByCallback()] if hooks == "by callback" else [])],
         )
         trainer.fit(module, ckpt_path=resumed)
         return Outcome(losses, [module.state_dict(), trainer.optimizers[0].state_dict()])
@@ -193,8 +172,6 @@ def lightning(hooks: str) -> Train:
 
 def accelerate(folder: Path, knobs: Knobs, resumed: Path | None) -> Outcome:
     accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState, GradientState
-
     from lazyckpt.integrations.accelerate import enable
 
     losses: list[Any] = []
@@ -228,13 +205,11 @@ def accelerate(folder: Path, knobs: Knobs, resumed: Path | None) -> Outcome:
         accelerator.end_training()
         return Outcome(losses, [model.state_dict(), optimizer.state_dict()])
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerators()
 
 
 TRAINERS: dict[str, Train] = {
     "HF Trainer": hugging_face,
-    "Lightning by epoch": lightning("by epoch"),
     "Lightning by model": lightning("by model"),
     "Lightning by callback": lightning("by callback"),
     "Accelerate": accelerate,
@@ -273,8 +248,9 @@ def no_word_of_lazyckpt() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("witness", ["auto", "versions"])
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("trainer", "witness"), [*((trainer, "auto") for trainer in TRAINERS), ("Lightning by callback", "versions")]
+)
 def test_training_and_files_are_what_they_are_without_lazyckpt(
     trainer: str, witness: str, tmp_path: Path, handles: list[lazyckpt.SaveHandle], graph: Graph
 ) -> None:

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import lazyckpt
 from lazyckpt.pipeline.launch import Launcher
+from trainers import forget_accelerators, hugging_face_arguments, lightning_trainer
 from trials import TORTURE
 from writers.judge import Copies, Flat, Violation, clone, flat, judge, limit
 from writers.registry import EVERYONE, ONLY_PAGES, VERSIONS
@@ -219,15 +220,6 @@ class Run:
     def saving(self) -> contextlib.AbstractContextManager[None]:
         return self.writer.around_save(self.model, self.torch_optimizer)
 
-    def train(self) -> None:
-        raise NotImplementedError
-
-    def leaves(self) -> Flat:
-        raise NotImplementedError
-
-    def read(self, path: Path) -> Flat:
-        raise NotImplementedError
-
 
 def batches() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
@@ -262,17 +254,8 @@ class Lightning(Run):
                     with run.saving():
                         trainer.save_checkpoint(run.folder / f"{trainer.global_step}.ckpt")
 
-        lightning.Trainer(
-            accelerator="cpu",
-            max_steps=STEPS * SAVES,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=self.folder,
-            plugins=[LazyCheckpointIO(**self.knobs)],
-            callbacks=[Saves(), LazyCheckpointCallback()],
-        ).fit(Module())
+        io = LazyCheckpointIO(**self.knobs)
+        lightning_trainer(self.folder, io, Saves(), LazyCheckpointCallback(), max_steps=STEPS * SAVES).fit(Module())
 
     def leaves(self) -> Flat:
         weights = {f"net.{name}": value for name, value in self.model.state_dict().items()}
@@ -302,8 +285,6 @@ class Accelerate(Folders):
 
     def train(self) -> None:
         accelerate = pytest.importorskip("accelerate")
-        from accelerate.state import AcceleratorState, GradientState
-
         from lazyckpt.integrations.accelerate import enable
 
         accelerator = accelerate.Accelerator(cpu=True)
@@ -323,8 +304,7 @@ class Accelerate(Folders):
                         accelerator.save_state(str(self.folder / str(step)))
             accelerator.end_training()
         finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+            forget_accelerators()
 
 
 class HuggingFace(Folders):
@@ -341,15 +321,8 @@ class HuggingFace(Folders):
                 with run.saving():
                     super()._save_checkpoint(*args, **kwargs)
 
-        arguments = transformers.TrainingArguments(
-            str(self.folder),
-            per_device_train_batch_size=2,
-            max_steps=STEPS * SAVES,
-            save_steps=STEPS,
-            lr_scheduler_type="constant",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
+        arguments = hugging_face_arguments(
+            self.folder, max_steps=STEPS * SAVES, save_steps=STEPS, lr_scheduler_type="constant"
         )
         scheduler = torch.optim.lr_scheduler.ConstantLR(self.torch_optimizer, 1.0)
         Trainer(
@@ -361,7 +334,7 @@ class HuggingFace(Folders):
         ).train()
 
 
-TRAINERS: dict[str, type[Run]] = {"Lightning": Lightning, "Accelerate": Accelerate, "HF Trainer": HuggingFace}
+TRAINERS: dict[str, Any] = {"Lightning": Lightning, "Accelerate": Accelerate, "HF Trainer": HuggingFace}
 FEW = ("nobody", "forward pre-hook", "EMA by swap", ".data")  # in every trainer, under every witness
 CASES = [
     (trainer, name, witness)
