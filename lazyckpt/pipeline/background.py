@@ -173,10 +173,10 @@ class Background:
         try:
             with persist.aborted_on_error(flight):
                 staging = persist.create_files(flight)
-                files = persist.settle(flight, staging, read_back=self._config.verify_after_write)
+                receipt = persist.prepare(flight, staging, read_back=self._config.verify_after_write)
                 persist.agree(flight)
                 with self._naming:
-                    replaced = persist.commit(flight, staging, files)
+                    replaced = persist.commit(flight, staging, receipt)
         except BaseException as cause:  # no other thread would report it
             error, where = flight.out_of_memory, cause.__traceback__
             with contextlib.suppress(MemoryError):

@@ -1,6 +1,6 @@
 """The steps of the durability protocol (storage/commit.py) for one save, taken on one thread.
 
-``create_files`` and ``settle`` make the files durable under a temporary name. ``agree`` waits until every earlier save
+``create_files`` and ``prepare`` make the files durable under a temporary name. ``agree`` waits until every earlier save
 is decided and the verdict on this snapshot is known. Then ``commit`` decides; if any step fails, ``abort`` does.
 """
 
@@ -59,9 +59,16 @@ def create_files(flight: Flight) -> Staging:
     return staging
 
 
-def settle(flight: Flight, staging: Staging, *, read_back: bool) -> list[tuple[str, int, int]]:
-    """Step 3. Returns name, bytes and CRC-32 of each file when the files are durable and, with ``read_back``, compared
-    with what was copied. Lets go of the training state as soon as that is copied.
+@dataclass(frozen=True)
+class Receipt:
+    """A checkpoint that is durable under a temporary name: name, bytes and CRC-32 of each file."""
+
+    files: list[tuple[str, int, int]]
+
+
+def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> Receipt:
+    """Step 3. Returns when the files are durable and, with ``read_back``, compared with what was copied. Lets go of the
+    training state as soon as that is copied.
 
     Raises TornSnapshotError if the snapshot is known to be torn, and OSError."""
     job, snapshot = flight.job, flight.snapshot
@@ -79,7 +86,7 @@ def settle(flight: Flight, staging: Staging, *, read_back: bool) -> list[tuple[s
         begin = time.perf_counter()
         readback.compare(job, staging.path, flight.files)
         flight.handle.metrics.readback_s = time.perf_counter() - begin
-    return [(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)]
+    return Receipt([(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)])
 
 
 def agree(flight: Flight) -> None:
@@ -104,9 +111,9 @@ def agree(flight: Flight) -> None:
     _raise_torn(flight)
 
 
-def commit(flight: Flight, staging: Staging, files: list[tuple[str, int, int]]) -> Path | None:
+def commit(flight: Flight, staging: Staging, receipt: Receipt) -> Path | None:
     """Steps 5 and 6. Returns the folder that the checkpoint replaced, under another name, or None. Raises OSError."""
-    staging.describe(flight.request.manifest(files), flight.files)
+    staging.describe(flight.request.manifest(receipt.files), flight.files)
     replaced = staging.publish()
     flight.request.published()
     return replaced

@@ -33,7 +33,7 @@ def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
             append(job, snapshot, programs)
             staging = persist.create_files(flight)
             job.wait_eager()
-            persist.commit(flight, staging, persist.settle(flight, staging, read_back=False))
+            persist.commit(flight, staging, persist.prepare(flight, staging, read_back=False))
     except OSError as error:
         raise save_error(error, path=request.path, step=request.step) from error
 
