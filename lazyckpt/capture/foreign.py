@@ -159,7 +159,7 @@ def unwrapped(optimizer: Any) -> Any:
     """The optimizer that ``optimizer`` passes everything on to, as LightningOptimizer does: the two are one owner."""
     try:
         groups, state = optimizer.param_groups, optimizer.state
-        for inner in vars(optimizer).values() if groups is not None and state is not None else ():
+        for inner in list(vars(optimizer).values()) if groups is not None and state is not None else ():
             passed_on = isinstance(inner, torch.optim.Optimizer) and inner is not optimizer
             if passed_on and inner.param_groups is groups and inner.state is state:
                 return unwrapped(inner)

@@ -64,57 +64,27 @@ class Lookahead(Wrapper):
         return self.inner.state
 
 
-class NoGroups(Wrapper):
-    param_groups = None  # type: ignore[assignment]
+def raising(*_: Any) -> Any:
+    raise ValueError("not now")
 
 
-class GroupsRaise(Wrapper):
-    @property
-    def param_groups(self) -> Any:
-        raise ValueError("not now")
+def strange(name: str, base: type[Wrapper] = Lookahead, **attributes: Any) -> type[Wrapper]:
+    return type(name, (base,), attributes)
 
 
-class GroupsOfNumbers(Wrapper):
-    param_groups = [1, 2]  # type: ignore[assignment]  # noqa: RUF012
-
-
-class GroupsOfWords(Wrapper):
-    param_groups = [{"params": ["weight", None]}]  # noqa: RUF012
-
-
-class GroupsOfOneTensor(Wrapper):
-    param_groups = [{"params": torch.zeros(10_000)}]  # noqa: RUF012
-
-
-class StateRaises(Lookahead):
-    @property
-    def state(self) -> Any:
-        raise ValueError("not now")
-
-
-class StateInItself(Lookahead):
-    @property
-    def state(self) -> Any:
-        circle: dict[str, Any] = {}
-        circle["me"] = circle
-        return circle
-
-
-class HashRaises(Lookahead):
-    def __hash__(self) -> int:
-        raise ValueError("not now")
-
-
-class EqualRaises(Lookahead):
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("not now")
-
-
-class MissingRaises(Lookahead):
-    def __getattr__(self, name: str) -> Any:
-        raise ValueError(name)
+CIRCLE: dict[str, Any] = {}
+CIRCLE["me"] = CIRCLE
+NoGroups = strange("NoGroups", Wrapper, param_groups=None)
+GroupsRaise = strange("GroupsRaise", Wrapper, param_groups=property(raising))
+GroupsOfNumbers = strange("GroupsOfNumbers", Wrapper, param_groups=[1, 2])
+GroupsOfWords = strange("GroupsOfWords", Wrapper, param_groups=[{"params": ["weight", None]}])
+GroupsOfOneTensor = strange("GroupsOfOneTensor", Wrapper, param_groups=[{"params": torch.zeros(10_000)}])
+StateRaises = strange("StateRaises", state=property(raising))
+StateInItself = strange("StateInItself", state=CIRCLE)
+HashRaises = strange("HashRaises", __hash__=raising)
+EqualRaises = strange("EqualRaises", __hash__=object.__hash__, __eq__=raising)
+MissingRaises = strange("MissingRaises", __getattr__=raising)
+DictRaises = strange("DictRaises", __dict__=property(raising))
 
 
 class Counting(Lookahead):
@@ -131,12 +101,6 @@ class Counting(Lookahead):
 class Silent(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
-
-
-class DictRaises(Lookahead):
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        raise ValueError("not now")
 
 
 class Sealed(type(torch.optim.Optimizer)):  # type: ignore[misc]
