@@ -121,10 +121,9 @@ class Checkpointer:
             parts[RNG] = parts.pop(RNG)
         self._provider.parts = parts
         if isinstance(provider, ModuleProvider):
-            self._saver.watch(provider.module)
-            self._saver.expect(provider.module)
-        elif isinstance(provider, OptimizerProvider):
-            self._saver.expect(provider.optimizer)
+            self._saver.watch(provider.obj)
+        if isinstance(provider, ModuleProvider | OptimizerProvider):
+            self._saver.expect(provider.obj)
 
     # restore
 

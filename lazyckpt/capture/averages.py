@@ -75,33 +75,23 @@ def guard_imported(gate: Gate) -> None:
         if isinstance(kind, type) and kind not in _known and inspect.isfunction(vars(kind).get(first)):
             updates, swaps = (tuple(m for m in names if inspect.isfunction(vars(kind).get(m))) for names in average[:2])
             _known[kind] = Average(updates, swaps, average.module)
-            for method in updates:
-                setattr(kind, method, _gated_update(vars(kind)[method], gate))
-            for method in swaps:
-                setattr(kind, method, _gated_swap(vars(kind)[method], gate))
+            for method in (*updates, *swaps):
+                setattr(kind, method, _gated(vars(kind)[method], gate, updates=method in updates))
 
 
-def _gated_update(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+def _gated(method: Callable[..., Any], gate: Gate, *, updates: bool) -> Callable[..., Any]:
     @functools.wraps(method)
-    def update(average: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_known(average):  # of a class derived from a known one
+    def gated(average: Any, *args: Any, **kwargs: Any) -> Any:
+        if updates and not is_known(average):  # of a class derived from a known one
             return method(average, *args, **kwargs)
         holder = holder_of(average)
-        if isinstance(holder, torch.nn.Module) and holder not in gate.modules:
+        if updates and isinstance(holder, torch.nn.Module) and holder not in gate.modules:
             gate.watch(holder)
-        with gate.step(average):
+        # What a swap writes to may be anybody's: a new owner waits for everything.
+        with gate.step(average if updates else Guarded(average), counted=updates):
             return method(average, *args, **kwargs)
 
-    return update
-
-
-def _gated_swap(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def swap(average: Any, *args: Any, **kwargs: Any) -> Any:
-        with gate.step(Guarded(average), counted=False):  # a new owner waits for everything
-            return method(average, *args, **kwargs)
-
-    return swap
+    return gated
 
 
 def is_known(obj: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,24 +41,17 @@ def locate(
     return list(map(numbers.__getitem__, where)) if any(number != HOST for number in numbers.values()) else None
 
 
-class Sources(NamedTuple):
-    """The arguments of the engine's ``begin()`` for some storages."""
-
-    pointers: array[int]
-    devices: array[int] | None
-    streams: array[int] | None
-    held: list[torch.UntypedStorage]  # what the pointers point to
-    cuda: list[int]  # the devices, each once
-
-
-def sources(storages: list[torch.UntypedStorage], located: list[int] | None) -> Sources:
-    """Returns what the engine needs to know. ``located`` is what ``locate`` returned for these storages."""
+def sources(
+    storages: list[torch.UntypedStorage], located: list[int] | None
+) -> tuple[array[int], array[int] | None, array[int] | None, list[torch.UntypedStorage], list[int]]:
+    """Returns what the engine's ``begin()`` needs of storages: pointers, devices and streams; the storages that the
+    pointers point to; and the CUDA devices. ``located`` is what ``locate`` returned for these storages."""
     if located is None:
-        return Sources(array("Q", map(data_ptr, storages)), None, None, storages, [])
+        return array("Q", map(data_ptr, storages)), None, None, storages, []
     held = [on_host(s) if device == ELSEWHERE else s for s, device in zip(storages, located, strict=True)]
     devices = array("q", [max(device, HOST) for device in located])
     cuda = sorted(set(devices) - {HOST})
-    return Sources(array("Q", map(data_ptr, held)), devices, current_streams(cuda), held, cuda)
+    return array("Q", map(data_ptr, held)), devices, current_streams(cuda), held, cuda
 
 
 def target(map_location: Any, engine: _engine.Engine) -> int:

@@ -2,18 +2,15 @@
 
 A save copies state that no optimizer owns before it returns. Often that is an average of weights that the user wrote,
 and then ``guard`` helps. The warning needs evidence: two saves in a row copied the same storages that way, and
-something wrote to them in between. These do not count:
-
-- storages of an optimizer or a guarded object, which are eager for another reason, and not for long;
-- a save in which nothing is lazy: no optimizer is known or has stepped since the last one, or one is inside its step;
-- storages that were torn before, which stay eager, and buffers, which ``guard`` leaves eager;
-- storages that do not change: constants, and frozen parameters, which become lazy after two saves.
+something wrote to them in between. These do not count: storages of an optimizer or a guarded object, which are eager
+for another reason; a save in which nothing is lazy; storages that were torn before, and buffers, which stay eager.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
 
@@ -30,12 +27,12 @@ MIN_BYTES = 64 << 20  # memory is copied at 6 GB/s or more: less than this keeps
 _MAX_NAMES = 3
 
 
+@dataclass
 class Copied:
     """The storages that one save copied eagerly although nobody owns them, if they are large. Keeps no memory alive."""
 
-    def __init__(self) -> None:
-        self._refs: list[StorageWeakRef] = []
-        self.checksums: dict[int, int] = {}  # by _cdata; empty until the copies are done
+    checksums: dict[int, int] = field(default_factory=dict)  # by _cdata; empty until the copies are done
+    _refs: list[StorageWeakRef] = field(default_factory=list)
 
     def fill_in(self, snapshot: Snapshot, job: _engine.Job) -> None:
         """Reads a snapshot whose copies are done; on a background thread, since it takes a while."""

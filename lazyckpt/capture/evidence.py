@@ -134,9 +134,13 @@ class Evidence:
         """Returns the storages (``_cdata``) that are eager whatever their owners have earned."""
         return set(_storages([part.weight for part in list(self._embeddings) if part.max_norm is not None]))
 
-    def storages_of(self, optimizer: Any, tensors: list[torch.Tensor]) -> list[int]:
-        """Returns the storages of these parameters and of their state."""
-        return _storages([tensors, [_state_of(optimizer, tensor) for tensor in tensors]])
+
+def storages_of(optimizer: Any, tensors: list[torch.Tensor]) -> list[int]:
+    """Returns the storages of these parameters, and of the state that the optimizer keeps for each of them alone."""
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, dict) or isinstance(optimizer, torch.optim.LBFGS):  # which keeps all for its first one
+        state = {}
+    return _storages([tensors, [state.get(tensor) for tensor in tensors]])
 
 
 def _places(optimizer: Any, wanted: Callable[[torch.Tensor], bool]) -> list[tuple[int, int]]:
@@ -157,14 +161,6 @@ def _memory_of(optimizer: Any) -> dict[int, int]:
         return dict(zip(map(id, parameters), addresses(parameters), strict=True))
     except Exception:
         return {}
-
-
-def _state_of(optimizer: Any, parameter: torch.Tensor) -> Any:
-    """The state that the optimizer keeps for this parameter alone. LBFGS keeps everything for its first one."""
-    state = getattr(optimizer, "state", None)
-    if not isinstance(state, dict) or isinstance(optimizer, torch.optim.LBFGS):
-        return None
-    return state.get(parameter)
 
 
 def _storages(tree: Any) -> list[int]:

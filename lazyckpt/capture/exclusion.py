@@ -8,14 +8,15 @@ save has copied the eager storages and guarded the lazy ones.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 
-from lazyckpt.capture.calls import Call
+from lazyckpt.capture.averages import Guarded
 from lazyckpt.errors import SaveError
 
 # Seconds: how often a waiting thread checks that the call it waits for still runs; how long a step gives way to a save
@@ -23,6 +24,34 @@ from lazyckpt.errors import SaveError
 LOOK_S = 0.02
 _GIVE_WAY_S = 1.0
 _PATIENCE_S = 60.0
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class Call:
+    """A function call, known by its frame: one that raised leaves no other trace than that its frame is gone. It keeps
+    neither the frame nor its locals alive."""
+
+    __slots__ = ("_code", "frame", "thread")
+
+    def __init__(self, frame: FrameType) -> None:
+        self.thread = threading.get_ident()
+        self.frame = id(frame)
+        self._code: CodeType = frame.f_code
+
+    def under_way(self, stack: FrameType | None) -> bool:
+        """Whether the call is on ``stack``, the innermost frame of its thread; also True if that cannot be told."""
+        end = stack
+        while stack is not None:
+            if id(stack) == self.frame and stack.f_code is self._code:
+                return True
+            end, stack = stack, stack.f_back
+        # The other thread runs while this one looks. A generator that was suspended meanwhile has lost its caller.
+        return end is not None and bool(end.f_code.co_flags & _SUSPENDABLE)
+
+    @property
+    def thread_name(self) -> str:
+        names = [thread.name for thread in threading.enumerate() if thread.ident == self.thread]
+        return names[0] if names else str(self.thread)
 
 
 class Step(Call):
@@ -30,10 +59,10 @@ class Step(Call):
 
     __slots__ = ("name", "owner", "writing")
 
-    def __init__(self, owner: object, name: str, frame: FrameType) -> None:
+    def __init__(self, owner: object, frame: FrameType) -> None:
         super().__init__(frame)
         self.owner = id(owner)  # which outlives the call
-        self.name = name
+        self.name = type(owner.obj if isinstance(owner, Guarded) else owner).__name__
         self.writing = False
 
 
@@ -63,27 +92,29 @@ class Exclusion:
             self._forget_raised()
             return bool(self._open)
 
-    def _enter_step(self, step: Step, caller: FrameType | None) -> None:
-        """Opens a step, whose frame was called by ``caller``."""
+    def _enter(self, owner: object, frame: FrameType) -> Step:
+        """Opens a step of ``owner``, in ``frame``."""
+        step = Step(owner, frame)
         with self._changed:
-            mine = self._open.get(step.thread)
-            if mine is None:
-                self._open[step.thread] = [step]
-            else:  # nested steps, or some that raised
-                alive = [s for s in mine if s.frame != step.frame and s.under_way(caller)]
-                self._open[step.thread] = [*alive, step]
+            mine = self._open.get(step.thread, ())  # nested steps, or some that raised
+            alive = [s for s in mine if s.frame != step.frame and s.under_way(frame.f_back)]
+            self._open[step.thread] = [*alive, step]
+        return step
 
     def _leave(self, step: Step) -> None:
         """Closes a step, and those inside it that raised."""
         with self._changed:
             mine = self._open.get(step.thread, [])
             if step in mine:
-                if step is mine[0]:
-                    del self._open[step.thread]
-                else:
-                    self._open[step.thread] = mine[: mine.index(step)]
+                self._keep_open(step.thread, mine[: mine.index(step)])
             if self._armings:
                 self._changed.notify_all()
+
+    def _keep_open(self, thread: int, steps: list[Step]) -> None:
+        if steps:
+            self._open[thread] = steps
+        else:
+            del self._open[thread]
 
     def _pause(self, step: Step) -> None:
         """Lets saves go on while ``step`` does not write."""
@@ -93,9 +124,7 @@ class Exclusion:
 
     def _try_writing(self, steps: list[Step], since: float | None) -> bool:
         """Marks ``steps``, of this thread, as writing unless they must wait for a save; call with the lock held.
-
-        ``since``: when they began to wait (``time.monotonic()``).
-        """
+        ``since``: when they began to wait (``time.monotonic()``)."""
         me = steps[0].thread
         if self._armings and not any(step.writing for step in self._open.get(me, ())):
             waited_s = time.monotonic() - since if since is not None else 0.0
@@ -110,20 +139,14 @@ class Exclusion:
         if self._open:
             stacks = sys._current_frames()
             for thread, steps in list(self._open.items()):
-                alive = [step for step in steps if step.under_way(stacks.get(thread))]
-                if alive:
-                    self._open[thread] = alive
-                else:
-                    del self._open[thread]
+                self._keep_open(thread, [step for step in steps if step.under_way(stacks.get(thread))])
 
     # saves
 
     @contextlib.contextmanager
     def arming(self, path: str | os.PathLike[str], step: int | None) -> Iterator[None]:
-        """No other thread writes in a step inside this context.
-
-        Raises SaveError if an open step does not end: it may be waiting for this thread.
-        """
+        """No other thread writes in a step inside this context. Raises SaveError if an open step does not end: it may
+        be waiting for this thread."""
         mine = _Arming(sys._getframe(2))  # behind that of contextlib
         try:
             self._arm(mine, path, step)
@@ -166,19 +189,13 @@ class Exclusion:
     def _writing_elsewhere(self, me: int) -> Step | None:
         """A writing step of another thread, unless that thread is in ``save()`` itself."""
         self._forget_raised()
-        saving = {arming.thread for arming in self._armings}
-        for thread, steps in self._open.items():
-            if thread != me and thread not in saving:
-                for step in steps:
-                    if step.writing:
-                        return step
-        return None
+        here = {me, *(arming.thread for arming in self._armings)}
+        steps = (step for thread, steps in self._open.items() if thread not in here for step in steps)
+        return next((step for step in steps if step.writing), None)
 
     def _armed_elsewhere(self, me: int, waited_s: float, name: str) -> _Arming | None:
         """A save on another thread that the step ``name`` must wait for."""
-        if not self._armings:
-            return None
-        stacks = sys._current_frames()
+        stacks = sys._current_frames() if self._armings else {}
         self._armings = [arming for arming in self._armings if arming.under_way(stacks.get(arming.thread))]
         for arming in self._armings:
             if arming.thread == me or arming.broken is not None:

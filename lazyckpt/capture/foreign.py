@@ -35,12 +35,8 @@ _told_of: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 _guarded: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 
-def is_of_torch(optimizer: object) -> bool:
-    """Whether the optimizer is exactly one of torch's own, not of a class derived from one."""
-    return _is_class_of_torch(type(optimizer))
-
-
-def _is_class_of_torch(kind: type[Any]) -> bool:
+def is_of_torch(kind: type[Any]) -> bool:
+    """Whether a class of optimizers is exactly one of torch's own, not derived from one."""
     return f"{kind.__module__}.".startswith("torch.optim.")  # that of Adafactor is torch.optim itself
 
 
@@ -107,7 +103,7 @@ def guard_switches(kind: type[Any], gate: Gate) -> None:
     """Puts the gate in front of the methods with which optimizers of a class write outside ``step()``.
 
     The class changes, not the instance, so that optimizers are copied and pickled as before."""
-    if kind in _guarded or _is_class_of_torch(kind):
+    if kind in _guarded or is_of_torch(kind):
         return
     for name in dir(kind) if kind.__hash__ is not None else ():
         method = inspect.getattr_static(kind, name)
@@ -161,17 +157,15 @@ def _is_in_mode(optimizer: Any, train: bool) -> bool:
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that ``optimizer`` passes everything on to, as LightningOptimizer does: the two are one owner."""
-    seen = [optimizer]
     try:
         groups, state = optimizer.param_groups, optimizer.state
-        for outer in seen if groups is not None and state is not None else ():  # grows meanwhile
-            for inner in list(getattr(outer, "__dict__", {}).values()):
-                passed_on = isinstance(inner, torch.optim.Optimizer) and not any(inner is other for other in seen)
-                if passed_on and inner.param_groups is groups and inner.state is state:
-                    seen.append(inner)
-    except Exception:  # not as torch's are: it stands for itself
-        return optimizer
-    return seen[-1]
+        for inner in list(vars(optimizer).values()) if groups is not None and state is not None else ():
+            passed_on = isinstance(inner, torch.optim.Optimizer) and inner is not optimizer
+            if passed_on and inner.param_groups is groups and inner.state is state:
+                return unwrapped(inner)
+    except Exception:  # not as torch's are, or inside of itself: it stands for itself
+        pass
+    return optimizer
 
 
 def _is_schedulefree(module: str | None) -> bool:

@@ -34,16 +34,7 @@ class FrozenParameters:
 
 
 def frozen_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """The dense parameters of ``modules`` that nobody trains.
-
-    ``Module.parameters()`` takes ten times as long to find them, since it also makes their names."""
-    found = []
-    todo = list(modules)
-    seen = set(todo)
-    while todo:
-        module = todo.pop()
-        found += [p for p in module._parameters.values() if p is not None and not p.requires_grad]
-        parts = {m for m in module._modules.values() if m is not None} - seen
-        todo += parts
-        seen |= parts
-    return [p for p in found if p.layout is torch.strided]
+    """The dense parameters of ``modules`` that nobody trains."""
+    parts = (part for module in modules for part in module.modules())
+    found = (p for part in parts for p in part._parameters.values())  # Module.parameters() makes their names, too
+    return [p for p in found if p is not None and not p.requires_grad and p.layout is torch.strided]

@@ -23,7 +23,6 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from lazyckpt.capture import averages, devices
-from lazyckpt.capture.averages import Guarded
 from lazyckpt.capture.evidence import Evidence
 from lazyckpt.capture.exclusion import LOOK_S, Exclusion, Step
 from lazyckpt.capture.foreign import guard_callers, guard_switches, is_of_torch, warn_of_foreign, writes_before_closure
@@ -32,22 +31,13 @@ from lazyckpt.capture.torch_methods import gate_methods
 
 
 class Pending(Protocol):
-    """A snapshot that is not copied yet."""
+    """What is not copied yet: a snapshot, for example."""
 
-    def wait(self, owner: object) -> None:
-        """Returns when ``owner`` may change what it owns."""
-
-    def wait_all(self) -> None:
-        """Returns when everything may change."""
-
-    def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
-        """Returns when ``storage`` may let go of its memory."""
-
-    def give_verdict(self) -> None:
-        """Gives the verdict, if the calling thread owes it and everything is copied."""
-
-    def is_held(self) -> bool:
-        """Whether this thread has a lock that a background thread needs to finish it."""
+    def wait(self, owner: object) -> None: ...  # returns when ``owner`` may change what it owns
+    def wait_all(self) -> None: ...
+    def wait_for_storage(self, storage: torch.UntypedStorage) -> None: ...  # until it may let go of its memory
+    def give_verdict(self) -> None: ...  # if the calling thread owes it and everything is copied
+    def is_held(self) -> bool: ...  # whether this thread has a lock that a background thread needs to finish it
 
 
 class Gate(Exclusion):
@@ -146,20 +136,15 @@ class Gate(Exclusion):
         try:
             for owner in owners:
                 opened.append(self._enter(owner, frame))
-            for owner in owners if counted else ():
-                self._count(owner)
-                self._note_capture(owner)
+                if counted:
+                    self._count(owner)
+                    self._note_capture(owner)
             if opened:
                 self._begin_writing(opened, owners)
             yield
         finally:
             for step in reversed(opened):
                 self._leave(step)
-
-    def _enter(self, owner: Any, frame: FrameType) -> Step:
-        step = Step(owner, type(owner.obj if isinstance(owner, Guarded) else owner).__name__, frame)
-        self._enter_step(step, frame.f_back)
-        return step
 
     def _count(self, owner: Any) -> None:
         with self._changed:
@@ -224,7 +209,7 @@ class Gate(Exclusion):
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
         # Others may not (SAM), and wait up front.
-        if not callable(closure) or not is_of_torch(optimizer) or writes_before_closure(optimizer):
+        if not callable(closure) or not is_of_torch(type(optimizer)) or writes_before_closure(optimizer):
             if not callable(closure):
                 self.evidence.look(optimizer)
             self._begin_writing([step], (optimizer,))

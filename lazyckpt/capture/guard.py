@@ -31,14 +31,12 @@ class CUDAGraph(torch.cuda.CUDAGraph):
     _steps: weakref.WeakSet[Any] | tuple[()] = ()
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's."""
         gate.install()
         super().capture_begin(*args, **kwargs)
         self._steps = weakref.WeakSet()
         gate.capture_into(self._steps)
 
     def capture_end(self) -> None:
-        """As torch's."""
         gate.capture_into(None)
         super().capture_end()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import repeat
-from typing import NamedTuple
 
 import torch
 
@@ -27,17 +26,6 @@ FROZEN_MIN_BYTES = 8192  # more than any RNG state: modules are searched only fo
 FROZEN_BIT = 1 << 63  # together with the bits of optimizers that hold it in a group, although they do not train it
 
 
-class Laziness(NamedTuple):
-    """What was decided of some storages, by their places."""
-
-    owners: list[int]
-    """The bits of the owners that wait for each storage; 0 if it is eager."""
-    frozen: dict[int, torch.Tensor]
-    """The frozen parameters, lazy or not."""
-    in_training: bool
-    """Whether an optimizer that is at work owns some of them."""
-
-
 def decide(
     views: TensorViews,
     located: list[int] | None,
@@ -47,10 +35,12 @@ def decide(
     torn: TornStorages,
     *,
     watched: bool,
-) -> Laziness:
+) -> tuple[list[int], dict[int, torch.Tensor], bool]:
     """Decides for all storages of one checkpoint. ``located`` is what ``devices.locate`` returned for them.
+    ``watched``: the engine watches the pages of lazy host memory.
 
-    ``watched``: the engine watches the pages of lazy host memory."""
+    Returns the bits of the owners that wait for each storage, 0 if it is eager; the frozen parameters by place, lazy or
+    not; and whether an optimizer that is at work owns some of the storages."""
     may_be_lazy = list(map(ownership.lazy_owners.get, views.identities, repeat(0)))
     owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
     found = _frozen_in(views, owners, modules, ownership)
@@ -69,7 +59,7 @@ def decide(
     else:  # another process may write to shared memory; the page witness refuses it by itself
         columns = zip(owners, views.devices, views.storages, strict=True)
         owners = [0 if bits and d.type == "cpu" and s.is_shared() else bits for bits, d, s in columns]
-    return Laziness(owners, found, any(may_be_lazy))
+    return owners, found, any(may_be_lazy)
 
 
 def _frozen_in(

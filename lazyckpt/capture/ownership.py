@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import reduce
 from itertools import repeat
-from typing import Any, NamedTuple
+from operator import or_
+from typing import Any
 
 import torch
 
 from lazyckpt.capture import averages
 from lazyckpt.capture.averages import Guarded
-from lazyckpt.capture.evidence import addresses, parameters_in_groups
+from lazyckpt.capture.evidence import addresses, parameters_in_groups, storages_of
 from lazyckpt.capture.foreign import warn_of_foreign
 from lazyckpt.capture.gate import Gate
 from lazyckpt.providers.wrappers import Link, Storages, storages_in
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
-
-
-class _Claim(NamedTuple):
-    """One storage that is more than one tensor of one optimizer."""
-
-    owners: int  # bits
-    eligible: bool  # all of them are gated
-    tensors: tuple[torch.Tensor, ...]
-    whole: bool  # a contiguous one fills it
-
-    def join(self, other: _Claim) -> _Claim:
-        return _Claim(
-            self.owners | other.owners,
-            self.eligible and other.eligible,
-            (*self.tensors, *other.tensors),
-            self.whole or other.whole,
-        )
-
-    def lazy_owners(self, nbytes: int) -> int:
-        return self.owners if self.eligible and (self.whole or _fill(self.tensors, nbytes)) else 0
 
 
 def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
@@ -51,11 +33,7 @@ def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
     return end == nbytes
 
 
-class Parameters(NamedTuple):
-    """The tensors of an owner, and their addresses. They live as long as the owner has them."""
-
-    identities: list[int]
-    addresses: list[int]
+Parameters = tuple[list[int], list[int]]  # the tensors of an owner, by id, and their addresses
 
 
 class Ownership:
@@ -75,7 +53,8 @@ class Ownership:
         if gate is None:
             return
         owners, eager = gate.owners()
-        mixed: dict[int, _Claim] = {}
+        # Storages that are more than one tensor of one optimizer, with bit, eligibility, tensor and wholeness of each.
+        mixed: dict[int, list[tuple[int, bool, torch.Tensor, bool]]] = {}
         sizes: dict[int, int] = {}
         inside_step = gate.inside_step()
         newest_first = reversed(owners)  # those of earlier runs may live on as garbage
@@ -88,7 +67,7 @@ class Ownership:
                 known = averages.is_known(owner)
                 guarded = known or isinstance(owner, Guarded)
                 if not guarded:
-                    eager.update(self._eager(gate, owner, parameters, described.addresses, bit))
+                    eager.update(self._eager(gate, owner, parameters, described[1], bit))
                 owned = _storages_of(owner, parameters)
                 # If an optimizer does not step, something else may train its parameters. Hardly anything else writes to
                 # a known average, however seldom it is updated, and the kernel finds such writes.
@@ -97,7 +76,7 @@ class Ownership:
             except Exception as error:  # it may own anything, so it makes nothing lazy
                 warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
                 continue
-            if described.identities:  # otherwise it may own anything
+            if described[0]:  # otherwise it may own anything
                 self.owners[owner] = bit, described
             for tensors, identities, nbytes, whole, links in owned:
                 if guarded:
@@ -110,17 +89,17 @@ class Ownership:
                     self.tensors.update(zip(identities, zip(tensors, strict=True), strict=True))
                     continue
                 for identity, tensor, size, fills in zip(identities, tensors, nbytes, whole, strict=True):
-                    claim = _Claim(bit, gated and not tensor.is_inference(), (tensor,), bool(fills))
-                    if identity in self.tensors:  # another owner has it, or this one has it twice
+                    claims = mixed.setdefault(identity, [])
+                    if identity in self.tensors:  # another owner has all of it, too
                         bits = self.lazy_owners.pop(identity)
-                        claim = _Claim(bits, bits != 0, self.tensors.pop(identity), True).join(claim)
-                    elif identity in mixed:
-                        claim = mixed[identity].join(claim)
-                    mixed[identity] = claim
+                        claims.append((bits, bits != 0, self.tensors.pop(identity)[0], True))
+                    claims.append((bit, gated and not tensor.is_inference(), tensor, bool(fills)))
                     sizes[identity] = size
-        for identity, claim in mixed.items():
-            self.lazy_owners[identity] = claim.lazy_owners(sizes[identity])
-            self.tensors[identity] = claim.tensors
+        for identity, claims in mixed.items():
+            bits_of_all, eligible, seen_through, filling = zip(*claims, strict=True)
+            is_lazy = all(eligible) and (any(filling) or _fill(seen_through, sizes[identity]))
+            self.lazy_owners[identity] = reduce(or_, bits_of_all) if is_lazy else 0
+            self.tensors[identity] = seen_through
         self.lazy_owners.update((identity, 0) for identity in eager if identity in self.lazy_owners)
 
     def _eager(self, gate: Gate, owner: Any, parameters: list[torch.Tensor], at: list[int], bit: int) -> list[int]:
@@ -131,7 +110,7 @@ class Ownership:
         for storages in storages_in([p for p in without if not p.requires_grad]):
             for identity in storages.identities:
                 self.frozen_owners[identity] = self.frozen_owners.get(identity, 0) | bit
-        return gate.evidence.storages_of(owner, without)
+        return storages_of(owner, without)
 
 
 def _are_on_host(owned: list[Storages]) -> bool:
@@ -167,7 +146,7 @@ def parameters_of(owner: Any) -> Parameters:
 def _described(owner: Any, parameters: list[torch.Tensor]) -> Parameters:
     guarded = _guarded(owner)
     identities = list(map(id, parameters)) if guarded is None else [id(guarded)]
-    return Parameters(identities, addresses(parameters))
+    return identities, addresses(parameters)
 
 
 def _guarded(owner: Any) -> Any:

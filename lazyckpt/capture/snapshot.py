@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
 from functools import reduce
-from itertools import chain, compress, count, repeat
+from itertools import chain, compress, count, islice, repeat
 from operator import attrgetter, not_, or_
 from typing import TYPE_CHECKING, Any
 
@@ -72,22 +72,20 @@ class Snapshot:
         self.job: _engine.Job | None = None  # while it is under way
         self.metrics = metrics
         self.durable = durable
-        self.waited: Callable[[float], None] = _nothing  # told of every wait at the gate: when it began
+        self.waited: Callable[[float], None] | None = None  # told of every wait at the gate: when it began
         self.name_of = name_of
+        self.copied: Copied | None = None  # for eager.py
         self._owners = ownership.owners
         self._frozen = frozen
         self._torn_storages = torn
         self._frozen_views: list[tuple[int, TensorView, int, bool]] = []
-        self.copied: Copied | None = None  # for eager.py
         self._owned: Container[int] = ownership.tensors  # storages of optimizers and of guarded objects, lazy or not
         self._lock = threading.RLock()
         self._verified = 0  # owners whose storages were checked after their copy
-        # The storages of all files: those of the first, of the second, …
         views = TensorViews.joined(files)
         located = devices.locate(views.storages, views.devices, engine)
-        laziness = decide(views, located, ownership, frozen, modules, torn, watched=watched)
-        owners, frozen_at = laziness.owners, laziness.frozen
-        self.in_training = laziness.in_training
+        decided = decide(views, located, ownership, frozen, modules, torn, watched=watched)
+        owners, frozen_at, self.in_training = decided
         order: list[int] = []
         self.files: list[TensorViews] = []
         for file, movable in zip(files, any_order, strict=True):
@@ -101,7 +99,6 @@ class Snapshot:
         self.owners = array("Q", map(owners.__getitem__, order))
         self.sizes = array("Q", self._views.sizes)
         self._storages = self._views.storages
-        self._places: dict[int, int] | None = None  # of the storages, by _cdata; made when first needed
         located = located and list(map(located.__getitem__, order))
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         self._identities = self._views.identities
@@ -114,11 +111,11 @@ class Snapshot:
         self._tensors: list[torch.Tensor] = list(chain.from_iterable(seen_through))
         self._source_of: list[int] = list(chain.from_iterable(map(repeat, unseen, map(len, seen_through))))
         # A write through a wrapper may move only the wrapper's version, a write to an inner tensor only that one's.
-        links = ownership.links
-        self._links: list[tuple[int, Link]] = (
-            [(source, link) for source in unseen for link in links.get(self._identities[source], ())] if links else []
-        )
-        self._tensors += [link.wrapper for _, link in self._links]
+        wrapped = unseen if ownership.links else ()
+        links = [(source, link) for source in wrapped for link in ownership.links.get(self._identities[source], ())]
+        self._links: list[Link] = [link for _, link in links]
+        self._source_of += [source for source, _ in links]
+        self._tensors += [link.wrapper for link in self._links]
         self._versions = _versions_of(self._tensors)
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
@@ -141,18 +138,17 @@ class Snapshot:
             if parameters is not None and parameters == parameters_of(owner):
                 owners = bit
         # torch's optimizers write in the device's current stream. Other optimizers may use any stream.
-        self._wait(owners, on_device=is_of_torch(owner))
+        self._wait(owners, on_device=is_of_torch(type(owner)))
 
     def wait_all(self) -> None:
         self._wait(ALL_OWNERS, on_device=False)
 
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
-        if self._places is None:
-            self._places = {s._cdata: at for at, s in enumerate(self._storages)}
-        at = self._places.get(storage._cdata)
-        if at is not None and self.owners[at] and (job := self.job) is not None:
-            job.wait_captured(self.owners[at])
-            self.verify(self.owners[at])
+        if storage._cdata in self._identities and (job := self.job) is not None:
+            owners = self.owners[self._identities.index(storage._cdata)]
+            if owners:
+                job.wait_captured(owners)
+                self.verify(owners)
 
     def is_held(self) -> bool:
         return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
@@ -172,12 +168,14 @@ class Snapshot:
             with gate.standing():
                 wait_durable(self.durable)
         self.metrics.gate_blocked_s += time.perf_counter() - begin
-        self.waited(begin)
+        if self.waited is not None:
+            self.waited(begin)
 
     # consistency
 
     def give_verdict(self) -> None:
-        if (job := self.job) is not None and self.verdict.is_owed_by_this_thread() and job.wait_captured(ALL_OWNERS, 0):
+        owed = self.verdict.owed and not self.verdict.is_owed_by_another()
+        if owed and (job := self.job) is not None and job.wait_captured(ALL_OWNERS, 0):
             self.verify()
 
     def await_verdict(self) -> bool:
@@ -252,23 +250,19 @@ class Snapshot:
             return moved, _MOVED
         if versions is None:
             versions = _versions_of(self._tensors)
-        asked = set(todo) if len(todo) < len(self._lazy) else None
+        asked = set(todo)
+        seen_through = zip(self._source_of, self._tensors, self._versions, versions, strict=True)
+        direct = islice(seen_through, len(self._tensors) - len(self._links))  # the others are wrappers
         written = [
             source
-            for source, tensor, before, version in zip(
-                self._source_of, self._tensors, self._versions, versions, strict=False
-            )
+            for source, tensor, before, version in direct
             # A tensor that was given another storage tells nothing about this one.
-            if (version != before or tensor.untyped_storage()._cdata != self._identities[source])
-            and (asked is None or source in asked)
+            if (version != before or tensor.untyped_storage()._cdata != self._identities[source]) and source in asked
         ]
-        through = len(self._source_of)
         written += [
             source
-            for (source, link), before, version in zip(
-                self._links, self._versions[through:], versions[through:], strict=True
-            )
-            if (version != before or not link.holds()) and (asked is None or source in asked)
+            for (source, _, before, version), link in zip(seen_through, self._links, strict=True)
+            if (version != before or not link.holds()) and source in asked
         ]
         if written:
             return list(dict.fromkeys(written)), "written to between save() and the next optimizer step"
@@ -330,19 +324,9 @@ class Snapshot:
             self._verified = ALL_OWNERS
             self.verdict.give(ALL_OWNERS)
             self.name_of = _key_of
-            self.files = []
             self._views = TensorViews()
-            self._storages = []
-            self._held = []
-            self._tensors = []
-            self._links = []
-            self._tensors_of = {}
-            self._owned = ()
-            self._frozen_views = []
-
-
-def _nothing(begin: float) -> None:
-    pass
+            self.files, self._storages, self._held, self._tensors, self._links = [], [], [], [], []
+            self._tensors_of, self._owned, self._frozen_views = {}, (), []
 
 
 def _key_of(view: TensorView) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 
-from lazyckpt.capture.calls import Call
+from lazyckpt.capture.exclusion import Call
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _WAITS = frozenset(

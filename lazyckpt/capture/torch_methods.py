@@ -44,15 +44,12 @@ def _behind_copy(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
 def _behind_copies(load: Callable[..., Any], known: Container[Any], gate: Gate) -> Callable[..., Any]:
     @functools.wraps(load)
     def wait_and_load(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_in(owner, known):
+        try:
+            is_known = owner in known
+        except Exception:  # it has no hash, or none that works
+            is_known = False
+        if is_known:
             gate.wait_all()
         return load(owner, *args, **kwargs)
 
     return wait_and_load
-
-
-def _is_in(owner: Any, known: Container[Any]) -> bool:
-    try:
-        return owner in known
-    except Exception:  # it has no hash, or none that works
-        return False

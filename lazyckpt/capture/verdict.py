@@ -33,11 +33,9 @@ class Verdict:
         self.awaited = False  # nothing else is missing
         self._given = threading.Event()
         self._reading = _engine.VersionReading(tensors) if owed and self.thread is threading.main_thread() else None
-        self._loop = _running_loop() if owed else None
+        asyncio = sys.modules.get("asyncio")
+        self._loop: Any = asyncio._get_running_loop() if owed and asyncio is not None else None
         self._pause_s = _PAUSE_S
-
-    def is_owed_by_this_thread(self) -> bool:
-        return self.owed != 0 and threading.get_ident() == self.thread.ident
 
     def is_owed_by_another(self) -> bool:
         return self.owed != 0 and threading.get_ident() != self.thread.ident
@@ -59,7 +57,7 @@ class Verdict:
             reading.request()
             if self._loop is not None:  # which may sleep in a system call, in a notebook
                 with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(_nothing)
+                    self._loop.call_soon_threadsafe(int)  # anything that returns at once
         self._given.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return None if reading is None else reading.versions()
@@ -78,12 +76,3 @@ def wait_durable(durable: Any) -> None:
     while not durable.done() and durable._obstacle() is None:
         with contextlib.suppress(TimeoutError):
             Future.exception(durable, _LONGEST_PAUSE_S)  # nobody is told of a failure by this
-
-
-def _running_loop() -> Any:
-    asyncio = sys.modules.get("asyncio")
-    return None if asyncio is None else asyncio._get_running_loop()
-
-
-def _nothing() -> None:
-    pass

@@ -51,12 +51,8 @@ class Warmup:
         """The gate calls this."""
         prepare = self._prepare()
         # Not in a capture: no device can be attached there. Nor in a compiled step, which is not for such work.
-        if (
-            prepare is None
-            or id(optimizer) not in self._waiting
-            or devices.capturing()
-            or torch.compiler.is_compiling()
-        ):
+        busy = devices.capturing() or torch.compiler.is_compiling()
+        if prepare is None or id(optimizer) not in self._waiting or busy:
             return
         self._waiting.discard(id(optimizer))
         if not self._waiting:

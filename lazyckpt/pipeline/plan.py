@@ -12,9 +12,9 @@ import torch
 from lazyckpt.errors import ConfigError
 from lazyckpt.formats import safetensors, torch_zip
 from lazyckpt.formats.program import Extent
-from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
+from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
-from lazyckpt.providers.naming import name_in, name_of_storage
+from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.pickles import Skeleton, pickle_of
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import refuse_part
@@ -90,10 +90,10 @@ class StatePlan(ZipPlan):
         self._state = state
 
     def _pickle(self, table: StorageTable) -> bytes:
-        return b"".join(s.data for s in self._state.segments(table) if isinstance(s, Bytes))
+        return self._state.opcodes(table)
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
-        return name_of_storage(self._state, storage)
+        return self._state.name_of(storage)
 
 
 class ObjectPlan(ZipPlan):

@@ -1,24 +1,15 @@
-"""State providers: what turns one kind of state into a stream of segments, and back (DataStates-LLM, V-A3).
+"""What state providers turn state into: storages, which are never copied here, and tensors to read in place
+(DataStates-LLM, V-A3).
 
-A provider knows its state; the formats and the engine behind it know bytes. The stream of a provider is
-
-    TensorViews   the storages of its tensors: never copied, never serialised, only pointed to
-    Bytes         the rest of its state: pickle opcodes that leave one object on the unpickler's stack
-
-A format adds a third kind, `Deferred` there: checksums, which are known only after the bytes before them are copied
-(the CRC rows of ``formats.program``).
-
-To make a provider of your own, derive from ``StateProvider`` (objects.py); from ``Provider``
-itself only to write the opcodes yourself.
+A provider knows its state; the formats and the engine behind it know bytes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +24,7 @@ class TensorView(NamedTuple):
 
 
 @dataclass(slots=True)
-class TensorViews(Sequence[TensorView]):
+class TensorViews:
     """Storages as columns: there are tens of thousands, and each save() goes through them."""
 
     keys: list[str] = field(default_factory=list)
@@ -46,14 +37,11 @@ class TensorViews(Sequence[TensorView]):
     def __len__(self) -> int:
         return len(self.keys)
 
-    @overload
-    def __getitem__(self, at: int) -> TensorView: ...
-    @overload
-    def __getitem__(self, at: slice) -> TensorViews: ...
-    def __getitem__(self, at: int | slice) -> TensorView | TensorViews:
-        if isinstance(at, slice):
-            return TensorViews(*(column[at] for column in self._columns()))
+    def __getitem__(self, at: int) -> TensorView:
         return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
+
+    def __iter__(self) -> Iterator[TensorView]:
+        return map(TensorView, self.keys, self.storages, self.sizes, self.dtypes)
 
     @classmethod
     def joined(cls, parts: Sequence[TensorViews]) -> TensorViews:
@@ -72,10 +60,6 @@ class TensorViews(Sequence[TensorView]):
         self.devices.append(view.storage.device)
         self.identities.append(view.storage._cdata)
 
-    def without_storages(self) -> TensorViews:
-        """Returns the columns other than the storages, which keep no memory alive."""
-        return TensorViews(keys=self.keys, sizes=self.sizes, dtypes=self.dtypes, devices=self.devices)
-
     def extend(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> None:
         """Appends ``storages``, by identity, with the other columns of ``kept``."""
         self.keys += kept.keys
@@ -93,16 +77,6 @@ class TensorViews(Sequence[TensorView]):
         return self.keys, self.storages, self.sizes, self.dtypes, self.devices, self.identities
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Small state, already serialised: nothing that happens after ``save()`` changes it."""
-
-    data: bytes
-
-
-Segment = TensorView | TensorViews | Bytes
-
-
 @dataclass
 class StorageTable:
     """The storages of one checkpoint: each has one key, also if several providers hold it (tied weights)."""
@@ -117,19 +91,16 @@ class StorageTable:
 
         Raises RuntimeError, as ``torch.save`` does, if it was added before under another dtype.
         """
-        new = len(self.views.keys)
+        new = len(self.views)
         position = self._positions.setdefault(storage._cdata, new)
         if position == new:
             while (key := next(reusable_keys, None) or next(self.fresh_keys)) in self._keys:
                 pass
-            view = TensorView(key, storage, storage.nbytes(), dtype)
             self._keys.add(key)
-            self.views.append(view)
-            return view
-        view = self.views[position]
-        if view.dtype != dtype:
+            self.views.append(TensorView(key, storage, storage.nbytes(), dtype))
+        elif self.views.dtypes[position] != dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
-        return view
+        return self.views[position]
 
     def add_again(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> bool:
         """Adds ``storages``, by ``_cdata``, with the columns ``kept`` from another save. Returns False, and adds
@@ -149,15 +120,6 @@ class StorageTable:
         self.views.extend(kept, storages)
         return True
 
-    def check(self, first: int, keys: list[str]) -> None:
-        """Raises ValueError if one of ``keys`` is missing, or if a storage from place ``first`` on has another size
-        than its view says: the engine would read foreign memory."""
-        if unknown := set(keys) - self._keys:
-            raise ValueError(f"segments() gave the storage {min(unknown)!r}, which it has not added to the table")
-        for view in self.views[first:]:
-            if view.nbytes != (there := view.storage.nbytes()):
-                raise ValueError(f"segments() tells {view.nbytes} bytes of the storage {view.key!r}, which has {there}")
-
 
 @dataclass(frozen=True, slots=True)
 class Landing:
@@ -165,28 +127,3 @@ class Landing:
 
     saved: torch.Tensor
     live: torch.Tensor
-
-
-class Provider(ABC):
-    """One named part of the training state."""
-
-    @abstractmethod
-    def segments(self, table: StorageTable) -> Iterator[Segment]:
-        """The state as it is now: every storage (through ``table``, which also knows the other providers'),
-        then Bytes that pickle the object, protocol 2, without the PROTO and STOP opcodes.
-
-        Called inside ``save()``. Raises whatever pickle raises for an object that cannot be pickled.
-        """
-
-    @abstractmethod
-    def landings(self, saved: Any) -> list[Landing]:
-        """Checks ``saved`` against the live state, before a byte of it is read; says what may land in place.
-
-        ``saved`` is the unpickled state, its tensors allocated but not filled. Raises
-        ``RestoreError`` that lists every missing, unexpected and misshapen entry.
-        """
-
-    @abstractmethod
-    def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
-        """Takes over ``saved``, whose tensors are filled now, except those in ``landed`` (by ``id`` of the saved
-        tensor), whose bytes are in the live tensor that it maps to."""

@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable, TensorView, TensorViews
+from lazyckpt.providers.base import Landing, StorageTable
+from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
-from lazyckpt.providers.restorable import UnrestorableError, refuse_unreadable
+from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import ShardedTensorError
 
 
-class CompositeProvider(Provider):
+class CompositeProvider:
     """A dict of providers, saved as a dict of their states. Keys of storages stay the same from save to save."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, Provider] = {}
+        self.parts: dict[str, StateProvider] = {}
         self._landings: dict[str, set[int]] = {}  # of each part, by id of the saved tensor; see landings() and load()
-        self._accepted: set[int] = set()  # parts that write opcodes of their own, which restore() can read
 
-    def segments(self, table: StorageTable) -> Iterator[Segment]:
+    def opcodes(self, table: StorageTable) -> bytes:
+        """Pickles the state as it is now, see ``StateProvider.opcodes``. Raises UnpicklableError, and what is said of
+        state that a save refuses."""
         opcodes = {}
         for name, part in self.parts.items():
             try:
-                opcodes[name] = yield from _checked(part, table)
-                if not isinstance(part, StateProvider) and id(part) not in self._accepted:
-                    refuse_unreadable(None, "", opcodes[name], table)
-                    self._accepted.add(id(part))
-            except ShardedTensorError as error:
-                raise error.inside(name) from None
-            except UnrestorableError as error:
+                opcodes[name] = part.opcodes(table)
+            except (ShardedTensorError, UnrestorableError) as error:
                 raise error.inside(name) from None
             except Exception as error:
                 raise UnpicklableError(name, error) from error
-        yield Bytes(dict_opcodes(opcodes))
+        return dict_opcodes(opcodes)
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        """Returns a name such as ``model.layers.0.weight`` or ``optimizer.state.3.exp_avg``; None if no tensor views
+        ``storage``."""
+        names = (name_in(part.state(), name, storage) for name, part in self.parts.items())
+        return next(filter(None, names), None)
 
     def landings(self, saved: Any) -> list[Landing]:
-        problems = []
-        landings = []
-        self._landings = {}
+        """Checks ``saved`` against all live state. Raises RestoreError that lists everything that does not fit."""
         if type(saved) is not dict:
             raise RestoreError(f"expected a dict of {', '.join(self.parts)}, found {type(saved).__name__}")
-        problems += [f"{name}: not in the checkpoint" for name in self.parts if name not in saved]
+        problems = [f"{name}: not in the checkpoint" for name in self.parts if name not in saved]
         problems += [f"{name}: in the checkpoint, but not tracked" for name in saved if name not in self.parts]
+        landings = []
+        self._landings = {}
         for name, part in self.parts.items():
             if name not in saved:
                 continue
@@ -79,29 +81,6 @@ class CompositeProvider(Provider):
             "as before": [name for name in others if name not in overwritten],
         }
         return "; ".join(f"{fate}: {', '.join(names)}" for fate, names in fates.items() if names)
-
-
-def _checked(part: Provider, table: StorageTable) -> Generator[Segment, None, bytes]:
-    """Yields the storages of ``part`` and returns its pickle. Raises TypeError or ValueError for a stream that breaks
-    the rules of ``Provider.segments``."""
-    foreign = type(part).segments is not StateProvider.segments
-    first = len(table.views)
-    keys: list[str] = []
-    pickles = []
-    for segment in part.segments(table):
-        if isinstance(segment, Bytes) and isinstance(segment.data, bytes):
-            pickles.append(segment.data)
-            continue
-        if not isinstance(segment, TensorView | TensorViews):
-            raise TypeError(f"segments() gave a {type(segment).__name__}; expected storages and Bytes")
-        if foreign:
-            keys += [segment.key] if isinstance(segment, TensorView) else segment.keys
-        yield segment
-    if len(pickles) != 1:
-        raise TypeError(f"segments() gave {len(pickles)} pickles; expected one")
-    if foreign:
-        table.check(first, keys)
-    return pickles[0]
 
 
 class UnpicklableError(Exception):

@@ -3,10 +3,6 @@
 A DataLoader keeps neither its iterator nor its position, and its order comes from the draws of ``iter()``
 and of the first ``next()``. So the state is *where the epoch's randomness began* and *how many batches were
 handed out*, and the way back is to begin the epoch again from there and to drop that many batches.
-
-    iter() ──▶ first next(): start recorded ──▶ batches 1 … n … ──▶ StopIteration: between epochs
-                                                         ▲
-    load_state_dict(), iter(), first next(): n replayed ─┘
 """
 
 from __future__ import annotations
@@ -45,21 +41,17 @@ def track_loader(loader: Any) -> Any:
 class _Epoch:
     """One pass over the loader. Only the newest iterator counts in the current epoch."""
 
-    start: dict[str, Any] | None = None
-    """The randomness from which the epoch began; None before its first batch and after its end."""
+    start: dict[str, Any] | None = None  # the randomness it began from; None before its first batch and after its end
     yielded: int = 0
 
 
 class TrackedLoader:
     """Iterates a DataLoader and knows its position; every other attribute is the loader's own.
 
-    After ``load_state_dict`` the next ``iter()`` continues the saved epoch: its remaining batches, and
-    all random numbers drawn from then on, are those of the run that was not interrupted. The batches already
-    consumed are fetched again and dropped, which takes its time. Any other ``iter()`` begins a new epoch.
-
-    An epoch begins at the first ``next()``, not at ``iter()``, so that everything the loader draws to begin
-    comes from one recorded state. A batch is consumed when it is handed out. After a ``break`` the position
-    stays until a new ``iter()``: a run that breaks, saves and exits is resumed behind the break.
+    After ``load_state_dict`` the next ``iter()`` continues the saved epoch: its remaining batches, and all random
+    numbers drawn from then on, are those of the run that was not interrupted. The batches already consumed are fetched
+    again and dropped. Any other ``iter()`` begins a new epoch: at its first ``next()``, so that everything the loader
+    draws to begin comes from one recorded state. After a ``break`` the position stays until a new ``iter()``.
 
     Beyond replay, because they do not follow from the epoch's beginning: what *persistent* workers draw
     themselves after their first epoch; a sampler, or an IterableDataset without workers, that lets its draws
@@ -90,12 +82,9 @@ class TrackedLoader:
         return getattr(self._loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as tensors and plain objects (loads under ``weights_only=True``).
-
-        - ``yielded``: batches handed out in this epoch
-        - ``start``: the randomness it began from; None between epochs
-        - ``now``: the current state of the loader's and its samplers' own generators, and their epochs
-        """
+        """The position, as tensors and plain objects: the batches handed out in this epoch (``yielded``), the
+        randomness that it began from (``start``; None between epochs), and the present state of the loader's and its
+        samplers' own generators, and their epochs (``now``)."""
         return {"yielded": self._epoch.yielded, "start": self._epoch.start, "now": self._capture_own()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,21 +114,15 @@ class TrackedLoader:
             parts = self._parts()
             for own in [state["now"]] + [start] * (start is not None):
                 for generator, value in zip(_generators(parts), own["generators"], strict=True):
-                    if value.shape != (there := generator.get_state().shape):
-                        raise ValueError(
-                            f"a generator's state has shape {tuple(value.shape)} instead of {tuple(there)}"
-                        )
+                    if (there := tuple(generator.get_state().shape)) != (saved := tuple(value.shape)):
+                        raise ValueError(f"a generator's state has shape {saved} instead of {there}")
                 for _, epoch in zip(_with_epoch(parts), own["epochs"], strict=True):
                     int(epoch)
 
     def _has_exact_length(self) -> bool:
         """Whether every epoch has the loader's length. A sampler of the user's may return an estimate."""
-        parts = self._parts()
-        return (
-            type(self._loader) is torch.utils.data.DataLoader
-            and not isinstance(self._loader.dataset, torch.utils.data.IterableDataset)
-            and all(type(part).__module__.startswith("torch.utils.data.") for part in parts)
-        )
+        of_torch = all(type(part).__module__.startswith("torch.utils.data.") for part in self._parts())
+        return of_torch and not isinstance(self._loader.dataset, torch.utils.data.IterableDataset)
 
     @contextlib.contextmanager
     def _misfits(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Finds names of storages for messages, after something went wrong."""
+"""Finds names of tensors and storages for messages."""
 
 from __future__ import annotations
 
@@ -7,38 +7,48 @@ from typing import Any
 
 import torch
 
-from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.wrappers import links_of
 
 
-def name_of_storage(provider: CompositeProvider, storage: torch.UntypedStorage) -> str | None:
-    """Returns a name such as ``model.layers.0.weight`` or ``optimizer.state.3.exp_avg``; None if no tensor views it."""
-    for name, part in provider.parts.items():
-        if isinstance(part, StateProvider) and (found := name_in(part.state(), name, storage)) is not None:
-            return found
-    return None
+def tensors_in(obj: Any, path: str, *, attributes: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a module, of an optimizer, in containers, in wrappers and, if asked, in the attributes of objects;
+    each with its path from ``path`` on."""
+    seen: dict[int, Any] = {}  # keeps what is made here alive, so that no id comes back
+    todo = [(path, obj)]
+    while todo:
+        path, obj = todo.pop()
+        if id(obj) in seen:
+            continue
+        seen[id(obj)] = obj
+        inner: Any = ()
+        if isinstance(obj, torch.nn.Module):
+            inner = (*obj.named_parameters(), *obj.named_buffers())
+        elif isinstance(obj, torch.optim.Optimizer):
+            state = getattr(obj, "state", None)
+            inner = (
+                ("param_groups", getattr(obj, "param_groups", None)),
+                ("state", dict(enumerate(state.values())) if isinstance(state, dict) else state),
+            )
+        elif isinstance(obj, dict):
+            inner = obj.items()
+        elif isinstance(obj, list | tuple):
+            inner = enumerate(obj)
+        elif isinstance(obj, torch.Tensor):
+            yield path.removeprefix("."), obj
+            inner = [(link.name, link.inner) for link in links_of(obj)]
+        elif isinstance(obj, type):
+            continue
+        if attributes and not isinstance(obj, torch.nn.Module | torch.optim.Optimizer):
+            inner = [*inner, *getattr(obj, "__dict__", {}).items()]
+        todo += reversed([(f"{path}.{key}", value) for key, value in inner])
 
 
 def name_in(obj: Any, name: str, storage: torch.UntypedStorage) -> str | None:
     """Returns the path, from ``name`` on, to a tensor in ``obj`` that views ``storage``; None if there is none."""
-    for path, tensor in _walk(obj, name):
+    for path, tensor in tensors_in(obj, name):
         try:
             if tensor.untyped_storage()._cdata == storage._cdata:
-                return path.removeprefix(".")
+                return path
         except (NotImplementedError, RuntimeError):
             continue
     return None
-
-
-def _walk(obj: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(obj, torch.Tensor):
-        yield path, obj
-        for link in links_of(obj):
-            yield from _walk(link.inner, f"{path}.{link.name}")
-    elif isinstance(obj, dict):
-        for key, value in obj.items():
-            yield from _walk(value, f"{path}.{key}")
-    elif isinstance(obj, list | tuple):
-        for index, value in enumerate(obj):
-            yield from _walk(value, f"{path}.{index}")

@@ -1,21 +1,20 @@
-"""Turns any Python object into segments: a provider returns the state, pickles.py writes it."""
+"""Turns any Python object into opcodes and storages: a provider returns the state, pickles.py writes it."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, Landing, Provider, Segment, StorageTable
+from lazyckpt.providers.base import Landing, StorageTable
 from lazyckpt.providers.pickles import Skeleton, dict_opcodes
 from lazyckpt.providers.restorable import refuse_unreadable
 from lazyckpt.providers.sharded import ShardedTensorError
 
 
-class StateProvider(Provider):
+class StateProvider(ABC):
     """The base of your own providers: return the state, and take it back.
 
     Derive, implement ``state`` and ``load_state``, hand an instance to ``Checkpointer.track``. The tensors
@@ -26,9 +25,6 @@ class StateProvider(Provider):
     values_are_apart = False
     """Whether the state is a dict by strings whose values share no object. Each value then has a pickle of its own, so
     a value that changes does not cost the others theirs."""
-
-    is_restored = True
-    """Whether ``restore()`` reads the state back. If so, ``save()`` refuses a state that ``restore()`` would refuse."""
 
     def __init__(self) -> None:
         self._skeletons: dict[str | None, Skeleton] = {}
@@ -42,10 +38,13 @@ class StateProvider(Provider):
     def load_state(self, state: Any) -> None:
         """Takes back what ``state`` returned."""
 
-    def segments(self, table: StorageTable) -> Iterator[Segment]:
+    def opcodes(self, table: StorageTable) -> bytes:
+        """Pickles the state as it is now, and adds its storages to ``table``. Called inside ``save()``.
+
+        The opcodes (protocol 2, without PROTO and STOP) leave one object on the unpickler's stack. Raises whatever
+        pickle raises, and UnrestorableError."""
         state = self.state()
         kept = self.__dict__.get("_skeletons", {})  # also where __init__ was not called
-        seen = len(table.views)
         apart = self.values_are_apart and type(state) is dict and state
         parts: dict[Any, Any] = state if apart else {None: state}
         self._skeletons = {key: kept.get(key) or Skeleton() for key in parts}
@@ -55,10 +54,8 @@ class StateProvider(Provider):
                 opcodes[key] = self._skeletons[key].opcodes(value, table)
             except ShardedTensorError as error:
                 raise (error.inside(key) if apart else error) from None
-        if self.is_restored:
-            self.refuse_unrestorable(parts, table)
-        yield table.views[seen:]
-        yield Bytes(dict_opcodes(opcodes) if apart else opcodes[None])
+        self.refuse_unrestorable(parts, table)
+        return dict_opcodes(opcodes) if apart else opcodes[None]
 
     def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
         """Raises UnrestorableError if ``restore()`` could not take back the state that was just pickled."""
@@ -68,9 +65,15 @@ class StateProvider(Provider):
                 skeleton.accepted |= skeleton.kinds
 
     def landings(self, saved: Any) -> list[Landing]:
+        """Checks ``saved`` against the live state, before a byte of it is read; says what may land in place.
+
+        ``saved`` is the unpickled state, its tensors allocated but not filled. Raises ``RestoreError`` that lists every
+        missing, unexpected and misshapen entry."""
         return []
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
+        """Takes over ``saved``, whose tensors are filled now, except those in ``landed`` (by ``id`` of the saved
+        tensor), whose bytes are in the live tensor that it maps to."""
         self.load_state(saved)
 
 

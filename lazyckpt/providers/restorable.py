@@ -49,10 +49,10 @@ def refuse_unreadable(state: Any, path: str, opcodes: bytes, table: StorageTable
     if why is None:
         return
     for inner, leaf in _leaves(state, path):
-        if unreadable(*_alone(leaf)) is not None:
-            raise UnrestorableError(
-                inner, f"is {_describe(leaf)}, which restore() could not read: {_cure(leaf, inner)}"
-            )
+        own = StorageTable(map(str, itertools.count()))
+        if unreadable(dump(leaf, own, iter(()))[0], own) is not None:
+            what = f"is {_describe(leaf)}, which restore() could not read: {_cure(leaf, inner)}"
+            raise UnrestorableError(inner, what)
     raise UnrestorableError(path, f"has a pickle that restore() could not read: {why}")
 
 
@@ -92,12 +92,6 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
-def _alone(leaf: Any) -> tuple[bytes, StorageTable]:
-    table = StorageTable(map(str, itertools.count()))
-    opcodes, _, _ = dump(leaf, table, iter(()))
-    return opcodes, table
-
-
 _PLAIN = frozenset((type(None), bool, float, str, torch.Tensor))
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
 _SEQUENCES = (list, tuple, set, frozenset)
@@ -113,32 +107,28 @@ def _leaves(root: Any, path: str) -> Iterator[tuple[str, Any]]:
         if kind in _PLAIN or id(obj) in seen:
             continue
         seen.add(id(obj))
-        inner: list[tuple[str, Any]]
+        inner: list[tuple[Any, Any]]
         if kind in _MAPPINGS:
-            inner = [(_join(path, _word(key)), value) for key, value in obj.items()]
-            inner += [(_join(path, f"a key, {_word(key)}"), key) for key in obj]
+            inner = [*obj.items(), *((f"a key, {_word(key)}", key) for key in obj)]
         elif kind in _SEQUENCES:
-            inner = [(_join(path, str(number)), value) for number, value in enumerate(obj)]
+            inner = list(enumerate(obj))
         else:
             yield path, obj
             continue
-        todo += reversed(inner)
-
-
-def _join(path: str, word: str) -> str:
-    return f"{path}.{word}" if path else word
+        todo += reversed([(f"{path}.{_word(key)}" if path else _word(key), value) for key, value in inner])
 
 
 def _word(key: Any) -> str:
     text = str(key)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def _describe(obj: Any) -> str:
-    if isinstance(obj, type):
-        return f"the class {obj.__module__}.{obj.__qualname__}"
-    if isinstance(obj, types.FunctionType | types.BuiltinFunctionType):
-        return f"the function {obj.__module__}.{obj.__qualname__}"
+    if isinstance(obj, _NAMED):
+        return f"the {'class' if isinstance(obj, type) else 'function'} {obj.__module__}.{obj.__qualname__}"
     kind = type(obj)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     dtype = f" of dtype {obj.dtype}" if kind.__module__ == "numpy" and hasattr(obj, "dtype") else ""
@@ -149,7 +139,7 @@ def _cure(obj: Any, path: str) -> str:
     last = path.rpartition(".")[2]
     it = last if last.isidentifier() else "x"
     kind = type(obj)
-    if isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType):
+    if isinstance(obj, _NAMED):
         instead = "its name"
     elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
         instead = f"vars({it})"

@@ -14,36 +14,31 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import RestoreError
+from lazyckpt.providers.objects import describe
 from lazyckpt.warn import warn
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of the global generators now: tensors and plain objects, fit for ``weights_only=True``.
+    """The state of the global generators now: tensors of the caller's own and plain objects, for ``weights_only=True``.
 
-    - ``python``: ``{"version", "words": int64[625], "gauss_next"}``
-    - ``numpy``: ``{"key": int64[624], "pos", "has_gauss", "cached_gaussian"}``; None if the process never
-      imported ``numpy.random``, which is not done here for its sake
-    - ``torch``: the CPU generator, uint8[n]
-    - ``cuda``: one uint8[n] for each device; empty while CUDA is not initialised
-
-    The tensors are the caller's own, no later draw changes them. Nothing is drawn, no device is synchronised.
-    """
+    ``numpy`` is None if the process never imported ``numpy.random``, and ``cuda`` has a tensor for each device, none
+    while CUDA is not initialised. Nothing is drawn, no device is synchronised."""
     version, words, gauss_next = random.getstate()
-    cuda = torch.cuda.is_initialized()
+    # A storage record instead of 625 integers in the pickle. The array halves the time.
+    tensor = torch.frombuffer(array("q", words), dtype=torch.int64)
     return {
-        "python": {"version": version, "words": _words(words), "gauss_next": gauss_next},
+        "python": {"version": version, "words": tensor, "gauss_next": gauss_next},
         "numpy": _capture_numpy(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put every generator back to a state from ``capture_rng``; all of them or, on an error, none.
+    """Puts every generator back to a state from ``capture_rng``; all of them or, on an error, none.
 
-    The tensors may be on any device. On a machine with another number of CUDA devices those that both have
-    are restored, with a warning. Raises ``RestoreError`` for a state that is malformed.
-    """
+    On a machine with another number of CUDA devices those that both have are restored, with a warning. Raises
+    ``RestoreError`` for a state that is malformed."""
     check_rng(state)
     before = capture_rng()
     try:
@@ -63,7 +58,7 @@ def check_rng(state: Any) -> None:
             _check_numpy(of_numpy)
         here = torch.get_rng_state()
         if state["torch"].dtype != here.dtype or state["torch"].shape != here.shape:
-            raise ValueError(f"torch's is {_describe(state['torch'])} instead of {_describe(here)}")
+            raise ValueError(f"torch's is {describe(state['torch'])} instead of {describe(here)}")
         if not all(isinstance(of_device, torch.Tensor) and of_device.dtype == torch.uint8 for of_device in cuda):
             raise TypeError("a CUDA device's is no tensor of bytes")
     except Exception as error:
@@ -82,12 +77,8 @@ def _check_numpy(state: dict[str, Any]) -> None:
 
 def _count_words(words: torch.Tensor, whose: str) -> int:
     if words.dtype != torch.int64 or words.dim() != 1:
-        raise ValueError(f"{whose} words are {_describe(words)}")
+        raise ValueError(f"{whose} words are {describe(words)}")
     return len(words)
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _misfit(error: Exception) -> RestoreError:
@@ -149,8 +140,3 @@ def _apply_cuda(states: list[torch.Tensor]) -> None:
         torch.cuda.init()
     for device, state in enumerate(states[:devices]):
         torch.cuda.set_rng_state(state.cpu(), device)
-
-
-def _words(values: Any) -> torch.Tensor:
-    """32-bit words as a tensor: a storage record instead of 625 integers in the pickle. The array halves the time."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)

@@ -7,12 +7,12 @@ shard: the checkpoint would look whole, and every rank would restore the same sh
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lazyckpt.errors import ConfigError
+from lazyckpt.providers.naming import tensors_in
 
 _INSTEAD = (
     "Use torch.distributed.checkpoint, or save the state that get_model_state_dict and get_optimizer_state_dict of "
@@ -39,8 +39,8 @@ def refuse_part(tensor: torch.Tensor, root: Any) -> None:
     """Raises ShardedTensorError, with the path to ``tensor`` in ``root``, if this process holds only a part of it."""
     what = _part(tensor)
     if what is not None:
-        paths = (path for path, found in _tensors(root, "", attributes=True) if found is tensor)
-        raise ShardedTensorError(what, next(paths, "").removeprefix("."))
+        paths = (path for path, found in tensors_in(root, "", attributes=True) if found is tensor)
+        raise ShardedTensorError(what, next(paths, ""))
 
 
 def refuse_parts(obj: Any, name: str) -> None:
@@ -49,17 +49,21 @@ def refuse_parts(obj: Any, name: str) -> None:
     Skips the search unless this process belongs to a group: there are tens of thousands of tensors.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for path, tensor in _tensors(obj, name, attributes=False):
+        for path, tensor in tensors_in(obj, name):
             if (what := _part(tensor)) is not None:
                 raise ShardedTensorError(what, path)
 
 
 def _part(tensor: torch.Tensor) -> str | None:
     """Describes ``tensor`` if it is distributed and not whole in this process; otherwise returns None."""
-    for cls in _classes():
-        if not isinstance(tensor, cls):
+    for module, name in (
+        ("torch.distributed.tensor", "DTensor"),
+        ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
+    ):
+        kind = getattr(sys.modules.get(module), name, None)  # a tensor of a class that nobody imported cannot be here
+        if kind is None or not isinstance(tensor, kind):
             continue
-        if cls.__name__ == "ShardedTensor":
+        if name == "ShardedTensor":
             shards = len(tensor.metadata().shards_metadata)
             return f"a ShardedTensor of {shards} shards" if len(tensor.local_shards()) < shards else None
         mesh = tensor.device_mesh
@@ -67,40 +71,3 @@ def _part(tensor: torch.Tensor) -> str | None:
         if any(size > 1 and not how.is_replicate() for size, how in zip(mesh.shape, tensor.placements, strict=True)):
             return f"a DTensor with placements {tensor.placements} on a mesh of {mesh.size()} ranks"
     return None
-
-
-def _classes() -> list[Any]:
-    """The classes of distributed tensors that this process has imported."""
-    places = ("torch.distributed.tensor", "DTensor"), ("torch.distributed._shard.sharded_tensor", "ShardedTensor")
-    return [cls for module, name in places if (cls := getattr(sys.modules.get(module), name, None)) is not None]
-
-
-def _tensors(obj: Any, path: str, *, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of ``obj`` and their paths, in its containers and, if asked, in the attributes of objects."""
-    seen: dict[int, Any] = {}  # keeps what is made here alive, so that no id comes back
-    todo = [(path, obj)]
-    while todo:
-        path, obj = todo.pop()
-        if id(obj) in seen:
-            continue
-        seen[id(obj)] = obj
-        inner: Any = ()
-        if isinstance(obj, torch.nn.Module):
-            inner = (*obj.named_parameters(), *obj.named_buffers())
-        elif isinstance(obj, torch.optim.Optimizer):
-            state = getattr(obj, "state", None)
-            inner = (
-                ("param_groups", getattr(obj, "param_groups", None)),
-                ("state", dict(enumerate(state.values())) if isinstance(state, dict) else state),
-            )
-        elif isinstance(obj, dict):
-            inner = obj.items()
-        elif isinstance(obj, list | tuple):
-            inner = enumerate(obj)
-        elif isinstance(obj, torch.Tensor):
-            yield path, obj
-        elif not attributes or isinstance(obj, type):
-            continue
-        if attributes and not isinstance(obj, torch.nn.Module | torch.optim.Optimizer):
-            inner = [*inner, *getattr(obj, "__dict__", {}).items()]
-        todo += reversed([(f"{path}.{key}", value) for key, value in inner])

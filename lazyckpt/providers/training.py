@@ -9,16 +9,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lazyckpt.errors import ConfigError, RestoreError
-from lazyckpt.providers.base import Landing, Provider, StorageTable
+from lazyckpt.providers.base import Landing, StorageTable
 from lazyckpt.providers.data_loader import TrackedLoader
 from lazyckpt.providers.objects import StateProvider, TensorProvider, describe, matches
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
 
-def provider_for(name: str, obj: Any) -> Provider:
+def provider_for(name: str, obj: Any) -> StateProvider:
     """Returns the provider of a tracked object. Raises ConfigError for an object without a known kind of state."""
-    if isinstance(obj, Provider):
+    if isinstance(obj, StateProvider):
         return obj
     if isinstance(obj, torch.nn.Module):
         return ModuleProvider(obj)
@@ -43,36 +43,25 @@ class StatefulProvider(StateProvider):
 
     def __init__(self, obj: Any) -> None:
         super().__init__()
-        self._obj = obj
+        self.obj = obj
 
     def state(self) -> Any:
-        return self._obj.state_dict()
+        return self.obj.state_dict()
 
     def load_state(self, state: Any) -> None:
-        self._obj.load_state_dict(state)
+        self.obj.load_state_dict(state)
 
 
 class LoaderProvider(StatefulProvider):
     """A loader that ``track_loader`` wrapped."""
 
-    def __init__(self, loader: TrackedLoader) -> None:
-        super().__init__(loader)
-        self._loader = loader
-
     def landings(self, saved: Any) -> list[Landing]:
-        self._loader.check(saved)
+        self.obj.check(saved)
         return []
 
 
-class ModuleProvider(StateProvider):
+class ModuleProvider(StatefulProvider):
     """A module: parameters and buffers are read straight into the live ones."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def state(self) -> Any:
-        return self.module.state_dict()
 
     def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
         super().refuse_unrestorable(parts, table)
@@ -85,7 +74,7 @@ class ModuleProvider(StateProvider):
         skeleton.accepted_keys = found
 
     def landings(self, saved: Any) -> list[Landing]:
-        live = self.module.state_dict()
+        live = self.obj.state_dict()
         compare(saved, live)
         if keys := self._unclaimed(live):
             raise RestoreError("\n".join(f"{key}: {_refusal_of(saved[key])}" for key in keys))
@@ -95,7 +84,7 @@ class ModuleProvider(StateProvider):
     def _own_storages(self) -> set[int]:
         return {
             t.untyped_storage()._cdata
-            for tensors in (self.module.parameters(), self.module.buffers())
+            for tensors in (self.obj.parameters(), self.obj.buffers())
             for t in tensors
             if not is_lazy(t) and type(t.data) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"
         }
@@ -103,25 +92,22 @@ class ModuleProvider(StateProvider):
     def _unclaimed(self, state: Any) -> list[str]:
         """The keys of ``state`` that ``load_state_dict`` would call unexpected, unless their tensors are parameters or
         buffers under other names, which ``restore()`` reads in place, or a module may take them by code of its own."""
-        if _loads_by_itself(self.module, "load_state_dict") or not isinstance(state, Mapping):
+        if _loads_by_itself(self.obj, "load_state_dict") or not isinstance(state, Mapping):
             return []
-        others = state.keys() - _claimed(self.module)
+        others = state.keys() - _claimed(self.obj)
         others |= {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.is_nested}
-        keys = [key for key in others if isinstance(key, str) and not _has_custom_loader(self.module, key)]
+        keys = [key for key in others if isinstance(key, str) and not _has_custom_loader(self.obj, key)]
         if keys:
             own = self._own_storages()
             keys = [key for key in keys if not _views(state[key], own)]
         return sorted(keys)
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
-        if len(landed) > 0 and all(id(t) in landed for t in saved.values()) and not _has_load_hooks(self.module):
+        if len(landed) > 0 and all(id(t) in landed for t in saved.values()) and not _has_load_hooks(self.obj):
             return
         for name, tensor in saved.items():
             saved[name] = landed.get(id(tensor), tensor)
         self.load_state(saved)
-
-    def load_state(self, state: Any) -> None:
-        self.module.load_state_dict(state)
 
 
 _TRACK_WHAT_TRAINS = (
@@ -150,11 +136,9 @@ def _claimed(module: torch.nn.Module) -> set[str]:
     keys = set()
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        keys |= {f"{prefix}{name}" for name, value in part._parameters.items() if value is not None}
         passing = part._non_persistent_buffers_set
-        keys |= {
-            f"{prefix}{name}" for name, value in part._buffers.items() if value is not None and name not in passing
-        }
+        saved = {name: value for name, value in part._buffers.items() if name not in passing}
+        keys |= {f"{prefix}{name}" for name, value in (*part._parameters.items(), *saved.items()) if value is not None}
         if _loads_by_itself(part, "set_extra_state"):
             keys.add(f"{prefix}_extra_state")
     return keys
@@ -167,22 +151,19 @@ def _loads_by_itself(module: torch.nn.Module, method: str) -> bool:
 
 def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Whether ``load_state_dict`` does more than to copy tensors into tensors of the same names."""
-    return _loads_by_itself(module, "load_state_dict") or any(
-        _loads_by_itself(part, "set_extra_state") or _has_own_loader(part) for part in module.modules()
-    )
+    own = (_loads_by_itself(part, "set_extra_state") or _has_own_loader(part) for part in module.modules())
+    return _loads_by_itself(module, "load_state_dict") or any(own)
 
 
 def _has_own_loader(module: torch.nn.Module) -> bool:
     """Whether ``module`` reads its part of a state dict by other code than torch's."""
     # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
-    norm = torch.nn.modules.batchnorm._NormBase._load_from_state_dict
+    usual = torch.nn.Module._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict
     return bool(
         module._load_state_dict_post_hooks
         or module._load_state_dict_pre_hooks
-        or (
-            _loads_by_itself(module, "_load_from_state_dict")
-            and ("_load_from_state_dict" in vars(module) or type(module)._load_from_state_dict is not norm)
-        )
+        or "_load_from_state_dict" in vars(module)
+        or type(module)._load_from_state_dict not in usual
     )
 
 
@@ -196,20 +177,13 @@ def _has_custom_loader(module: torch.nn.Module, key: str) -> bool:
     return False
 
 
-class OptimizerProvider(StateProvider):
+class OptimizerProvider(StatefulProvider):
     """An optimizer: state that it has already is read in place, state that it lacks is allocated by the reader."""
 
     values_are_apart = True  # a learning rate that moves must not cost the moments their pickle
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.optimizer = optimizer
-
-    def state(self) -> Any:
-        return self.optimizer.state_dict()
-
     def landings(self, saved: Any) -> list[Landing]:
-        live = self.optimizer.state_dict()
+        live = self.obj.state_dict()
         if not _is_of_torch(live):
             return []  # a state of its own kind, which load_state_dict understands
         if not _is_of_torch(saved):
@@ -225,9 +199,9 @@ class OptimizerProvider(StateProvider):
                     f"parameter group {number}: {len(saved_group['params'])} parameters in the checkpoint, "
                     f"{len(group['params'])} in the optimizer"
                 )
-            parameters |= dict(zip(saved_group["params"], self.optimizer.param_groups[number]["params"], strict=False))
+            parameters |= dict(zip(saved_group["params"], self.obj.param_groups[number]["params"], strict=False))
         landings = []
-        known = _PARAMETER_LIKE if _steps_as_torch(self.optimizer) else frozenset()
+        known = _PARAMETER_LIKE if _steps_as_torch(self.obj) else frozenset()
         for index, state in saved["state"].items():
             if not isinstance(state, dict) or index not in parameters:
                 continue  # state of its own kind, which load_state_dict understands
@@ -252,13 +226,12 @@ class OptimizerProvider(StateProvider):
         """Why ``load_state_dict`` of torch's own classes would raise, as found on an optimizer that holds no data.
 
         None for other classes, and where code of the user's may change the state first."""
-        kind = type(self.optimizer)
-        if not f"{kind.__module__}.".startswith("torch.optim.") or _prepares_state(self.optimizer):
+        kind: Any = type(self.obj)
+        prepared = self.obj._optimizer_load_state_dict_pre_hooks or "load_state_dict" in vars(self.obj)
+        if not f"{kind.__module__}.".startswith("torch.optim.") or prepared:
             return None
         empty = torch.empty(0, device="meta")
-        groups = [
-            {**g, "params": [torch.empty(0, device="meta") for _ in g["params"]]} for g in self.optimizer.param_groups
-        ]
+        groups = [{**g, "params": [torch.empty(0, device="meta") for _ in g["params"]]} for g in self.obj.param_groups]
         states = {
             key: {name: empty if isinstance(value, torch.Tensor) else value for name, value in state.items()}
             if isinstance(state, dict)
@@ -267,7 +240,7 @@ class OptimizerProvider(StateProvider):
         }
         trial = kind.__new__(kind)
         try:
-            trial.__setstate__({"defaults": dict(self.optimizer.defaults), "state": {}, "param_groups": groups})
+            trial.__setstate__({"defaults": dict(self.obj.defaults), "state": {}, "param_groups": groups})
             trial.load_state_dict({**saved, "state": states})
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
@@ -282,9 +255,6 @@ class OptimizerProvider(StateProvider):
                     state[key] = landed.get(id(tensor), tensor)
         self.load_state(saved)
 
-    def load_state(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
-
 
 def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` is that of an optimizer of torch, here or in the one that Accelerate has wrapped. Others keep
@@ -294,11 +264,6 @@ def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
         inner = inner.optimizer
     # A wrapper that torch puts around an inherited step has the module of what it wraps.
     return str(getattr(type(inner).step, "__module__", "")).startswith("torch.optim.")
-
-
-def _prepares_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether code of the user's may change a state before torch's ``load_state_dict`` gets it."""
-    return bool(optimizer._optimizer_load_state_dict_pre_hooks or "load_state_dict" in vars(optimizer))
 
 
 def _is_of_torch(state: Any) -> bool:
@@ -313,19 +278,10 @@ def _is_of_torch(state: Any) -> bool:
 
 # State that has its parameter's shape, in torch's own optimizers.
 _PARAMETER_LIKE = frozenset(
-    [
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "exp_inf",
-        "ax",
-        "sum",
-        "prev",
-    ]
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
+        *("acc_delta", "exp_inf", "ax", "sum", "prev"),
+    )
 )
 
 
@@ -342,15 +298,12 @@ class ContainerProvider(StateProvider):
     def landings(self, saved: Any) -> list[Landing]:
         if type(saved) is not type(self._container):
             raise RestoreError(f"{describe(saved)} in the checkpoint, {describe(self._container)} tracked")
+        live = dict(_items(self._container))
         return [
-            Landing(value, self._container[key].detach())
+            Landing(value, live[key].detach())
             for key, value in _items(saved)
-            if isinstance(value, torch.Tensor) and self._fits(key, value)
+            if isinstance(value, torch.Tensor) and key in live and matches(value, live[key])
         ]
-
-    def _fits(self, key: Any, value: torch.Tensor) -> bool:
-        live = dict(_items(self._container)).get(key)
-        return isinstance(live, torch.Tensor) and describe(live) == describe(value)
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
         merged = {k: self._container[k] if id(v) in landed else v for k, v in _items(saved)}

@@ -14,14 +14,16 @@ from lazyckpt.capture import devices
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.providers.base import Landing, Provider
+from lazyckpt.providers.base import Landing
+from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive, Slot
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.warn import warn
 
 
-def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine) -> Checkpoint | None:
+def restore_newest(catalog: Catalog, provider: CompositeProvider, engine: _engine.Engine) -> Checkpoint | None:
     """Restores the newest checkpoint that is whole. Passes over damaged ones with a warning.
 
     Retries for three seconds if a checkpoint cannot be read; that does not make it damaged. If a checkpoint has gone,
@@ -33,7 +35,9 @@ def restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine)
     return patiently(lambda: _restore_newest(catalog, provider, engine, SCANS))
 
 
-def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine, scans: int) -> Checkpoint | None:
+def _restore_newest(
+    catalog: Catalog, provider: CompositeProvider, engine: _engine.Engine, scans: int
+) -> Checkpoint | None:
     candidates = catalog.scan()
     reasons: list[LoadError] = list(catalog.broken)
     for error in reasons:
@@ -65,12 +69,12 @@ def _restore_newest(catalog: Catalog, provider: Provider, engine: _engine.Engine
     raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")
 
 
-def restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
+def restore_one(path: Path, provider: CompositeProvider, engine: _engine.Engine) -> Checkpoint:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError; ReadError after retries."""
     return patiently(lambda: _restore_one(path, provider, engine))
 
 
-def _restore_one(path: Path, provider: Provider, engine: _engine.Engine) -> Checkpoint:
+def _restore_one(path: Path, provider: CompositeProvider, engine: _engine.Engine) -> Checkpoint:
     checkpoint = read_checkpoint(path)
     archive = None
     try:
@@ -95,7 +99,7 @@ def _open(path: Path, engine: _engine.Engine) -> Archive:
         return Archive(file, "cpu", weights_only=True, engine=engine, lands=True)
 
 
-def restore_archive(archive: Archive, provider: Provider, path: Path) -> None:
+def restore_archive(archive: Archive, provider: CompositeProvider | StateProvider, path: Path) -> None:
     """Checks, then reads, then hands over. Touches nothing unless everything fits."""
     try:
         with collector_paused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -190,15 +189,6 @@ def test_an_average_that_is_made_by_its_first_update_is_watched_then(imported: A
     assert average.ema_model in gate.modules
 
 
-def test_a_swap_is_no_owner(make: Any, make_run: Any) -> None:
-    run = make_run()
-    average, _ = make["Shadow"](run.model)
-    run.ckpt.track(ema=average)
-    before = list(gate.steps)
-    average.copy_to(list(run.model.parameters()))
-    assert list(gate.steps) == before
-
-
 def test_an_average_that_takes_no_gradient_does_not_rest(make_run: Any, graph: Any) -> None:
     """Regression: frozen by the look of it, and unchanged in two saves, it was lazy, and no update waited for that."""
 
@@ -257,20 +247,6 @@ def test_the_model_that_it_holds_too_belongs_to_no_average(make: Any, make_run: 
     assert 2 * trained.weight.nbytes > handle.metrics.eager_bytes > trained.weight.nbytes
 
 
-def test_a_model_that_loads_into_its_average_waits(make_run: Any, disk: Any, graph: Any) -> None:
-    run = make_run()
-    average = AveragedModel(run.model)
-    average.update_parameters(run.model)
-    state = {"ema": {name: t + 1 for name, t in average.state_dict().items()}}
-    with lazyckpt.Saver(chunk_bytes=64 << 10, host_buffer_bytes=128 << 10) as saver:
-        before = clones(average.state_dict())
-        disk.hold()
-        handle = saver.save(average.state_dict(), run.ckpt.directory / "a.pt")
-        disk.release(after_s=HELD_S)
-        average.load_state_dict(state["ema"])
-        assert graph(dict(torch.load(handle.result()))) == graph(dict(before))
-
-
 def test_a_class_derived_from_a_known_one_is_eager(make_run: Any) -> None:
     """It may have other methods that write."""
 
@@ -291,34 +267,6 @@ def test_a_class_derived_from_a_known_one_is_eager(make_run: Any) -> None:
         saved = torch.load(handle.result() / "state.pt")["ema"]
         assert all(torch.equal(saved[name], t) for name, t in before.items())
         assert handle.metrics.eager_bytes > handle.metrics.bytes / 5
-
-
-def test_an_update_that_is_captured_makes_it_eager(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replay of a CUDA graph passes no gate."""
-    run = make_run()
-    average = AveragedModel(run.model)
-    run.ckpt.track(ema=average)
-    with monkeypatch.context() as patch:
-        patch.setattr("lazyckpt.capture.devices.capturing", lambda: True)
-        average.update_parameters(run.model)
-    handle = run.ckpt.save(1)
-    handle.result()
-    assert handle.metrics.eager_bytes > handle.metrics.bytes / 5
-
-
-def test_who_guards_it_by_hand_changes_nothing(make_run: Any) -> None:
-    run = make_run()
-    average = AveragedModel(run.model)
-    for _ in range(2):
-        lazyckpt.guard(average, "update_parameters")
-    assert "update_parameters" not in vars(average)
-    run.ckpt.track(ema=average)
-    average.update_parameters(run.model)
-    assert gate.steps[average] == 1
-    handle = run.ckpt.save(1)
-    run.step()
-    handle.result()
-    assert handle.metrics.eager_bytes < SMALL_BYTES
 
 
 def test_guarded_twice_is_guarded_once(make_run: Any) -> None:
@@ -347,20 +295,6 @@ def test_guarded_twice_is_guarded_once(make_run: Any) -> None:
         run.step()
         handle.result()
         assert handle.metrics.eager_bytes < SMALL_BYTES, step
-
-
-def test_an_average_is_copied_and_pickled_as_ever(duplicate: Callable[[Any], Any]) -> None:
-    model = torch.nn.Linear(4, 4)
-    average = AveragedModel(model)
-    gate.install()
-    average.update_parameters(model)
-    assert not any(name.startswith("update") for name in vars(average))
-    other = duplicate(average)
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    other.update_parameters(model)
-    assert gate.steps[other] == 1 and gate.steps[average] == 1
-    assert b"lazyckpt" not in pickle.dumps(average)
 
 
 @pytest.mark.parametrize("call", ["track", "save"])

@@ -151,12 +151,12 @@ def test_no_checkpoint_is_mixed_of_two_rounds(make_place: MakePlace, rounds: Rou
                 yield from rounds.run(training, ckpt, n)
                 done += n
 
-    each = trials.count(10, 460)
+    each = trials.count(6, 460)
     for name, make in MAKE.items():
         for problem in problems(make, each):
             assert problem is None, f"{name}: {problem}"
     rounds.without_gate()
-    few = trials.count(5, 40)
+    few = trials.count(3, 40)
     mixed = Counter({name: sum(p is not None for p in problems(make, few)) for name, make in MAKE.items()})
     assert all(mixed[name] >= 0.9 * few for name in MAKE), mixed
     rate = f"{mixed.total() / (few * len(MAKE)):.1%} of {few * len(MAKE)}"

@@ -74,21 +74,6 @@ def test_an_average_of_ones_own_is_told_once_and_lazy_under_guard(trains: bool, 
     assert handle.metrics.eager_bytes < handle.metrics.bytes / 20
 
 
-def test_guarded_from_the_beginning_nothing_is_told(make_run: Any) -> None:
-    run = make_run()
-    average = Ema(run.model)
-    run.ckpt.track(ema=average)
-    lazyckpt.guard(average, "update")
-    saves_untold(run, lambda: average.update(run.model))
-
-
-def test_not_before_two_saves_have_shown_it(make_run: Any) -> None:
-    run = make_run()
-    average = Ema(run.model)
-    run.ckpt.track(ema=average)
-    saves_untold(run, lambda: average.update(run.model), steps=2)
-
-
 def test_not_of_small_states(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "MIN_BYTES", 1 << 20)
     run = make_run()

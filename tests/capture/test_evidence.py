@@ -140,18 +140,6 @@ def test_a_parameter_that_was_added_is_eager_until_it_had_a_gradient(make_run: A
     assert eager_bytes(run, 2) == 0
 
 
-def test_a_parameter_in_the_place_of_another_is_eager(make_run: Any) -> None:
-    """The groups have the same sizes as before."""
-    run = make_run(SGD)
-    other = torch.nn.Parameter(torch.zeros(256, 256))
-    run.ckpt.track(other={"other": other})
-    replaced = run.optimizer.param_groups[0]["params"][0]
-    run.optimizer.param_groups[0]["params"][0] = other
-    del run.optimizer.state[replaced]
-    run.step()
-    assert eager_bytes(run) >= 2 * MATRIX, "this one, and the one that nobody owns any more"
-
-
 @pytest.mark.parametrize("change", ["frozen", "moved"])
 def test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again(change: str, make_run: Any) -> None:
     run = make_run(SGD)
@@ -207,14 +195,6 @@ def test_state_follows_its_parameter(make_run: Any) -> None:
     frozen = run.model[0].weight.requires_grad_(False)
     run.optimizer.state[frozen]["more"] = torch.zeros(512, 512)
     assert eager_bytes(run, 2) == 6 * MATRIX
-
-
-def test_lbfgs_keeps_everything_for_its_first_parameter(make_run: Any) -> None:
-    run = make_run(lambda p: torch.optim.LBFGS(p, lr=1e-4, max_iter=4, history_size=3), warm=False)
-    run.model[0].weight.requires_grad_(False)
-    for _ in range(3):
-        run.optimizer.step(run.backward)
-    assert eager_bytes(run) == MATRIX, "not its directions, which are of the size of all parameters"
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
@@ -306,16 +286,6 @@ def test_parameters_of_every_kind_are_looked_at(strange: Callable[[], torch.Tens
     evidence.look(optimizer)
     found = evidence.without(optimizer, parameters, addresses(parameters))
     assert len(found) == 1 and found[0] is parameters[0]
-
-
-def test_objects_that_are_not_quite_optimizers_are_left_alone() -> None:
-    evidence = Evidence()
-    for strange in (object(), torch.nn.Linear(1, 1)):
-        evidence.look(strange)
-    half = torch.optim.SGD.__new__(torch.optim.SGD)
-    evidence.look(half)
-    half.param_groups = [{}]
-    evidence.look(half)
 
 
 @pytest.mark.alone

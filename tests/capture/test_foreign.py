@@ -4,7 +4,6 @@ us, and their checkpoints are whole."""
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -65,57 +64,27 @@ class Lookahead(Wrapper):
         return self.inner.state
 
 
-class NoGroups(Wrapper):
-    param_groups = None  # type: ignore[assignment]
+def raising(*_: Any) -> Any:
+    raise ValueError("not now")
 
 
-class GroupsRaise(Wrapper):
-    @property
-    def param_groups(self) -> Any:
-        raise ValueError("not now")
+def strange(name: str, base: type[Wrapper] = Lookahead, **attributes: Any) -> type[Wrapper]:
+    return type(name, (base,), attributes)
 
 
-class GroupsOfNumbers(Wrapper):
-    param_groups = [1, 2]  # type: ignore[assignment]  # noqa: RUF012
-
-
-class GroupsOfWords(Wrapper):
-    param_groups = [{"params": ["weight", None]}]  # noqa: RUF012
-
-
-class GroupsOfOneTensor(Wrapper):
-    param_groups = [{"params": torch.zeros(10_000)}]  # noqa: RUF012
-
-
-class StateRaises(Lookahead):
-    @property
-    def state(self) -> Any:
-        raise ValueError("not now")
-
-
-class StateInItself(Lookahead):
-    @property
-    def state(self) -> Any:
-        circle: dict[str, Any] = {}
-        circle["me"] = circle
-        return circle
-
-
-class HashRaises(Lookahead):
-    def __hash__(self) -> int:
-        raise ValueError("not now")
-
-
-class EqualRaises(Lookahead):
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("not now")
-
-
-class MissingRaises(Lookahead):
-    def __getattr__(self, name: str) -> Any:
-        raise ValueError(name)
+CIRCLE: dict[str, Any] = {}
+CIRCLE["me"] = CIRCLE
+NoGroups = strange("NoGroups", Wrapper, param_groups=None)
+GroupsRaise = strange("GroupsRaise", Wrapper, param_groups=property(raising))
+GroupsOfNumbers = strange("GroupsOfNumbers", Wrapper, param_groups=[1, 2])
+GroupsOfWords = strange("GroupsOfWords", Wrapper, param_groups=[{"params": ["weight", None]}])
+GroupsOfOneTensor = strange("GroupsOfOneTensor", Wrapper, param_groups=[{"params": torch.zeros(10_000)}])
+StateRaises = strange("StateRaises", state=property(raising))
+StateInItself = strange("StateInItself", state=CIRCLE)
+HashRaises = strange("HashRaises", __hash__=raising)
+EqualRaises = strange("EqualRaises", __hash__=object.__hash__, __eq__=raising)
+MissingRaises = strange("MissingRaises", __getattr__=raising)
+DictRaises = strange("DictRaises", __dict__=property(raising))
 
 
 class Counting(Lookahead):
@@ -132,12 +101,6 @@ class Counting(Lookahead):
 class Silent(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
-
-
-class DictRaises(Lookahead):
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        raise ValueError("not now")
 
 
 class Sealed(type(torch.optim.Optimizer)):  # type: ignore[misc]
@@ -186,17 +149,16 @@ def each_class_warns_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warn, "_given", set())
 
 
-@pytest.mark.parametrize("witness", ["auto", "versions"])
 @pytest.mark.parametrize("kind", [Lookahead, OddSwitches, GroupsOfOneTensor, DictRaises, Counting, *STRANGE])
 def test_training_is_as_without_us_and_checkpoints_are_whole(
-    kind: type[Wrapper], witness: str, make_run: Any, disk: Any, graph: Any
+    kind: type[Wrapper], make_run: Any, disk: Any, graph: Any
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = make_run(lambda parameters: wrapped(kind, parameters), warm=False, witness=witness)
+        run = make_run(lambda parameters: wrapped(kind, parameters), warm=False)
         model = copy.deepcopy(run.model)
         alone = wrapped(kind, model.parameters())
-        for step in range(3):
+        for step in range(2):
             for m, optimizer in ((run.model, run.optimizer), (model, alone)):
                 optimizer.zero_grad()
                 m(run.batch()).square().sum().backward()
@@ -233,38 +195,6 @@ def test_its_class_is_told_of_once(kind: type[Wrapper], make_run: Any) -> None:
                 run.step()
     told = [w for w in told if str(w.message).startswith(f"lazyckpt cannot tell what {kind.__name__} trains")]
     assert len(told) == 1
-
-
-class Halfway(HashRaises):
-    """Stops in the middle of what it writes, until it may go on."""
-
-    reached: threading.Event
-    go_on: threading.Event
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        for number, parameter in enumerate(parameters):
-            if number == len(parameters) // 2:
-                self.reached.set()
-                assert self.go_on.wait(20)
-            parameter.fill_(7.0)
-
-
-@pytest.mark.filterwarnings("ignore:what Halfway trains")
-def test_a_save_beside_a_strange_step_waits_for_it(make_run: Any) -> None:
-    run = make_run(lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-    strange = Halfway(run.optimizer)
-    strange.reached, strange.go_on = threading.Event(), threading.Event()
-    other = threading.Thread(target=strange.step)
-    other.start()
-    assert strange.reached.wait(20)
-    threading.Timer(HELD_S, strange.go_on.set).start()
-    handle = run.ckpt.save(1)
-    assert strange.go_on.is_set()
-    other.join()
-    saved = lazyckpt.load(handle.result())["model"]
-    assert all(bool((value == 7.0).all()) for value in saved.values())
 
 
 @pytest.mark.filterwarnings("error")

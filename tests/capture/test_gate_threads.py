@@ -14,7 +14,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.capture import exclusion
-from lazyckpt.capture.calls import Call
+from lazyckpt.capture.exclusion import Call
 from lazyckpt.capture.gate import gate
 
 SOON_S = 0.1  # in which what does not wait would have happened
@@ -301,29 +301,6 @@ def test_a_save_does_not_wait_for_forward_and_backward_of_another_thread(ckpt: l
         handle = ckpt.save(1)
         saved.set()
     assert values(handle) == {value} != {model.value}
-
-
-def test_a_save_does_not_wait_for_a_later_closure_either(ckpt: lazyckpt.Checkpointer) -> None:
-    """LBFGS writes between its closures."""
-    model = Model(lambda p: torch.optim.LBFGS(p, lr=1e-3, max_iter=3))
-    ckpt.track(model=model.module)
-    inside, saved, calls = threading.Event(), threading.Event(), []
-
-    def closure() -> float:
-        calls.append(1)
-        for p in model.module:
-            p.grad = torch.randn_like(p)
-        if len(calls) == 2:
-            inside.set()
-            assert saved.wait(WAIT_S)
-        return 1.0 / len(calls)
-
-    with thread(lambda: model.optimizer.step(closure)):
-        assert inside.wait(WAIT_S)
-        before = [p.detach().clone() for p in model.module]
-        state = torch.load(ckpt.save(1).result(timeout=WAIT_S) / "state.pt")["model"]
-        saved.set()
-    assert all(map(torch.equal, state.values(), before))
 
 
 def test_saves_inside_of_steps_do_not_wait_for_each_other(tmp_path: Any) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +10,6 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
-
-from lazyckpt.capture.foreign import guard_switches
-from lazyckpt.capture.gate import gate
 
 HELD_S = 0.05
 AT_MOST_S = 5.0
@@ -171,40 +165,3 @@ def test_sam(by_closure: bool, kind: Any, make_run: Any, disk: Any, pending: Any
         train()
         saved = torch.load(handle.result(timeout=30) / "state.pt")["model"]
         assert graph(saved) == graph(before)
-
-
-def test_a_step_goes_on_whatever_an_optimizer_raises_of_its_parameters() -> None:
-    class Closed:
-        @property
-        def param_groups(self) -> Any:
-            raise LookupError("closed")
-
-        def second_step(self) -> int:
-            return 7
-
-    guard_switches(Closed, gate)
-    optimizer = Closed()
-    assert optimizer.second_step() == 7
-    assert gate.steps[optimizer] == 1, "it is guarded"
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda obj: pickle.loads(pickle.dumps(obj))])
-def test_an_optimizer_that_is_guarded_is_copied_as_ever(duplicate: Any) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = schedulefree.AdamWScheduleFree([parameter], lr=0.1)
-    attributes, state = set(vars(optimizer)), optimizer.state_dict()
-    gate.install()
-    optimizer.train()
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    steps = gate.steps[optimizer]
-    optimizer.eval()
-    assert gate.steps[optimizer] == steps + 1, "it is guarded"
-    assert set(vars(optimizer)) == attributes and optimizer.state_dict().keys() == state.keys()
-    other = duplicate(optimizer)
-    other.train()
-    assert torch.equal(optimizer.param_groups[0]["params"][0], parameter)
-    assert not optimizer.param_groups[0]["train_mode"] and other.param_groups[0]["train_mode"]
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    assert b"lazyckpt" not in buffer.getvalue()

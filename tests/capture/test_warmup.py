@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import os
-import pickle
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,6 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture.gate import gate
 
 KIB = 1 << 10
 CHUNK = 64 * KIB
@@ -112,36 +107,6 @@ def test_each_optimizer_adds_what_its_first_step_made(training: Training, tmp_pa
     assert 2 * training.nbytes < sizes[1] == sizes[2] == sizes[3] < 2 * training.nbytes + 4 * CHUNK
 
 
-def test_an_optimizer_may_be_copied_pickled_and_outlive_its_saver(training: Training, tmp_path: Path) -> None:
-    ckpt = open_run(tmp_path, training)
-    copied, pickled = copy.deepcopy(training.optimizer), pickle.loads(pickle.dumps(training.optimizer))
-    copied.step()
-    pickled.step()
-    assert ring_bytes(ckpt) <= 2 * CHUNK, "these are not tracked"
-    saver = weakref.ref(ckpt._saver)
-    gc.disable()
-    try:
-        del ckpt
-        assert saver() is None, "at once, and not when garbage is collected"
-    finally:
-        gc.enable()
-    training.step()
-    closed = open_run(tmp_path, training)
-    closed.close()
-    assert not gate.warmups and not training.optimizer._optimizer_step_post_hooks
-    training.step()
-
-
-def test_a_saver_may_be_closed_inside_a_step(training: Training, tmp_path: Path) -> None:
-    """By a hook of somebody's."""
-    ckpt = open_run(tmp_path, training)
-    training.optimizer.register_step_post_hook(lambda *_: ckpt.close())
-    training.optimizer.register_step_post_hook(lambda *_: None)
-    training.step()
-    training.step()
-    assert ckpt._saver.closed
-
-
 def test_a_forked_child_may_step(training: Training, tmp_path: Path) -> None:
     with open_run(tmp_path, training) as ckpt:
         pid = os.fork()
@@ -165,30 +130,6 @@ def test_a_compiled_step_is_left_alone(training: Training, tmp_path: Path) -> No
         assert ring_bytes(ckpt) <= 2 * CHUNK
         ckpt.save(1, blocking=True)
         assert ring_bytes(ckpt) > training.nbytes
-
-
-class Bare(torch.optim.SGD):
-    """Does not call its base, and so has no hooks of its own."""
-
-    def __init__(self, parameters: Any) -> None:
-        self.defaults: dict[str, Any] = {}
-        self.state = {}  # type: ignore[assignment]
-        self.param_groups = [{"params": list(parameters)}]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": []}
-
-
-def test_an_optimizer_without_hooks_prepares_nothing_and_is_saved(tmp_path: Path) -> None:
-    model = torch.nn.Linear(4, 4)
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        optimizer = Bare(model.parameters())
-        ckpt.track(model=model, optimizer=optimizer)
-        optimizer.step()
-        ckpt.save(1, blocking=True)
 
 
 # On devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import lazyckpt
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import RestoreError, SerializationError
 from lazyckpt.pipeline.handle import in_flight
-from lazyckpt.providers.base import Bytes, StorageTable, TensorView, TensorViews
+from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.data_loader import track_loader
-from lazyckpt.providers.pickles import dump
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -62,11 +61,11 @@ class Own(lazyckpt.StateProvider):
         trap("StateProvider.state")
         return {"tensor": self.tensor}
 
-    def segments(self, table: StorageTable) -> Iterator[Any]:
-        trap("StateProvider.segments")
-        for segment in super().segments(table):
-            yield segment
-            trap("StateProvider.segments, behind its storages")
+    def opcodes(self, table: StorageTable) -> bytes:
+        trap("StateProvider.opcodes")
+        opcodes = super().opcodes(table)
+        trap("StateProvider.opcodes, behind its storages")
+        return opcodes
 
     def landings(self, saved: Any) -> list[Any]:
         trap("StateProvider.landings")
@@ -156,8 +155,8 @@ def error_of(kind: type[BaseException]) -> BaseException:
 
 SAVING = (
     "StateProvider.state",
-    "StateProvider.segments",
-    "StateProvider.segments, behind its storages",
+    "StateProvider.opcodes",
+    "StateProvider.opcodes, behind its storages",
     "state_dict",
     "__reduce__",
     "Module.state_dict",
@@ -213,64 +212,6 @@ def test_an_error_while_a_lone_file_or_a_staged_folder_is_saved(kind: type[BaseE
         assert saver.engine.ring_used_bytes == 0 and gate._pending == () and gc.isenabled()
         saver.save(obj, tmp_path / "a.pt").result(timeout=30)
         assert lazyckpt.load(tmp_path / "a.pt")["x"] == {"a": 1}
-
-
-class Nonsense(Own):
-    """Says of its storages what is not so."""
-
-    def __init__(self, stream: Callable[[StorageTable, torch.UntypedStorage], Iterator[Any]]) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def segments(self, table: StorageTable) -> Iterator[Any]:
-        yield from self.stream(table, self.tensor.untyped_storage())
-
-
-def own_opcodes(table: StorageTable) -> bytes:
-    return dump(torch.zeros(3), table, iter(()))[0]
-
-
-def a_view(table: StorageTable, storage: torch.UntypedStorage, nbytes: int) -> Iterator[Any]:
-    view = TensorView("own", storage, nbytes, torch.float32)
-    table.views.append(view)
-    table._keys.add(view.key)
-    yield view
-    yield Bytes(own_opcodes(table))
-
-
-NONSENSE: dict[str, Callable[[StorageTable, torch.UntypedStorage], Iterator[Any]]] = {
-    "nothing": lambda table, storage: iter(()),
-    "storages only": lambda table, storage: iter([table.add(storage, torch.float32, iter(()))]),
-    "two pickles": lambda table, storage: iter([Bytes(own_opcodes(table)), Bytes(own_opcodes(table))]),
-    "a number": lambda table, storage: iter([7, Bytes(own_opcodes(table))]),
-    "bytes": lambda table, storage: iter([own_opcodes(table)]),
-    "text as Bytes": lambda table, storage: iter([Bytes("abc")]),  # type: ignore[arg-type]
-    "no stream": lambda table, storage: 7,  # type: ignore[arg-type, return-value]
-    "a storage that is not in the table": lambda table, storage: iter(
-        [TensorView("x", storage, storage.nbytes(), torch.float32), Bytes(own_opcodes(table))]
-    ),
-    "several of these": lambda table, storage: iter(
-        [TensorViews(["x"], [storage], [storage.nbytes()], [torch.float32]), Bytes(own_opcodes(table))]
-    ),
-    "a negative size": lambda table, storage: a_view(table, storage, -4),
-    "too large a size": lambda table, storage: a_view(table, storage, storage.nbytes() + 4096),
-    "too small a size": lambda table, storage: a_view(table, storage, storage.nbytes() - 4),
-}
-
-
-@pytest.mark.parametrize("what", NONSENSE)
-def test_a_stream_that_makes_no_sense(what: str, tmp_path: Path) -> None:
-    """Regression: what a provider forgot to give was missing in the checkpoint, which nobody noticed before restore();
-    a size that is wrong was believed, and memory of others read."""
-    training = Training(tmp_path)
-    provider = Nonsense(NONSENSE[what])
-    training.ckpt.track(nonsense=provider)
-    with pytest.raises(SerializationError, match=r"step 2.*step-00000002.*'nonsense'"):
-        training.ckpt.save(2)
-    assert names(tmp_path) == []
-    provider.stream = lambda table, storage: Own.segments(provider, table)
-    training.check(3)
-    training.ckpt.close()
 
 
 def test_an_error_of_the_system_between_layout_and_background_is_raised(

@@ -10,9 +10,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Bytes, StorageTable, TensorViews
+from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
-from lazyckpt.providers.naming import name_of_storage
 from lazyckpt.providers.training import provider_for
 
 
@@ -22,18 +21,10 @@ def composite(**state: Any) -> CompositeProvider:
     return provider
 
 
-def test_the_stream_is_storages_and_then_one_pickle() -> None:
-    shared = torch.ones(3)
-    table = StorageTable(map(str, range(100)))
-    stream = list(composite(a={"t": shared}, b=[shared, torch.zeros(2)]).segments(table))
-    assert [type(s) for s in stream] == [TensorViews, TensorViews, Bytes]
-    assert [s.key for s in table.views] == ["0", "1"]
-
-
 def test_an_error_names_the_part() -> None:
     provider = composite(good=[1], bad=[lambda: None])
     with pytest.raises(UnpicklableError, match=r"'bad' cannot be pickled.*lambda") as caught:
-        list(provider.segments(StorageTable(map(str, range(9)))))
+        provider.opcodes(StorageTable(map(str, range(9))))
     assert caught.value.__cause__ is not None
 
 
@@ -80,11 +71,11 @@ def test_names_of_storages() -> None:
     optimizer.step()
     deep = torch.ones(3)
     provider = composite(model=model, optimizer=optimizer, extra={"list": [0, (deep,)]})
-    assert name_of_storage(provider, model[1].bias.untyped_storage()) == "model.1.bias"
+    assert provider.name_of(model[1].bias.untyped_storage()) == "model.1.bias"
     state = optimizer.state[model[1].bias]["exp_avg_sq"]
-    assert name_of_storage(provider, state.untyped_storage()) == "optimizer.state.3.exp_avg_sq"
-    assert name_of_storage(provider, deep.untyped_storage()) == "extra.list.1.0"
-    assert name_of_storage(provider, torch.ones(1).untyped_storage()) is None
+    assert provider.name_of(state.untyped_storage()) == "optimizer.state.3.exp_avg_sq"
+    assert provider.name_of(deep.untyped_storage()) == "extra.list.1.0"
+    assert provider.name_of(torch.ones(1).untyped_storage()) is None
 
 
 def test_the_rng_is_restored_last(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ Those of the user are as without lazyckpt. Ours have the settings, and no save t
 from __future__ import annotations
 
 import copy
-import errno
-import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -24,7 +22,6 @@ import lazyckpt
 from lazyckpt import errors, exporters
 from lazyckpt.providers.data_loader import TrackedLoader
 from lazyckpt.providers.sharded import ShardedTensorError
-from lazyckpt.storage import commit
 
 RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 Duplicate = Callable[[Any], Any]
@@ -53,55 +50,6 @@ def test_an_error_comes_back_with_all_that_it_says(error: lazyckpt.LazyCkptError
     again = duplicate(error)
     assert type(again) is type(error) and str(again) == str(error) and again.args == error.args
     assert vars(again) == vars(error)
-
-
-class Unsavable:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("this holds a socket")
-
-
-class OwnError(lazyckpt.SaveError):
-    """Of a user, with arguments of its own."""
-
-    def __init__(self, host: str) -> None:
-        super().__init__(f"no answer of {host}", path="runs/a", step=1)
-        self.host = host
-
-
-def full_disk(self: commit.Staging) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def fail_to_save(folder: str, how: str) -> None:
-    if how == "own":
-        raise OwnError("node7")
-    with lazyckpt.Checkpointer(folder) as ckpt:
-        ckpt.track(x=torch.ones(3), **({"bad": {"a": Unsavable()}} if how == "object" else {}))
-        if how == "disk":
-            commit.Staging.publish = full_disk  # type: ignore[method-assign]  # of this process alone
-        ckpt.save(4, blocking=True)
-
-
-@pytest.mark.parametrize(
-    ("how", "kind", "cause"),
-    [
-        ("object", lazyckpt.SerializationError, "this holds a socket"),
-        ("disk", lazyckpt.NoSpaceError, "No space left on device"),
-        ("own", OwnError, "no answer of node7"),
-    ],
-)
-def test_what_failed_in_another_process_is_told_in_full(how: str, kind: type, cause: str, tmp_path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(kind) as failed:
-        pool.apply(fail_to_save, (str(tmp_path), how))
-    assert type(failed.value) is kind and cause in str(failed.value)
-    if how == "own":
-        assert failed.value.host == "node7"
-    else:
-        assert (failed.value.step, failed.value.path) == (4, tmp_path / "step-00000004")
-
-
-def test_an_error_of_the_system_without_a_number_is_told() -> None:
-    assert "the array is offline" in str(errors.save_error(OSError("the array is offline"), path="a"))
 
 
 # What cannot be copied
@@ -158,44 +106,48 @@ def test_what_a_handle_tells_can_be_pickled(tmp_path: Path, duplicate: Duplicate
 
 
 TRAIN = """
-import hashlib, pickle, pickletools, sys, torch
-torch.manual_seed(1)
-model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 40))
-average = torch.optim.swa_utils.AveragedModel(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-loader = torch.utils.data.DataLoader(torch.ones(8, 40), 2)
-if sys.argv[1:]:
-    import lazyckpt
-    ckpt = lazyckpt.Checkpointer(sys.argv[1])
-    ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler, average=average)
-    ckpt.track_loader(loader)
-    saver = lazyckpt.Saver()
-    saver.watch(model)
-for step in range(3):
-    model(torch.randn(8, 40)).square().sum().backward()
-    optimizer.step()
-    scheduler.step()
-    if sys.argv[1:]:
-        ckpt.save(step)
-if sys.argv[1:]:
-    ckpt.close()
-for obj in (model, optimizer, scheduler, average, loader):
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        # What is long is a storage, in which torch writes its address.
-        said = [(op.name, str(arg)[:60]) for op, arg, _ in pickletools.genops(pickle.dumps(obj, protocol))]
-        print(type(obj).__name__, protocol, len(said), hashlib.sha256(repr(said).encode()).hexdigest())
+import hashlib, os, pickle, pickletools, sys, torch
+
+def train(folder):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 40))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = torch.utils.data.DataLoader(torch.ones(8, 40), 2)
+    if folder:
+        import lazyckpt
+        ckpt = lazyckpt.Checkpointer(folder)
+        ckpt.track(model=model, optimizer=optimizer, scheduler=scheduler, average=average)
+        ckpt.track_loader(loader)
+        lazyckpt.Saver().watch(model)
+    for step in range(3):
+        model(torch.randn(8, 40)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+        if folder:
+            ckpt.save(step, blocking=True)
+    for obj in (model, optimizer, scheduler, average, loader):
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            # What is long is a storage, in which torch writes its address.
+            said = [(op.name, str(arg)[:60]) for op, arg, _ in pickletools.genops(pickle.dumps(obj, protocol))]
+            print(type(obj).__name__, protocol, len(said), hashlib.sha256(repr(said).encode()).hexdigest())
+
+for folder in ("", sys.argv[1]):
+    if (child := os.fork()) == 0:
+        train(folder)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
 def test_objects_that_are_tracked_are_pickled_as_without_us(tmp_path: Path) -> None:
-    def pickles(*args: str) -> list[str]:
-        done = subprocess.run([sys.executable, "-c", TRAIN, *args], check=True, capture_output=True, text=True)
-        return done.stdout.splitlines()
-
-    plain = pickles()
-    assert len(plain) == 5 * (pickle.HIGHEST_PROTOCOL + 1)
-    assert pickles(str(tmp_path / "run")) == plain
+    """One process forks twice: only the second child imports lazyckpt."""
+    command = [sys.executable, "-c", TRAIN, str(tmp_path / "run")]
+    pickles = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    count = 5 * (pickle.HIGHEST_PROTOCOL + 1)
+    assert len(pickles) == 2 * count and pickles[:count] == pickles[count:]
 
 
 def test_a_tracked_model_loads_with_weights_only(make_run: Any, tmp_path: Path) -> None:
@@ -250,23 +202,6 @@ def test_a_copy_is_saved_lazily_as_the_original_is(
         assert handle.metrics.gate_blocked_s > 0.05, "and loading waits"
         saved = torch.load(handle.result(timeout=30) / "state.pt")["model"]
     assert all(torch.equal(saved[name], before[name]) for name in before)
-
-
-class Whole(torch.optim.SGD):
-    """Pickled with its hooks, as torch's own are not."""
-
-    def __getstate__(self) -> Any:
-        return dict(vars(self))
-
-
-def test_an_optimizer_that_is_pickled_with_its_hooks_is_no_exception(make_run: Any, duplicate: Duplicate) -> None:
-    run = make_run(lambda parameters: Whole(parameters, lr=0.1, momentum=0.9), warm=False)
-    assert not run.optimizer._optimizer_step_post_hooks
-    model, optimizer = copies_of_both(run, duplicate)
-    model(run.batch()).square().sum().backward()
-    optimizer.step()
-    assert len(optimizer.state) == len(list(model.parameters()))
-    assert b"lazyckpt" not in pickle.dumps(run.optimizer)
 
 
 class Batches:

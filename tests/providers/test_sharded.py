@@ -142,20 +142,6 @@ def test_it_is_found_and_named_wherever_it_is(where: str, tmp_path: Path, part: 
     assert [path.name for path in tmp_path.iterdir()] == ["z.pt"]
 
 
-def test_it_is_refused_in_safetensors_too(tmp_path: Path, part: torch.Tensor) -> None:
-    tensors = {"a": torch.ones(2), "part": part}
-    with pytest.raises(lazyckpt.ConfigError, match="cannot save part: it is a DTensor"):
-        lazyckpt.save(tensors, tmp_path / "x.safetensors")
-    with lazyckpt.Saver() as saver:
-        with pytest.raises(lazyckpt.ConfigError, match="cannot save part: it is a DTensor"):
-            saver.save(tensors, tmp_path / "y.safetensors")
-        with saver.stage(tmp_path / "folder") as folder:
-            folder.add("model.safetensors", tensors)
-            with pytest.raises(lazyckpt.ConfigError, match="cannot save part: it is a DTensor"):
-                folder.save()
-    assert not list(tmp_path.iterdir())
-
-
 def sharded_module(part: torch.Tensor) -> torch.nn.Module:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4))
     module[0].weight = torch.nn.Parameter(part)
@@ -209,16 +195,6 @@ def test_save_refuses_what_became_a_part_after_track(tmp_path: Path, part: torch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_what_is_gathered_by_its_state_dict_may_be_tracked(tmp_path: Path, part: torch.Tensor) -> None:
-    class Gathering(App):
-        def state_dict(self) -> Any:
-            return {"inner": torch.ones(4)}
-
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(app=Gathering(part))
-        ckpt.save(1).result(timeout=30)
-
-
 def test_a_sharded_tensor_of_fsdp1_is_refused(tmp_path: Path) -> None:
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.metadata import ShardMetadata
@@ -235,13 +211,6 @@ def test_a_sharded_tensor_of_fsdp1_is_refused(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["whole.pt"]
     finally:
         dist.destroy_process_group()
-
-
-def test_the_error_survives_a_pickle(ranks: Callable[[int], None], by_torch: Any, tmp_path: Path) -> None:
-    ranks(2)
-    with pytest.raises(lazyckpt.ConfigError) as caught:
-        lazyckpt.save([dtensor((2,), Shard(0))], tmp_path / "x.pt")
-    assert str(by_torch(caught.value)) == str(caught.value)
 
 
 # Real ranks
@@ -310,18 +279,6 @@ def test_fsdp2_on_two_ranks_is_refused_on_both(tmp_path: Path) -> None:
     assert (tmp_path / "said-0").read_text().splitlines() == [*expected, "whole"]
     assert (tmp_path / "said-1").read_text().splitlines() == expected
     assert not list(tmp_path.glob("run-*/*")) and not list(tmp_path.glob("x-*"))
-
-
-def test_without_distributed_tensors_it_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain tensors are never asked: not one of 10,000."""
-    import lazyckpt.providers.pickles as pickles
-
-    asked: list[torch.Tensor] = []
-    monkeypatch.setattr(pickles, "refuse_part", lambda tensor, root: asked.append(tensor))
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(state={str(i): torch.ones(2) for i in range(10_000)})
-        ckpt.save(1).result(timeout=60)
-    assert asked == []
 
 
 if __name__ == "__main__":

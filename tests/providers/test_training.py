@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -72,43 +71,6 @@ def test_a_module_comes_back_whole_and_in_place(tmp_path: Path, graph: Any) -> N
     assert not torch.equal(target.dropped, source.dropped)
 
 
-def test_an_untied_module_takes_tied_weights(tmp_path: Path) -> None:
-    source, target = Everything(), Everything()
-    target.head.weight = nn.Parameter(torch.zeros(10, 6))
-    there_and_back(tmp_path, source, target)
-    assert torch.equal(target.head.weight, source.emb.weight) and torch.equal(target.emb.weight, source.emb.weight)
-    assert target.head.weight.data_ptr() != target.emb.weight.data_ptr()
-
-
-def test_a_tied_module_takes_untied_weights_as_load_state_dict_does(tmp_path: Path) -> None:
-    source, target = Everything(), Everything()
-    source.head.weight = nn.Parameter(torch.full((10, 6), 7.0))
-    there_and_back(tmp_path, source, target)
-    reference = Everything()
-    reference.load_state_dict(source.state_dict())
-    assert torch.equal(target.head.weight, reference.head.weight)
-    assert target.head.weight is target.emb.weight
-
-
-def test_two_tracked_modules_that_share_weights(tmp_path: Path) -> None:
-    class Pair:
-        def __init__(self, seed: int) -> None:
-            torch.manual_seed(seed)
-            self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 20)
-            self.b.weight = self.a.weight
-
-    source, target = Pair(1), Pair(2)
-    for pair in (source, target):
-        with lazyckpt.Checkpointer(tmp_path) as ckpt:
-            ckpt.track(a=pair.a, b=pair.b)
-            if pair is source:
-                ckpt.save(1).result()
-            else:
-                ckpt.restore()
-    assert torch.equal(target.a.weight, source.a.weight) and target.b.weight is target.a.weight
-    assert torch.equal(target.b.bias, source.b.bias)
-
-
 def test_load_hooks_run_and_see_the_saved_values(tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -126,25 +88,6 @@ def test_load_hooks_run_and_see_the_saved_values(tmp_path: Path) -> None:
     inner = nn.Sequential(Hooked(30, 30))
     there_and_back(tmp_path / "2", nn.Sequential(source), inner)
     assert seen == [source.weight.sum().item()] and torch.equal(inner[0].weight, source.weight)
-
-
-def test_a_module_that_renames_while_loading_is_given_the_chance(tmp_path: Path) -> None:
-    """state_dict hooks that come in pairs: what is saved has other names than the module."""
-
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {f"saved.{k}": v for k, v in super().state_dict(*args, **kwargs).items()}
-
-        def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().load_state_dict({k.removeprefix("saved."): v for k, v in state.items()}, *args, **kwargs)
-
-    source, target = Wrapped(), Wrapped()
-    there_and_back(tmp_path, source, target)
-    assert torch.equal(target.inner.weight, source.inner.weight)
 
 
 def test_a_lazy_module_takes_its_shapes_from_the_checkpoint(tmp_path: Path) -> None:
@@ -192,20 +135,16 @@ OPTIMIZERS = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.001, centered=True, momentum=0.3),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
 }
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["no state yet", "other state"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "warm"), [*((name, True) for name in OPTIMIZERS), ("SGD momentum", False), ("LBFGS", False)]
+)
 def test_an_optimizer_goes_on_bit_for_bit(name: str, warm: bool, tmp_path: Path, graph: Any) -> None:
     model, optimizer = trained(OPTIMIZERS[name], 3)
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
@@ -227,17 +166,6 @@ def test_an_optimizer_goes_on_bit_for_bit(name: str, warm: bool, tmp_path: Path,
     assert [train_step(other, target) for _ in range(3)] == expected
     assert graph(target.state_dict()) == graph(optimizer.state_dict()) or name == "LBFGS"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_the_state_of_an_optimizer_does_not_alias_anything(tmp_path: Path) -> None:
-    model, optimizer = trained(OPTIMIZERS["AdamW"], 2)
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.track(model=model, optimizer=optimizer)
-        ckpt.save(1).result()
-        ckpt.restore()
-        tensors = [t for s in optimizer.state.values() for t in s.values()] + list(model.parameters())
-        assert len({t.data_ptr() for t in tensors}) == len(tensors)
-        train_step(model, optimizer)
 
 
 def test_parameter_groups_with_names_and_options(tmp_path: Path) -> None:
@@ -349,16 +277,6 @@ def test_a_tensor_is_restored_in_place(tmp_path: Path) -> None:
     assert torch.equal(leaf, torch.ones(20)) and leaf.requires_grad and leaf.is_leaf
 
 
-@pytest.mark.parametrize("saved_conj", [False, True])
-@pytest.mark.parametrize("live_conj", [False, True])
-def test_a_conjugated_tensor_is_restored_by_value(saved_conj: bool, live_conj: bool, tmp_path: Path) -> None:
-    """The bytes of a lazily conjugated tensor are not its values."""
-    source, target = torch.randn(40, dtype=torch.complex64), torch.zeros(40, dtype=torch.complex64)
-    source = source.conj() if saved_conj else source
-    there_and_back(tmp_path, source, target.conj() if live_conj else target)
-    assert torch.equal(target.conj() if live_conj else target, source)
-
-
 def test_plain_containers_are_changed_in_place(tmp_path: Path) -> None:
     tensor = torch.zeros(30)
     target: Any = {"epoch": 0, "best": None, "ema": tensor, "gone": 1}
@@ -395,14 +313,3 @@ def test_a_provider_of_ones_own(tmp_path: Path) -> None:
     source.position = 17
     there_and_back(tmp_path, source, target)
     assert torch.equal(target.memory, source.memory) and target.position == 17
-
-
-def test_custom_classes_need_the_users_consent(tmp_path: Path) -> None:
-    """restore() is weights_only: what the user's own state brings in must be allowed by the user, before save()."""
-    source: Any = {"device": torch.device("cpu"), "exact": Fraction(1, 3)}
-    with pytest.raises(lazyckpt.SerializationError, match=r"'x.exact' is a fractions.Fraction.*add_safe_globals"):
-        there_and_back(tmp_path, source, {})
-    target: Any = {}
-    with torch.serialization.safe_globals([Fraction]):
-        there_and_back(tmp_path / "2", source, target)
-    assert target == source

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import lazyckpt
 from lazyckpt.capture.evidence import addresses
-from lazyckpt.capture.gate import gate
-from lazyckpt.capture.ownership import Ownership
 from lazyckpt.providers.wrappers import address_inside, links_of, storages_in
 
 MATRIX = 256 * 256 * 4
@@ -140,23 +135,6 @@ def step_on(run: Any, *numbers: int) -> None:
 
 
 SGD = lambda p: torch.optim.SGD(p, lr=0.1, foreach=False)  # noqa: E731
-
-
-@WITNESSES
-def test_a_parameter_in_a_wrapper_is_lazy_once_it_had_a_gradient(witness: str, make_run: Any) -> None:
-    run = make_run(SGD, parameters_in_boxes(2), warm=False, witness=witness)
-    step_on(run, 0)
-    assert eager_matrices(run, 1) == 2, "those inside of the second one"
-    step_on(run, 1)
-    assert eager_matrices(run, 2) == 0
-    run.model[0].requires_grad_(False)
-    step_on(run, 1)
-    assert eager_matrices(run, 3) == 2
-    run.model[1].high = run.model[1].high.clone()
-    step_on(run, 1)
-    assert eager_matrices(run, 4) == 4, "it was given other memory"
-    step_on(run, 1)
-    assert eager_matrices(run, 5) == 0, "the frozen one did not change from save to save"
 
 
 def test_a_step_waits_for_what_was_moved_from_one_wrapper_into_another(make_run: Any, disk: Any, graph: Any) -> None:
@@ -331,44 +309,6 @@ def test_inference_tensors_inside_or_outside_are_eager() -> None:
     assert list(inner.whole) == [0, 1]
 
 
-def test_wrappers_are_looked_into_to_a_certain_depth() -> None:
-    deep: Any = torch.zeros(4)
-    for _ in range(4):
-        deep = Boxed(deep, torch.zeros(4))
-    assert [len(s.tensors) for s in storages_in(deep)] == [0, 1, 1, 1, 2]
-    assert address_inside(deep) != address_inside(Boxed(deep.high, torch.zeros(4))) != 0
-    deeper = Boxed(deep, torch.zeros(4))
-    assert [len(s.tensors) for s in storages_in(deeper)] == [0, 1, 1, 1, 1], "without the lowest two"
-
-
-def test_what_two_wrappers_share_is_known_by_both() -> None:
-    shared, a, b = (torch.zeros(16) for _ in range(3))
-    first, second = Boxed(shared, a), Boxed(b, shared)
-    plain, inside = storages_in({"x": [first, (second,)], "shared": shared, "y": a})
-    assert [id(t) for t in plain.tensors] == [id(shared), id(a)] and plain.links == {}
-    assert [id(t) for t in inside.tensors] == [id(shared), id(a), id(b)]
-    through = inside.links[shared.untyped_storage()._cdata]
-    assert [(id(link.wrapper), link.name) for link in through] == [(id(first), "high"), (id(second), "low")]
-
-
-def test_what_wrappers_of_two_optimizers_share_waits_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "steps", weakref.WeakKeyDictionary())  # beyond 62 they share a bit
-    gate.install()
-    shared = torch.zeros(256, 256)
-    optimizers = []
-    for _ in range(2):
-        parameter = torch.nn.Parameter(torch.zeros(256, 256))
-        parameter.grad = torch.ones_like(parameter)
-        optimizer = LowBit([parameter])
-        optimizer.state[parameter]["momentum"] = Boxed(shared, torch.zeros(256, 256))
-        optimizer.step()
-        optimizers.append(optimizer)
-    ownership = Ownership(gate, {})
-    bits = [ownership.owners[optimizer][0] for optimizer in optimizers]
-    assert bits[0] != bits[1]
-    assert ownership.lazy_owners[shared.untyped_storage()._cdata] == bits[0] | bits[1]
-
-
 class Plain(torch.Tensor):
     """Has memory of its own."""
 
@@ -393,20 +333,6 @@ def test_a_subclass_with_memory_of_its_own_is_no_wrapper(kind: Any) -> None:
             assert found.identities == [tensor.untyped_storage()._cdata] and list(found.whole) == [1]
             expected = [tensor.data_ptr()]
         assert addresses([tensor]) == expected
-
-
-def test_fake_sparse_and_functional_tensors_have_nothing_inside() -> None:
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-
-    with FakeTensorMode():
-        fake = torch.zeros(4)
-    with FunctionalTensorMode():
-        functional = FunctionalTensor.to_functional(torch.zeros(4))
-    sparse = torch.eye(2).to_sparse()
-    for tensor in (fake, functional, sparse):
-        assert links_of(tensor) == []
-        assert len(storages_in([tensor])) == 1 and address_inside(tensor) == 0
-        assert storages_in([Boxed(tensor, torch.zeros(4))])[1].sizes[-1] == 16
 
 
 # DTensors
@@ -483,28 +409,3 @@ def test_dtensors_on_one_rank_are_lazy(
             for n in range(3)
         ]
         assert all(map(torch.equal, itertools.chain.from_iterable(found), before))
-
-
-def test_the_ring_is_prepared_for_what_is_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = parameters_in_boxes(2)
-    optimizer = SGD(model.parameters())
-    seen = []
-    with lazyckpt.Checkpointer(tmp_path) as ckpt:
-        monkeypatch.setattr(ckpt._saver._buffer, "reserve", seen.append)
-        ckpt.track(model=model, optimizer=optimizer)
-        for p in model:
-            p.grad = boxed(1.0)
-        optimizer.step()
-        assert seen and 4 * MATRIX <= seen[0] - 2 * ckpt.config.chunk_bytes < 5 * MATRIX
-
-
-def test_plain_tensors_are_not_looked_into(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their type alone tells them from wrappers."""
-    monkeypatch.setattr(gate, "steps", weakref.WeakKeyDictionary())  # without the optimizers of other tests
-    asked: list[torch.Tensor] = []
-    monkeypatch.setattr("lazyckpt.providers.wrappers.links_of", lambda tensor: asked.append(tensor) or [])
-    run = make_run(model=matrices())
-    assert eager_matrices(run) == 0
-    assert asked == []
-    storages_in(boxed())
-    assert len(asked) == 1

@@ -15,13 +15,12 @@ from writers.trial import HELD, Plan, Round, Trial, witnesses
 
 pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 WITNESSES = witnesses()
-IDS = [w or "no knob" for w in WITNESSES]
 SMALL_RING = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 128 * KIB}
-each_witness = pytest.mark.parametrize("witness", WITNESSES, ids=IDS)
+each_witness = pytest.mark.parametrize("witness", WITNESSES)
 
 
-def knobs(witness: str | None) -> dict[str, Any]:
-    return SMALL_RING if witness is None else {**SMALL_RING, "witness": witness}
+def knobs(witness: str) -> dict[str, Any]:
+    return {**SMALL_RING, "witness": witness}
 
 
 def again(instant: str, times: int) -> tuple[Round, ...]:
@@ -29,20 +28,20 @@ def again(instant: str, times: int) -> tuple[Round, ...]:
 
 
 @each_witness
-def test_an_in_place_kernel_that_runs_while_the_copies_are_made(witness: str | None, trial: Trial) -> None:
+def test_an_in_place_kernel_that_runs_while_the_copies_are_made(witness: str, trial: Trial) -> None:
     """It takes 50 ms without the GIL, and moves the version when it has ended."""
     for seed in range(4):
         trial.run(Plan("normal_", witness, size="large", rounds=again("at once", 1), seed=seed))
 
 
 @each_witness
-def test_a_pre_hook_that_writes_before_the_closure(witness: str | None, trial: Trial) -> None:
+def test_a_pre_hook_that_writes_before_the_closure(witness: str, trial: Trial) -> None:
     assert trial.run(Plan("step pre-hook, with a closure", witness, rounds=again(HELD, 3))) == {"committed": 3}
 
 
 @each_witness
 @pytest.mark.parametrize("name", ["Embedding(max_norm)", "schedule-free"])
-def test_a_writer_that_comes_after_every_save(name: str, witness: str | None, trial: Trial) -> None:
+def test_a_writer_that_comes_after_every_save(name: str, witness: str, trial: Trial) -> None:
     """No run ends without a checkpoint."""
     if reason := REGISTRY[name].unavailable():
         pytest.skip(reason)
@@ -50,13 +49,13 @@ def test_a_writer_that_comes_after_every_save(name: str, witness: str | None, tr
 
 
 @each_witness
-def test_saves_on_one_thread_and_steps_on_another(witness: str | None, trial: Trial) -> None:
+def test_saves_on_one_thread_and_steps_on_another(witness: str, trial: Trial) -> None:
     for seed in range(4):
         trial.run(Plan("steps on another thread", witness, size="large", rounds=(Round(0, HELD),) * 4, seed=seed))
 
 
 @each_witness
-def test_views_that_overlap_do_not_fill_a_storage(witness: str | None, copies: Copies, tmp_path: Path) -> None:
+def test_views_that_overlap_do_not_fill_a_storage(witness: str, copies: Copies, tmp_path: Path) -> None:
     """Two parameters are the same half of a storage; the other half is a buffer, which changes in forward."""
     whole = torch.ones(200_000)
     first, second = (torch.nn.Parameter(whole[at : at + 100_000]) for at in (0, 1))

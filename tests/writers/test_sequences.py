@@ -14,11 +14,10 @@ from writers.trial import HELD, INSTANTS, PENDING, Plan, Round, Trial, witnesses
 
 pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 WITNESSES = witnesses()
-IDS = [w or "no knob" for w in WITNESSES]
 
 
 @st.composite
-def plans(draw: Any, witness: str | None) -> Plan:
+def plans(draw: Any, witness: str) -> Plan:
     name = draw(st.sampled_from([n for n in registry.names(witness, slow=TORTURE) if _is_available(n)]))
     writer = registry.REGISTRY[name]
     rounds = st.builds(Round, st.integers(0, 2), st.sampled_from([HELD, HELD, *INSTANTS, None]))
@@ -41,8 +40,8 @@ def _is_available(name: str) -> bool:
 
 
 @pytest.mark.timeout(7200)  # with all trials
-@pytest.mark.parametrize("witness", WITNESSES, ids=IDS)
-def test_any_sequence(witness: str | None, trial: Trial, trials: Trials) -> None:
+@pytest.mark.parametrize("witness", WITNESSES)
+def test_any_sequence(witness: str, trial: Trial, trials: Trials) -> None:
     """The instant of save(), or an error by name and then a save that commits; with copy-on-write, never an error."""
     count = trials.count(10, 1500)
     common = settings(
@@ -63,7 +62,7 @@ def test_any_sequence(witness: str | None, trial: Trial, trials: Trials) -> None
     in_time = sum(found for name, found in trial.outcomes.items() if name.startswith(PENDING))
     assert in_time > count / 10, "hardly a write came in time to tear anything"
     trials.report(
-        f"writers in every window, {'no knob' if witness is None else f'witness={witness}'}",
+        f"writers in every window, witness={witness}",
         count,
         trial._folder,
         **{name.replace(" ", "_"): found for name, found in sorted(trial.outcomes.items())},
