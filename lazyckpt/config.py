@@ -40,6 +40,15 @@ class Config:
     keep_every: int | None = None
     """Also keep checkpoints whose step is a multiple of this."""
 
+    keep_best: int | None = None
+    """Also keep so many of the checkpoints with the best metric."""
+
+    best: str | None = None
+    """The metric, of those given to ``save(step, metrics=…)``, by which checkpoints are compared."""
+
+    mode: Literal["min", "max"] = "min"
+    """Whether the best checkpoint has the lowest or the highest metric."""
+
     witness: Literal["auto", "pages", "copy", "versions"] = "auto"
     """What notices a write to a lazily copied tensor before it is copied. "pages": the kernel, whoever writes (host
     memory, Linux 6.7 or newer). "copy": the kernel holds the writer until the page is copied aside, so that no
@@ -93,7 +102,15 @@ class Config:
                 raise ConfigError(
                     "keep_every adds to keep_last, and without that everything is kept: give keep_last, too"
                 )
+        if self.keep_best is not None:
+            self._at_least("keep_best", 1)
+            if self.keep_last is None or self.best is None:
+                missing = "keep_last" if self.keep_last is None else 'best, the name of a metric such as "loss"'
+                raise ConfigError(f"keep_best adds the best checkpoints to the last ones: give {missing}, too")
+        if self.best is not None and not isinstance(self.best, str):
+            raise ConfigError(f"best={self.best!r}: expected the name of a metric")
         for name, allowed in (
+            ("mode", ("min", "max")),
             ("durability", ("async", "before_step")),
             ("on_error", ("raise", "warn")),
             ("io_backend", ("auto", "io_uring", "posix")),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.pipeline.lineage import Lineage
+from lazyckpt.pipeline.lineage import About, Lineage
 from lazyckpt.storage import commit
 
 
@@ -64,8 +64,9 @@ class FolderRequest(Request):
 class CheckpointRequest(Request):
     """A numbered checkpoint of a Checkpointer."""
 
-    def __init__(self, path: Path, step: int, lineage: Lineage) -> None:
+    def __init__(self, path: Path, step: int, lineage: Lineage, about: About) -> None:
         super().__init__(path, step)
+        self._about = about
         self._step = step
         self._lineage = lineage
 
@@ -73,7 +74,7 @@ class CheckpointRequest(Request):
         return commit.Staging(self.path)
 
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any]:
-        return self._lineage.manifest(self._step, files)
+        return self._lineage.manifest(self._step, files, self._about)
 
     def published(self) -> None:
         self._lineage.published()
