@@ -17,7 +17,7 @@ from lazyckpt.providers.names import Rename, checked, rename_state, suggestion
 from lazyckpt.providers.training import LoaderProvider, ModuleProvider
 from lazyckpt.storage.manifest import Checkpoint
 
-_LOADER_KEYS = {"yielded", "start", "now"}
+_LOADER_KEYS = {"yielded", "start", "now"}  # of every version
 
 
 class Restored(int):
