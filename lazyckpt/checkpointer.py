@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.catalogue import Catalogue, checked_metrics, checked_step
-from lazyckpt.config import MIB
+from lazyckpt.config import MIB, check_names
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
@@ -20,7 +20,7 @@ from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import CheckpointRequest
 from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.data_loader import track_loader
+from lazyckpt.providers.data_loader import TrackedLoader, track_loader
 from lazyckpt.providers.kinds import kinds_of
 from lazyckpt.providers.names import Rename
 from lazyckpt.providers.sharded import refuse_parts
@@ -69,6 +69,7 @@ class Checkpointer(Catalogue):
     ) -> None:
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
+        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only")
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
         self._launcher.owner = f"the Checkpointer of {self.directory}"
@@ -88,6 +89,7 @@ class Checkpointer(Catalogue):
             self._saver.close()
             raise
         self._provider = CompositeProvider()
+        self._tracked: dict[str, Any] = {}  # objects by name
         self._archive = ArchiveCache()
         if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
             self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
@@ -122,27 +124,39 @@ class Checkpointer(Catalogue):
 
     # what is saved
 
-    def track(self, **state: Any) -> None:
+    def track(self, *, replace: bool = False, **state: Any) -> None:
         """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
         tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
-        The random number generators are tracked as ``rng``. Raises ConfigError for other values, and for a tensor that
-        is sharded over several ranks (FSDP2, tensor parallelism), since this process would save only its own shard.
+        To track the same object under the same name again changes nothing; ``replace=True`` puts another one in its
+        place. The random number generators are tracked as ``rng``. Raises ConfigError for other values, and for a
+        tensor that is sharded over several ranks (FSDP2, tensor parallelism), since this process would save only its
+        own shard.
         """
         self._launcher.check_usable()
         gate.guard_averages()
         for name, obj in state.items():
-            if name in self._provider.parts:
-                reserved = " (reserved for the random number generators)" if name == RNG else ""
-                raise ConfigError(f"track: the name {name!r} is taken{reserved}")
+            if name in self._tracked and self._tracked[name] is obj:
+                continue
+            if name == RNG:
+                raise ConfigError(f"track: the name {name!r} is taken (reserved for the random number generators)")
+            if name in self._provider.parts and not replace:
+                there = type(self._tracked[name]).__name__
+                raise ConfigError(f"track: the name {name!r} is taken by another {there}; replace=True replaces it")
             refuse_parts(obj, name)
+            if isinstance(replaced := self._provider.parts.get(name), ModuleProvider):
+                self._saver.unwatch(replaced.module)
             self._track(name, obj)
+            self._tracked[name] = obj
 
-    def track_loader(self, loader: Any, name: str = "loader") -> Any:
+    def track_loader(self, loader: Any, name: str = "loader", *, replace: bool = False) -> Any:
         """Track a data loader. Returns what to iterate instead: a wrapper that knows its position, or the loader itself
-        if it has ``state_dict`` and ``load_state_dict``."""
+        if it has ``state_dict`` and ``load_state_dict``. ``replace``: as in ``track``."""
+        known = self._tracked.get(name)
+        if isinstance(known, TrackedLoader) and known.wraps(loader):
+            return known
         wrapped = track_loader(loader)
-        self.track(**{name: wrapped})
+        self.track(replace=replace, **{name: wrapped})
         return wrapped
 
     def _track(self, name: str, obj: Any) -> None:
@@ -302,6 +316,16 @@ class Checkpointer(Catalogue):
     def close(self) -> None:
         """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""
         self._saver.close()
+
+    def __repr__(self) -> str:
+        state = (
+            "closed"
+            if self._saver.closed
+            else "read_only"
+            if self._read_only
+            else f"{len(self._saver.pending())} saves in flight"
+        )
+        return f"<Checkpointer {self.directory}: tracks {', '.join(self._provider.parts)}; {state}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from lazyckpt.errors import ConfigError, SaveError
@@ -149,6 +150,17 @@ class Config:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{name}={value!r}: expected a whole number, at least {minimum}")
+
+
+def check_names(owner: str, knobs: Iterable[str], *others: str) -> None:
+    """Raises ConfigError, with what was probably meant, for a keyword argument of ``owner`` that is no field of Config.
+    ``others``: further keyword arguments that it takes."""
+    names = [*others, *(field.name for field in fields(Config))]
+    for name in knobs:
+        if name not in names:
+            meant = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {meant[0]!r}?" if meant else f"there is: {', '.join(names)}"
+            raise ConfigError(f"{owner}: {name!r} is not a setting; {hint}")
 
 
 def _memory_bytes() -> int:

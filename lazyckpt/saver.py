@@ -12,7 +12,7 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture.gate import gate
-from lazyckpt.config import Config
+from lazyckpt.config import Config, check_names
 from lazyckpt.errors import ClosedError, ConfigError, SaveError
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
@@ -45,10 +45,8 @@ class Saver:
     """
 
     def __init__(self, **knobs: Any) -> None:
-        try:
-            self.config = config = Config(**knobs)
-        except TypeError as error:
-            raise ConfigError(str(error).replace("Config.__init__()", type(self).__name__)) from None
+        check_names(type(self).__name__, knobs)
+        self.config = config = Config(**knobs)
         self._archives = ArchiveCache()  # of lone archives, whatever their names
         self._staged_archives: dict[str, ArchiveCache] = {}  # of archives in staged folders, by name
         self._folders = Folders()
@@ -114,6 +112,10 @@ class Saver:
         if not any(module is known for known in modules):
             modules.append(module)
             gate.watch(module)
+
+    def unwatch(self, module: torch.nn.Module) -> None:
+        """Undo ``watch``."""
+        self.launcher.modules[:] = [known for known in self.launcher.modules if known is not module]
 
     def expect(self, *objects: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Announce what the first save will hold, so that its staging buffer is ready in time.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.config import Config
+from lazyckpt.config import Config, check_names
 from lazyckpt.errors import ConfigError
 
 PREFIX = "LAZYCKPT_"
@@ -49,10 +49,8 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     """Returns the Config of the keyword arguments of ``owner``, a class whose framework keeps and removes checkpoints.
 
     Raises ConfigError, which says with ``retention`` what to use instead of ``keep_last``."""
-    try:
-        config = Config(**knobs)
-    except TypeError as error:
-        raise ConfigError(str(error).replace("Config.__init__()", owner.__name__)) from None
+    check_names(owner.__name__, knobs)
+    config = Config(**knobs)
     for name in ("keep_last", "best"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name}: {retention}")

@@ -81,6 +81,10 @@ class TrackedLoader:
         self._epoch = _Epoch()
         self._resuming = False
 
+    def wraps(self, loader: Any) -> bool:
+        """Whether this iterates ``loader``, or is it."""
+        return loader is self._loader or loader is self
+
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0. It counts up when an epoch ends, and when a new ``iter()``
