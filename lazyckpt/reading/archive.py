@@ -236,7 +236,8 @@ class Archive:
 def _storage_of(tensor: torch.Tensor) -> int | None:
     """The identity of the storage that a tensor views; None if it views none."""
     try:
-        return tensor.untyped_storage()._cdata
+        identity: int = tensor.untyped_storage()._cdata
+        return identity
     except (NotImplementedError, RuntimeError):
         return None
 
