@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.catalogue import Catalogue, checked_metrics, checked_step
@@ -34,9 +34,24 @@ from lazyckpt.storage.manifest import STATE, Checkpoint
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 RNG = "rng"
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # those that save
 _READ_AHEAD_BYTES = 64 * MIB
+
+
+class _How(TypedDict, total=False):
+    """The other arguments of ``Checkpointer.restore``."""
+
+    step: int | None
+    path: str | os.PathLike[str] | None
+    only: Iterable[str] | None
+    rename: Rename | None
+    cast: bool
+    loader: bool
+    best: bool
 
 
 class Checkpointer(Catalogue):
@@ -176,7 +191,10 @@ class Checkpointer(Catalogue):
 
     # restore
 
-    @alone("restore()")
+    @overload
+    def restore(self, *, strict: Literal[True] = ..., **how: Unpack[_How]) -> int | None: ...
+    @overload
+    def restore(self, *, strict: Literal[False], **how: Unpack[_How]) -> Restored | None: ...
     def restore(
         self,
         *,
@@ -188,11 +206,11 @@ class Checkpointer(Catalogue):
         cast: bool = False,
         loader: bool = True,
         best: bool = False,
-    ) -> Restored | None:
+    ) -> int | Restored | None:
         """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none.
 
         The newest is the one saved last, whatever its step. A damaged one is passed over with a warning. Waits for
-        saves in flight. The step is an int that also says what was restored (``Restored``).
+        saves in flight.
 
         Args:
             step: Selects the checkpoint of this step instead.
@@ -200,7 +218,8 @@ class Checkpointer(Catalogue):
             only: Names of the parts to restore, such as ["model"]. The others stay as they are, and of the file only
                 the bytes of these parts are read.
             strict: False restores what the checkpoint and the tracked state both have: parts, and the entries of a
-                module. ``missing`` and ``unexpected`` of the result tell the rest. Other shapes are an error still.
+                module. Returns a ``Restored``, which tells what was missing or unexpected. Other shapes are an error
+                still.
             rename: New names for the entries of modules: prefixes and what replaces them, {"module.": ""}, or a
                 function of a name. None as a new name leaves the entry out.
             cast: Converts floating-point tensors of modules to the dtype of the tracked ones.
@@ -218,6 +237,12 @@ class Checkpointer(Catalogue):
         if (step is not None) + (path is not None) + bool(best) > 1:
             raise ConfigError("restore: give one of step, path and best")
         fit = Fit.of(self._provider, only=only, strict=strict, rename=rename, cast=cast, loader=loader)
+        return self._restore(step, path, best, fit)
+
+    @alone("restore()")
+    def _restore(
+        self, step: int | None, path: str | os.PathLike[str] | None, best: bool, fit: Fit
+    ) -> int | Restored | None:
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         if step is None and path is None:
@@ -234,9 +259,9 @@ class Checkpointer(Catalogue):
         self._lineage.restored(checkpoint, own=own)
         if own and not self._read_only and not self._rolling_back:
             self._warn_of_newer(checkpoint)
-        return restored
+        return checkpoint.step if fit.strict else restored
 
-    def rollback(self, step: int, **how: Any) -> Restored:
+    def rollback(self, step: int, **how: Any) -> int | Restored:
         """Restore the checkpoint of ``step`` and make it the one to continue from, also after a crash before the next
         save. Takes the other arguments of ``restore``.
 
@@ -245,10 +270,9 @@ class Checkpointer(Catalogue):
         self._refuse_read_only("rollback()")
         self._rolling_back = True
         try:
-            restored = self.restore(step=step, **how)
+            restored: int | Restored = self.restore(step=step, **how)
         finally:
             self._rolling_back = False
-        assert restored is not None
         known = self._catalog.scan()
         target = next(c for c in known if c.step == step)
         try:

@@ -38,7 +38,7 @@ class TensorBoard:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ImportError("lazyckpt.exporters.TensorBoard needs: pip install tensorboard") from error
-            writer = SummaryWriter(os.fspath(writer))  # type: ignore[no-untyped-call]
+            writer = SummaryWriter(os.fspath(writer))
         self._writer = writer
         self._failed = 0
 

@@ -20,36 +20,24 @@ from lazyckpt.storage.manifest import Checkpoint
 _LOADER_KEYS = {"yielded", "start", "now"}  # of every version
 
 
-class Restored(int):
-    """The step of the checkpoint that ``restore()`` loaded: an int that also says what was restored.
+@dataclass(frozen=True)
+class Restored:
+    """What ``restore(strict=False)`` did.
 
     Attributes:
-        path: The checkpoint's folder.
+        step: The step of the checkpoint.
+        path: Its folder.
         parts: The names of the tracked state that was restored.
         missing: What was to be restored and is not in the checkpoint, so it stays as it was: the name of a part, or
-            "model.head.bias" for an entry of a module. Empty unless ``strict=False``.
+            "model.head.bias" for an entry of a module.
         unexpected: What is in the checkpoint and not in the tracked state, likewise.
     """
 
+    step: int
     path: Path
     parts: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-
-    def __new__(
-        cls,
-        step: int,
-        path: Path,
-        parts: tuple[str, ...] = (),
-        missing: tuple[str, ...] = (),
-        unexpected: tuple[str, ...] = (),
-    ) -> Restored:
-        self = super().__new__(cls, step)
-        self.path, self.parts, self.missing, self.unexpected = path, parts, missing, unexpected
-        return self
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return int(self), self.path, self.parts, self.missing, self.unexpected
 
 
 @dataclass(frozen=True)
