@@ -2,6 +2,7 @@ from lazyckpt._version import __version__ as __version__
 from lazyckpt.capture.guard import CUDAGraph as CUDAGraph
 from lazyckpt.capture.guard import guard as guard
 from lazyckpt.capture.guard import wait_captured as wait_captured
+from lazyckpt.catalogue import CheckpointInfo as CheckpointInfo
 from lazyckpt.checkpointer import Checkpointer as Checkpointer
 from lazyckpt.config import Config as Config
 from lazyckpt.errors import ClosedError as ClosedError
@@ -26,6 +27,7 @@ from lazyckpt.pipeline.handle import SaveHandle as SaveHandle
 from lazyckpt.pipeline.preemption import CommitOnSignal as CommitOnSignal
 from lazyckpt.pipeline.preemption import commit_on as commit_on
 from lazyckpt.providers.objects import StateProvider as StateProvider
+from lazyckpt.reading.fit import Restored as Restored
 from lazyckpt.saver import Saver as Saver
 from lazyckpt.staged import StagedFolder as StagedFolder
 from lazyckpt.tools.convert import Conversion as Conversion

@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 from lazyckpt.capture.gate import gate
-from lazyckpt.config import MIB
+from lazyckpt.catalogue import Catalogue, checked_metrics, checked_step
+from lazyckpt.config import MIB, check_names
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import CheckpointRequest, Lineage
+from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage
 from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.data_loader import track_loader
+from lazyckpt.providers.data_loader import TrackedLoader, track_loader
+from lazyckpt.providers.kinds import kinds_of
+from lazyckpt.providers.names import Rename
 from lazyckpt.providers.sharded import refuse_parts
 from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
+from lazyckpt.reading.fit import Fit, Restored
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver
-from lazyckpt.storage import commit, folders, manifest, paths, removal
+from lazyckpt.storage import commit, folders, manifest, paths, removal, rollback
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import STATE, Checkpoint
+from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 RNG = "rng"
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # those that save
 _READ_AHEAD_BYTES = 64 * MIB
 
 
-class Checkpointer:
+class _How(TypedDict, total=False):
+    """The other arguments of ``Checkpointer.restore``."""
+
+    step: int | None
+    path: str | os.PathLike[str] | None
+    only: Iterable[str] | None
+    rename: Rename | None
+    cast: bool
+    loader: bool
+    best: bool
+
+
+class Checkpointer(Catalogue):
     """Saves and restores a training run in the folder ``directory``. Makes the folder if it is missing.
 
         with lazyckpt.Checkpointer("runs/a") as ckpt:
@@ -41,7 +64,8 @@ class Checkpointer:
             ckpt.save(step)
 
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as possible while checkpoints cost at
-    most the fraction ``max_overhead`` of the training time. The other keyword arguments are the fields of ``Config``.
+    most the fraction ``max_overhead`` of the training time. ``read_only`` is for a process that only restores, beside
+    the one that saves: it writes nothing into the folder. The other keyword arguments are the fields of ``Config``.
     One thread at a time may call: a second one, and a signal handler inside a call, get a ConfigError.
     Raises ConfigError for an invalid knob, ReadError if the folder cannot be read, SaveError if it cannot be written
     to. If such a folder holds checkpoints, that is a warning instead: they can be restored, and saves fail.
@@ -53,31 +77,53 @@ class Checkpointer:
         *,
         save_every: int | Literal["auto"] | None = None,
         max_overhead: float = 0.02,
+        read_only: bool = False,
         **knobs: Any,
     ) -> None:
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
+        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only")
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
         self._launcher.owner = f"the Checkpointer of {self.directory}"
         self._callers = self._launcher.callers
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)
+        config, self._read_only = self.config, read_only
+        self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
+        self._warned_of_newer = self._rolling_back = False
+        try:
+            if not read_only:
+                self._open_for_saves()
+            self._lineage = Lineage(
+                self._catalog, keep_last=config.keep_last, keep_every=config.keep_every, best=self._best
+            )
+        except BaseException:
+            self._saver.close()
+            raise
+        self._provider = CompositeProvider()
+        self._tracked: dict[str, Any] = {}  # objects by name
+        self._archive = ArchiveCache()
+        if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
+            self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
+        self._track(RNG, RngProvider())
+
+    def _open_for_saves(self) -> None:
         try:
             folders.make_folder(self.directory)
             removal.sweep(self.directory)
             commit.Staging(self.directory / "writable").discard()
         except OSError as error:
             if not self._holds_any():
-                self._saver.close()
                 raise save_error(error, path=self.directory, opening=True) from error
             warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not")
-        self._lineage = Lineage(self._catalog, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
-        self._provider = CompositeProvider()
-        self._archive = ArchiveCache()
-        if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
-            self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
-        self._track(RNG, RngProvider())
+        there = self.directory.resolve()
+        if any(other.directory.resolve() == there for other in _open if not other._saver.closed):
+            warn(
+                f"another Checkpointer of this process is open for {self.directory}; a run belongs to one: close it "
+                "first, or open those that only restore with read_only=True"
+            )
+        _open.add(self)
 
     def _holds_any(self) -> bool:
         """Whether the folder holds a checkpoint, be it broken. Raises ReadError if that cannot be told."""
@@ -90,27 +136,39 @@ class Checkpointer:
 
     # what is saved
 
-    def track(self, **state: Any) -> None:
+    def track(self, *, replace: bool = False, **state: Any) -> None:
         """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
         tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
-        The random number generators are tracked as ``rng``. Raises ConfigError for other values, and for a tensor that
-        is sharded over several ranks (FSDP2, tensor parallelism), since this process would save only its own shard.
+        To track the same object under the same name again changes nothing; ``replace=True`` puts another one in its
+        place. The random number generators are tracked as ``rng``. Raises ConfigError for other values, and for a
+        tensor that is sharded over several ranks (FSDP2, tensor parallelism), since this process would save only its
+        own shard.
         """
         self._launcher.check_usable()
         gate.guard_averages()
         for name, obj in state.items():
-            if name in self._provider.parts:
-                reserved = " (reserved for the random number generators)" if name == RNG else ""
-                raise ConfigError(f"track: the name {name!r} is taken{reserved}")
+            if name in self._tracked and self._tracked[name] is obj:
+                continue
+            if name == RNG:
+                raise ConfigError(f"track: the name {name!r} is taken (reserved for the random number generators)")
+            if name in self._provider.parts and not replace:
+                there = type(self._tracked[name]).__name__
+                raise ConfigError(f"track: the name {name!r} is taken by another {there}; replace=True replaces it")
             refuse_parts(obj, name)
+            if isinstance(replaced := self._provider.parts.get(name), ModuleProvider):
+                self._saver.unwatch(replaced.obj)
             self._track(name, obj)
+            self._tracked[name] = obj
 
-    def track_loader(self, loader: Any, name: str = "loader") -> Any:
+    def track_loader(self, loader: Any, name: str = "loader", *, replace: bool = False) -> Any:
         """Track a data loader. Returns what to iterate instead: a wrapper that knows its position, or the loader itself
-        if it has ``state_dict`` and ``load_state_dict``."""
+        if it has ``state_dict`` and ``load_state_dict``. ``replace``: as in ``track``."""
+        known = self._tracked.get(name)
+        if isinstance(known, TrackedLoader) and known.wraps(loader):
+            return known
         wrapped = track_loader(loader)
-        self.track(**{name: wrapped})
+        self.track(replace=replace, **{name: wrapped})
         return wrapped
 
     def _track(self, name: str, obj: Any) -> None:
@@ -120,6 +178,8 @@ class Checkpointer:
         if RNG in parts:
             parts[RNG] = parts.pop(RNG)
         self._provider.parts = parts
+        if self._read_only:
+            return
         if isinstance(provider, ModuleProvider):
             self._saver.watch(provider.obj)
         if isinstance(provider, ModuleProvider | OptimizerProvider):
@@ -127,56 +187,127 @@ class Checkpointer:
 
     # restore
 
-    @alone("restore()")
-    def restore(self, *, step: int | None = None, path: str | os.PathLike[str] | None = None) -> int | None:
+    @overload
+    def restore(self, *, strict: Literal[True] = ..., **how: Unpack[_How]) -> int | None: ...
+    @overload
+    def restore(self, *, strict: Literal[False], **how: Unpack[_How]) -> Restored | None: ...
+    def restore(
+        self,
+        *,
+        step: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        only: Iterable[str] | None = None,
+        strict: bool = True,
+        rename: Rename | None = None,
+        cast: bool = False,
+        loader: bool = True,
+        best: bool = False,
+    ) -> int | Restored | None:
         """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none.
 
-        The newest is the one saved last, whatever its step. A damaged one is passed over with a warning. ``step`` or
-        ``path`` (a checkpoint folder) select another one. Waits for saves in flight.
+        The newest is the one saved last, whatever its step. A damaged one is passed over with a warning. Waits for
+        saves in flight.
 
-        Raises RestoreError if the checkpoint does not fit the tracked state (nothing is touched then), if tracked state
-        fails to load it, or if no checkpoint is whole; LoadError if the selected one, or the folder, cannot be read;
-        UnsupportedFormatError if it holds types that are not allowed (``torch.serialization.add_safe_globals``).
+        Args:
+            step: Selects the checkpoint of this step instead.
+            path: Selects a checkpoint folder instead, of any run.
+            only: Names of the parts to restore, such as ["model"]. The others stay as they are, and of the file only
+                the bytes of these parts are read.
+            strict: False restores what the checkpoint and the tracked state both have: parts, and the entries of a
+                module. Returns a ``Restored``, which tells what was missing or unexpected. Other shapes are an error
+                still.
+            rename: New names for the entries of modules: prefixes and what replaces them, {"module.": ""}, or a
+                function of a name. None as a new name leaves the entry out.
+            cast: Converts floating-point tensors of modules to the dtype of the tracked ones.
+            loader: False leaves tracked loaders as they are: training begins a new epoch.
+            best: Takes the checkpoint with the best metric (``best`` and ``mode`` of the Checkpointer) instead.
+
+        Raises:
+            RestoreError: If the checkpoint does not fit the tracked state (nothing is touched then), if tracked state
+                fails to load it, or if no checkpoint is whole.
+            LoadError: If the selected checkpoint, or the folder, cannot be read; UnsupportedFormatError if it holds
+                types that are not allowed (``torch.serialization.add_safe_globals``).
+            ConfigError: For arguments that make no sense.
         """
         self._launcher.check_usable()
-        if step is not None and path is not None:
-            raise ConfigError("restore: give a step or a path, not both")
+        if (step is not None) + (path is not None) + bool(best) > 1:
+            raise ConfigError("restore: give one of step, path and best")
+        fit = Fit.of(self._provider, only=only, strict=strict, rename=rename, cast=cast, loader=loader)
+        return self._restore(step, path, best, fit)
+
+    @alone("restore()")
+    def _restore(
+        self, step: int | None, path: str | os.PathLike[str] | None, best: bool, fit: Fit
+    ) -> int | Restored | None:
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
-        if step is not None:
-            path = self._folder_of(step)
-        checkpoint: Checkpoint | None
-        if path is None:
-            checkpoint = restore_newest(self._catalog, self._provider, self._saver.engine)
+        if step is None and path is None:
+            by = self._checked_best() if best else None
+            found = restore_newest(self._catalog, self._provider, self._saver.engine, fit, by)
+            if found is None:
+                return None
         else:
-            checkpoint = restore_one(Path(path), self._provider, self._saver.engine)
-        if checkpoint is None:
-            return None
+            folder = self._folder_of(step) if step is not None else Path(path or "")
+            found = restore_one(folder, self._provider, self._saver.engine, fit)
+        checkpoint, restored = found
         self._launcher.forget_frozen()
-        self._lineage.restored(checkpoint, own=checkpoint.path.parent.resolve() == self.directory.resolve())
-        return checkpoint.step
+        own = checkpoint.path.parent.resolve() == self.directory.resolve()
+        self._lineage.restored(checkpoint, own=own)
+        if own and not self._read_only and not self._rolling_back:
+            self._warn_of_newer(checkpoint)
+        return checkpoint.step if fit.strict else restored
+
+    def rollback(self, step: int, **how: Any) -> int | Restored:
+        """Restore the checkpoint of ``step`` and make it the one to continue from, also after a crash before the next
+        save. Takes the other arguments of ``restore``.
+
+        The newer checkpoints stay until retention drops them. Raises what ``restore`` raises, and SaveError.
+        """
+        self._refuse_read_only("rollback()")
+        self._rolling_back = True
+        try:
+            restored: int | Restored = self.restore(step=step, **how)
+        finally:
+            self._rolling_back = False
+        known = self._catalog.scan()
+        target = next(c for c in known if c.step == step)
+        try:
+            rollback.note(self.directory, target, max(c.sequence for c in known))
+        except OSError as error:
+            raise save_error(error, path=self.directory / rollback.NOTE, step=step) from error
+        return restored
+
+    def _warn_of_newer(self, restored: Checkpoint) -> None:
+        newest = self._catalog.scan()[0]
+        if newest.path != restored.path and not self._warned_of_newer:
+            self._warned_of_newer = True
+            warn(
+                f"restored step {restored.step}, but step {newest.step} was saved later, and restore() takes that one "
+                f"until this run saves; rollback({restored.step}) makes it stay at step {restored.step}"
+            )
 
     # save
 
     @alone("save()")
-    def save(self, step: int, *, blocking: bool = False) -> SaveHandle:
+    def save(self, step: int, *, metrics: Mapping[str, float] | None = None, blocking: bool = False) -> SaveHandle:
         """Snapshot the tracked state as checkpoint ``step`` and make it durable in the background.
 
         Returns in milliseconds. State that only an optimizer step changes is copied during the next forward and
         backward; the next ``optimizer.step()`` waits for these copies. Everything else is copied before this returns.
         Waits while ``max_in_flight`` checkpoints are not durable yet. ``blocking=True`` returns when it is durable.
+        ``metrics``, numbers by name, are kept in the manifest: ``lazyckpt ls`` shows them, ``keep_best`` compares them.
 
         Raises SaveError if an earlier checkpoint failed in the background (``on_error="raise"``) or if this one fails
         at once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
-        request = CheckpointRequest(self._folder_of(step), step, self._lineage)
+        self._refuse_read_only("save()")
+        about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
+        path = self.directory / manifest.folder_name(checked_step(step))
+        request = CheckpointRequest(path, step, self._lineage, about)
         plan = StatePlan(self._provider, self._archive)
         return self._launcher.launch(request, {STATE: plan}, blocking=blocking)
 
-    def _folder_of(self, step: int) -> Path:
-        return self.directory / manifest.folder_name(_checked_step(step))
-
-    def maybe_save(self, step: int) -> SaveHandle | None:
+    def maybe_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> SaveHandle | None:
         """Save if it is time. Call this once after every optimizer step.
 
         With ``save_every=n`` it is time at every multiple of ``n``; with "auto", every ``interval`` steps.
@@ -185,9 +316,9 @@ class Checkpointer:
         if self._interval is None:
             raise ConfigError('maybe_save: give the Checkpointer save_every, a number of steps or "auto"')
         self._launcher.check_usable()
-        if not self._interval.due(_checked_step(step), in_flight=bool(self._saver.pending())):
+        if not self._interval.due(checked_step(step), in_flight=bool(self._saver.pending())):
             return None
-        handle = self.save(step)
+        handle = self.save(step, metrics=metrics)
         self._interval.saved(handle.metrics)
         return handle
 
@@ -206,6 +337,16 @@ class Checkpointer:
         """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""
         self._saver.close()
 
+    def __repr__(self) -> str:
+        state = (
+            "closed"
+            if self._saver.closed
+            else "read_only"
+            if self._read_only
+            else f"{len(self._saver.pending())} saves in flight"
+        )
+        return f"<Checkpointer {self.directory}: tracks {', '.join(self._provider.parts)}; {state}>"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"the Checkpointer of {self.directory} cannot be copied or pickled, since one process at a time saves into "
@@ -217,9 +358,3 @@ class Checkpointer:
 
     def __exit__(self, *raised: Any) -> Literal[False]:
         return self._saver.__exit__(*raised)
-
-
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= manifest.MAX_NUMBER:
-        raise ConfigError(f"step={step!r}: expected a whole number, at least 0 and of at most 63 bits")
-    return step

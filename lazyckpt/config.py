@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lazyckpt.errors import ConfigError, SaveError
@@ -39,6 +40,15 @@ class Config:
 
     keep_every: int | None = None
     """Also keep checkpoints whose step is a multiple of this."""
+
+    keep_best: int | None = None
+    """Also keep so many of the checkpoints with the best metric."""
+
+    best: str | None = None
+    """The metric, of those given to ``save(step, metrics=…)``, by which checkpoints are compared."""
+
+    mode: Literal["min", "max"] = "min"
+    """Whether the best checkpoint has the lowest or the highest metric."""
 
     witness: Literal["auto", "pages", "copy", "versions"] = "auto"
     """What notices a write to a lazily copied tensor before it is copied. "pages": the kernel, whoever writes (host
@@ -93,7 +103,15 @@ class Config:
                 raise ConfigError(
                     "keep_every adds to keep_last, and without that everything is kept: give keep_last, too"
                 )
+        if self.keep_best is not None:
+            self._at_least("keep_best", 1)
+            if self.keep_last is None or self.best is None:
+                missing = "keep_last" if self.keep_last is None else 'best, the name of a metric such as "loss"'
+                raise ConfigError(f"keep_best adds the best checkpoints to the last ones: give {missing}, too")
+        if self.best is not None and not isinstance(self.best, str):
+            raise ConfigError(f"best={self.best!r}: expected the name of a metric")
         for name, allowed in (
+            ("mode", ("min", "max")),
             ("durability", ("async", "before_step")),
             ("on_error", ("raise", "warn")),
             ("io_backend", ("auto", "io_uring", "posix")),
@@ -131,15 +149,24 @@ class Config:
     @classmethod
     def of(cls, knobs: Mapping[str, Any], owner: str) -> Config:
         """Makes one from the keyword arguments of ``owner``. Raises ConfigError."""
-        try:
-            return cls(**knobs)
-        except TypeError as error:
-            raise ConfigError(str(error).replace("Config.__init__()", owner)) from None
+        check_names(owner, knobs)
+        return cls(**knobs)
 
     def _at_least(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{name}={value!r}: expected a whole number, at least {minimum}")
+
+
+def check_names(owner: str, knobs: Iterable[str], *others: str) -> None:
+    """Raises ConfigError, with what was probably meant, for a keyword argument of ``owner`` that is no field of Config.
+    ``others``: further keyword arguments that it takes."""
+    names = [*others, *(field.name for field in fields(Config))]
+    for name in knobs:
+        if name not in names:
+            meant = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {meant[0]!r}?" if meant else f"there is: {', '.join(names)}"
+            raise ConfigError(f"{owner}: {name!r} is not a setting; {hint}")
 
 
 def _memory_bytes() -> int:

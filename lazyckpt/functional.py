@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lazyckpt.capture import devices
-from lazyckpt.errors import LoadError, SaveError, UnsupportedFormatError
+from lazyckpt.errors import ConfigError, LoadError, SaveError, UnsupportedFormatError
 from lazyckpt.formats import format_of, safetensors
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.pipeline.plan import plan_for
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
+from lazyckpt.providers.names import Rename, checked, rename_state
 from lazyckpt.reading.archive import Archive, MapLocation
+from lazyckpt.reading.part import NoPart, part
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.storage import paths, removal
 from lazyckpt.storage.manifest import STATE, read_checkpoint
@@ -48,19 +51,43 @@ def _sweep(folder: Path) -> None:
         removal.sweep_staged(folder)
 
 
-def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
+def load(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    *,
+    weights_only: bool | None = None,
+    key: str | None = None,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Load a file of ``torch.save``, ``lazyckpt.save`` or safetensors, in parallel, and verify every checksum.
 
-    ``path`` is a file or the folder of a checkpoint. ``map_location`` and ``weights_only`` are those of ``torch.load``,
-    and the same environment variables decide about ``weights_only=None``. With ``weights_only``, a file may hold the
-    types that ``torch.load`` allows, those given to ``torch.serialization.add_safe_globals``, and a short list of our
-    own: NumPy arrays and scalars, paths, dates. If ``map_location`` names a CUDA device, the file is read straight into
-    its memory through a small buffer. A safetensors file gives a dict of tensors. ``torch.load`` reads files of
-    torch < 1.6.
+    If ``map_location`` names a CUDA device, the file is read straight into its memory through a small buffer.
 
-    Raises LoadError or one of its kinds: CorruptFileError (truncated, damaged, hostile), UnsupportedFormatError.
+    Args:
+        path: A file, or the folder of a checkpoint. A safetensors file gives a dict of tensors.
+        map_location: As in ``torch.load``.
+        weights_only: As in ``torch.load``, and the same environment variables decide about None. A file may then hold
+            the types that ``torch.load`` allows, those given to ``torch.serialization.add_safe_globals``, and a short
+            list of our own: NumPy arrays and scalars, paths, dates.
+        key: The part to load, such as "model", or "a.b" for a part of a part. Reads only the bytes of this part.
+        rename: New names for the entries of the result, a dict: prefixes and what replaces them, {"module.": ""}, or a
+            function of a name. None as a new name leaves the entry out.
+        dtype: Converts floating-point tensors in the result to this dtype.
+
+    Raises:
+        LoadError: CorruptFileError (truncated, damaged, hostile), UnsupportedFormatError; or if there is no ``key``.
+        ConfigError: If ``rename`` or ``dtype`` makes no sense.
     """
-    weights_only = _weights_only(weights_only)
+    rename = None if rename is None else checked(rename)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"load: dtype={dtype!r}: expected a floating-point dtype of torch")
+    choice = _Choice(path, key, rename)
+    loaded = _load(path, map_location, _weights_only(weights_only), choice)
+    return loaded if dtype is None else _cast(loaded, dtype, {})
+
+
+def _load(path: str | os.PathLike[str], map_location: MapLocation, weights_only: bool, choose: _Choice) -> Any:
     paths.local(path)
     path = Path(path)
     if os.path.isdir(path):  # Path.is_dir() raises what load_error() is for
@@ -69,13 +96,59 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, weig
     with FileReader(path) as file:
         kind = format_of(file)
         if kind == "torch_zip":
-            return Archive(file, map_location, weights_only, engine=process_engine()).tree
+            chosen = None if choose.takes_all else choose
+            return Archive(file, map_location, weights_only, engine=process_engine(), choose=chosen).tree
     if kind == "safetensors":
-        return _load_safetensors(path, map_location)
+        return _load_safetensors(path, map_location, choose)
     try:
-        return torch.load(path, map_location, weights_only=weights_only)
+        loaded = torch.load(path, map_location, weights_only=weights_only)
     except Exception as error:
         raise LoadError(f"torch.load: {error}", path=path) from error
+    return choose(loaded)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What ``load`` takes from a file."""
+
+    path: str | os.PathLike[str]
+    key: str | None
+    rename: Rename | None
+
+    @property
+    def takes_all(self) -> bool:
+        return self.key is None and self.rename is None
+
+    def __call__(self, loaded: Any) -> Any:
+        if self.key is not None:
+            try:
+                loaded = part(loaded, self.key)
+            except NoPart as error:
+                raise LoadError(str(error), path=self.path) from None
+        if self.rename is None:
+            return loaded
+        if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+            raise ConfigError(f"load: rename is for a dict with names as keys, not {type(loaded).__name__}; give a key")
+        return rename_state(loaded, self.rename)
+
+
+def _cast(obj: Any, dtype: torch.dtype, known: dict[int, tuple[Any, Any]]) -> Any:
+    """Converts the floating-point tensors in the dicts, lists and tuples below ``obj``, in place where it can. What was
+    one object stays one."""
+    if id(obj) in known:
+        return known[id(obj)][1]
+    result = obj
+    known[id(obj)] = obj, result
+    if isinstance(obj, torch.Tensor) and obj.is_floating_point():
+        result = obj.detach().to(dtype)
+    elif isinstance(obj, dict):
+        obj.update({key: _cast(value, dtype, known) for key, value in obj.items()})
+    elif isinstance(obj, list):
+        obj[:] = [_cast(value, dtype, known) for value in obj]
+    elif type(obj) is tuple:
+        result = tuple(_cast(value, dtype, known) for value in obj)
+    known[id(obj)] = obj, result  # keeps obj alive, so that no other object gets its id
+    return result
 
 
 def _weights_only(asked: bool | None) -> bool:
@@ -89,18 +162,19 @@ def _weights_only(asked: bool | None) -> bool:
     return not is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD") if asked is None else asked
 
 
-def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.Tensor]:
-    header = safetensors.read_header(path)
+def _load_safetensors(path: Path, map_location: MapLocation, choose: _Choice) -> Any:
+    chosen = choose(safetensors.read_header(path).tensors)
+    found = chosen if isinstance(chosen, dict) else {"": chosen}
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise LoadError("a safetensors file takes a device as map_location", path=path)
-    for name, info in header.tensors.items():
+    for name, info in found.items():
         if not hasattr(torch, info.dtype.name):  # an older one, that lacks some of the small floats
             raise UnsupportedFormatError(f"tensor {name!r}: this torch has no {info.dtype}", path=path)
     engine = process_engine()
     device = devices.target(map_location, engine)
     tensors = {}
     try:
-        for name, info in header.tensors.items():
+        for name, info in found.items():
             storage = devices.new_storage(info.record.nbytes, device)
             empty = torch.empty(0, dtype=getattr(torch, info.dtype.name), device=storage.device)
             tensors[name] = empty.set_(storage, 0, info.shape)  # type: ignore[call-overload]  # contiguous
@@ -108,8 +182,8 @@ def _load_safetensors(path: Path, map_location: MapLocation) -> dict[str, torch.
         raise
     except RuntimeError as error:  # strides overflow, or a hole in the file pretends to be data
         raise LoadError(f"torch cannot hold these tensors: {error}", path=path) from error
-    records = [info.record for info in header.tensors.values()]
+    records = [info.record for info in found.values()]
     ParallelRead(path, records, engine).read_into(list(map(devices.address, tensors.values())), [device] * len(tensors))
-    if map_location is None or device != devices.HOST:
-        return tensors
-    return {name: tensor.to(map_location) for name, tensor in tensors.items()}
+    if map_location is not None and device == devices.HOST:
+        tensors = {name: tensor.to(map_location) for name, tensor in tensors.items()}
+    return tensors if isinstance(chosen, dict) else tensors[""]

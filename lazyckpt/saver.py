@@ -123,6 +123,10 @@ class Saver:
             self.launcher.modules.append(module)
             gate.watch(module)
 
+    def unwatch(self, module: torch.nn.Module) -> None:
+        """Undo ``watch``."""
+        self.launcher.modules[:] = [known for known in self.launcher.modules if known is not module]
+
     def expect(self, *objects: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Announce what the first save will hold, so that its staging buffer is ready in time.
 

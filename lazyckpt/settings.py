@@ -18,9 +18,10 @@ from lazyckpt.errors import ConfigError
 
 PREFIX = "LAZYCKPT_"
 FILE_VARIABLE = "LAZYCKPT_CONFIG_FILE"
+RETENTION = ("keep_last", "keep_every", "keep_best", "best", "mode")
 DEFAULTS: dict[str, Any] = {
     "enabled": True,
-    **{f.name: f.default for f in dataclasses.fields(Config) if f.name not in ("keep_last", "keep_every")},
+    **{f.name: f.default for f in dataclasses.fields(Config) if f.name not in RETENTION},
 }
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -47,8 +48,9 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
 
     Raises ConfigError, which says with ``retention`` what to use instead of ``keep_last``."""
     config = Config.of(knobs, owner.__name__)
-    if config.keep_last is not None:
-        raise ConfigError(f"keep_last: {retention}")
+    for name in ("keep_last", "best"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name}: {retention}")
     return config
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.exporters import Prometheus
+from lazyckpt.exporters import Prometheus, TensorBoard, WandB
 
 
 def test_the_hook_hears_of_every_checkpoint_and_of_failures(tmp_path: Path) -> None:
@@ -50,13 +50,13 @@ def test_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert failed.levelname == "WARNING" and "b.pt" in failed.message
 
 
-def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prometheus(tmp_path: Path) -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
     registry = prometheus_client.CollectorRegistry()
     exporter = Prometheus(registry)
 
     def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, labels)  # type: ignore[no-any-return]
+        return registry.get_sample_value(name, {"run": "", **labels})  # type: ignore[no-any-return]
 
     assert value("lazyckpt_checkpoints_total", result="failed") == 0
     before = time.time()
@@ -75,6 +75,70 @@ def test_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert value("lazyckpt_last_durable_step") == 9
     assert before <= (value("lazyckpt_last_durable_timestamp_seconds") or 0) <= time.time()
     assert b"lazyckpt_durable_seconds_bucket" in prometheus_client.generate_latest(registry)
+
+
+def test_a_second_exporter_shares_the_series_and_runs_are_told_apart(tmp_path: Path) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    registry = prometheus_client.CollectorRegistry()
+    for run in ("a", "b", "b"):
+        with lazyckpt.Saver(on_done=Prometheus(registry, run=run)) as saver:
+            saver.save(torch.ones(10), tmp_path / "x.pt", step=3)
+    ended = [registry.get_sample_value("lazyckpt_checkpoints_total", {"run": r, "result": "durable"}) for r in "ab"]
+    assert ended == [1, 2]
+
+
+class Recorder:
+    """What the exporters call of a ``SummaryWriter`` and of a run of W&B."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.told.append({name: value, "checkpoint/step": step})
+
+    def log(self, told: dict[str, float]) -> None:
+        self.told.append(told)
+
+    def flush(self) -> None: ...
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("checkpoint/*", "checkpoint/step")
+
+
+@pytest.mark.parametrize("exporter", [TensorBoard, WandB])
+def test_curves(exporter: Any, tmp_path: Path) -> None:
+    recorder = Recorder()
+    with lazyckpt.Checkpointer(tmp_path, on_done=exporter(recorder), on_error="warn") as ckpt:
+        ckpt.track(x={"tensor": torch.ones(10)})
+        metrics = ckpt.save(7, blocking=True).metrics
+        durable = dict(pair for told in recorder.told for pair in told.items())
+        recorder.told.clear()
+        ckpt.track(replace=True, x={"a lambda": lambda: None})
+        with pytest.warns(UserWarning):
+            ckpt.save(8)
+    assert 0 < durable.pop("checkpoint/blocked_ms") <= metrics.blocked_s * 1e3
+    assert durable == {
+        "checkpoint/durable_s": metrics.durable_s,
+        "checkpoint/eager_mb": metrics.eager_bytes / 1e6,
+        "checkpoint/mb": metrics.bytes / 1e6,
+        "checkpoint/step": 7,
+    }
+    assert recorder.told == [{"checkpoint/failed": 1, "checkpoint/step": 8}]
+
+
+def test_tensorboard_itself(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with lazyckpt.Saver(on_done=TensorBoard(tmp_path / "curves")) as saver:
+        saver.save(torch.ones(10), tmp_path / "x.pt", step=3)
+    found = events.EventAccumulator(str(tmp_path / "curves"))
+    found.Reload()
+    assert [scalar.step for scalar in found.Scalars("checkpoint/durable_s")] == [3]
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install 'lazyckpt\[prometheus\]'"):
         Prometheus()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        TensorBoard("curves")

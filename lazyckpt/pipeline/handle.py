@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 from lazyckpt.capture.gate import gate
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import ClosedError, SaveError
-from lazyckpt.metrics import CheckpointMetrics
+from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.pipeline.reentry import refuse
+from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.pipeline.workers import Condition
 
 _PATIENCE_S = 30.0  # with another thread's verdict, once nothing else is missing
@@ -75,6 +76,28 @@ class SaveHandle(Future[Path]):
         if released:
             snapshot.verify_soon()  # now, since the caller is free to change everything
         return released
+
+    @property
+    def progress(self) -> float:
+        """The part of the bytes that is written, from 0.0 to 1.0; 1.0 only when the checkpoint is durable."""
+        if self.done():
+            return 1.0 if Future.exception(self, 0) is None else 0.0
+        job = None if self._snapshot is None else self._snapshot.job
+        if job is None:
+            return 0.0
+        events = [ChunkEvent(*event) for event in job.timeline()]
+        written = sum(event.nbytes for event in events if event.write_end_s > 0)
+        return min(0.99, written / max(1, sum(event.nbytes for event in events)))
+
+    def __repr__(self) -> str:
+        what = f"step {self.step}, {self.path}" if self.step is not None else str(self.path)
+        if not self.done():
+            state = f"{self.progress:.0%} written"
+        elif (error := Future.exception(self, 0)) is None:
+            state = f"durable after {self.metrics.durable_s:.2f} s"
+        else:
+            state = f"failed: {error}"
+        return f"<SaveHandle {what}: {state}>"
 
     @property
     def awaits_verdict(self) -> bool:
@@ -159,7 +182,7 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
     another thread's verdict for long: that thread may be waiting for this one."""
     end = None if timeout is None else time.monotonic() + timeout
     saves = list(saves)
-    with gate.standing():
+    with gate.standing(), WaitBar() as bar:
         for future in futures:
             patient_until = None
             while not future.done() and (end is None or time.monotonic() < end):
@@ -169,6 +192,8 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                     patient_until = patient_until or time.monotonic() + _PATIENCE_S
                     if time.monotonic() > patient_until:
                         raise obstacle._impatience()
+                for save in candidates[:1]:
+                    bar.show(f"saving {save.path.name}", save)
                 with contextlib.suppress(concurrent.futures.TimeoutError):
                     Future.exception(future, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
 

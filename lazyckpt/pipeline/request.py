@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.storage import manifest, retention
+from lazyckpt.storage import manifest, retention, rollback
 from lazyckpt.storage.catalog import Catalog, patiently
 from lazyckpt.storage.commit import FileStaging, Staging
 from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn_in_background
 
 
@@ -46,18 +48,31 @@ class Request:
             self._staging.discard()
 
 
+@dataclass(frozen=True)
+class About:
+    """What a manifest tells of a checkpoint besides its files."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)  # as the user gave them
+    kinds: Mapping[str, str] = field(default_factory=dict)  # classes of tracked state, by name
+
+
 class Lineage:
     """The line of checkpoints that one Checkpointer continues. Background threads call it in the order of the saves;
     ``restored`` is called while nothing is in flight."""
 
-    def __init__(self, catalog: Catalog, *, keep_last: int | None, keep_every: int | None) -> None:
+    def __init__(
+        self, catalog: Catalog, *, keep_last: int | None, keep_every: int | None, best: Best | None = None
+    ) -> None:
         """Reads the folder. Raises LoadError."""
         self._catalog = catalog
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._best = best
         known = catalog.scan()
         self.newest: Checkpoint | None = known[0] if known else None  # when this was made
-        self._sequence = known[0].sequence if known else 0  # of the last checkpoint; a failed save may leave a gap
+        self._sequence = max(
+            (c.sequence for c in known), default=0
+        )  # of the last checkpoint; a failed save may leave a gap
         self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
         self._ours = {(c.step, c.sequence) for c in known}  # found or saved here; retention removes no others
         self._warned = False  # that another process saves here
@@ -69,7 +84,7 @@ class Lineage:
             self._ours.add((checkpoint.step, checkpoint.sequence))
             self._sequence = max(self._sequence, checkpoint.sequence)
 
-    def manifest(self, step: int, files: list[tuple[str, int, int]]) -> dict[str, Any]:
+    def manifest(self, step: int, files: list[tuple[str, int, int]], about: About) -> dict[str, Any]:
         """Numbers the checkpoint after all that are committed, whoever saved them. Raises LoadError."""
         newest = patiently(self._catalog.last_sequence, warn_in_background)
         if newest > self._sequence and not self._warned:
@@ -80,17 +95,25 @@ class Lineage:
             )
         self._sequence = max(self._sequence, newest) + 1
         self._ours.add((step, self._sequence))
-        return manifest.describe(step=step, sequence=self._sequence, parent=self._parent, files=files)
+        return manifest.describe(
+            step=step,
+            sequence=self._sequence,
+            parent=self._parent,
+            files=files,
+            metrics=about.metrics,
+            kinds=about.kinds,
+        )
 
     def published(self) -> None:
         self._parent = self._sequence
+        rollback.forget(self._catalog.root)
 
     def superfluous(self) -> list[Path]:
         """The checkpoints that ``keep_last`` and ``keep_every`` drop now. Raises LoadError."""
         if self._keep_last is None:
             return []
         known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
-        fates = retention.retention(known, self._keep_last, self._keep_every, self._catalog.damaged)
+        fates = retention.retention(known, self._keep_last, self._keep_every, self._catalog.damaged, self._best)
         gone = [c for c in known if not fates[c].stays]
         self._ours.difference_update((c.step, c.sequence) for c in gone)
         return [c.path for c in gone]
@@ -99,16 +122,17 @@ class Lineage:
 class CheckpointRequest(Request):
     """A numbered checkpoint of a Checkpointer."""
 
-    def __init__(self, path: Path, step: int, lineage: Lineage) -> None:
+    def __init__(self, path: Path, step: int, lineage: Lineage, about: About) -> None:
         super().__init__(path, step)
+        self._about = about
+        self._step = step
         self._lineage = lineage
 
     def stage(self) -> Staging:
         return Staging(self.path)
 
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any]:
-        assert self.step is not None
-        return self._lineage.manifest(self.step, files)
+        return self._lineage.manifest(self._step, files, self._about)
 
     def published(self) -> None:
         self._lineage.published()

@@ -14,6 +14,7 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import ShardedTensorError
+from lazyckpt.providers.training import RngProvider
 
 
 class CompositeProvider:
@@ -46,19 +47,29 @@ class CompositeProvider:
         """Checks ``saved`` against all live state. Raises RestoreError that lists everything that does not fit."""
         if type(saved) is not dict:
             raise RestoreError(f"expected a dict of {', '.join(self.parts)}, found {type(saved).__name__}")
-        problems = [f"{name}: not in the checkpoint" for name in self.parts if name not in saved]
-        problems += [f"{name}: in the checkpoint, but not tracked" for name in saved if name not in self.parts]
+        missing = [name for name in self.parts if name not in saved]
+        unexpected = [name for name in saved if name not in self.parts]
+        problems = [f"{name}: not in the checkpoint" for name in missing]
+        problems += [f"{name}: in the checkpoint, but not tracked" for name in unexpected]
         landings = []
         self._landings = {}
+        fitting, failed = [], False
         for name, part in self.parts.items():
             if name not in saved:
                 continue
             try:
                 landings.append(part.landings(saved[name]))
                 self._landings[name] = {id(landing.saved) for landing in landings[-1]}
+                fitting += [] if isinstance(part, RngProvider) else [name]
             except RestoreError as error:
                 problems += [f"{name}: {line}" for line in str(error).splitlines()]
+                failed = True
         if problems:
+            if not failed:
+                problems.append("restore(strict=False) takes over the parts that both have")
+            elif fitting:
+                quoted = ", ".join(f'"{name}"' for name in fitting)
+                problems.append(f"restore(only=[{quoted}]) takes over what fits")
             raise RestoreError("\n".join(problems))
         return list(itertools.chain.from_iterable(landings))
 

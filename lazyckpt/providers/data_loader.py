@@ -17,6 +17,7 @@ import torch
 
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
+from lazyckpt.warn import warn
 
 _START_KEYS = {"generators", "epochs", "rng", "workers_alive"}
 
@@ -41,6 +42,7 @@ def track_loader(loader: Any) -> Any:
 class _Epoch:
     """One pass over the loader. Only the newest iterator counts in the current epoch."""
 
+    number: int = 0
     start: dict[str, Any] | None = None  # the randomness it began from; None before its first batch and after its end
     yielded: int = 0
 
@@ -52,6 +54,13 @@ class TrackedLoader:
     numbers drawn from then on, are those of the run that was not interrupted. The batches already consumed are fetched
     again and dropped. Any other ``iter()`` begins a new epoch: at its first ``next()``, so that everything the loader
     draws to begin comes from one recorded state. After a ``break`` the position stays until a new ``iter()``.
+
+    ``epoch`` and ``batch`` tell the position, so this loop resumes where it was, also at the end of an epoch:
+
+        for epoch in range(loader.epoch, epochs):
+            loader.set_epoch(epoch)  # for samplers that need it, such as DistributedSampler
+            for batch in loader:
+                ...
 
     Beyond replay, because they do not follow from the epoch's beginning: what *persistent* workers draw
     themselves after their first epoch; a sampler, or an IterableDataset without workers, that lets its draws
@@ -65,9 +74,44 @@ class TrackedLoader:
         self._epoch = _Epoch()
         self._resuming = False
 
+    def wraps(self, loader: Any) -> bool:
+        """Whether this iterates ``loader``, or is it."""
+        return loader is self._loader or loader is self
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0. It counts up when an epoch ends, and when a new ``iter()``
+        gives one up."""
+        return self._epoch.number
+
+    @property
+    def batch(self) -> int:
+        """How many batches of this epoch were handed out."""
+        return self._epoch.yielded
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the number of the epoch that begins next, and tells it to the loader, its samplers and its dataset, as
+        far as they have ``set_epoch``.
+
+        In the epoch that was restored, this changes nothing. Another number there gives up the restored position, with
+        a warning.
+        """
+        if self._resuming and epoch != self.epoch:
+            warn(
+                f"set_epoch({epoch}) gives up the restored position, batch {self.batch} of epoch {self.epoch}; to "
+                "resume there, begin with range(loader.epoch, …)"
+            )
+            self._resuming = False
+        if not self._resuming:
+            self._epoch = _Epoch(epoch)
+        for part in (*self._parts(), getattr(self._loader, "dataset", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:
         if not self._resuming:
-            self._epoch = _Epoch()
+            given_up = self._epoch.start is not None
+            self._epoch = _Epoch(self._epoch.number + given_up)
         self._resuming = False
         return self._batches(self._epoch)
 
@@ -82,10 +126,12 @@ class TrackedLoader:
         return getattr(self._loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as tensors and plain objects: the batches handed out in this epoch (``yielded``), the
-        randomness that it began from (``start``; None between epochs), and the present state of the loader's and its
-        samplers' own generators, and their epochs (``now``)."""
-        return {"yielded": self._epoch.yielded, "start": self._epoch.start, "now": self._capture_own()}
+        """The position, as tensors and plain objects: the number of this epoch (``epoch``), the batches handed out in
+        it (``yielded``), the randomness that it began from (``start``; None between epochs), the present state of the
+        loader's and its samplers' own generators, and their epochs (``now``), and how the loader was ``built``."""
+        epoch = self._epoch
+        position = {"epoch": epoch.number, "yielded": epoch.yielded, "start": epoch.start}
+        return {**position, "now": self._capture_own(), "built": self._built()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` at the next ``iter()``. Iterators handed out before no longer count.
@@ -96,14 +142,19 @@ class TrackedLoader:
         self.check(state)
         with self._misfits():
             self._restore_own(state["now"])
-        self._epoch = _Epoch(state["start"], int(state["yielded"]))
+        self._epoch = _Epoch(int(state.get("epoch", 0)), state["start"], int(state["yielded"]))
         self._resuming = self._epoch.start is not None
+        if not self._resuming and (changes := self._changes(state)):
+            warn(f"the loader was built otherwise when it was saved: {changes}; the next epoch begins with the new one")
 
     def check(self, state: Any) -> None:
         """Raise what ``load_state_dict`` would raise, and change nothing. Reads no contents of tensors."""
         with self._misfits():
             yielded, start = int(state["yielded"]), state["start"]
+            int(state.get("epoch", 0))
             if start is not None:
+                if changes := self._changes(state):
+                    raise ValueError(changes)
                 if start.keys() != _START_KEYS:
                     raise ValueError(f"its start has {sorted(start)} instead of {sorted(_START_KEYS)}")
                 check_rng(start["rng"])
@@ -119,6 +170,22 @@ class TrackedLoader:
                 for _, epoch in zip(_with_epoch(parts), own["epochs"], strict=True):
                     int(epoch)
 
+    def _built(self) -> dict[str, Any]:
+        loader = self._loader
+        inner = getattr(loader, "batch_sampler", None)
+        size = getattr(inner if inner is not None else loader, "batch_size", None)
+        return {
+            "batch size": size if isinstance(size, int) else None,
+            "batches of an epoch": len(loader) if self._has_exact_length() else None,
+            "sampler": type(getattr(inner, "sampler", None) or getattr(loader, "sampler", None)).__name__,
+        }
+
+    def _changes(self, state: dict[str, Any]) -> str:
+        """What differs from how the loader was built when it was saved; "" if nothing does."""
+        was, here = state.get("built", {}), self._built()
+        differing = [name for name in here if was.get(name, here[name]) != here[name]]
+        return ", ".join(f"{name}: {was[name]} then, {here[name]} now" for name in differing)
+
     def _has_exact_length(self) -> bool:
         """Whether every epoch has the loader's length. A sampler of the user's may return an estimate."""
         of_torch = all(type(part).__module__.startswith("torch.utils.data.") for part in self._parts())
@@ -132,7 +199,7 @@ class TrackedLoader:
             raise RestoreError(
                 f"the saved position does not fit this {type(self._loader).__name__} "
                 f"({type(error).__name__}: {error}). Build it as in the run that saved it, with the same "
-                "samplers and generators, or do not restore the loader."
+                "samplers and generators, or leave it out: restore(loader=False)."
             ) from error
 
     def _batches(self, epoch: _Epoch) -> Iterator[Any]:
@@ -144,10 +211,12 @@ class TrackedLoader:
         for batch in batches:
             epoch.yielded += 1
             yield batch
-        epoch.start, epoch.yielded = None, 0
+        epoch.number, epoch.start, epoch.yielded = epoch.number + 1, None, 0
 
     def _replay(self, start: dict[str, Any], count: int) -> Iterator[Any]:
         """Returns the loader's iterator as it was ``count`` batches after ``start``."""
+        if self._has_exact_length() and count == len(self._loader) and not self._loader.persistent_workers:
+            return iter(())  # the epoch is over, and nothing of it has to be fetched again
         own, rng = self._capture_own(), capture_rng()
         try:
             # Persistent workers draw their seed when they start, so only in their first epoch.
@@ -165,7 +234,8 @@ class TrackedLoader:
         if replayed < count:
             raise RestoreError(
                 f"{count} batches of this epoch had been consumed when it was saved, but the loader has only "
-                f"{replayed}: data or batch size have changed. Restore with the same, or without the loader."
+                f"{replayed}: data or batch size have changed. Restore with the same, or leave the loader out: "
+                "restore(loader=False)."
             )
         return batches
 

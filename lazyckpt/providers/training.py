@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.base import Landing, StorageTable
 from lazyckpt.providers.data_loader import TrackedLoader
+from lazyckpt.providers.names import suggestion
 from lazyckpt.providers.objects import StateProvider, TensorProvider, describe, matches
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
@@ -63,6 +65,11 @@ class LoaderProvider(StatefulProvider):
 class ModuleProvider(StatefulProvider):
     """A module: parameters and buffers are read straight into the live ones."""
 
+    def __init__(self, module: torch.nn.Module, *, casts: bool = False) -> None:
+        """``casts``: takes floating-point tensors of another dtype, too."""
+        super().__init__(module)
+        self._casts = casts
+
     def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
         super().refuse_unrestorable(parts, table)
         skeleton, state = self._skeletons[None], parts[None]
@@ -75,11 +82,15 @@ class ModuleProvider(StatefulProvider):
 
     def landings(self, saved: Any) -> list[Landing]:
         live = self.obj.state_dict()
-        compare(saved, live)
+        compare(saved, live, casts=self._casts)
         if keys := self._unclaimed(live):
             raise RestoreError("\n".join(f"{key}: {_refusal_of(saved[key])}" for key in keys))
         own = self._own_storages()
-        return [Landing(saved[name], tensor) for name, tensor in live.items() if _views(tensor, own)]
+        return [
+            Landing(saved[name], tensor)
+            for name, tensor in live.items()
+            if _views(tensor, own) and not (self._casts and saved[name].dtype is not tensor.dtype)
+        ]
 
     def _own_storages(self) -> set[int]:
         return {
@@ -331,23 +342,64 @@ class RngProvider(StateProvider):
         restore_rng(state)
 
 
+_MAX_NAMES = 3  # in a proposal
+
+
 def _items(container: Any) -> Iterator[tuple[Any, Any]]:
     return iter(container.items()) if isinstance(container, dict) else enumerate(container)
 
 
-def compare(saved: Any, live: Mapping[str, Any]) -> None:
-    """Raises RestoreError that lists every entry of a state dict that is missing, unexpected or of another shape."""
+def compare(saved: Any, live: Mapping[str, Any], *, casts: bool = False) -> None:
+    """Raises RestoreError that tells every entry of a state dict that is missing, unexpected or of another shape, and
+    the argument of ``restore()`` that helps. ``casts``: another floating-point dtype is no difference."""
     if not isinstance(saved, Mapping):
         raise RestoreError(f"expected a state dict, found {describe(saved)}")
-    problems = [f"{name}: not in the checkpoint" for name in live if name not in saved]
-    problems += [f"{name}: in the checkpoint, but not in the model" for name in saved if name not in live]
-    problems += [
-        f"{name}: {describe(saved[name])} in the checkpoint, {describe(value)} in the model"
+    if (rename := suggestion(saved, live)) is not None:
+        raise RestoreError(
+            f"the names differ by a prefix alone ({next(iter(saved))} in the checkpoint, {next(iter(live))} in the "
+            f"model): restore(rename={rename})"
+        )
+    missing = [f"{name}: not in the checkpoint" for name in live if name not in saved]
+    unexpected = [f"{name}: in the checkpoint, but not in the model" for name in saved if name not in live]
+    others = [
+        name
         for name, value in live.items()
         if name in saved
         and isinstance(value, torch.Tensor)
         and not is_lazy(value)  # takes its shape from what is loaded
         and not matches(saved[name], value)
+        and not (casts and _differ_in_dtype(saved[name], value))
     ]
+    castable = [name for name in others if _differ_in_dtype(saved[name], live[name])]
+    reshaped = [name for name in others if name not in castable]
+    problems = missing + unexpected
+    problems += [
+        f"{name}: {describe(saved[name])} in the checkpoint, {describe(live[name])} in the model" for name in reshaped
+    ]
+    for dtypes, count in Counter((saved[name].dtype, live[name].dtype) for name in castable).items():
+        was, now = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        problems.append(f"{count} of {len(live)} entries are {was} in the checkpoint and {now} in the model")
+    if castable:
+        problems.append("restore(cast=True) converts the dtype")
+    if reshaped:
+        names = ", ".join(f'"{name}": None' for name in reshaped[:_MAX_NAMES]) + ", …" * (len(reshaped) > _MAX_NAMES)
+        problems.append(f"restore(rename={{{names}}}, strict=False) leaves out what has another shape")
+    elif missing or unexpected:
+        problems.append("restore(strict=False) takes over the entries that both have")
     if problems:
         raise RestoreError("\n".join(problems))
+
+
+def _differ_in_dtype(saved: Any, live: Any) -> bool:
+    """Whether two tensors differ in a dtype alone that ``copy_`` converts: from a float to a float."""
+    return (
+        isinstance(saved, torch.Tensor)
+        and isinstance(live, torch.Tensor)
+        and saved.is_floating_point()
+        and live.is_floating_point()
+        and saved.layout is live.layout is torch.strided
+        and not saved.is_nested
+        and not live.is_nested
+        and saved.dtype is not live.dtype
+        and saved.shape == live.shape
+    )

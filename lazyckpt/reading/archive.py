@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import directory_of
+from lazyckpt.reading.part import tensors_in
 from lazyckpt.reading.ranges import ParallelRead
 from lazyckpt.reading.unpickle import NeedsBytes, load_errors, unpickle
 
@@ -56,7 +58,9 @@ class Slot:
 class Archive:
     """An archive with its pickle read: ``tree`` is the saved object, ``slots`` are its storages by key.
 
-    With ``lands``, ``fill`` reads the storages, unless the pickle needed their bytes (``filled``).
+    With ``lands``, ``fill`` reads the storages, unless the pickle needed their bytes (``filled``). ``choose`` returns a
+    part of the tree, which becomes ``tree``: only the storages that the part views are read, unless the pickle needs
+    more. It is called twice, and whatever it raises is raised here.
 
     Raises CorruptFileError for a damaged or hostile file, UnsupportedFormatError for a type that ``weights_only``
     forbids and for a file that only ``torch.load`` reads (another byte order), and LoadError if unpickling fails
@@ -71,6 +75,7 @@ class Archive:
         *,
         engine: _engine.Engine,
         lands: bool = False,
+        choose: Callable[[Any], Any] | None = None,
     ) -> None:
         self.path = file.path
         self.engine = engine
@@ -79,16 +84,53 @@ class Archive:
         with collector_paused():
             records = directory_of(file).records
         self._data = {name[len("data/") :]: r for name, r in records.items() if name.startswith("data/")}
-        self._read: ParallelRead | None = ParallelRead(file.path, list(self._data.values()), engine)
+        self._wanted = self._data
+        self._read: ParallelRead | None = None
+        verified = records["data.pkl"].crc32 is not None
         try:
+            if choose is None:
+                self._begin()
             self._restore_location = torch.serialization._get_restore_location(map_location)
             _check_small_records(file, records)
             data = file.read_record(records["data.pkl"])
-            self.tree = self._load(data, records["data.pkl"].crc32 is not None, map_location, weights_only, lands)
+            if choose is not None:
+                self._wanted = self._chosen(choose, data, verified, weights_only)
+                self._begin()
+            tree = self._load(data, verified, map_location, weights_only, lands)
+            self.tree = tree if choose is None else choose(tree)
             self._check_sizes()
         except BaseException:
             self.close()
             raise
+
+    def _begin(self) -> None:
+        self._read = ParallelRead(self.path, list(self._wanted.values()), self.engine)
+
+    def _chosen(
+        self, choose: Callable[[Any], Any], data: bytes, verified: bool, weights_only: bool
+    ) -> dict[str, Record]:
+        """The records of the storages that the chosen part views, by key; all if the pickle needs their bytes.
+
+        Unpickles with storages that are allocated but not touched. Raises what ``choose`` raises."""
+        storages: dict[str, torch.UntypedStorage] = {}
+
+        def load(saved_id: Any) -> torch.storage.TypedStorage:
+            key, dtype, _ = self._parse(saved_id)
+            storage = storages.setdefault(key, torch.UntypedStorage(self._data[key].nbytes))
+            return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+        with load_errors(self.path, weights_only=weights_only, verified=verified):
+            try:
+                with collector_paused():
+                    tree = read_plain(data, load)
+            except NotPlain:
+                storages.clear()
+                try:
+                    tree = unpickle(data, self.path, load, "cpu", weights_only=True, needs_no_bytes=True)
+                except NeedsBytes:
+                    return self._data
+        views = set(filter(None, map(_storage_of, tensors_in(choose(tree)))))
+        return {key: self._data[key] for key, storage in storages.items() if storage._cdata in views}
 
     def _load(self, data: bytes, verified: bool, map_location: MapLocation, weights_only: bool, lands: bool) -> Any:
         path, load = self.path, self._persistent_load
@@ -108,7 +150,7 @@ class Archive:
 
     def _read_all(self) -> None:
         self.slots = {
-            key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self._data.items()
+            key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self._wanted.items()
         }
         self.fill({})
 
@@ -127,7 +169,7 @@ class Archive:
         if self._read is None:
             return
         places = {key: (devices.data_ptr(slot.memory), self._device) for key, slot in self.slots.items()} | elsewhere
-        found = [places.get(key, (0, devices.HOST)) for key in self._data]
+        found = [places.get(key, (0, devices.HOST)) for key in self._wanted]
         try:
             self._read.read_into([pointer for pointer, _ in found], [device for _, device in found])
         finally:
@@ -150,8 +192,9 @@ class Archive:
         if read is not None:
             read.close()
 
-    def _persistent_load(self, saved_id: Any) -> torch.storage.TypedStorage:
-        """The storage that a persistent id of the pickle names. Raises CorruptFileError if the file has no such one."""
+    def _parse(self, saved_id: Any) -> tuple[str, torch.dtype, str]:
+        """The key, dtype and location that a persistent id of the pickle names. Raises CorruptFileError if the file has
+        no such storage."""
         if not (isinstance(saved_id, tuple) and len(saved_id) == 5 and _text(saved_id[0]) == "storage"):
             raise CorruptFileError(f"unknown persistent id {saved_id!r}", path=self.path)
         _, storage_type, key, location, numel = saved_id
@@ -164,16 +207,30 @@ class Archive:
         if record is None or record.nbytes != nbytes:
             found = "missing" if record is None else f"{record.nbytes} bytes"
             raise CorruptFileError(f"record data/{key}: {found}, the pickle says {nbytes} bytes", path=self.path)
+        return key, dtype, location
+
+    def _persistent_load(self, saved_id: Any) -> torch.storage.TypedStorage:
+        key, dtype, location = self._parse(saved_id)
         slot = self.slots.get(key)
         if slot is None:
-            slot = self.slots[key] = Slot(record, torch.UntypedStorage(nbytes))
+            record = self._data[key]
+            slot = self.slots[key] = Slot(record, torch.UntypedStorage(record.nbytes))
         if slot.final is None:
-            there = self._device != devices.HOST
+            there = self._device != devices.HOST or key not in self._wanted
             slot.final = slot.memory if there else self._restore_location(slot.memory, _text(location))
         slot.references += 1
         if slot.typed is None or slot.typed.dtype != dtype:
             slot.typed = torch.storage.TypedStorage(wrap_storage=slot.final, dtype=dtype, _internal=True)
         return slot.typed
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    """The identity of the storage that a tensor views; None if it views none."""
+    try:
+        identity: int = tensor.untyped_storage()._cdata
+        return identity
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _check_small_records(file: FileReader, records: dict[str, Record]) -> None:

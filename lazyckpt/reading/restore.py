@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -18,13 +17,17 @@ from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive, Slot
+from lazyckpt.reading.fit import Fit, Fitting, Restored, misfit
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
+from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
 
-def restore_newest(catalog: Catalog, provider: CompositeProvider, engine: _engine.Engine) -> Checkpoint | None:
-    """Restores the newest checkpoint that is whole. Passes over damaged ones with a warning.
+def restore_newest(
+    catalog: Catalog, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, best: Best | None = None
+) -> tuple[Checkpoint, Restored] | None:
+    """Restores the newest checkpoint that is whole, or the ``best``. Passes over damaged ones with a warning.
 
     Retries for three seconds if a checkpoint cannot be read; that does not make it damaged. If a checkpoint has gone,
     another process has removed it and has newer ones: the catalog is scanned again, up to ``SCANS`` times in all.
@@ -32,12 +35,12 @@ def restore_newest(catalog: Catalog, provider: CompositeProvider, engine: _engin
     Returns None for an empty catalog. Raises ReadError; RestoreError if no checkpoint is whole, or if one does not fit;
     UnsupportedFormatError for one that holds types which the user has not allowed.
     """
-    return patiently(lambda: _restore_newest(catalog, provider, engine, SCANS))
+    return patiently(lambda: _restore_newest(catalog, tracked, engine, fit, best, SCANS))
 
 
 def _restore_newest(
-    catalog: Catalog, provider: CompositeProvider, engine: _engine.Engine, scans: int
-) -> Checkpoint | None:
+    catalog: Catalog, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, best: Best | None, scans: int
+) -> tuple[Checkpoint, Restored] | None:
     candidates = catalog.scan()
     reasons: list[LoadError] = list(catalog.broken)
     for error in reasons:
@@ -46,20 +49,23 @@ def _restore_newest(
         warn(f"checkpoint passed over: {error}")
     if not candidates and not reasons:
         return None
+    if best is not None and not (candidates := best.of(candidates)):
+        raise RestoreError(f"no checkpoint in {catalog.root} has the metric {best.metric!r}: give save() metrics")
     touched = False
     for checkpoint in candidates:
         archive = None
         try:
-            with _open(checkpoint.path, engine) as archive:
-                restore_archive(archive, provider, checkpoint.path)
-            return checkpoint
+            fitting = Fitting(tracked, fit, checkpoint)
+            with _open(checkpoint.path, engine, fitting) as archive:
+                restore_archive(archive, fitting.provider, checkpoint.path)
+            return checkpoint, fitting.restored()
         except ReadError as error:
             raise _refused(error, archive) from error
         except UnsupportedFormatError:
             raise  # not damaged: an older one would lose training that the user can save by allowing a type
         except LoadError as error:
             if scans > 1 and not os.path.exists(checkpoint.path):
-                return _restore_newest(catalog, provider, engine, scans - 1)
+                return _restore_newest(catalog, tracked, engine, fit, best, scans - 1)
             touched = touched or archive is not None
             catalog.damaged.add((checkpoint.step, checkpoint.sequence))
             reasons.append(error)
@@ -69,24 +75,29 @@ def _restore_newest(
     raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")
 
 
-def restore_one(path: Path, provider: CompositeProvider, engine: _engine.Engine) -> Checkpoint:
+def restore_one(
+    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit
+) -> tuple[Checkpoint, Restored]:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError; ReadError after retries."""
-    return patiently(lambda: _restore_one(path, provider, engine))
+    return patiently(lambda: _restore_one(path, tracked, engine, fit))
 
 
-def _restore_one(path: Path, provider: CompositeProvider, engine: _engine.Engine) -> Checkpoint:
+def _restore_one(
+    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit
+) -> tuple[Checkpoint, Restored]:
     checkpoint = read_checkpoint(path)
     archive = None
     try:
-        with _open(path, engine) as archive:
-            restore_archive(archive, provider, path)
+        fitting = Fitting(tracked, fit, checkpoint)
+        with _open(path, engine, fitting) as archive:
+            restore_archive(archive, fitting.provider, path)
     except ReadError as error:
         raise _refused(error, archive) from error
     except LoadError as error:
         if archive is None:
             raise  # nothing was touched
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
-    return checkpoint
+    return checkpoint, fitting.restored()
 
 
 def _refused(error: ReadError, archive: Archive | None) -> ReadError:
@@ -94,9 +105,9 @@ def _refused(error: ReadError, archive: Archive | None) -> ReadError:
     return ReadError(error.what + touched, path=error.path, errno=error.errno)
 
 
-def _open(path: Path, engine: _engine.Engine) -> Archive:
+def _open(path: Path, engine: _engine.Engine, fitting: Fitting) -> Archive:
     with FileReader(path / STATE) as file:
-        return Archive(file, "cpu", weights_only=True, engine=engine, lands=True)
+        return Archive(file, "cpu", weights_only=True, engine=engine, lands=True, choose=fitting.choose)
 
 
 def restore_archive(archive: Archive, provider: CompositeProvider | StateProvider, path: Path) -> None:
@@ -105,10 +116,7 @@ def restore_archive(archive: Archive, provider: CompositeProvider | StateProvide
         with collector_paused():
             landings = provider.landings(archive.tree)
     except Exception as error:  # a provider may raise anything for a state that we have not written
-        expected = isinstance(error, RestoreError)
-        lines = textwrap.indent(str(error) if expected else f"{type(error).__name__}: {error}", "  ")
-        what = f"{path} does not fit the tracked state; nothing was restored:\n{lines}"
-        raise RestoreError(what) from (None if expected else error)
+        raise misfit(path, error) from error.__cause__
     try:
         with collector_paused():
             elsewhere, landed = _choose(archive, landings)
@@ -132,8 +140,9 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
         return {}, {}
     slots = {slot.final._cdata: (key, slot) for key, slot in archive.slots.items() if slot.final is not None}
     found = [(slots[at], lg) for lg in landings if (at := lg.saved.untyped_storage()._cdata) in slots]
-    where = [landing.live.device for _, landing in found]
-    located = devices.locate((), where, archive.engine) or [devices.HOST] * len(found)
+    storages = [landing.live.untyped_storage() for _, landing in found]
+    where = [storage.device for storage in storages]
+    located = devices.locate(storages, where, archive.engine) or [devices.HOST] * len(found)
     groups: dict[tuple[int, int], list[tuple[str, Slot, Landing]]] = defaultdict(list)
     for ((key, slot), landing), device in zip(found, located, strict=True):
         groups[devices.address(landing.live), device].append((key, slot, landing))

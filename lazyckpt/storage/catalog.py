@@ -1,7 +1,7 @@
 """Finds the committed checkpoints of a folder, and orders them by sequence.
 
 The newest checkpoint has the highest sequence, not the highest step: after a rollback from step 200 to step 100 and
-twenty steps of training, step 120 is the newest.
+twenty steps of training, step 120 is the newest. Before it is saved, step 100 is the newest if ``rollback`` chose it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from lazyckpt.errors import LoadError, ReadError, load_error
+from lazyckpt.errors import CorruptFileError, LoadError, ReadError, load_error
+from lazyckpt.storage import rollback
 from lazyckpt.storage.manifest import Checkpoint, is_folder_name, read_checkpoint
 from lazyckpt.warn import warn
 
@@ -31,12 +32,23 @@ class Catalog:
         self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
 
     def scan(self) -> list[Checkpoint]:
-        """Returns all committed checkpoints, newest first. Raises LoadError if the folder itself cannot be read."""
+        """Returns all committed checkpoints, newest first: the one that a rollback chose and those before it precede
+        those that it gave up. Raises LoadError if the folder itself cannot be read."""
         for _ in range(SCANS):
             found = self._read_all()
             if all(isinstance(error, ReadError) or os.path.lexists(error.path) for error in self.broken):
                 break  # otherwise another process removes checkpoints while we read, and may have committed one since
-        return sorted(found, key=lambda c: c.sequence, reverse=True)
+        chosen = self._chosen_by_rollback(max((c.sequence for c in found), default=0))
+        return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
+
+    def _chosen_by_rollback(self, newest: int) -> int:
+        """The sequence of the checkpoint to continue from; ``newest`` unless a rollback chose another."""
+        try:
+            chosen = rollback.target_of(self.root, newest)
+        except CorruptFileError as error:
+            warn(f"{error}; restore() takes the checkpoint that was saved last")
+            chosen = None
+        return newest if chosen is None else chosen
 
     def _read_all(self) -> list[Checkpoint]:
         found = []

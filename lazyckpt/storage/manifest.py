@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lazyckpt._version import __version__
@@ -32,6 +35,11 @@ def is_folder_name(name: str) -> bool:
     return _FOLDER.fullmatch(name) is not None
 
 
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(name.removeprefix("step-"))
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file, as the manifest describes it."""
@@ -52,14 +60,25 @@ class Checkpoint:
     created: datetime
     files: tuple[FileEntry, ...]
     pinned: bool = False  # kept by retention, whatever the settings
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # given to save()
+    kinds: Mapping[str, str] = field(default_factory=dict, compare=False)  # classes of tracked optimizers and such
 
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
 
-def describe(*, step: int, sequence: int, parent: int | None, files: list[tuple[str, int, int]]) -> dict[str, Any]:
-    """Returns the contents of manifest.json. ``files``: name, bytes and CRC-32 of each."""
+def describe(
+    *,
+    step: int,
+    sequence: int,
+    parent: int | None,
+    files: list[tuple[str, int, int]],
+    metrics: Mapping[str, float] = MappingProxyType({}),
+    kinds: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Returns the contents of manifest.json. ``files``: name, bytes and CRC-32 of each. A metric that is no finite
+    number becomes null: JSON has no word for it."""
     told = {
         "format": FORMAT,
         "lazyckpt": __version__,
@@ -72,6 +91,10 @@ def describe(*, step: int, sequence: int, parent: int | None, files: list[tuple[
             {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": [0]} for name, nbytes, crc in files
         ],
     }
+    if metrics:
+        told["metrics"] = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    if kinds:
+        told["kinds"] = dict(kinds)
     return {**told, "crc32": checksum(told)}
 
 
@@ -111,6 +134,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             created if created.tzinfo is not None else created.replace(tzinfo=timezone.utc),
             tuple(FileEntry(_name(f["name"]), _whole(f["bytes"]), _crc(f["crc32"])) for f in data["files"]),
             os.path.lexists(pin_of(path)),
+            {str(k): math.nan if v is None else float(v) for k, v in data.get("metrics", {}).items()},
+            {str(k): str(v) for k, v in data.get("kinds", {}).items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error

@@ -67,7 +67,7 @@ def _broken(directory: Path, error: LoadError) -> BrokenCheckpoint:
     folder = error.path if error.path.parent == directory else error.path.parent
     return BrokenCheckpoint(
         path=folder,
-        step=int(folder.name.removeprefix("step-")),
+        step=manifest.step_of(folder.name),
         bytes=_bytes_on_disk(folder),
         pinned=os.path.lexists(pin_of(folder)),
         unreadable=isinstance(error, ReadError),

@@ -232,7 +232,7 @@ def test_break_and_iter_begins_a_new_epoch() -> None:
         break
     assert loader.state_dict()["yielded"] == 1, "break, save, exit: resumes behind the break"
     batches = iter(loader)
-    assert loader.state_dict() | {"now": None} == {"yielded": 0, "start": None, "now": None}
+    assert (loader.state_dict()["yielded"], loader.state_dict()["start"], loader.epoch) == (0, None, 1)
     next(batches), next(batches)
     saved = save(loader)
     expected = train(batches, 1)
@@ -349,11 +349,115 @@ def test_another_loader_or_less_data_is_an_error() -> None:
     saved = save(loader)
     with pytest.raises(RestoreError, match="same samplers and generators"):
         restored(QUICK["shuffled"](), saved)
-    with pytest.raises(RestoreError, match=r"4 batches of the epoch had been consumed, this loader has only 2"):
+    with pytest.raises(RestoreError, match="batches of an epoch: 6 then, 2 now"):
         restored(DataLoader(DATA[:8], batch_size=4, shuffle=True, generator=seeded()), saved)
     for damage in ({"yielded": -1}, {"start": {**loader.state_dict()["start"], "rng": {}}}):
         with pytest.raises(RestoreError, match="does not fit this DataLoader"):
             loader.load_state_dict({**loader.state_dict(), **damage})
+
+
+def test_the_state_of_an_older_version_is_read() -> None:
+    loader = track_loader(QUICK["own generator"]())
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    saved = loader.state_dict()
+    del saved["epoch"], saved["built"]
+    following = next(batches)
+    again = track_loader(QUICK["own generator"]())
+    again.load_state_dict(saved)
+    assert torch.equal(next(iter(again))[:, 0], following[:, 0]) and again.epoch == 0
+    small = track_loader(DataLoader(DATA[:8], batch_size=4, shuffle=True, generator=seeded()))
+    with pytest.raises(RestoreError, match="4 batches of the epoch had been consumed, this loader has only 2"):
+        small.load_state_dict(saved)
+
+
+# epochs
+
+
+def epochs_of(loader: Any, count: int, save_at: tuple[int, int] | None = None) -> tuple[list[Any], Any]:
+    """What training sees from the loader's epoch on, and what it saved after a batch (-1: after the epoch)."""
+    seen, saved = [], None
+    for epoch in range(loader.epoch, count):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            seen.append((epoch, loader.epoch, loader.batch, batch.tolist()))
+            if save_at == (epoch, loader.batch):
+                saved, seen = save(loader), []
+        if save_at == (epoch, -1):
+            saved, seen = save(loader), []
+    return seen, saved
+
+
+@pytest.mark.parametrize("at", [(0, 1), (1, 3), (1, 6), (1, -1), (2, -1)])
+@pytest.mark.parametrize("name", ["shuffled", "own generator", "distributed"])
+def test_a_loop_over_epochs_goes_on_where_it_was(name: str, at: tuple[int, int]) -> None:
+    def build() -> DataLoader[Any]:
+        if name != "distributed":
+            return QUICK[name]()
+        return DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, 2, 0))  # type: ignore[arg-type]
+
+    seed_all()
+    expected, saved = epochs_of(track_loader(build()), 3, at)
+    again = restored(build(), saved)
+    assert (again.epoch, again.batch) == (at if at[1] > 0 else (at[0] + 1, 0))
+    assert epochs_of(again, 3)[0] == expected
+
+
+def test_at_the_end_of_an_epoch_nothing_is_fetched_again() -> None:
+    class Counted(Noisy):
+        fetched = 0
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            Counted.fetched += 1
+            return super().__getitem__(index)
+
+    loader = track_loader(DataLoader(Counted(), batch_size=4))
+    for _ in loader:
+        saved = save(loader)
+    again = restored(DataLoader(Counted(), batch_size=4), saved)
+    Counted.fetched = 0
+    assert list(again) == [] and Counted.fetched == 0 and again.epoch == 1
+
+
+def test_an_epoch_that_is_given_up_counts() -> None:
+    loader = track_loader(QUICK["in order"]())
+    iter(loader)
+    assert (loader.epoch, loader.batch) == (0, 0), "not begun"
+    next(iter(loader))
+    assert (loader.epoch, loader.batch) == (0, 1)
+    next(iter(loader))
+    assert (loader.epoch, loader.batch) == (1, 1)
+
+
+def test_set_epoch_elsewhere_gives_up_the_restored_position_with_a_word() -> None:
+    loader = track_loader(QUICK["in order"]())
+    next(iter(loader))
+    again = restored(QUICK["in order"](), save(loader))
+    with pytest.warns(UserWarning, match=r"set_epoch\(3\) gives up the restored position, batch 1 of epoch 0"):
+        again.set_epoch(3)
+    assert len(list(again)) == 6 and again.epoch == 4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"batch_size": 5}, "batch size: 4 then, 5 now, batches of an epoch: 6 then, 5 now"),
+        ({"shuffle": True}, "sampler: SequentialSampler then, RandomSampler now"),
+        ({"drop_last": True}, "batches of an epoch: 6 then, 5 now"),
+    ],
+)
+def test_a_loader_that_was_built_otherwise_is_told(change: dict[str, Any], message: str) -> None:
+    loader = track_loader(QUICK["in order"]())
+    batches = iter(loader)
+    next(batches)
+    other = {"batch_size": 4, **change}
+    with pytest.raises(RestoreError, match=message) as caught:
+        restored(DataLoader(DATA, **other), save(loader))
+    assert "restore(loader=False)" in str(caught.value)
+    list(batches)
+    with pytest.warns(UserWarning, match=message):
+        assert restored(DataLoader(DATA, **other), save(loader)).epoch == 1
 
 
 def test_a_length_that_may_be_an_estimate_is_not_trusted() -> None:

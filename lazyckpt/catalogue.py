@@ -1,0 +1,166 @@
+"""The checkpoints of a run, for those who look back: which there are, which is the best, and which go or stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
+from lazyckpt.storage import manifest, removal, retention
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.storage.retention import Best
+
+_MAX_STEPS = 10  # in a message
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        step: The training step.
+        path: Its folder.
+        nbytes: Length of its files.
+        created: When it was committed; None if that cannot be read.
+        metrics: Those given to ``save``. One that was no finite number is NaN.
+        pinned: Whether retention keeps it in any case.
+        problem: Why it cannot be restored, "" if its manifest and the lengths of its files are right. Only
+            ``lazyckpt.verify`` reads the files.
+    """
+
+    step: int
+    path: Path
+    nbytes: int
+    created: datetime | None
+    metrics: Mapping[str, float]
+    pinned: bool
+    problem: str = ""
+
+    @property
+    def age(self) -> timedelta | None:
+        """The time since it was committed."""
+        return None if self.created is None else datetime.now(timezone.utc) - self.created
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problem
+
+
+class Catalogue:
+    """The part of a Checkpointer that looks back. Every call reads the folder; saves in flight do not count."""
+
+    directory: Path
+    _catalog: Catalog
+    _best: Best | None
+    _read_only: bool
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are whole, in ascending order. Raises LoadError if the folder cannot be
+        read."""
+        return sorted(c.step for c in self._catalog.scan())
+
+    def latest_step(self) -> int | None:
+        """The step that ``restore()`` would take: of the checkpoint saved last, or chosen by ``rollback``."""
+        known = self._catalog.scan()
+        return known[0].step if known else None
+
+    def best_step(self) -> int | None:
+        """The step that ``restore(best=True)`` would take. Raises ConfigError without ``best``."""
+        found = self._checked_best().of(self._catalog.scan())
+        return found[0].step if found else None
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All checkpoints, the newest first, then those that are not whole."""
+        whole = [_info(c) for c in self._catalog.scan()]
+        return whole + [_broken(error) for error in self._catalog.broken]
+
+    def checkpoint(self, step: int) -> CheckpointInfo:
+        """What there is to know of one checkpoint. Raises LoadError, which lists the steps, if there is none."""
+        folder = self._folder_of(step)
+        try:
+            return _info(manifest.read_checkpoint(folder))
+        except LoadError as error:
+            return _broken(error, folder)
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint, pinned or not; durable when this returns. Raises LoadError if there is none."""
+        self._refuse_read_only("delete()")
+        folder = self._folder_of(step)
+        try:
+            removal.remove(folder)
+            manifest.pin_of(folder).unlink(missing_ok=True)
+        except OSError as error:
+            raise save_error(error, path=folder, step=step) from error
+
+    def pin(self, step: int) -> None:
+        """Keeps a checkpoint, whatever ``keep_last`` says; durable when this returns. Raises LoadError if there is
+        none."""
+        self._pin(retention.pin, step)
+
+    def unpin(self, step: int) -> None:
+        """Undoes ``pin``."""
+        self._pin(retention.unpin, step)
+
+    def _pin(self, act: Any, step: int) -> None:
+        self._refuse_read_only("pin() and unpin()")
+        folder = self._folder_of(step)
+        try:
+            act(folder)
+        except OSError as error:
+            raise save_error(error, path=folder, step=step) from error
+
+    def _folder_of(self, step: int) -> Path:
+        """Raises LoadError, which lists the steps there are, if the folder of this step is missing."""
+        folder = self.directory / manifest.folder_name(checked_step(step))
+        if not manifest.is_missing(folder):
+            return folder
+        steps = self.steps()
+        shown = ", ".join(map(str, steps[-_MAX_STEPS:])) or "no checkpoint"
+        raise LoadError(
+            f"there is no checkpoint of step {step}; there is: {'… ' * (len(steps) > _MAX_STEPS)}{shown}",
+            path=self.directory,
+        )
+
+    def _refuse_read_only(self, call: str) -> None:
+        if self._read_only:
+            raise ConfigError(f"{call}: the Checkpointer of {self.directory} is read_only")
+
+    def _checked_best(self) -> Best:
+        if self._best is None:
+            raise ConfigError('the best checkpoint: give the Checkpointer best, the name of a metric such as "loss"')
+        return self._best
+
+
+def checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= manifest.MAX_NUMBER:
+        raise ConfigError(f"step={step!r}: expected a whole number, at least 0 and of at most 63 bits")
+    return int(step)
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """Returns the metrics as floats. Raises ConfigError for what is no mapping of names to numbers."""
+    if metrics is None:
+        return {}
+    try:
+        result = {name: float(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"save: metrics={metrics!r}: expected numbers by name ({error})") from None
+    if not all(isinstance(name, str) for name in result):
+        raise ConfigError(f"save: metrics={metrics!r}: expected names as keys")
+    return result
+
+
+def _info(c: Checkpoint) -> CheckpointInfo:
+    return CheckpointInfo(c.step, c.path, c.nbytes, c.created, c.metrics, c.pinned)
+
+
+def _broken(error: LoadError, folder: Path | None = None) -> CheckpointInfo:
+    if folder is None:
+        folder = error.path if manifest.is_folder_name(error.path.name) else error.path.parent
+    pinned = not manifest.is_missing(manifest.pin_of(folder))
+    why = f"cannot be read now: {error.what}" if isinstance(error, ReadError) else error.what
+    return CheckpointInfo(manifest.step_of(folder.name), folder, 0, None, {}, pinned, why)

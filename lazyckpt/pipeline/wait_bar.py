@@ -1,0 +1,54 @@
+"""A progress bar for people who wait for a checkpoint at a terminal or in a notebook."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, Protocol
+
+_AFTER_S = 3.0
+
+
+class _Handle(Protocol):
+    @property
+    def progress(self) -> float: ...
+
+
+class WaitBar:
+    """Shows how far a save is once the wait takes long. ``show`` draws it, on the main thread and where somebody looks;
+    elsewhere it does nothing. The bar goes when the wait is over."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._bar: Any = None  # rich.progress.Progress
+        self._task: Any = None
+
+    def __enter__(self) -> WaitBar:
+        return self
+
+    def show(self, what: str, handle: _Handle) -> None:
+        if self._bar is None:
+            if time.monotonic() < self._begin + _AFTER_S or not _somebody_looks():
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+            columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(what, total=1.0)
+        self._bar.update(self._task, description=what, completed=handle.progress)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _somebody_looks() -> bool:
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())

@@ -1,0 +1,155 @@
+"""What ``restore()`` takes over from a checkpoint: which parts, under which names, in which dtype."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazyckpt.errors import ConfigError, RestoreError
+from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.kinds import refuse_other_kinds
+from lazyckpt.providers.names import Rename, checked, rename_state, suggestion
+from lazyckpt.providers.objects import StateProvider
+from lazyckpt.providers.training import LoaderProvider, ModuleProvider
+from lazyckpt.storage.manifest import Checkpoint
+
+_LOADER_KEYS = {"yielded", "start", "now"}  # of every version
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What ``restore(strict=False)`` did.
+
+    Attributes:
+        step: The step of the checkpoint.
+        path: Its folder.
+        parts: The names of the tracked state that was restored.
+        missing: What was to be restored and is not in the checkpoint, so it stays as it was: the name of a part, or
+            "model.head.bias" for an entry of a module.
+        unexpected: What is in the checkpoint and not in the tracked state, likewise.
+    """
+
+    step: int
+    path: Path
+    parts: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The arguments of ``restore()`` that say what is restored; checked by ``of``."""
+
+    only: frozenset[str] | None = None
+    strict: bool = True
+    rename: Rename | None = None
+    cast: bool = False
+    loader: bool = True
+
+    @classmethod
+    def of(cls, tracked: CompositeProvider, *, only: Any, strict: bool, rename: Any, cast: bool, loader: bool) -> Fit:
+        """Raises ConfigError for arguments that make no sense."""
+        if isinstance(only, str):
+            only = [only]
+        if only is not None:
+            only = frozenset(only)
+            if not only:
+                raise ConfigError("restore: only=[] restores nothing")
+            if unknown := sorted(only - tracked.parts.keys()):
+                there = ", ".join(tracked.parts)
+                raise ConfigError(f"restore: only={unknown[0]!r}: nothing of that name is tracked; there is: {there}")
+        return cls(only, strict, None if rename is None else checked(rename), cast, loader)
+
+
+class Fitting:
+    """Cuts the state of one checkpoint down to what fits into the tracked state."""
+
+    def __init__(self, tracked: CompositeProvider, fit: Fit, checkpoint: Checkpoint) -> None:
+        """Raises RestoreError if tracked state that is to be restored is of another class than when it was saved."""
+        self.provider = tracked  # of the parts that are restored
+        self._tracked = tracked
+        self._fit = fit
+        self._checkpoint = checkpoint
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        if fit.strict:
+            try:
+                refuse_other_kinds(checkpoint.kinds, self._parts())
+            except RestoreError as error:
+                raise misfit(checkpoint.path, error) from None
+
+    @property
+    def choose(self) -> Callable[[Any], Any] | None:
+        """What chooses from the saved state; None if all of it is taken as it is."""
+        return None if self._fit == Fit() else self._choose
+
+    def _parts(self) -> dict[str, StateProvider]:
+        """The tracked state that is to be restored."""
+        fit = self._fit
+        return {
+            name: part
+            for name, part in self._tracked.parts.items()
+            if (fit.only is None or name in fit.only) and (fit.loader or not isinstance(part, LoaderProvider))
+        }
+
+    def restored(self) -> Restored:
+        step, path, parts = self._checkpoint.step, self._checkpoint.path, tuple(self.provider.parts)
+        return Restored(step, path, parts, tuple(self._missing), tuple(self._unexpected))
+
+    def _choose(self, saved: Any) -> Any:
+        """Returns the part of ``saved`` that is restored. What does not fit, ``provider.landings`` finds. Raises
+        ConfigError for a ``rename`` that makes no sense."""
+        fit, tracked = self._fit, self._tracked.parts
+        self.provider = CompositeProvider()
+        self.provider.parts = parts = self._parts()
+        if type(saved) is not dict:
+            return saved
+        others = [name for name in saved if name not in tracked] if fit.only is None else []
+        if not fit.loader:
+            others = [name for name in others if not _is_position(saved[name])]
+        if not fit.strict:
+            self._missing = [name for name in parts if name not in saved]
+            self._unexpected, others = others, []
+            self.provider.parts = parts = {name: part for name, part in parts.items() if name in saved}
+        chosen = {name: state for name, state in saved.items() if name in parts or name in others}
+        for name, part in parts.items():
+            if isinstance(part, ModuleProvider) and isinstance(chosen.get(name), dict):
+                chosen[name] = self._fit_module(name, chosen[name], part.obj)
+                parts[name] = ModuleProvider(part.obj, casts=True) if fit.cast else part
+        return chosen
+
+    def _fit_module(self, name: str, state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+        if self._fit.rename is not None:
+            state = rename_state(state, self._fit.rename)
+        if self._fit.strict:
+            return state
+        live = module.state_dict()
+        if suggestion(state, live) is not None:
+            return state  # nothing fits, and the error says why
+        unexpected = [key for key in state if key not in live]
+        self._missing += [f"{name}.{key}" for key in live if key not in state]
+        self._unexpected += [f"{name}.{key}" for key in unexpected]
+        for key in unexpected:
+            del state[key]
+        for key, value in live.items():
+            state.setdefault(key, value)  # load_state_dict() then copies it onto itself
+        return state
+
+
+def misfit(path: Path, error: Exception) -> RestoreError:
+    """The error for a checkpoint that does not fit, caused by whatever a provider raised."""
+    expected = isinstance(error, RestoreError)
+    lines = textwrap.indent(str(error) if expected else f"{type(error).__name__}: {error}", "  ")
+    misfit = RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}")
+    misfit.__cause__ = None if expected else error
+    return misfit
+
+
+def _is_position(state: Any) -> bool:
+    """Whether this is the state of a tracked loader."""
+    return isinstance(state, dict) and state.keys() >= _LOADER_KEYS

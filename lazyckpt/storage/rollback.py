@@ -1,0 +1,62 @@
+"""The note of a rollback: which checkpoint ``restore()`` takes although there are newer ones.
+
+The note holds until a checkpoint is committed after it. docs/format.md describes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from lazyckpt.errors import CorruptFileError, LoadError
+from lazyckpt.formats.reader import FileReader, unique_keys
+from lazyckpt.storage import commit, folders
+from lazyckpt.storage.manifest import Checkpoint, checksum, is_missing
+
+NOTE = "rollback.json"
+_MAX_BYTES = 4096
+
+
+def note(run: Path, target: Checkpoint, newest: int) -> None:
+    """Makes ``target`` the checkpoint to continue from; durable when this returns. ``newest`` is the highest sequence
+    in the folder. Raises OSError."""
+    told = {"format": 1, "step": target.step, "sequence": target.sequence, "newest": newest}
+    staging = commit.FileStaging(run / NOTE)
+    try:
+        with folders.create(staging.path / NOTE) as file:
+            json.dump({**told, "crc32": checksum(told)}, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.publish()
+    except BaseException:
+        staging.discard()
+        raise
+
+
+def forget(run: Path) -> None:
+    """Removes the note, which a later checkpoint has overtaken. A power cut may bring it back: it means nothing."""
+    with contextlib.suppress(OSError):
+        (run / NOTE).unlink()
+
+
+def target_of(run: Path, newest: int) -> int | None:
+    """The sequence of the checkpoint that a rollback chose, None if there is no note, or if a checkpoint was committed
+    since. ``newest`` is the highest sequence in the folder. Raises LoadError if the note cannot be read."""
+    path = run / NOTE
+    if is_missing(path):
+        return None
+    with FileReader(path) as file:
+        if file.size > _MAX_BYTES:
+            raise file.corrupt("too large for the note of a rollback")
+        text = file.read(0, file.size)
+    try:
+        told = json.loads(text, object_pairs_hook=unique_keys)
+        if told["crc32"] != checksum(told):
+            raise CorruptFileError("checksum does not match", path=path)
+        return int(told["sequence"]) if newest <= int(told["newest"]) else None
+    except LoadError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptFileError(f"not the note of a rollback ({type(error).__name__}: {error})", path=path) from error
