@@ -218,13 +218,18 @@ def test_a_checkpoint_that_was_moved_and_linked_is_told(folder: Path, tmp_path: 
 # the chain, and what may go
 
 
+def newest_first(found: list[Checkpoint]) -> list[Checkpoint]:
+    return sorted(found, key=lambda c: c.sequence, reverse=True)
+
+
 def superfluous(found: list[Checkpoint], *rules: Any) -> list[Checkpoint]:
-    return [c for c, fate in retention(found, *rules).items() if not fate.stays]
+    fates = retention(newest_first(found), *rules)
+    return [c for c in found if not fates[c].stays]
 
 
 def test_newest_is_the_highest_sequence() -> None:
     rolled_back = [checkpoint(100, 1, None), checkpoint(200, 2, 1), checkpoint(120, 3, 1)]
-    assert steps(chain(rolled_back)) == [120, 100]
+    assert steps(chain(newest_first(rolled_back))) == [120, 100]
     assert steps(superfluous(rolled_back, 2, None)) == [200]
     assert steps(superfluous(rolled_back, 1, None)) == [100, 200]
     assert superfluous(rolled_back, None, None) == [] == superfluous(rolled_back, None, 1)
@@ -232,7 +237,7 @@ def test_newest_is_the_highest_sequence() -> None:
 
 def test_a_parent_that_is_gone_is_stood_in_for_by_its_elder() -> None:
     found = [checkpoint(10, 1, None), checkpoint(30, 3, 2), checkpoint(40, 4, 3)]
-    assert steps(chain(found)) == [40, 30, 10]
+    assert steps(chain(newest_first(found))) == [40, 30, 10]
     assert steps(superfluous(found, 2, None)) == [10]
     assert steps(superfluous(found, 2, 10)) == []
 
@@ -240,11 +245,11 @@ def test_a_parent_that_is_gone_is_stood_in_for_by_its_elder() -> None:
 def test_a_line_that_is_too_short_is_made_up_for_by_the_newest_others() -> None:
     """Regression: a run that went on from a checkpoint of another folder removed all of its own with its next save."""
     found = [checkpoint(10, 1, None), checkpoint(20, 2, 1), checkpoint(30, 3, 2), checkpoint(15, 4, None)]
-    assert steps(chain(found)) == [15]
+    assert steps(chain(newest_first(found))) == [15]
     assert steps(superfluous(found, 3, None)) == [10]
     assert steps(superfluous(found, 2, None)) == [10, 20]
     assert steps(superfluous(found, 1, None)) == [10, 20, 30]
-    assert {c.step: tuple(v) for c, v in retention(found, 3, 15).items()} == {
+    assert {c.step: tuple(v) for c, v in retention(newest_first(found), 3, 15).items()} == {
         10: (False, "off the line to step 15"),
         20: (True, "fills up keep_last=3, since the line to step 15 is shorter"),
         30: (True, "fills up keep_last=3, since the line to step 15 is shorter"),
@@ -252,22 +257,22 @@ def test_a_line_that_is_too_short_is_made_up_for_by_the_newest_others() -> None:
     }
     found.append(checkpoint(16, 5, 4, pinned=True))
     found[0] = checkpoint(10, 1, None, pinned=True)
-    assert {c.step: tuple(v) for c, v in retention(found, 1, 15).items()} == {
+    assert {c.step: tuple(v) for c, v in retention(newest_first(found), 1, 15).items()} == {
         10: (True, "pinned"),
         20: (False, "off the line to step 16"),
         30: (False, "off the line to step 16"),
         15: (True, "a multiple of keep_every=15"),
         16: (True, "within keep_last=1"),
     }
-    assert {tuple(v) for v in retention(found, None, None).values()} == {(True, "no keep_last")}
-    assert retention(found[3:], 1, None)[found[3]] == (False, "beyond keep_last=1")
+    assert {tuple(v) for v in retention(newest_first(found), None, None).values()} == {(True, "no keep_last")}
+    assert retention(newest_first(found[3:]), 1, None)[found[3]] == (False, "beyond keep_last=1")
 
 
 def test_what_is_damaged_does_not_count() -> None:
     line = [checkpoint(10 * s, s, s - 1 or None) for s in range(1, 6)]
     damaged = {(50, 5), (30, 3)}
     assert steps(superfluous(line, 2, None, damaged)) == [10]
-    assert retention(line, 2, None, damaged)[line[2]] == (True, "damaged: restore() passed it over")
+    assert retention(newest_first(line), 2, None, damaged)[line[2]] == (True, "damaged: restore() passed it over")
     assert steps(superfluous(line, 3, None, damaged)) == []
     elsewhere = [*line, checkpoint(60, 6, None)]
     assert steps(superfluous(elsewhere, 2, None, damaged)) == [10, 20]
