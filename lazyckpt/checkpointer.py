@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
+import torch
+
 from lazyckpt.capture.gate import gate
 from lazyckpt.catalogue import Catalogue, checked_metrics, checked_step
 from lazyckpt.config import MIB, check_names
@@ -17,6 +19,7 @@ from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage
+from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import TrackedLoader, track_loader
 from lazyckpt.providers.kinds import kinds_of
@@ -101,6 +104,7 @@ class Checkpointer(Catalogue):
         except BaseException:
             self._saver.close()
             raise
+        self._last_step: int | None = None  # that was saved
         self._provider = CompositeProvider()
         self._tracked: dict[str, Any] = {}  # objects by name
         self._archive = ArchiveCache()
@@ -136,14 +140,17 @@ class Checkpointer(Catalogue):
 
     # what is saved
 
-    def track(self, *, replace: bool = False, **state: Any) -> None:
+    def track(self, *, replace: bool = False, save_dtype: torch.dtype | None = None, **state: Any) -> None:
         """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
         tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
         To track the same object under the same name again changes nothing; ``replace=True`` puts another one in its
-        place. The random number generators are tracked as ``rng``. Raises ConfigError for other values, and for a
-        tensor that is sharded over several ranks (FSDP2, tensor parallelism), since this process would save only its
-        own shard.
+        place. ``save_dtype`` saves the floating-point tensors of modules in this dtype, for copies that are published;
+        bfloat16 from float32 in host memory costs no memory and no time of ``save()``. The random number generators are
+        tracked as ``rng``.
+
+        Raises ConfigError for other values, and for a tensor that is sharded over several ranks (FSDP2, tensor
+        parallelism), since this process would save only its own shard.
         """
         self._launcher.check_usable()
         gate.guard_averages()
@@ -156,9 +163,11 @@ class Checkpointer(Catalogue):
                 there = type(self._tracked[name]).__name__
                 raise ConfigError(f"track: the name {name!r} is taken by another {there}; replace=True replaces it")
             refuse_parts(obj, name)
+            if save_dtype is not None and not isinstance(obj, torch.nn.Module):
+                raise ConfigError(f"track: {name!r}: save_dtype is for modules, not for a {type(obj).__name__}")
             if isinstance(replaced := self._provider.parts.get(name), ModuleProvider):
                 self._saver.unwatch(replaced.obj)
-            self._track(name, obj)
+            self._track(name, obj, save_dtype)
             self._tracked[name] = obj
 
     def track_loader(self, loader: Any, name: str = "loader", *, replace: bool = False) -> Any:
@@ -171,8 +180,8 @@ class Checkpointer(Catalogue):
         self.track(replace=replace, **{name: wrapped})
         return wrapped
 
-    def _track(self, name: str, obj: Any) -> None:
-        provider = provider_for(name, obj)
+    def _track(self, name: str, obj: Any, save_dtype: torch.dtype | None = None) -> None:
+        provider = provider_for(name, obj) if save_dtype is None else CastModuleProvider(obj, save_dtype)
         # RNG last: restoring other state may draw random numbers.
         parts = {**self._provider.parts, name: provider}
         if RNG in parts:
@@ -305,7 +314,28 @@ class Checkpointer(Catalogue):
         path = self.directory / manifest.folder_name(checked_step(step))
         request = CheckpointRequest(path, step, self._lineage, about)
         plan = StatePlan(self._provider, self._archive)
-        return self._launcher.launch(request, {STATE: plan}, blocking=blocking)
+        self._last_step = step
+        return self._launcher.launch(request, {STATE: plan}, blocking=blocking, training_step=step)
+
+    def save_part(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        blocking: bool = False,
+    ) -> SaveHandle:
+        """Save one tracked module as a file of its own, as lazily as a checkpoint: ``torch.save``'s format, or
+        safetensors if the name ends so.
+
+        ``dtype`` converts the floating-point tensors, as ``save_dtype`` of ``track`` does. Waits and raises as ``save``
+        does; ConfigError if ``name`` is no tracked module.
+        """
+        provider = self._provider.parts.get(name)
+        if not isinstance(provider, ModuleProvider):
+            modules = [name for name, part in self._provider.parts.items() if isinstance(part, ModuleProvider)]
+            raise ConfigError(f"save_part: {name!r} is no tracked module; there is: {', '.join(modules) or 'none'}")
+        return self._saver.save(provider.state(), path, step=self._last_step, dtype=dtype, blocking=blocking)
 
     def maybe_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> SaveHandle | None:
         """Save if it is time. Call this once after every optimizer step.

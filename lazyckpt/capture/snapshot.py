@@ -102,6 +102,8 @@ class Snapshot:
         located = located and list(map(located.__getitem__, order))
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         self._identities = self._views.identities
+        halved = self._views.to_bfloat16
+        self.to_bfloat16 = [source for source, i in enumerate(self._identities) if i in halved] if halved else []
         self._tensors_of = ownership.tensors | {views.identities[at]: (tensor,) for at, tensor in frozen_at.items()}
         # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
         # versions of the tensors that view it tell.
@@ -125,7 +127,8 @@ class Snapshot:
         self.verdict = Verdict(reduce(or_, map(self.owners.__getitem__, owed), 0), self._tensors)
 
     def _checksums(self) -> dict[int, int]:
-        copies = {s: devices.on_host(self._storages[s]) for s in self._lazy}
+        converted = set(self.to_bfloat16)  # their copies have other bytes
+        copies = {s: devices.on_host(self._storages[s]) for s in self._lazy if s not in converted}
         return {s: _engine.crc32_at(copy.data_ptr(), self.sizes[s]) for s, copy in copies.items()}
 
     # gate.Pending
@@ -269,6 +272,7 @@ class Snapshot:
         if not self._crcs:
             return None
         copied = self.job.source_crcs()
+        todo = [s for s in todo if s in self._crcs]
         if during := [s for s in todo if copied[s] != self._crcs[s]]:
             return during, "written to while it was being copied (found by audit)"
         now = self._checksums()
@@ -280,7 +284,9 @@ class Snapshot:
         storages = [self._storages[source] for source in sources]
         now = zip(sources, map(devices.data_ptr, storages), storages, strict=True)
         return [
-            source for source, p, storage in now if p != self.pointers[source] or storage.nbytes() != self.sizes[source]
+            source
+            for source, p, storage in now
+            if p != self.pointers[source] or storage.nbytes() != self.sizes[source] * (1 + (source in self.to_bfloat16))
         ]
 
     def verify_pages(self) -> None:

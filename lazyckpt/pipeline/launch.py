@@ -235,6 +235,7 @@ def begin_job(engine: _engine.Engine, snapshot: Snapshot, files: int, *, eager_b
         eager_by_caller,
         snapshot.devices,
         snapshot.streams,
+        snapshot.to_bfloat16,
     )
 
 

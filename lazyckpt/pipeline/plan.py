@@ -13,6 +13,7 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.formats import safetensors, torch_zip
 from lazyckpt.formats.program import Extent
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
+from lazyckpt.providers.casting import Casting
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
 from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.pickles import Skeleton, pickle_of
@@ -166,6 +167,30 @@ class SafetensorsPlan(FilePlan):
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         return name_in(self._tensors, self._prefix, storage)
+
+
+class CastPlan(FilePlan):
+    """A dict of tensors in another dtype."""
+
+    def __init__(self, name: str, state: Any, dtype: torch.dtype) -> None:
+        """Raises ConfigError for what is no dict, and for a dtype that is not floating."""
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"dtype is for a state dict, not for a {type(state).__name__}")
+        self._casting = Casting(dtype)
+        self._state = state
+        self._plan = plan_for(name, self._casting.converted(state))
+        self.any_order = self._plan.any_order
+
+    def gather(self) -> TensorViews:
+        views = self._plan.gather()
+        self._casting.put_back(views)
+        return views
+
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
+        return self._plan.lay_out(views)
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return name_in(self._state, "", storage)
 
 
 def _bytes_spanned(tensor: torch.Tensor) -> int:

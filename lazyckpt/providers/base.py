@@ -33,6 +33,7 @@ class TensorViews:
     dtypes: list[torch.dtype] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
+    to_bfloat16: set[int] = field(default_factory=set)  # identities of float32 storages that take half of the bytes
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -48,9 +49,8 @@ class TensorViews:
         """The storages of all ``parts``; the part itself if there is one."""
         if len(parts) == 1:
             return parts[0]
-        return cls(
-            *(list(chain.from_iterable(columns)) for columns in zip(*(p._columns() for p in parts), strict=True))
-        )
+        columns = zip(*(p._columns() for p in parts), strict=True)
+        return cls(*map(list, map(chain.from_iterable, columns)), set().union(*(p.to_bfloat16 for p in parts)))
 
     def append(self, view: TensorView) -> None:
         self.keys.append(view.key)
@@ -71,7 +71,8 @@ class TensorViews:
 
     def take(self, order: Sequence[int]) -> TensorViews:
         """Returns the storages at these places, in this order."""
-        return TensorViews(*(list(map(column.__getitem__, order)) if column else [] for column in self._columns()))
+        columns = (list(map(column.__getitem__, order)) if column else [] for column in self._columns())
+        return TensorViews(*columns, self.to_bfloat16)
 
     def _columns(self) -> tuple[list[Any], ...]:
         return self.keys, self.storages, self.sizes, self.dtypes, self.devices, self.identities

@@ -43,7 +43,9 @@ class StateProvider(ABC):
 
         The opcodes (protocol 2, without PROTO and STOP) leave one object on the unpickler's stack. Raises whatever
         pickle raises, and UnrestorableError."""
-        state = self.state()
+        return self.opcodes_of(self.state(), table)
+
+    def opcodes_of(self, state: Any, table: StorageTable) -> bytes:
         kept = self.__dict__.get("_skeletons", {})  # also where __init__ was not called
         apart = self.values_are_apart and type(state) is dict and state
         parts: dict[Any, Any] = state if apart else {None: state}

@@ -1,0 +1,170 @@
+"""Copies of a model in another dtype: the same tensors as torch's conversion gives, and as lazy as a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import lazyckpt
+from lazyckpt.errors import ConfigError, TornSnapshotError
+
+
+def train(count: int = 1, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if model is None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.Linear(512, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(count):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 128)).square().sum().backward()
+    optimizer.step()
+
+
+def halved(state: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {k: v.to(dtype) if v.is_floating_point() else v.clone() for k, v in state.items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_tracked_model_is_saved_in_the_dtype_and_restored(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, optimizer = train()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, save_dtype=dtype)
+        for number in range(1, 5):
+            expected = halved(model.state_dict(), dtype)
+            handle = ckpt.save(number)
+            step(model, optimizer)
+            assert equal(torch.load(handle.result() / "state.pt")["model"], expected)
+        other = copy.deepcopy(model)
+        step(other, torch.optim.SGD(other.parameters(), lr=1.0))
+        ckpt.track(replace=True, model=other, save_dtype=dtype)
+        assert ckpt.restore() == 4
+        live = {k: v.to(other.state_dict()[k].dtype) for k, v in expected.items()}
+        assert equal(dict(other.state_dict()), live)
+
+
+def test_bfloat16_is_lazy_and_half_as_large(tmp_path: Path) -> None:
+    model, optimizer = train()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, save_dtype=torch.bfloat16)
+        for number in range(3):
+            handle = ckpt.save(number)
+            step(model, optimizer)
+            handle.result()
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert handle.metrics.bytes < 0.6 * parameters
+    assert handle.metrics.eager_bytes < 0.1 * parameters
+
+
+def test_the_same_tensors_whole_and_converted(tmp_path: Path) -> None:
+    """A checkpoint and a published copy of one step, both lazy, of two savers."""
+    model, optimizer = train(2)
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt, lazyckpt.Checkpointer(tmp_path / "publish") as publish:
+        ckpt.track(model=model, optimizer=optimizer)
+        publish.track(model=model, save_dtype=torch.bfloat16)
+        for number in range(3):
+            expected = copy.deepcopy(model.state_dict())
+            handles = [ckpt.save(number), publish.save(number)]
+            step(model, optimizer)
+            whole, half = (torch.load(handle.result() / "state.pt")["model"] for handle in handles)
+            assert equal(whole, expected) and equal(half, halved(expected))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_one_part_as_a_file(tmp_path: Path, name: str, dtype: torch.dtype | None) -> None:
+    model, optimizer = train(2)
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        for number in range(3):
+            expected = halved(model.state_dict(), dtype) if dtype else copy.deepcopy(model.state_dict())
+            ckpt.save(number)
+            handle = ckpt.save_part("model", tmp_path / name, dtype=dtype)
+            step(model, optimizer)
+            file = handle.result()
+            assert equal(load_file(file) if name.endswith("s") else torch.load(file), dict(expected))
+        if dtype in (None, torch.bfloat16):
+            assert handle.metrics.eager_bytes < 0.1 * handle.metrics.bytes, "as lazy as the checkpoint of that step"
+        with pytest.raises(ConfigError, match="'optimizer' is no tracked module; there is: model"):
+            ckpt.save_part("optimizer", tmp_path / name)
+
+
+def test_tensors_of_every_shape(tmp_path: Path) -> None:
+    base = torch.randn(64, 64)
+    state = {
+        "whole": torch.randn(100, 100),
+        "tied": base,
+        "tied again": base,
+        "slice": base[3:5],
+        "transposed": torch.randn(32, 64).t(),
+        "channels last": torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(1.5),
+        "double": torch.randn(30, dtype=torch.float64),
+        "bfloat16": torch.randn(30).bfloat16(),
+        "integers": torch.arange(10),
+        "special": torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e-45] * 1000),
+        "a string": "text",
+    }
+    with lazyckpt.Saver() as saver:
+        saver.save(state, tmp_path / "x.pt", dtype=torch.bfloat16, blocking=True)
+        tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and k not in ("tied again", "slice")}
+        saver.save(tensors, tmp_path / "x.safetensors", dtype=torch.bfloat16, blocking=True)
+    for loaded in (torch.load(tmp_path / "x.pt"), load_file(tmp_path / "x.safetensors")):
+        for name, value in loaded.items():
+            if isinstance(value, torch.Tensor):
+                expected = state[name].bfloat16() if state[name].is_floating_point() else state[name]
+                assert torch.equal(value.nan_to_num(), expected.nan_to_num()) and value.dtype is expected.dtype, name
+    assert loaded.keys() == tensors.keys()
+
+
+def test_a_write_before_the_copy_is_found(tmp_path: Path, disk: Any) -> None:
+    model, optimizer = train(2)
+    with lazyckpt.Checkpointer(tmp_path, on_error="warn", chunk_bytes=16 << 10, host_buffer_bytes=32 << 10) as ckpt:
+        ckpt.track(model=model, save_dtype=torch.bfloat16)
+        ckpt.save(1).result()
+        step(model, optimizer)
+        disk.hold()
+        handle = ckpt.save(2)
+        with torch.no_grad():
+            model[2].weight += 1.0  # type: ignore[index, union-attr]
+        disk.release()
+        with pytest.raises(TornSnapshotError, match=r"model\.2\.weight"):
+            handle.result()
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_it_goes_together_with_the_other_settings(tmp_path: Path, audit: bool) -> None:
+    model, optimizer = train(2)
+    with lazyckpt.Checkpointer(tmp_path, audit=audit, verify_after_write=True, witness="versions") as ckpt:
+        ckpt.track(model=model, save_dtype=torch.bfloat16)
+        for number in range(3):
+            expected = halved(model.state_dict())
+            handle = ckpt.save(number)
+            step(model, optimizer)
+            assert equal(lazyckpt.load(handle.result(), key="model"), expected)
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    model, optimizer = train()
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(ConfigError, match="save_dtype is for modules, not for a AdamW"):
+            ckpt.track(optimizer=optimizer, save_dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match=r"dtype=torch\.int8: expected a floating-point dtype"):
+            ckpt.track(model=model, save_dtype=torch.int8)
+        with pytest.raises(ConfigError, match="dtype is for a state dict, not for a Tensor"):
+            ckpt._saver.save(torch.ones(3), tmp_path / "x.pt", dtype=torch.bfloat16)
