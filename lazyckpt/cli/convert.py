@@ -28,6 +28,13 @@ def _parts(src: Path) -> Found:
                     todo.append((f"{prefix}{key}.", value))
 
 
+def _renaming(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r}: expected OLD=NEW", param_hint="--rename")
+    return old, new
+
+
 def convert(
     src: Annotated[Path, path_argument("SRC", "A file, an index of shards, a checkpoint or a folder.")],
     dst: Annotated[Path, path_argument("DST", "A new .safetensors or .pt file; for shards a new folder.")],
@@ -36,6 +43,19 @@ def convert(
         typer.Option(
             help="Take only this part of what is saved, e.g. model.", autocompletion=completed_from("src", _parts)
         ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Take only entries that match, e.g. 'encoder.*'; repeat."),
+    ] = None,
+    strip_prefix: Annotated[
+        str | None, typer.Option(metavar="PREFIX", help="Take a prefix off all names, e.g. module.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(metavar="OLD=NEW", help="Replace a prefix of names; repeat.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Convert floating-point tensors, e.g. to bfloat16.")
     ] = None,
     max_shard_size: Annotated[
         Any, quantity("SIZE", "Write a folder of files of at most this size, e.g. 5GB, and their index.")
@@ -52,11 +72,26 @@ def convert(
 
     With --max-shard-size, DST is a new folder of safetensors files; archives go to DIR/pytorch_model.bin.
     """
-    from lazyckpt.tools import convert as tool  # imports torch, which takes seconds
+    import torch  # which takes seconds
 
+    from lazyckpt.tools import convert as tool
+
+    prefixes = dict(map(_renaming, rename or ())) | ({} if strip_prefix is None else {strip_prefix: ""})
+    target = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(target, torch.dtype):
+        raise typer.BadParameter(f"{dtype!r} is no dtype of torch, such as bfloat16", param_hint="--dtype")
     with progress() as report:
         max_shard_bytes = None if max_shard_size is None else int(max_shard_size)
-        found = tool.convert(src, dst, key=key, max_shard_bytes=max_shard_bytes, progress=report)
+        found = tool.convert(
+            src,
+            dst,
+            key=key,
+            only=only or None,
+            rename=prefixes or None,
+            dtype=target,
+            max_shard_bytes=max_shard_bytes,
+            progress=report,
+        )
     if as_json:
         print_json(asdict(found))
         return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from lazyckpt.cli.output import STYLES, TreeLine, age, plain, print_json, print_tree, say
-from lazyckpt.cli.parameters import AsJson, Depth, path_argument
+import typer
+
+from lazyckpt.cli.output import STYLES, TreeLine, age, plain, print_json, print_tree, progress, say
+from lazyckpt.cli.parameters import AsJson, Depth, flag, path_argument
 from lazyckpt.reading.tree import Node, rows, short, shown_shape
 from lazyckpt.tools import inspect as tool
 from lazyckpt.tools.inspect import Inspection
@@ -16,13 +19,21 @@ from lazyckpt.tools.units import count, size
 def inspect(
     path: Annotated[Path, path_argument("FILE|DIR", "A file, a checkpoint, or a run's folder: its newest checkpoint.")],
     depth: Depth = None,
+    filter: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Show only names with this in them, or matching *.weight.")
+    ] = None,
+    stats: Annotated[
+        bool, flag("--stats", help="Read the tensors: min, max, mean, NaN and infinite elements.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the tensors in a file: shape, dtype, bytes, and the sum of every module.
 
-    Reads no tensor and runs no code from the file. Counts a storage once, however many tensors share it.
+    Runs no code from the file, and reads no tensor without --stats. Counts a storage once, however many tensors share
+    it.
     """
-    found = tool.inspect(path)
+    with progress() as report:
+        found = tool.inspect(path, filter=filter, stats=stats, progress=report)
     if as_json:
         print_json(_to_json(found, depth))
         return
@@ -33,19 +44,24 @@ def inspect(
     say((plain(found.path), "bold"), "  ", ", ".join(facts))
     for key, text in (found.metadata or {}).items():
         say((plain(f"{key}: {short(text)}"), "dim"))
-    lines = [TreeLine(("SIZE",), 0, "NAME", ("DTYPE", "SHAPE"), style="bold")]
-    lines.append(TreeLine((size(root.nbytes),), 0, plain(root.name), ("", ""), style="bold"))
-    lines += (_line(level, label, node) for level, label, node in rows(root, depth))
+    heads = ("DTYPE", "SHAPE", *("MIN", "MAX", "MEAN", "NAN", "INF") * stats)
+    lines = [TreeLine(("SIZE",), 0, "NAME", heads, style="bold")]
+    lines.append(TreeLine((size(root.nbytes),), 0, plain(root.name), ("",) * len(heads), style="bold"))
+    lines += (_line(level, label, node, stats) for level, label, node in rows(root, depth))
     print_tree(lines)
 
 
-def _line(level: int, label: str, node: Node) -> TreeLine:
+def _line(level: int, label: str, node: Node, stats: bool) -> TreeLine:
     weight = size(node.nbytes) if (node.nbytes or node.tensors) and not node.tied_to else ""
     about = shown_shape(node.shape) if node.kind == "tensor" else plain(node.text)
     if node.kind == "module" and node.tensors:
         about += (", " if about else "") + count(node.tensors, "tensor")
-    behind = (plain(node.dtype), about)
-    return TreeLine((weight,), level, plain(label), behind, plain(node.note), STYLES[node.kind])
+    behind = [plain(node.dtype), about]
+    if stats:
+        told = node.stats
+        behind += ["-" if v is None else f"{v:.4g}" for v in (told.min, told.max, told.mean)] if told else [""] * 3
+        behind += [str(told.nan), str(told.inf)] if told else [""] * 2
+    return TreeLine((weight,), level, plain(label), tuple(behind), plain(node.note), STYLES[node.kind])
 
 
 def _to_json(found: Inspection, depth: int | None) -> dict[str, Any]:
@@ -62,6 +78,8 @@ def _entry(node: Node) -> dict[str, Any]:
         entry["tensors"] = node.tensors
     if node.kind == "tensor":
         entry |= {"dtype": node.dtype, "shape": node.shape, "tied_to": node.tied_to, "note": node.note or None}
+    if node.stats is not None:
+        entry["stats"] = asdict(node.stats)
     if node.text:
         entry["value"] = node.text
     if node.storage is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lazyckpt.cli.output import age, columns, plain, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, RunFolder
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools.contents import hint_at_subfolders
-from lazyckpt.tools.listing import list_run
+from lazyckpt.tools.listing import TrainerCheckpoint, list_run, list_trainer
 from lazyckpt.tools.units import size
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")
@@ -28,8 +29,12 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
     """List the checkpoints of a run, the one saved last first.
 
     A checkpoint is ok if its manifest is readable and its files have the lengths that it states. Only 'lazyckpt verify'
-    reads the files.
+    reads the files. A folder of Lightning, Accelerate or the Hugging Face Trainer has no manifests: the order is that
+    of the training steps.
     """
+    if found := list_trainer(directory):
+        _show_trainer(directory, found, as_json)
+        return
     listing = list_run(directory)
     newest = listing.checkpoints[0] if listing.checkpoints else None
     if as_json:
@@ -39,25 +44,41 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
         print_json(about | {"leftovers": list(map(asdict, listing.leftovers))})
         return
     if newest is None and not listing.broken:
-        where = hint_at_subfolders(directory) or "; for the checkpoints of a trainer use 'lazyckpt verify'"
+        where = hint_at_subfolders(directory)
         say(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there{plain(where)}")
     else:
-        table = columns(*_NUMBERS, "state", right=_NUMBERS, wrap=("state",))
+        measured = any(c.metrics for c in listing.checkpoints)
+        table = columns(*_NUMBERS, *("metrics",) * measured, "state", right=_NUMBERS, wrap=("metrics", "state"))
         for c in listing.checkpoints:
             parent = "-" if c.parent is None else str(c.parent)
             state = Text.assemble(("ok", "green"), ", newest" * (c is newest), ", pinned" * c.pinned)
-            cells = (str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes))
+            cells = [str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes)]
+            cells += [plain(", ".join(f"{name} {value:.4g}" for name, value in c.metrics.items()))] * measured
             table.add_row(*cells, state, style="bold" if c is newest else None)
         for broken in listing.broken:
             word = ("unreadable: " if broken.unreadable else "broken: ", "bold red")
             state = Text.assemble(word, plain(broken.reason), ", pinned" * broken.pinned)
-            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), state)
+            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), *("-",) * measured, state)
         show(table)
     for leftover in listing.leftovers:
         say((f"{plain(leftover.name)} ({size(leftover.bytes)}): {_LEFTOVERS[leftover.state]}", "yellow"))
 
 
+def _show_trainer(directory: Path, found: list[TrainerCheckpoint], as_json: bool) -> None:
+    if as_json:
+        print_json({"directory": directory, "checkpoints": list(map(asdict, found))})
+        return
+    table = columns("name", "step", "age", "size", "", right=("step", "age", "size"), wrap=("",))
+    for c in found:
+        step = "-" if c.step is None else str(c.step)
+        table.add_row(
+            plain(c.name), step, age(c.modified), size(c.bytes), plain(c.note), style="bold" if c.newest else None
+        )
+    show(table)
+
+
 def checkpoint_row(c: Checkpoint) -> dict[str, Any]:
     """Describes a checkpoint in JSON."""
     about = {"name": c.path.name, "step": c.step, "sequence": c.sequence, "parent": c.parent}
-    return about | {"created": c.created, "bytes": c.nbytes, "pinned": c.pinned}
+    metrics = {name: value if math.isfinite(value) else None for name, value in c.metrics.items()}
+    return about | {"created": c.created, "bytes": c.nbytes, "pinned": c.pinned, "metrics": metrics}

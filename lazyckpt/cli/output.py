@@ -34,6 +34,11 @@ def _console(*, stderr: bool = False) -> Console:
     return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False, width=width)
 
 
+def width() -> int:
+    """The columns of the terminal; a great number for another program."""
+    return _console().width
+
+
 def say(*parts: str | tuple[str, str]) -> None:
     """Prints a line of texts, or of texts with styles. A terminal wraps it."""
     _console().print(Text.assemble(*parts), soft_wrap=True)

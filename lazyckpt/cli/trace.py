@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from lazyckpt.cli.output import columns, plain, print_json, say, show
+from lazyckpt.cli.output import columns, plain, print_json, say, show, width
 from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument
 from lazyckpt.tools.trace import read_trace
 from lazyckpt.tools.units import count, size
 
+_NARROW = 55  # columns: less room shows how long the phases take, and nothing else
 _SHORTEST_WAIT_S = 50e-6  # a shorter wait would be shown as 0.0 ms
 
 
@@ -52,13 +53,16 @@ def trace(
     say((f"{plain(checkpoint.path)}: {facts}", "bold"))
     if checkpoint.error is not None:
         say((plain(checkpoint.error), "bold red"))
-    table = columns("phase", "ms", "from", "to", "training", "", right=("ms", "from", "to"), wrap=("",))
+    narrow = width() < _NARROW
+    names = ("phase", "ms") if narrow else ("phase", "ms", "from", "to", "training", "")
+    table = columns(*names, right=("ms", "from", "to"), wrap=("phase" if narrow else "",))
     for phase in phases:
         if phase.waits and phase.busy_s < _SHORTEST_WAIT_S:
             continue
         style = "" if phase.waits else "blue"  # as in the paper: training does not notice it
         moments = (f"{seconds * 1e3:.1f}" for seconds in (phase.busy_s, phase.begin_s, phase.end_s))
-        table.add_row(phase.name, *moments, "waits" if phase.waits else "goes on", phase.note, style=style)
+        cells = [phase.name, *moments, "waits" if phase.waits else "goes on", phase.note]
+        table.add_row(*cells[: len(names)], style=style)
     show(table)
     if output is not None:
         say(f"drawn: {plain(output)}")

@@ -83,6 +83,10 @@ def directory_of(file: FileReader) -> Directory:
         raise UnsupportedFormatError("not a zip archive: it does not begin with a record", path=file.path)
     count, directory_offset, directory_bytes = _read_end(file)
     raw = file.read(directory_offset, directory_bytes)
+    if b"/constants.pkl" in raw and b"/code/" in raw:
+        raise UnsupportedFormatError(
+            "a TorchScript module: torch.jit.load reads it, and runs code from it", path=file.path
+        )
     entries = sorted(_parse_entries(file, raw, count))
     offsets = list(_data_offsets(file, entries, directory_offset))
     archive_name, names = _strip_folder(file, entries)

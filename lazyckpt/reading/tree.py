@@ -43,6 +43,7 @@ class Node:
         tied_to: The path of the tensor that this one is another name of.
         storage: The file and record that hold a tensor's storage.
         value: What was saved, as ``read_inert`` returns it.
+        stats: What a tensor holds (``tools.stats.Stats``), if it was asked for.
         children: What is in a module.
     """
 
@@ -59,6 +60,7 @@ class Node:
     tied_to: str | None = None
     storage: InertStorage | None = None
     value: Any = None
+    stats: Any = None
     children: list[Node] = field(default_factory=list)
 
     def __repr__(self) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 from lazyckpt.pipeline.plan import FilePlan, plan_for
+from lazyckpt.providers.names import Rename, checked, renamed
+from lazyckpt.reading.part import NoPart, part
 from lazyckpt.storage import commit, folders
 from lazyckpt.tools import Progress, stream
 from lazyckpt.tools.contents import SUFFIXES, as_path, document_in, read
@@ -47,6 +50,9 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     key: str | None = None,
+    only: Sequence[str] | None = None,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
@@ -59,6 +65,10 @@ def convert(
         src: What to convert; a run's folder means its newest checkpoint.
         dst: A new .safetensors file, or a torch.save archive with another suffix of such files.
         key: The part to take, such as "model", or "a.b" for a part of a part.
+        only: Takes only the entries whose names match one of these patterns, such as "encoder.*".
+        rename: New names for the entries: prefixes and what replaces them, {"module.": ""}, or a function of a name.
+            None as a new name leaves the entry out.
+        dtype: Converts floating-point tensors to this dtype.
         max_shard_bytes: Writes a folder of files of at most this size, and their index. ``dst`` is then a new folder,
             or a file name in it.
         progress: Called with the name of ``dst``, the bytes read and the bytes in all.
@@ -76,14 +86,16 @@ def convert(
     if os.path.lexists(dst):
         hint = f"; shards need a new folder: use DIR or DIR/{name}" if sharded else ""
         raise ConfigError(f"{dst}: exists already{hint}")
-    obj = contents.obj if key is None else _part(contents.obj, key, contents.file)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype={dtype!r}: expected a floating-point dtype of torch")
+    obj = _chosen(contents.obj, key, only, rename, contents.file)
     old_metadata = contents.metadata or {}
-    loader = Hollow(contents.file)
+    loader = Hollow(contents.file, dtype)
     if to_safetensors := name.endswith(".safetensors"):
         saved, ties = loader.tensors(obj)
     elif Path(name).suffix in SUFFIXES:
         # The metadata says which missing names belong to which tensors.
-        known = old_metadata if key is None else {}
+        known = old_metadata if obj is contents.obj else {}
         ties = {tied: kept for tied, kept in known.items() if kept in obj and tied not in obj}
         whole = obj | {tied: obj[kept] for tied, kept in ties.items()} if ties else obj
         if sharded:
@@ -93,7 +105,7 @@ def convert(
         raise ConfigError(f"{dst}: give it a name that ends in .safetensors or .pt, or a size of shards for a folder")
     files, index = _shards(saved, name, max_shard_bytes) if max_shard_bytes is not None else ({name: saved}, {})
     metadata = (contents.metadata or {"format": "pt"}) | ties
-    plans = {file: plan_for(file, part, metadata) for file, part in files.items()}
+    plans = {file: plan_for(file, tensors, metadata) for file, tensors in files.items()}
     _write(dst, plans, index, loader, progress or (lambda name, done, total: None), folder=sharded)
     written = sorted(dst.iterdir()) if sharded else [dst]
     return Conversion(
@@ -107,15 +119,21 @@ def convert(
     )
 
 
-def _part(obj: Any, key: str, file: Path) -> Any:
-    """Returns ``obj["a"]["b"]`` for "a.b"; prefers keys that contain the dot themselves."""
-    if not isinstance(obj, Mapping):
-        raise ConfigError(f"{file}: there is no {key!r}: expected a dict there")
-    for head, rest in [(key, "")] + [(key[:i], key[i + 1 :]) for i, c in enumerate(key) if c == "."]:
-        if head in obj:
-            return _part(obj[head], rest, file) if rest else obj[head]
-    there = ", ".join(map(str, list(obj)[:10])) + (", …" if len(obj) > 10 else "")
-    raise ConfigError(f"{file}: there is no {key!r}; there is: {there or 'nothing'}; give one of these as key")
+def _chosen(obj: Any, key: str | None, only: Sequence[str] | None, rename: Rename | None, file: Path) -> Any:
+    """The part of ``obj`` to convert, with new names. Raises ConfigError if there is none."""
+    try:
+        obj = obj if key is None else part(obj, key)
+    except NoPart as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if only is None and rename is None:
+        return obj
+    if not isinstance(obj, Mapping) or not all(isinstance(name, str) for name in obj):
+        raise ConfigError(f"{file}: only and rename are for a dict with names as keys; give a key")
+    names = [name for name in obj if only is None or any(fnmatchcase(name, pattern) for pattern in only)]
+    if not names:
+        there = ", ".join(list(obj)[:10]) + (", …" if len(obj) > 10 else "")
+        raise ConfigError(f"{file}: no name matches {', '.join(only or ())}; there is: {there}")
+    return {new: obj[old] for old, new in renamed(names, checked(rename or {})).items()}
 
 
 def _shards(
@@ -158,7 +176,7 @@ def _write(
     dst: Path, plans: dict[str, FilePlan], texts: dict[str, str], loader: Hollow, progress: Progress, *, folder: bool
 ) -> None:
     """Writes ``dst``, which appears when all of it is durable. Raises SaveError."""
-    nbytes = sum(record.nbytes for record in loader.records.values())
+    nbytes = loader.nbytes
     done = 0
 
     def advance(more: int) -> None:

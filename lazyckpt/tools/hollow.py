@@ -20,8 +20,12 @@ class Hollow:
     ``origins`` tells for each storage, by its ``_cdata``, where its bytes are; ``records`` holds every record used.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, dtype: torch.dtype | None = None) -> None:
+        """``dtype`` is what floating-point tensors become."""
         self._file = file
+        self._dtype = dtype
+        self.nbytes = 0  # of all storages that were made
+        self._cast: dict[Any, torch.Tensor] = {}
         self.origins: dict[int, Origin] = {}
         self.records: dict[tuple[Path, str], Any] = {}
         self._storages: dict[tuple[Path, str], torch.UntypedStorage] = {}
@@ -48,10 +52,8 @@ class Hollow:
                 )
             owner[place] = name
             tensor = self._tensor(value, name)
-            if not tensor.is_contiguous() or tensor.nbytes != record.nbytes:
-                view = (tensor.dtype, value.offset, value.shape, value.stride)
-                tensor = torch.empty(value.shape, dtype=tensor.dtype)
-                self.origins[tensor.untyped_storage()._cdata] = Origin(value.storage.file, record, view)
+            if self._origin_of(tensor).view is None and (not tensor.is_contiguous() or tensor.nbytes != record.nbytes):
+                tensor = self._dense(value, tensor.dtype, tensor.dtype)
             made[name] = tensor
         return made, ties
 
@@ -104,12 +106,30 @@ class Hollow:
         if 0 not in tensor.shape and (tensor.offset + last + 1) * dtype.itemsize > record.nbytes:
             raise CorruptFileError(f"record {record.name}: too short for a tensor that views it", path=self._file)
         place = tensor.storage.file, record.name
+        self.records[place] = record
+        if self._dtype is not None and dtype.is_floating_point and dtype is not self._dtype:
+            if (made := self._cast.get((place, _shows(tensor)))) is None:
+                made = self._cast[place, _shows(tensor)] = self._dense(tensor, dtype, self._dtype)
+            return made
         storage = self._storages.get(place)
         if storage is None:
-            self.records[place] = record
+            self.nbytes += record.nbytes
             storage = self._storages[place] = torch.UntypedStorage(record.nbytes)
             self.origins[storage._cdata] = Origin(tensor.storage.file, record)
         return torch.empty(0, dtype=dtype).set_(storage, tensor.offset, tensor.shape, tensor.stride)
+
+    def _dense(self, tensor: InertTensor, dtype: torch.dtype, target: torch.dtype) -> torch.Tensor:
+        """A tensor of its own storage, whose bytes are made from what ``tensor`` shows of its record."""
+        assert tensor.storage is not None
+        made = torch.empty(tensor.shape, dtype=target)
+        view = (dtype, tensor.offset, tensor.shape, tensor.stride)
+        self.nbytes += made.nbytes
+        storage = made.untyped_storage()
+        self.origins[storage._cdata] = Origin(tensor.storage.file, tensor.storage.record, view, target)
+        return made
+
+    def _origin_of(self, tensor: torch.Tensor) -> Origin:
+        return self.origins[tensor.untyped_storage()._cdata]
 
 
 def _shows(tensor: InertTensor) -> tuple[Any, ...]:

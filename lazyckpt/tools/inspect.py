@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from lazyckpt.reading.inert import InertTensor
 from lazyckpt.reading.tree import Node
 from lazyckpt.storage.manifest import STATE, Checkpoint
+from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read
 
 
@@ -37,13 +40,58 @@ class Inspection:
         return {node.path: node for node in self.root.walk() if node.kind == "tensor"}
 
 
-def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """Describes the tensors and values in a file, without reading a tensor or running code from the file.
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    filter: str | None = None,
+    stats: bool = False,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Describes the tensors and values in a file, without running code from the file.
 
-    ``path`` is a file, the index of shards, a checkpoint, or a run's folder, which means its newest checkpoint. Raises
-    LoadError, and ConfigError for a URL.
+    Args:
+        path: A file, the index of shards, a checkpoint, or a run's folder, which means its newest checkpoint.
+        filter: Keeps only what has this in its path; a pattern with * or ? must match all of the path.
+        stats: Also reads the tensors, and computes what ``Node.stats`` holds.
+        progress: Called with the name of the file, the bytes read and the bytes in all.
+
+    Raises:
+        LoadError: If the file cannot be read; CorruptFileError if it is damaged.
+        ConfigError: For a URL.
     """
     path = as_path(path)
     checkpoint = checkpoint_in(path) if os.path.isdir(path) else None
     contents = read(document_in(path) if checkpoint is None else checkpoint.path / STATE)
-    return Inspection(contents.file, contents.format, contents.nbytes, contents.metadata, checkpoint, contents.tree())
+    root = contents.tree()
+    if filter is not None:
+        _prune(root, filter if any(c in filter for c in "*?[") else f"*{filter}*")
+    if stats:
+        _measure(root, contents.file, progress or (lambda name, done, total: None))
+    return Inspection(contents.file, contents.format, contents.nbytes, contents.metadata, checkpoint, root)
+
+
+def _prune(node: Node, pattern: str) -> None:
+    """Keeps the leaves whose path matches, and what leads to them; the sums are of these."""
+    kept = []
+    for child in node.children:
+        if child.children and not fnmatchcase(child.path, pattern):
+            _prune(child, pattern)
+        if child.children or fnmatchcase(child.path, pattern):
+            kept.append(child)
+    node.children = kept
+    node.nbytes, node.tensors = sum(child.nbytes for child in kept), sum(child.tensors for child in kept)
+
+
+def _measure(root: Node, file: Path, progress: Progress) -> None:
+    from lazyckpt.tools.stats import stats_of  # imports torch, which takes seconds
+
+    tensors = [node for node in root.walk() if isinstance(node.value, InertTensor)]
+    total, done = sum(node.value.nbytes for node in tensors), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(str(file), done, total)
+
+    for node in tensors:
+        node.stats = stats_of(node.value, advance)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +54,64 @@ def list_run(directory: Path) -> Listing:
     checkpoints = catalog.scan()
     broken = sorted((_broken(directory, error) for error in catalog.broken), key=lambda broken: broken.path.name)
     return Listing(checkpoints, broken, leftovers(directory))
+
+
+@dataclass(frozen=True)
+class TrainerCheckpoint:
+    """A checkpoint that Lightning, Accelerate or the Hugging Face Trainer named.
+
+    ``step`` is in its name, None if it is not; ``modified`` when its last file was written; ``note`` says what else its
+    folder tells: which one is the best, and where a link leads.
+    """
+
+    name: str
+    step: int | None
+    modified: datetime
+    bytes: int
+    newest: bool = False
+    note: str = ""
+
+
+_TRAINERS = re.compile(r"checkpoint[-_](\d+)|.*\.ckpt")  # checkpoint-500, checkpoint_3, epoch=1-step=200.ckpt
+_STEP = re.compile(r"step=(\d+)|checkpoint[-_](\d+)")
+
+
+def list_trainer(directory: Path) -> list[TrainerCheckpoint]:
+    """Lists the checkpoints of a trainer, the highest step first; nothing if there are none, or if a Checkpointer saved
+    there."""
+    try:
+        entries = [entry for entry in os.scandir(directory) if _TRAINERS.fullmatch(entry.name)]
+        if any(manifest.is_folder_name(name) for name in os.listdir(directory)):
+            return []
+    except OSError:
+        return []  # list_run() says why
+    found = [_trainers(Path(entry.path)) for entry in entries]
+    found.sort(key=lambda c: (-1 if c.step is None else c.step, c.modified), reverse=True)
+    if found:
+        found[0] = replace(found[0], newest=True, note=", ".join(filter(None, ("newest", found[0].note))))
+        best = _best_of(directory / found[0].name)
+        found = [replace(c, note=", ".join(filter(None, (c.note, "best")))) if c.name == best else c for c in found]
+    return found
+
+
+def _trainers(path: Path) -> TrainerCheckpoint:
+    told = _STEP.search(path.name)
+    step = None if told is None else int(told[1] or told[2])
+    files = [path] if not path.is_dir() else [file for file in path.rglob("*") if not file.is_dir()]
+    stats = [file.lstat() if file.is_symlink() else file.stat() for file in files]
+    modified = max((stat.st_mtime for stat in stats), default=path.lstat().st_mtime)
+    note = f"link to {os.readlink(path)}" if path.is_symlink() else ""
+    return TrainerCheckpoint(
+        path.name, step, datetime.fromtimestamp(modified, timezone.utc), sum(s.st_size for s in stats), note=note
+    )
+
+
+def _best_of(newest: Path) -> str | None:
+    """The name of the best checkpoint, as the newest one of the Hugging Face Trainer tells it."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        told = json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"]
+        return os.path.basename(told)
+    return None
 
 
 def catalog_of(directory: Path) -> Catalog:

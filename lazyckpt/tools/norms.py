@@ -54,18 +54,16 @@ def compare(a: InertTensor, b: InertTensor, advance: Callable[[int], None]) -> N
     norms = Norms()
     if a.storage is None or b.storage is None:  # meta tensors
         return norms
-    dtype = _dtype_of(a)
+    dtype = dtype_of(a)
     itemsize = 1 if dtype is None else dtype.itemsize
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of read-only bytes, to which nothing writes
-        for ours, theirs in zip(_pieces(a, b), _pieces(b, a), strict=True):
-            norms.add(_compare_pieces(ours, theirs, dtype, itemsize))
-            advance(len(ours))
+    for ours, theirs in zip(pieces(a, b), pieces(b, a), strict=True):
+        norms.add(_compare_pieces(ours, theirs, dtype, itemsize))
+        advance(len(ours))
     return norms
 
 
 def _compare_pieces(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None, itemsize: int) -> Norms:
-    old, new = _numbers(a, dtype), _numbers(b, dtype)
+    old, new = numbers(a, dtype), numbers(b, dtype)
     norms = Norms(len(a) // itemsize, squares_a=0.0 if old is None else float(old.square().sum()))
     if torch.equal(a, b):
         return norms
@@ -81,13 +79,13 @@ def _compare_pieces(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None,
     return norms
 
 
-def _dtype_of(tensor: InertTensor) -> torch.dtype | None:
+def dtype_of(tensor: InertTensor) -> torch.dtype | None:
     """Returns None if torch has no such dtype, as for most kinds of NumPy arrays."""
     dtype = getattr(torch, _NUMPY_DTYPES.get(tensor.dtype, tensor.dtype), None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _numbers(raw: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
+def numbers(raw: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
     """Returns the elements in float64, complex ones as pairs; None if torch cannot convert them."""
     if dtype is None:
         return None
@@ -100,10 +98,10 @@ def _numbers(raw: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | Non
         return None
 
 
-def _pieces(tensor: InertTensor, other: InertTensor) -> Iterator[torch.Tensor]:
+def pieces(tensor: InertTensor, other: InertTensor) -> Iterator[torch.Tensor]:
     """Yields the elements of a tensor as bytes, in the same order as those of ``other``."""
     assert tensor.storage is not None
-    dtype = _dtype_of(tensor)
+    dtype = dtype_of(tensor)
     itemsize = 1 if dtype is None else dtype.itemsize
     numel = math.prod(tensor.shape)
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True)) if numel else 0
@@ -134,6 +132,9 @@ def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterato
         for at in range(begin, begin + nbytes, at_once):
             data = file.read(record.offset + at, min(at_once, begin + nbytes - at))
             crc = _engine.crc32(data, crc)
-            yield torch.frombuffer(data, dtype=torch.uint8)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of read-only bytes, to which nothing writes
+                piece = torch.frombuffer(data, dtype=torch.uint8)
+            yield piece
     if nbytes == record.nbytes and record.crc32 not in (None, crc):
         raise CorruptFileError(f"record {record.name}: checksum does not match", path=tensor.storage.file)

@@ -36,11 +36,12 @@ _BATCH_BYTES = 16 << 20  # a limit that only a single storage exceeds
 @dataclass(frozen=True)
 class Origin:
     """The record of ``file`` with the bytes of a storage. With ``view`` (dtype, offset, shape, strides) the bytes are
-    what that shows of the record, made dense."""
+    what that shows of the record, made dense and converted to ``dtype``."""
 
     file: Path
     record: Record
     view: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]] | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -185,5 +186,5 @@ def _read_view(origin: Origin, pointer: int) -> None:
     dtype, offset, shape, stride = origin.view
     storage = torch.UntypedStorage(origin.record.nbytes)
     ParallelRead(origin.file, [origin.record], process_engine()).read_into([storage.data_ptr()])
-    dense = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).contiguous()
+    dense = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).to(origin.dtype).contiguous()
     ctypes.memmove(pointer, dense.data_ptr(), dense.nbytes)

@@ -117,7 +117,7 @@ def test_ls_tells_a_checkpoint_being_written_from_one_left_behind(folder: Path) 
 def test_ls_of_what_is_no_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / ".hidden").mkdir(parents=True)
     line = run("ls", tmp_path / "empty").stdout
-    assert line.startswith("no checkpoints in") and "for the checkpoints of a trainer use 'lazyckpt verify'" in line
+    assert line.startswith("no checkpoints in")
     assert "No such file" in fails(2, "ls", tmp_path / "missing")
     assert "a checkpoint itself" in fails(2, "ls", folder / "step-00000010")
 
