@@ -104,7 +104,7 @@ class Checkpointer(Catalogue):
         except BaseException:
             self._saver.close()
             raise
-        self._last_step: int | None = None  # that was saved
+        self._last_save: tuple[int | None, object] = None, object()  # its step, and something that is it alone
         self._provider = CompositeProvider()
         self._tracked: dict[str, Any] = {}  # objects by name
         self._archive = ArchiveCache()
@@ -314,8 +314,8 @@ class Checkpointer(Catalogue):
         path = self.directory / manifest.folder_name(checked_step(step))
         request = CheckpointRequest(path, step, self._lineage, about)
         plan = StatePlan(self._provider, self._archive)
-        self._last_step = step
-        return self._launcher.launch(request, {STATE: plan}, blocking=blocking, training_step=step)
+        self._last_save = step, object()
+        return self._launcher.launch(request, {STATE: plan}, blocking=blocking, training_step=self._last_save[1])
 
     def save_part(
         self,
@@ -335,7 +335,8 @@ class Checkpointer(Catalogue):
         if not isinstance(provider, ModuleProvider):
             modules = [name for name, part in self._provider.parts.items() if isinstance(part, ModuleProvider)]
             raise ConfigError(f"save_part: {name!r} is no tracked module; there is: {', '.join(modules) or 'none'}")
-        return self._saver.save(provider.state(), path, step=self._last_step, dtype=dtype, blocking=blocking)
+        step, moment = self._last_save
+        return self._saver.save_at(moment, provider.state(), path, step=step, dtype=dtype, blocking=blocking)
 
     def maybe_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> SaveHandle | None:
         """Save if it is time. Call this once after every optimizer step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -85,16 +86,7 @@ class Saver:
         Raises SaveError if an earlier save failed in the background (``on_error="raise"``) or if this one fails at
         once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
-        if not Path(path).name:
-            raise ConfigError(f"save: {str(path)!r} is not the name of a file")
-        target = paths.local(path)
-        paths.refuse_special_file(target)
-        try:
-            self._prepare(target.parent)
-        except OSError as error:
-            raise save_error(error, path=target, step=step) from error
-        plan = plan_for(target.name, obj, cache=self._archives) if dtype is None else CastPlan(target.name, obj, dtype)
-        return self.launcher.launch(Request(target, step), {target.name: plan}, blocking=blocking, training_step=step)
+        return self.save_at(step, obj, path, step=step, dtype=dtype, blocking=blocking)
 
     def stage(
         self, path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | None = None, step: int | None = None
@@ -226,6 +218,28 @@ class Saver:
         if self._buffer.engine is None:
             raise ClosedError(f"{self.launcher.owner} is closed")
         return self._buffer.engine
+
+    def save_at(
+        self,
+        moment: Hashable,
+        obj: Any,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None,
+        dtype: torch.dtype | None,
+        blocking: bool,
+    ) -> SaveHandle:
+        """As ``save``. Saves of one ``moment`` of the training stay lazy, whatever their steps."""
+        if not Path(path).name:
+            raise ConfigError(f"save: {str(path)!r} is not the name of a file")
+        target = paths.local(path)
+        paths.refuse_special_file(target)
+        try:
+            self._prepare(target.parent)
+        except OSError as error:
+            raise save_error(error, path=target, step=step) from error
+        plan = plan_for(target.name, obj, cache=self._archives) if dtype is None else CastPlan(target.name, obj, dtype)
+        return self.launcher.launch(Request(target, step), {target.name: plan}, blocking=blocking, training_step=moment)
 
     def reserve(self, nbytes: int) -> None:
         """Grows the staging buffer to ``nbytes``, as far as ``host_buffer_bytes`` allows."""

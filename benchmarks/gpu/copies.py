@@ -58,18 +58,20 @@ class Copier:
         )
         self.engine.reserve(ring_bytes)
         storages = [t.untyped_storage() for t in self.tensors]
-        self._sources = devices.sources(storages, devices.locate(storages, [s.device for s in storages], self.engine))
+        self._pointers, self._devices, self._streams, *_ = devices.sources(
+            storages, devices.locate(storages, [s.device for s in storages], self.engine)
+        )
 
     def begin(self) -> _engine.Job:
         """Of all tensors, lazily. There is no file."""
         sizes = [t.nbytes for t in self.tensors]
         job = self.engine.begin(
-            self._sources.pointers,
+            self._pointers,
             array("Q", sizes),
             array("Q", [OWNER] * len(sizes)),
             1,
-            devices=self._sources.devices,
-            streams=self._sources.streams,
+            devices=self._devices,
+            streams=self._streams,
         )
         rows = array("q", [n for source, nbytes in enumerate(sizes) for n in (SOURCE, nbytes, source)])
         job.append(0, 0, rows, b"")
@@ -78,10 +80,10 @@ class Copier:
 
     def until_landed(self, job: _engine.Job) -> None:
         """The host, or the stream of the device, gets no further before that."""
-        if self._sources.streams is None:
+        if self._streams is None:
             job.wait_captured(OWNER)
         else:
-            job.wait_enqueued(OWNER, self._sources.streams)
+            job.wait_enqueued(OWNER, self._streams)
 
     def copy(self) -> tuple[float, float]:
         """Seconds until everything has landed in the ring, and until it is checksummed, too."""

@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -69,7 +69,7 @@ class Launcher:
         self._eager_share = EagerShare()
         self._steps: dict[int, int] = {}  # of each optimizer, at the last save
         self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
-        self._training_step: int | None = None  # of the last save
+        self._training_step: Hashable = None  # of the last save
 
     def forget_frozen(self) -> None:
         """Forgets what saves have seen of frozen parameters, since they were written to."""
@@ -85,7 +85,7 @@ class Launcher:
         if os.getpid() != self._pid:
             raise ClosedError(f"{self.owner} belongs to the parent of this process; make one here")
 
-    def launch(self, request: Request, plans: Plans, *, blocking: bool, training_step: int | None = None) -> SaveHandle:
+    def launch(self, request: Request, plans: Plans, *, blocking: bool, training_step: Hashable = None) -> SaveHandle:
         """Starts a save. Returns when everything is copied or guarded; with ``blocking``, when it is durable.
 
         Saves of one ``training_step`` stay lazy, although no optimizer has stepped between them. Raises what
@@ -122,7 +122,7 @@ class Launcher:
         self._background.wait_for_room()
 
     def _launch(
-        self, handle: SaveHandle, request: Request, plans: Plans, begin: float, training_step: int | None
+        self, handle: SaveHandle, request: Request, plans: Plans, begin: float, training_step: Hashable
     ) -> None:
         """Steps 2 to 7. When this returns, every eager byte is copied and every lazy one guarded."""
         started = time.perf_counter()
@@ -160,7 +160,7 @@ class Launcher:
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
     def _take_snapshot(
-        self, views: list[TensorViews], plans: Plans, handle: SaveHandle, training_step: int | None
+        self, views: list[TensorViews], plans: Plans, handle: SaveHandle, training_step: Hashable
     ) -> Snapshot:
         """Decides which storages are lazy. Raises OSError if the engine cannot use one of their devices."""
         if training_step is None or training_step != self._training_step:

@@ -33,7 +33,9 @@ class TensorViews:
     dtypes: list[torch.dtype] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
-    to_bfloat16: set[int] = field(default_factory=set)  # identities of float32 storages that take half of the bytes
+    to_bfloat16: set[int] = field(
+        default_factory=set, init=False
+    )  # identities of float32 storages that take half of the bytes
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -50,7 +52,9 @@ class TensorViews:
         if len(parts) == 1:
             return parts[0]
         columns = zip(*(p._columns() for p in parts), strict=True)
-        return cls(*map(list, map(chain.from_iterable, columns)), set().union(*(p.to_bfloat16 for p in parts)))
+        joined = cls(*map(list, map(chain.from_iterable, columns)))
+        joined.to_bfloat16 = set().union(*(part.to_bfloat16 for part in parts))
+        return joined
 
     def append(self, view: TensorView) -> None:
         self.keys.append(view.key)
@@ -72,7 +76,9 @@ class TensorViews:
     def take(self, order: Sequence[int]) -> TensorViews:
         """Returns the storages at these places, in this order."""
         columns = (list(map(column.__getitem__, order)) if column else [] for column in self._columns())
-        return TensorViews(*columns, self.to_bfloat16)
+        taken = TensorViews(*columns)
+        taken.to_bfloat16 = self.to_bfloat16
+        return taken
 
     def _columns(self) -> tuple[list[Any], ...]:
         return self.keys, self.storages, self.sizes, self.dtypes, self.devices, self.identities

@@ -45,7 +45,7 @@ class Casting:
             stand_in = self._stand_ins.get(live._cdata) or torch.UntypedStorage(live.nbytes() // 2)
         self._stand_ins[live._cdata] = stand_in
         self._live[stand_in._cdata] = live
-        return torch.empty(0, dtype=self._dtype).set_(stand_in, 0, value.shape, value.stride())  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self._dtype).set_(stand_in, 0, value.shape, value.stride())
 
     def put_back(self, views: TensorViews) -> None:
         """Puts the live storages into the places of their stand-ins. Lets go of them."""

@@ -5,6 +5,7 @@ The state of AdamW loads into SGD without an error, and training goes wrong late
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,9 @@ def _kind_of(part: StateProvider) -> str | None:
 
 def _inner(optimizer: Any) -> Any:
     """The optimizer that Accelerate's wrapper, for one, holds."""
-    inner = vars(optimizer).get("optimizer")
+    inner = None
+    with contextlib.suppress(Exception):  # code of the user's
+        inner = optimizer.optimizer
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 

@@ -142,12 +142,10 @@ class Fitting:
 
 
 def misfit(path: Path, error: Exception) -> RestoreError:
-    """The error for a checkpoint that does not fit, caused by whatever a provider raised."""
+    """The error for a checkpoint that does not fit. ``error``: whatever a provider raised."""
     expected = isinstance(error, RestoreError)
     lines = textwrap.indent(str(error) if expected else f"{type(error).__name__}: {error}", "  ")
-    misfit = RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}")
-    misfit.__cause__ = None if expected else error
-    return misfit
+    return RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}")
 
 
 def _is_position(state: Any) -> bool:

@@ -116,7 +116,7 @@ def restore_archive(archive: Archive, provider: CompositeProvider | StateProvide
         with collector_paused():
             landings = provider.landings(archive.tree)
     except Exception as error:  # a provider may raise anything for a state that we have not written
-        raise misfit(path, error) from error.__cause__
+        raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
     try:
         with collector_paused():
             elsewhere, landed = _choose(archive, landings)

@@ -38,7 +38,9 @@ class Catalog:
             found = self._read_all()
             if all(isinstance(error, ReadError) or os.path.lexists(error.path) for error in self.broken):
                 break  # otherwise another process removes checkpoints while we read, and may have committed one since
-        chosen = self._chosen_by_rollback(max((c.sequence for c in found), default=0))
+        if not found:
+            return []
+        chosen = self._chosen_by_rollback(max(c.sequence for c in found))
         return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
 
     def _chosen_by_rollback(self, newest: int) -> int:

@@ -110,7 +110,7 @@ def _best_of(newest: Path) -> str | None:
     """The name of the best checkpoint, as the newest one of the Hugging Face Trainer tells it."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         told = json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"]
-        return os.path.basename(told)
+        return str(os.path.basename(told))
     return None
 
 

@@ -269,17 +269,14 @@ def test_a_copy_of_a_provider_knows_nothing_of_addresses_in_this_process(tmp_pat
     assert torch.equal(torch.load(path / "state.pt")["own"]["value"], own.value + 1)
 
 
-def test_an_exporter_stays_the_one_of_its_process(duplicate: Duplicate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_an_exporter_adds_to_the_same_series(duplicate: Duplicate, monkeypatch: pytest.MonkeyPatch) -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
-    monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
-    monkeypatch.setattr(exporters, "_default", [])
-    exporter = exporters.Prometheus()
-    assert duplicate(exporter) is exporter
-    text = pickle.dumps(exporter)
-    monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
-    exporters._default.clear()  # another process
-    there = pickle.loads(text)
-    assert there is not exporter and pickle.loads(text) is there
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    exporter = exporters.Prometheus(run="a")
+    for each in (exporter, duplicate(exporter)):
+        each(lazyckpt.CheckpointMetrics(3), None)
+    assert registry.get_sample_value("lazyckpt_checkpoints_total", {"run": "a", "result": "durable"}) == 2
 
 
 def test_an_exporter_with_a_registry_of_its_own_is_copied_but_not_pickled() -> None:
