@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 import torch
 
 from lazyckpt.capture.gate import gate
-from lazyckpt.catalogue import Catalogue, checked_metrics, checked_step
 from lazyckpt.config import MIB, check_names
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
+from lazyckpt.history import History, checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 RNG = "rng"
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # those that save
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of this process that are not read_only
 _READ_AHEAD_BYTES = 64 * MIB
 
 
@@ -55,7 +55,7 @@ class _How(TypedDict, total=False):
     best: bool
 
 
-class Checkpointer(Catalogue):
+class Checkpointer(History):
     """Saves and restores a training run in the folder ``directory``. Makes the folder if it is missing.
 
         with lazyckpt.Checkpointer("runs/a") as ckpt:
