@@ -147,17 +147,17 @@ def test_several_in_flight_commit_in_order(make_run: Any, monkeypatch: pytest.Mo
     """The first takes longest to become durable, and is published first all the same."""
     run = make_run(max_in_flight=4)
     published: list[str] = []
-    settle, publish = persist.settle, commit.Staging.publish
+    prepare, publish = persist.prepare, commit.Staging.publish
 
-    def slow_settle(flight: persist.Flight, *args: Any, **kwargs: Any) -> list[tuple[str, int, int]]:
+    def slow_prepare(flight: persist.Flight, *args: Any, **kwargs: Any) -> persist.Receipt:
         time.sleep({30: 0.3, 10: 0.2, 20: 0.1, 40: 0}[flight.handle.step])
-        return settle(flight, *args, **kwargs)
+        return prepare(flight, *args, **kwargs)
 
     def noted_publish(self: commit.Staging) -> Path | None:
         published.append(self.target.name)
         return publish(self)
 
-    monkeypatch.setattr(persist, "settle", slow_settle)
+    monkeypatch.setattr(persist, "prepare", slow_prepare)
     monkeypatch.setattr(commit.Staging, "publish", noted_publish)
     handles = []
     for step in (30, 10, 20, 40):

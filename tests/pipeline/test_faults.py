@@ -767,7 +767,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
     assert {"saved", "ConfigError"} <= outcomes <= {"saved", "ConfigError", "SaveError", "MemoryError"}, outcomes
 
 
-@pytest.mark.parametrize("step", ["create_files", "settle", "agree", "commit", "abort", "as_save_error", "measure"])
+@pytest.mark.parametrize("step", ["create_files", "prepare", "agree", "commit", "abort", "as_save_error", "measure"])
 def test_no_memory_in_the_background(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle settles, nothing half done is committed, and the run goes on."""
     run = Run(tmp_path, monkeypatch)
