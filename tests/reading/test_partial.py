@@ -205,6 +205,23 @@ def test_another_optimizer_is_told_before_anything_is_touched(tmp_path: Path, wa
     assert into(tmp_path, {"model": model, "optimizer": optimizer}, only=["model", "rng"]) == 1
 
 
+def test_not_strictly_another_optimizer_gets_the_state_with_a_warning(tmp_path: Path) -> None:
+    model, optimizer = make(kind=torch.optim.Adam)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(1).result()
+    model, optimizer = make()
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.warns(UserWarning, match="another class: optimizer: Adam in the checkpoint, AdamW here"):
+        assert into(tmp_path, state, strict=False).parts == ("model", "optimizer", "rng")
+    assert into(tmp_path, state, strict=False, only=["model"]).parts == ("model",)
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"the folder of a run: name a checkpoint in it, such as .*/step-00000003"):
+        lazyckpt.load(tmp_path)
+
+
 def test_another_scheduler_is_told(tmp_path: Path) -> None:
     _, optimizer = make()
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
