@@ -94,7 +94,7 @@ class Checkpointer(History):
         self._catalog = Catalog(self.directory)
         config, self._read_only = self.config, read_only
         self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
-        self._warned_of_newer = self._rolling_back = False
+        self._warned_of_newer = self._warned_of_metric = self._rolling_back = False
         try:
             if not read_only:
                 self._open_for_saves()
@@ -311,11 +311,19 @@ class Checkpointer(History):
         """
         self._refuse_read_only("save()")
         about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
+        if self._best is not None and about.metrics and self._best.metric not in about.metrics:
+            self._warn_of_metric(about.metrics, self._best)
         path = self.directory / manifest.folder_name(checked_step(step))
         request = CheckpointRequest(path, step, self._lineage, about)
         plan = StatePlan(self._provider, self._archive)
         self._last_step = step
         return self._launcher.launch(request, {STATE: plan}, blocking=blocking, training_step=step)
+
+    def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:
+        if not self._warned_of_metric:
+            self._warned_of_metric = True
+            has = ", ".join(given)
+            warn(f"save: metrics has {has}, but not best={best.metric!r}; such a checkpoint is never the best")
 
     def save_part(
         self,

@@ -122,7 +122,7 @@ class History:
         if not manifest.is_missing(folder):
             return folder
         steps = self.steps()
-        shown = ", ".join(map(str, steps[-_MAX_STEPS:])) or "no checkpoint"
+        shown = ", ".join(map(str, steps[-_MAX_STEPS:])) or "none"
         raise LoadError(
             f"there is no checkpoint of step {step}; there is: {'… ' * (len(steps) > _MAX_STEPS)}{shown}",
             path=self.directory,
