@@ -2,7 +2,6 @@ from lazyckpt._version import __version__ as __version__
 from lazyckpt.capture.guard import CUDAGraph as CUDAGraph
 from lazyckpt.capture.guard import guard as guard
 from lazyckpt.capture.guard import wait_captured as wait_captured
-from lazyckpt.catalogue import CheckpointInfo as CheckpointInfo
 from lazyckpt.checkpointer import Checkpointer as Checkpointer
 from lazyckpt.config import Config as Config
 from lazyckpt.errors import ClosedError as ClosedError
@@ -19,6 +18,7 @@ from lazyckpt.errors import TornSnapshotError as TornSnapshotError
 from lazyckpt.errors import UnsupportedFormatError as UnsupportedFormatError
 from lazyckpt.functional import load as load
 from lazyckpt.functional import save as save
+from lazyckpt.history import CheckpointInfo as CheckpointInfo
 from lazyckpt.metrics import CheckpointMetrics as CheckpointMetrics
 from lazyckpt.metrics import ChunkEvent as ChunkEvent
 from lazyckpt.observe.advice import Advice as Advice

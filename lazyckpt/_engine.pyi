@@ -55,8 +55,8 @@ class Engine:
     ) -> Job:
         """Starts a job with sources (three arrays of uint64).
 
-        owners: the gates that protect a source, as bits; 0: eager. With eager_by_caller the caller calls wait_eager()
-        and go() at once, and copy threads begin after go().
+        owners: the optimizers that wait for a source, one bit each (capture/ownership.py); 0: eager. With
+        eager_by_caller the caller calls wait_eager() and go() at once, and copy threads begin after go().
 
         devices (int64): the attached CUDA device of each source; -1, the default: host memory. streams (uint64): pairs
         of device and handle, the caller's current stream of every such device. The copies hold what work already

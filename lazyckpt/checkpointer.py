@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 import torch
 
 from lazyckpt.capture.gate import gate
-from lazyckpt.catalogue import Catalogue, checked_metrics, checked_step
 from lazyckpt.config import MIB, check_names
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
+from lazyckpt.history import History, checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 RNG = "rng"
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # those that save
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of this process that are not read_only
 _READ_AHEAD_BYTES = 64 * MIB
 
 
@@ -55,7 +55,7 @@ class _How(TypedDict, total=False):
     best: bool
 
 
-class Checkpointer(Catalogue):
+class Checkpointer(History):
     """Saves and restores a training run in the folder ``directory``. Makes the folder if it is missing.
 
         with lazyckpt.Checkpointer("runs/a") as ckpt:
@@ -94,7 +94,7 @@ class Checkpointer(Catalogue):
         self._catalog = Catalog(self.directory)
         config, self._read_only = self.config, read_only
         self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
-        self._warned_of_newer = self._rolling_back = False
+        self._warned_of_newer = self._warned_of_metric = self._rolling_back = False
         try:
             if not read_only:
                 self._open_for_saves()
@@ -311,11 +311,19 @@ class Checkpointer(Catalogue):
         """
         self._refuse_read_only("save()")
         about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
+        if self._best is not None and about.metrics and self._best.metric not in about.metrics:
+            self._warn_of_metric(about.metrics, self._best)
         path = self.directory / manifest.folder_name(checked_step(step))
         request = CheckpointRequest(path, step, self._lineage, about)
         plan = StatePlan(self._provider, self._archive)
         self._last_save = step, object()
         return self._launcher.launch(request, {STATE: plan}, blocking=blocking, training_step=self._last_save[1])
+
+    def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:
+        if not self._warned_of_metric:
+            self._warned_of_metric = True
+            has = ", ".join(given)
+            warn(f"save: metrics has {has}, but not best={best.metric!r}; such a checkpoint is never the best")
 
     def save_part(
         self,

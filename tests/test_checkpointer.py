@@ -78,7 +78,8 @@ def test_save_returns_before_the_checkpoint_is_durable(make_run: Any, disk: Any)
     disk.hold()
     handle = run.ckpt.save(1)
     assert not handle.done()
-    with pytest.raises(concurrent.futures.TimeoutError):  # another one than Python's until 3.11
+    # Another one than Python's until 3.11.
+    with pytest.raises(concurrent.futures.TimeoutError, match="step-00000001 is not durable after 0.01 s"):
         handle.result(timeout=0.01)
     assert not any(n.startswith("step-") for n in names(run.ckpt.directory))
     seen: list[Any] = []

@@ -141,7 +141,7 @@ struct Slot {
 struct Source {
   const std::byte* data;
   uint64_t size;             // in the file
-  uint64_t owners;           // the gates that protect it, as bits; 0: eager, to be captured before save() returns
+  uint64_t owners;           // who waits for it in WaitCaptured, as bits; 0: eager, copied before save() returns
   int device = -1;           // the ordinal of the CUDA device that holds it; negative: host memory
   int64_t watched = -1;      // its number in Job::window; negative: the witness watches none of its pages
   bool to_bfloat16 = false;  // float32 in memory, bfloat16 in the file; only host memory

@@ -17,7 +17,11 @@ from lazyckpt.tools.listing import TrainerCheckpoint, list_run, list_trainer
 from lazyckpt.tools.units import size
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")
-_BLANK = dict.fromkeys(("sequence", "parent", "created", "reason")) | {"ok": True, "newest": False, "unreadable": False}
+_BLANK = dict.fromkeys(("sequence", "parent", "created", "metrics", "reason")) | {
+    "ok": True,
+    "newest": False,
+    "unreadable": False,
+}
 _LEFTOVERS = {
     "in use": "being written now",
     "abandoned": "left by a run that died; the next Checkpointer that opens the folder removes it",
@@ -26,7 +30,7 @@ _LEFTOVERS = {
 
 
 def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
-    """List the checkpoints of a run, the one saved last first.
+    """List the checkpoints of a run with the metrics given to save(), the one saved last first.
 
     A checkpoint is ok if its manifest is readable and its files have the lengths that it states. Only 'lazyckpt verify'
     reads the files. A folder of Lightning, Accelerate or the Hugging Face Trainer has no manifests: the order is that
@@ -47,18 +51,17 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
         where = hint_at_subfolders(directory)
         say(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there{plain(where)}")
     else:
-        measured = any(c.metrics for c in listing.checkpoints)
-        table = columns(*_NUMBERS, *("metrics",) * measured, "state", right=_NUMBERS, wrap=("metrics", "state"))
+        has_metrics = any(c.metrics for c in listing.checkpoints)
+        table = columns(*_NUMBERS, *["metrics"] * has_metrics, "state", right=_NUMBERS, wrap=("metrics", "state"))
         for c in listing.checkpoints:
             parent = "-" if c.parent is None else str(c.parent)
             state = Text.assemble(("ok", "green"), ", newest" * (c is newest), ", pinned" * c.pinned)
-            cells = [str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes)]
-            cells += [plain(", ".join(f"{name} {value:.4g}" for name, value in c.metrics.items()))] * measured
-            table.add_row(*cells, state, style="bold" if c is newest else None)
+            cells = (str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes))
+            table.add_row(*cells, *[_metrics(c)] * has_metrics, state, style="bold" if c is newest else None)
         for broken in listing.broken:
             word = ("unreadable: " if broken.unreadable else "broken: ", "bold red")
             state = Text.assemble(word, plain(broken.reason), ", pinned" * broken.pinned)
-            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), *("-",) * measured, state)
+            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), *["-"] * has_metrics, state)
         show(table)
     for leftover in listing.leftovers:
         say((f"{plain(leftover.name)} ({size(leftover.bytes)}): {_LEFTOVERS[leftover.state]}", "yellow"))
@@ -81,4 +84,8 @@ def checkpoint_row(c: Checkpoint) -> dict[str, Any]:
     """Describes a checkpoint in JSON."""
     about = {"name": c.path.name, "step": c.step, "sequence": c.sequence, "parent": c.parent}
     metrics = {name: value if math.isfinite(value) else None for name, value in c.metrics.items()}
-    return about | {"created": c.created, "bytes": c.nbytes, "pinned": c.pinned, "metrics": metrics}
+    return about | {"created": c.created, "bytes": c.nbytes, "metrics": metrics, "pinned": c.pinned}
+
+
+def _metrics(c: Checkpoint) -> str:
+    return ", ".join(f"{plain(name)} {value:.4g}" for name, value in c.metrics.items()) or "-"

@@ -26,6 +26,13 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option(metavar="K", help="Also keep those whose step is a multiple of this.")
     ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option(metavar="N", help="Also keep so many with the best metric; needs --best.")
+    ] = None,
+    best: Annotated[str | None, typer.Option(metavar="METRIC", help="The metric that decides, such as loss.")] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="min|max", help="Whether the lowest or the highest is the best.")
+    ] = "min",
     yes: Annotated[bool, flag("--yes", "-y", help="Remove; without it, only show what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -36,7 +43,15 @@ def prune(
 
     The newest checkpoint, pinned ones ('lazyckpt pin'), broken ones and those being written always stay.
     """
-    found = tool.prune(directory, keep_last=keep_last, keep_every=keep_every, remove=yes)
+    found = tool.prune(
+        directory,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        best=best,
+        mode=mode,  # type: ignore[arg-type]  # Config checks it
+        remove=yes,
+    )
     doomed, kept = found.doomed, found.kept
     if as_json:
         about: dict[str, Any] = {"directory": directory, "removed": yes, "bytes": found.bytes}

@@ -1,4 +1,4 @@
-"""The checkpoints in flight of one Saver: persists them, settles their handles, reports failures, removes what goes."""
+"""The checkpoints in flight of one Saver: persists them, settles their handles, reports failures, removes old ones."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Background:
     # removals
 
     def _clean_up(self, flight: Flight, replaced: Path | None, error: SaveError | None) -> None:
-        """Step 7. A failure is a warning, since the new checkpoint stands."""
+        """Step 7 of storage/commit.py. A failure is a warning, since the new checkpoint stands."""
         try:
             if replaced is not None:
                 removal.remove(replaced)

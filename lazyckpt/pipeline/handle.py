@@ -112,9 +112,16 @@ class SaveHandle(Future[Path]):
         if timeout is None and not self.done():
             refuse(call)
 
+    def _wait(self, timeout: float | None) -> None:
+        """Waits until the handle is done. Raises TimeoutError if ``timeout`` (seconds) runs out first."""
+        wait_for([self], timeout)
+        if not self.done():
+            what = f"is not durable after {timeout:g} s ({self.progress:.0%} written); the save goes on"
+            raise concurrent.futures.TimeoutError(f"{self.path} {what}")
+
     def result(self, timeout: float | None = None) -> Path:
         self._refuse("result()", timeout)
-        wait_for([self], timeout)
+        self._wait(timeout)
         try:
             return super().result(0)
         except SaveError:
@@ -123,7 +130,7 @@ class SaveHandle(Future[Path]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._refuse("exception()", timeout)
-        wait_for([self], timeout)
+        self._wait(timeout)
         error = super().exception(0)
         self._reported = self._reported or error is not None
         return error

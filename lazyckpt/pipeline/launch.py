@@ -1,14 +1,15 @@
 """Launches a save: from Python objects to the engine, and on to the background.
 
     1. wait        for room in flight; raise what failed in the background
-    2. gather      the storages of the state; all else of the state is frozen then
-    3. snapshot    which storages are lazy, and which optimizers must wait for them
+    2. gather      the storages of the state; pickle everything else
+    3. snapshot    decide which storages are lazy, and which optimizers must wait for them
     4. lay out     each file, as a program for the engine
-    5. begin       the engine copies; the gate guards the lazy storages
-    6. hand over   to the background (persist.py), which settles the handle
-    7. freeze      wait until every eager byte is copied
+    5. begin       give the programs to the engine; the gate guards the lazy storages
+    6. hand over   to the background (background.py), which settles the handle
+    7. finish      wait until every eager byte is copied
 
-save_now.py takes the same steps for ``lazyckpt.save``, without a background.
+The steps of storage/commit.py, which the background takes, have numbers of their own. save_now.py takes steps 2 to 5
+and 7 for ``lazyckpt.save``, and then those of the background on the same thread.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Launcher:
 
     def __init__(self, config: Config, buffer: StagingBuffer, background: Background, trace: Trace | None) -> None:
         self.callers: dict[str, int] = {}  # of the Saver and of all that launches through it; see reentry.py
-        self.modules: list[torch.nn.Module] = []  # whose frozen parameters may become lazy
+        self.modules: list[torch.nn.Module] = []  # whose frozen (requires_grad=False) parameters may become lazy
         self.owner = "this Saver"  # whom users call; in messages
         self.closed = False  # to new saves
         self._config = config
@@ -67,8 +68,9 @@ class Launcher:
         self._frozen = FrozenParameters()
         self._torn = TornStorages()
         self._eager_share = EagerShare()
-        self._steps: dict[int, int] = {}  # of each optimizer, at the last save
-        self._steps_before: dict[int, int] = {}  # and at the one before it, of another training step
+        # How often each optimizer had stepped at the last save, and at the last one of an earlier training step.
+        self._steps: dict[int, int] = {}
+        self._steps_before: dict[int, int] = {}
         self._training_step: Hashable = None  # of the last save
 
     def forget_frozen(self) -> None:
@@ -126,7 +128,7 @@ class Launcher:
     ) -> None:
         """Steps 2 to 7. When this returns, every eager byte is copied and every lazy one guarded."""
         started = time.perf_counter()
-        with collector_paused():
+        with collector_paused():  # steps 2 to 4
             views = gather(plans, handle)
             snapshot = self._take_snapshot(views, plans, handle, training_step)
             programs = lay_out(plans, snapshot, handle)
@@ -139,19 +141,21 @@ class Launcher:
         handle.metrics.bytes = sum(sizes)
         self._buffer.reserve_for_save(sum(sizes))
         assert self._buffer.engine is not None
+        # step 5
         job = begin_job(self._buffer.engine, snapshot, len(programs), eager_by_caller=True)
         flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
         try:
             append(job, snapshot, programs)
             self._guard(flight, programs)
-            # Usually all of it: once other threads run, this one may have to wait for the GIL and for a core. Not
-            # longer, since the ring may have no room before the background has created the files.
-            frozen = job.wait_eager(_EAGER_FIRST_S)
-            self._background.launch(flight)
+            # Usually copies every eager byte. It does so before the hand-over, because this thread may wait for the GIL
+            # and for a core once other threads run. It gives up soon, because the ring may be full until the background
+            # has created the files.
+            eager_copied = job.wait_eager(_EAGER_FIRST_S)
+            self._background.launch(flight)  # step 6
             handle.metrics.plan_s = time.perf_counter() - started
             job.go()
-            if not frozen:
-                job.wait_eager()
+            if not eager_copied:
+                job.wait_eager()  # step 7
         except BaseException as error:
             self._withdraw(flight, error)
             raise

@@ -30,7 +30,7 @@ class FilePlan(ABC):
 
     @abstractmethod
     def gather(self) -> TensorViews:
-        """The storages of the state as it is now; everything else of the state is frozen when this returns.
+        """Returns the storages of the state, and keeps a pickle of everything else in it, as it is now.
 
         Raises whatever pickle raises, and ConfigError for what the format cannot hold.
         """

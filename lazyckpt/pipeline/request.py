@@ -1,4 +1,5 @@
-"""What one save is for: the place of its files, and how they become a committed checkpoint in the line of its run."""
+"""Says what one save is: where its files go (``Request``), and, for a checkpoint, its place in the line of its run
+(``Lineage``): number, parent, and which older checkpoints retention drops."""
 
 from __future__ import annotations
 
@@ -69,10 +70,9 @@ class Lineage:
         self._keep_every = keep_every
         self._best = best
         known = catalog.scan()
-        self.newest: Checkpoint | None = known[0] if known else None  # when this was made
-        self._sequence = max(
-            (c.sequence for c in known), default=0
-        )  # of the last checkpoint; a failed save may leave a gap
+        self.newest: Checkpoint | None = known[0] if known else None  # when this read the folder
+        # of the last checkpoint; a failed save may leave a gap
+        self._sequence = max((c.sequence for c in known), default=0)
         self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
         self._ours = {(c.step, c.sequence) for c in known}  # found or saved here; retention removes no others
         self._warned = False  # that another process saves here

@@ -1,5 +1,5 @@
-"""What state providers turn state into: storages, which are never copied here, and tensors to read in place
-(DataStates-LLM, V-A3).
+"""The data that state providers exchange with the rest: on a save, storages, which are never copied here
+(DataStates-LLM, V-A3); on a restore, pairs of a saved tensor and a live one that takes its bytes.
 
 A provider knows its state; the formats and the engine behind it know bytes.
 """

@@ -14,7 +14,7 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import ShardedTensorError
-from lazyckpt.providers.training import RngProvider
+from lazyckpt.providers.training import LoaderProvider, RngProvider
 
 
 class CompositeProvider:
@@ -53,7 +53,7 @@ class CompositeProvider:
         problems += [f"{name}: in the checkpoint, but not tracked" for name in unexpected]
         landings = []
         self._landings = {}
-        fitting, failed = [], False
+        fitting, failed, only_loaders = [], False, not problems
         for name, part in self.parts.items():
             if name not in saved:
                 continue
@@ -64,10 +64,11 @@ class CompositeProvider:
             except RestoreError as error:
                 problems += [f"{name}: {line}" for line in str(error).splitlines()]
                 failed = True
+                only_loaders = only_loaders and isinstance(part, LoaderProvider)
         if problems:
             if not failed:
                 problems.append("restore(strict=False) takes over the parts that both have")
-            elif fitting:
+            elif fitting and not only_loaders:  # for these, the problem names restore(loader=False)
                 quoted = ", ".join(f'"{name}"' for name in fitting)
                 problems.append(f"restore(only=[{quoted}]) takes over what fits")
             raise RestoreError("\n".join(problems))

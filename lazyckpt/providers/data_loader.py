@@ -47,6 +47,10 @@ class _Epoch:
     yielded: int = 0
 
 
+class _BuiltOtherwise(ValueError):
+    """Says what differs from how the loader was built when it was saved."""
+
+
 class TrackedLoader:
     """Iterates a DataLoader and knows its position; every other attribute is the loader's own.
 
@@ -154,7 +158,7 @@ class TrackedLoader:
             int(state.get("epoch", 0))
             if start is not None:
                 if changes := self._changes(state):
-                    raise ValueError(changes)
+                    raise _BuiltOtherwise(changes)
                 if start.keys() != _START_KEYS:
                     raise ValueError(f"its start has {sorted(start)} instead of {sorted(_START_KEYS)}")
                 check_rng(start["rng"])
@@ -196,10 +200,10 @@ class TrackedLoader:
         try:
             yield
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            why = str(error) if isinstance(error, _BuiltOtherwise) else f"{type(error).__name__}: {error}"
             raise RestoreError(
-                f"the saved position does not fit this {type(self._loader).__name__} "
-                f"({type(error).__name__}: {error}). Build it as in the run that saved it, with the same "
-                "samplers and generators, or leave it out: restore(loader=False)."
+                f"the saved position does not fit this {type(self._loader).__name__} ({why}). Build it as in the run "
+                "that saved it, with the same samplers and generators, or leave it out: restore(loader=False)."
             ) from error
 
     def _batches(self, epoch: _Epoch) -> Iterator[Any]:

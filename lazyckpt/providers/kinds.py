@@ -47,15 +47,17 @@ def _name_of(obj: Any) -> str:
 
 def refuse_other_kinds(saved: Mapping[str, str], parts: Mapping[str, StateProvider]) -> None:
     """Raises RestoreError if a part was saved by another class. ``saved``: as ``kinds_of`` told it then."""
-    here = kinds_of(parts)
-    problems = [
+    if problems := other_kinds(saved, parts):
+        here = kinds_of(parts)
+        others = ", ".join(f'"{name}"' for name in parts if saved.get(name) == here.get(name))
+        problems.append(f"restore(only=[{others}]) leaves it as it is")
+        raise RestoreError("\n".join(problems))
+
+
+def other_kinds(saved: Mapping[str, str], parts: Mapping[str, StateProvider]) -> list[str]:
+    """Says of each part that was saved by another class which two classes these are."""
+    return [
         f"{name}: {saved[name]} in the checkpoint, {kind} here"
-        for name, kind in here.items()
+        for name, kind in kinds_of(parts).items()
         if name in saved and saved[name] != kind
     ]
-    if problems:
-        others = ", ".join(f'"{name}"' for name in parts if saved.get(name) == here.get(name))
-        problems.append(
-            f"restore(only=[{others}]) leaves it as it is; restore(strict=False) hands it the state all the same"
-        )
-        raise RestoreError("\n".join(problems))

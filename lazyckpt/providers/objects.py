@@ -1,4 +1,4 @@
-"""Turns any Python object into opcodes and storages: a provider returns the state, pickles.py writes it."""
+"""``StateProvider``, the base of all providers: turns a state into opcodes and storages (pickles.py), and back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lazyckpt.providers.sharded import ShardedTensorError
 class StateProvider(ABC):
     """The base of your own providers: return the state, and take it back.
 
-    Derive, implement ``state`` and ``load_state``, hand an instance to ``Checkpointer.track``. The tensors
-    in the state are copied out of the step like all others; they must stay unchanged until then only if an
-    optimizer owns them (see gate.py), otherwise they are copied before ``save()`` returns.
+    Derive, implement ``state`` and ``load_state``, hand an instance to ``Checkpointer.track``. Tensors of the state
+    that an optimizer owns may be copied after ``save()`` has returned, and its next step waits for that. All others are
+    copied before ``save()`` returns.
     """
 
     values_are_apart = False

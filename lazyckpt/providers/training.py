@@ -1,4 +1,7 @@
-"""Providers for the state of a training loop: modules, optimizers, schedulers, loaders, RNGs, plain containers."""
+"""Providers for the state of a training loop: modules, optimizers, schedulers, loaders, RNGs, plain containers.
+
+Most of this file is about restoring: ``landings`` compares a checkpoint with the live state and says what does not fit.
+"""
 
 from __future__ import annotations
 

@@ -12,11 +12,12 @@ import torch
 
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.kinds import refuse_other_kinds
+from lazyckpt.providers.kinds import other_kinds, refuse_other_kinds
 from lazyckpt.providers.names import Rename, checked, rename_state, suggestion
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.training import LoaderProvider, ModuleProvider
 from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.warn import warn
 
 _LOADER_KEYS = {"yielded", "start", "now"}  # of every version
 
@@ -98,6 +99,12 @@ class Fitting:
         }
 
     def restored(self) -> Restored:
+        """Says what was restored; call it once that is done. Warns of state that another class has saved."""
+        if differing := other_kinds(self._checkpoint.kinds, self.provider.parts):
+            warn(
+                f"restored the state of another class: {', '.join(differing)}; training may fail or go wrong; "
+                "leave it out with restore(only=[…])"
+            )
         step, path, parts = self._checkpoint.step, self._checkpoint.path, tuple(self.provider.parts)
         return Restored(step, path, parts, tuple(self._missing), tuple(self._unexpected))
 

@@ -49,8 +49,11 @@ def _restore_newest(
         warn(f"checkpoint passed over: {error}")
     if not candidates and not reasons:
         return None
-    if best is not None and not (candidates := best.of(candidates)):
-        raise RestoreError(f"no checkpoint in {catalog.root} has the metric {best.metric!r}: give save() metrics")
+    if best is not None:
+        known = sorted({name for checkpoint in candidates for name in checkpoint.metrics})
+        if not (candidates := best.of(candidates)):
+            there = f"there is: {', '.join(known)}" if known else "give save() metrics"
+            raise RestoreError(f"no checkpoint in {catalog.root} has the metric {best.metric!r}: {there}")
     touched = False
     for checkpoint in candidates:
         archive = None

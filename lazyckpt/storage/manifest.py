@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -112,7 +113,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     file = path / MANIFEST
     status = _lstat(file)
     if status is None:
-        raise LoadError(f"no checkpoint: there is no {MANIFEST}", path=path)
+        raise LoadError(f"no checkpoint: there is no {MANIFEST}{_hint_at_run(path)}", path=path)
     if stat.S_ISLNK(status.st_mode):
         raise CorruptFileError("a symbolic link, not a manifest", path=file)
     with FileReader(file) as reader:
@@ -151,6 +152,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
             found = "is missing" if nbytes is None else f"has {nbytes} bytes"
             raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
     return checkpoint
+
+
+def _hint_at_run(path: Path) -> str:
+    """Names a checkpoint in ``path`` if that is the folder of a run."""
+    with contextlib.suppress(OSError):
+        if steps := [name for name in os.listdir(path) if is_folder_name(name)]:
+            return f"; it is the folder of a run: name a checkpoint in it, such as {path / max(steps, key=step_of)}"
+    return ""
 
 
 def _lstat(path: Path) -> os.stat_result | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lazyckpt.config import Config
 from lazyckpt.errors import LoadError
 from lazyckpt.storage import folders, manifest, removal, retention
 from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.storage.retention import Best
 from lazyckpt.tools.listing import Leftover, catalog_of, leftovers
 
 
@@ -28,16 +30,26 @@ class Pruning:
 
 
 def prune(
-    directory: Path, *, keep_last: int | None = None, keep_every: int | None = None, remove: bool = False
+    directory: Path,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    best: str | None = None,
+    mode: Literal["min", "max"] = "min",
+    remove: bool = False,
 ) -> Pruning:
     """Applies retention to a run's folder; without ``remove`` it only tells what would go.
 
     The rules are those of a Checkpointer. Without ``keep_last`` only leftovers go. Never removes the newest
     checkpoint, pinned or broken ones, and what a process is writing. Raises ConfigError and LoadError.
     """
-    Config(keep_last=keep_last, keep_every=keep_every)  # raises ConfigError
+    # raises ConfigError
+    Config(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best, mode=mode)
     known = catalog_of(directory).scan()
-    verdicts = retention.retention(known, keep_last, keep_every)
+    verdicts = retention.retention(
+        known, keep_last, keep_every, best=None if best is None else Best(best, mode, keep_best or 0)
+    )
     trash = [leftover for leftover in leftovers(directory) if leftover.state == "abandoned"]
     if remove:
         for checkpoint in known:

@@ -80,6 +80,19 @@ def test_ls_shows_the_last_saved_first_and_its_parent(folder: Path) -> None:
     assert rows[0]["bytes"] == (folder / "step-00000015/state.pt").stat().st_size
 
 
+def test_ls_shows_metrics(tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, metrics={"loss": 0.123456, "acc\033": float("nan")}, blocking=True)
+        ckpt.save(2, blocking=True)
+    header, *lines = run("ls", tmp_path).stdout.splitlines()
+    assert header.split()[-2:] == ["METRICS", "STATE"]
+    assert "loss 0.1235, acc\\x1b nan" in lines[1] and lines[0].split()[-3:] == ["-", "ok,", "newest"]
+    assert [row["metrics"] for row in run_json("ls", tmp_path)["checkpoints"]] == [
+        {},
+        {"loss": 0.123456, "acc\033": None},
+    ]
+
+
 def test_ls_says_why_a_checkpoint_is_broken(folder: Path) -> None:
     os.truncate(folder / "step-00000020/state.pt", 100)
     (folder / "step-00000030/manifest.json").write_text("{")

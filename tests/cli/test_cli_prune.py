@@ -57,6 +57,18 @@ def test_prune_keeps_what_a_checkpointer_would(folder: Path, rules: dict[str, in
     assert steps(folder) == sorted(row["step"] for row in told["kept"]) != [10, 20, 25, 30, 40]
 
 
+def test_prune_keeps_the_best(tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0), (5, 2.5)):
+            ckpt.save(step, metrics={"loss": loss}, blocking=True)
+    told = run_json("prune", tmp_path, "--keep-last=1", "--keep-best=1", "--best=loss", "--mode=max")
+    assert sorted(row["step"] for row in told["kept"]) == [4, 5]
+    assert "give best" in fails(2, "prune", tmp_path, "--keep-last=1", "--keep-best=1")
+    assert "expected one of" in fails(2, "prune", tmp_path, "--keep-last=1", "--mode=most")
+    run("prune", tmp_path, "--keep-last=1", "--keep-best=2", "--best=loss", "--yes")
+    assert steps(tmp_path) == [2, 3, 5]
+
+
 def test_prune_says_why_each_goes_or_stays(folder: Path) -> None:
     (folder / f".trash-step-00000050-{HEX}").mkdir()
     retention.pin(folder / "step-00000030")
@@ -128,8 +140,8 @@ def test_a_step_that_is_saved_again_or_pinned_meanwhile_stays(folder: Path, monk
     """A running job may replace a checkpoint between the look of prune and the removal."""
     decide = retention.retention
 
-    def decide_and_be_overtaken(*rules: Any) -> Any:
-        doomed = decide(*rules)
+    def decide_and_be_overtaken(*rules: Any, **more: Any) -> Any:
+        doomed = decide(*rules, **more)
         with lazyckpt.Checkpointer(folder) as ckpt:
             ckpt.track(model=torch.nn.Linear(2, 2))
             ckpt.save(40, blocking=True)

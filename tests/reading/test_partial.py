@@ -205,6 +205,39 @@ def test_another_optimizer_is_told_before_anything_is_touched(tmp_path: Path, wa
     assert into(tmp_path, {"model": model, "optimizer": optimizer}, only=["model", "rng"]) == 1
 
 
+def test_not_strictly_another_optimizer_gets_the_state_with_a_warning(tmp_path: Path) -> None:
+    model, optimizer = make(kind=torch.optim.Adam)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(1).result()
+    model, optimizer = make()
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.warns(UserWarning, match="another class: optimizer: Adam in the checkpoint, AdamW here"):
+        assert into(tmp_path, state, strict=False).parts == ("model", "optimizer", "rng")
+    assert into(tmp_path, state, strict=False, only=["model"]).parts == ("model",)
+
+
+def test_a_loader_that_was_built_otherwise_has_one_cure(tmp_path: Path) -> None:
+    """The error used to propose ``only=``, too, which leaves out the random state."""
+    data = list(range(8))
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=nn.Linear(2, 2))
+        for _ in ckpt.track_loader(torch.utils.data.DataLoader(data, batch_size=2)):
+            ckpt.save(1).result()
+            break
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=nn.Linear(2, 2))
+        ckpt.track_loader(torch.utils.data.DataLoader(data, batch_size=4))
+        with pytest.raises(RestoreError, match=r"\(batch size: 2 then, 4 now.*restore\(loader=False\)\.$"):
+            ckpt.restore()
+        assert ckpt.restore(loader=False) == 1
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"the folder of a run: name a checkpoint in it, such as .*/step-00000003"):
+        lazyckpt.load(tmp_path)
+
+
 def test_another_scheduler_is_told(tmp_path: Path) -> None:
     _, optimizer = make()
     with lazyckpt.Checkpointer(tmp_path) as ckpt:

@@ -120,7 +120,7 @@ def test_an_empty_folder_is_none_and_nothing_else_is(tmp_path: Path, fresh: Any)
     before = bits(model, optimizer)
     assert ckpt.restore() is None and same(bits(model, optimizer), before)
     for missing in ({"step": 5}, {"path": tmp_path / "nowhere"}, {"path": tmp_path}):
-        with pytest.raises(LoadError, match=r"manifest\.json|no checkpoint of step 5"):
+        with pytest.raises(LoadError, match=r"manifest\.json|no checkpoint of step 5; there is: none"):
             ckpt.restore(**missing)
     assert same(bits(model, optimizer), before)
 

@@ -1,4 +1,7 @@
-"""The checkpoints of a run, for those who look back: which there are, which is the best, and which go or stay."""
+"""The calls of a Checkpointer about the checkpoints that its folder holds: list, find the best, pin, delete.
+
+storage/catalog.py finds the checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,8 @@ class CheckpointInfo:
         return not self.problem
 
 
-class Catalogue:
-    """The part of a Checkpointer that looks back. Every call reads the folder; saves in flight do not count."""
+class History:
+    """The calls of a Checkpointer about its checkpoints. Every call reads the folder; saves in flight do not count."""
 
     directory: Path
     _catalog: Catalog
@@ -119,7 +122,7 @@ class Catalogue:
         if not manifest.is_missing(folder):
             return folder
         steps = self.steps()
-        shown = ", ".join(map(str, steps[-_MAX_STEPS:])) or "no checkpoint"
+        shown = ", ".join(map(str, steps[-_MAX_STEPS:])) or "none"
         raise LoadError(
             f"there is no checkpoint of step {step}; there is: {'… ' * (len(steps) > _MAX_STEPS)}{shown}",
             path=self.directory,

@@ -66,7 +66,7 @@ def test_an_empty_run_has_nothing(tmp_path: Path) -> None:
     with Run(tmp_path, best="loss") as run:
         assert run.ckpt.steps() == [] == run.ckpt.checkpoints()
         assert run.ckpt.latest_step() is None and run.ckpt.best_step() is None
-        with pytest.raises(LoadError, match="no checkpoint of step 3; there is: no checkpoint"):
+        with pytest.raises(LoadError, match="no checkpoint of step 3; there is: none"):
             run.ckpt.checkpoint(3)
 
 
@@ -134,9 +134,16 @@ def test_a_damaged_best_gives_way_to_the_next(run: Run, tmp_path: Path) -> None:
 
 def test_without_the_metric_there_is_no_best(tmp_path: Path) -> None:
     with Run(tmp_path, best="acc") as run:
-        run.save(1, metrics={"loss": 1.0})
+        with pytest.raises(RestoreError, match="has the metric 'acc': give save\\(\\) metrics"):
+            run.save(0)
+            run.ckpt.restore(best=True)
+        with pytest.warns(UserWarning, match="metrics has loss, but not best='acc'"):
+            run.save(1, metrics={"loss": 1.0})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # once is enough
+            run.save(2, metrics={"loss": 1.0})
         assert run.ckpt.best_step() is None
-        with pytest.raises(RestoreError, match=r"no checkpoint in .* has the metric 'acc'"):
+        with pytest.raises(RestoreError, match=r"no checkpoint in .* has the metric 'acc': there is: loss"):
             run.ckpt.restore(best=True)
     with Run(tmp_path) as run, pytest.raises(ConfigError, match="give the Checkpointer best"):
         run.ckpt.restore(best=True)
