@@ -79,7 +79,7 @@ def test_save_returns_before_the_checkpoint_is_durable(make_run: Any, disk: Any)
     handle = run.ckpt.save(1)
     assert not handle.done()
     # Another one than Python's until 3.11.
-    with pytest.raises(concurrent.futures.TimeoutError, match="step-00000001 is not durable after 0.01 s"):
+    with pytest.raises(concurrent.futures.TimeoutError, match=r"step-00000001 is not durable after 0\.01 s"):
         handle.result(timeout=0.01)
     assert not any(n.startswith("step-") for n in names(run.ckpt.directory))
     seen: list[Any] = []
