@@ -33,7 +33,7 @@ class TensorViews:
     dtypes: list[torch.dtype] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
-    to_bfloat16: set[int] = field(default_factory=set)  # identities of float32 storages that take half of the bytes
+    to_bfloat16: set[int] = field(default_factory=set)  # identities of float32 storages, if their size here is half
 
     def __len__(self) -> int:
         return len(self.keys)
