@@ -168,3 +168,39 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
             ckpt.track(model=model, save_dtype=torch.int8)
         with pytest.raises(ConfigError, match="dtype is for a state dict, not for a Tensor"):
             ckpt._saver.save(torch.ones(3), tmp_path / "x.pt", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("cast_first", [False, True])
+def test_one_checkpoint_holds_a_module_whole_and_converted(tmp_path: Path, cast_first: bool) -> None:
+    model, optimizer = train(2)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        if cast_first:
+            ckpt.track(public=model, save_dtype=torch.bfloat16)
+        ckpt.track(model=model, optimizer=optimizer)
+        if not cast_first:
+            ckpt.track(public=model, save_dtype=torch.bfloat16)
+        for number in range(3):
+            expected = copy.deepcopy(model.state_dict())
+            handle = ckpt.save(number)
+            step(model, optimizer)
+            saved = torch.load(handle.result() / "state.pt")
+            assert equal(saved["model"], expected) and equal(saved["public"], halved(expected))
+
+
+def test_frozen_layers_stay_lazy_beside_a_converted_copy(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 512).requires_grad_(False), nn.Linear(512, 128))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    other = nn.Linear(128, 512).requires_grad_(False)  # has the key of the model's first layer in the other file
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(other=other, model=model, optimizer=optimizer)
+        for number in range(9):
+            step(model, optimizer)
+            dtype = torch.bfloat16 if number < 6 else None
+            part = ckpt.save_part("model", tmp_path / "model.pt", dtype=dtype) if number > 2 else None
+            handle = ckpt.save(number)  # before the part is copied
+            handle.result()
+            if part is not None:
+                part.result()
+        step(model, optimizer)
+        handle = ckpt.save(9, blocking=True)
+    assert handle.metrics.eager_bytes < other.weight.nbytes
