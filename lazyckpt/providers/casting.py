@@ -7,6 +7,7 @@ memory nobody touches. All other floating-point tensors are converted at once.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,10 @@ class Casting:
     def converted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state in the new dtype; call ``put_back`` with the storages that it was pickled to."""
         kept, self._stand_ins, self._live = self._stand_ins, {}, {}
-        return {name: self._convert(value, kept) for name, value in state.items()}
+        result = OrderedDict((name, self._convert(value, kept)) for name, value in state.items())
+        if (versions := getattr(state, "_metadata", None)) is not None:
+            vars(result)["_metadata"] = versions  # load_state_dict() reads it
+        return result
 
     def _convert(self, value: Any, kept: dict[int, torch.UntypedStorage]) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype is self._dtype:
@@ -76,6 +80,7 @@ class CastModuleProvider(ModuleProvider):
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module, casts=True)
+        self.save_dtype = dtype
         self._casting = Casting(dtype)
 
     def opcodes(self, table: StorageTable) -> bytes:

@@ -204,3 +204,24 @@ def test_frozen_layers_stay_lazy_beside_a_converted_copy(tmp_path: Path) -> None
         step(model, optimizer)
         handle = ckpt.save(9, blocking=True)
     assert handle.metrics.eager_bytes < other.weight.nbytes
+
+
+def test_the_versions_of_modules_are_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, save_dtype=torch.bfloat16)
+        saved = torch.load(ckpt.save(1).result() / "state.pt")["model"]
+        part = torch.load(ckpt.save_part("model", tmp_path / "model.pt", dtype=torch.float16).result())
+    assert saved._metadata == part._metadata == getattr(model.state_dict(), "_metadata")  # noqa: B009
+
+
+def test_another_save_dtype_of_a_tracked_module_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.track(model=model)
+        with pytest.raises(ConfigError, match="'model' is tracked with another save_dtype; replace=True"):
+            ckpt.track(model=model, save_dtype=torch.bfloat16)
+        ckpt.track(replace=True, model=model, save_dtype=torch.bfloat16)
+        ckpt.track(model=model, save_dtype=torch.bfloat16)
+        assert torch.load(ckpt.save(1).result() / "state.pt")["model"]["weight"].dtype is torch.bfloat16
