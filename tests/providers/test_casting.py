@@ -225,3 +225,14 @@ def test_another_save_dtype_of_a_tracked_module_is_told(tmp_path: Path) -> None:
         ckpt.track(replace=True, model=model, save_dtype=torch.bfloat16)
         ckpt.track(model=model, save_dtype=torch.bfloat16)
         assert torch.load(ckpt.save(1).result() / "state.pt")["model"]["weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tied_weights_are_written_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, save_dtype=dtype)
+        saved = torch.load(ckpt.save(1).result() / "state.pt")["model"]
+    assert equal(saved, halved(model.state_dict(), dtype))
+    assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr()
