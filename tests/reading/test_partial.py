@@ -323,3 +323,16 @@ def test_a_lazy_module_that_was_added_stays_as_it_is(saved: Any, tmp_path: Path)
 def test_only_takes_names(saved: Any, tmp_path: Path, only: Any) -> None:
     with pytest.raises(ConfigError, match="only"):
         into(tmp_path, {"model": make()[0]}, only=only)
+
+
+def test_only_the_loader_without_the_loader_is_nothing(saved: Any, tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path, read_only=True) as ckpt:
+        ckpt.track_loader(torch.utils.data.DataLoader(range(10)))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="restores nothing"):
+            ckpt.restore(only=["loader"], loader=False)
+
+
+def test_a_key_is_text(tmp_path: Path) -> None:
+    torch.save({3: torch.ones(1)}, tmp_path / "file.pt")
+    with pytest.raises(ConfigError, match="key=3"):
+        lazyckpt.load(tmp_path / "file.pt", key=3)  # type: ignore[arg-type]
