@@ -156,7 +156,11 @@ class Checkpointer(History):
         gate.guard_averages()
         for name, obj in state.items():
             if name in self._tracked and self._tracked[name] is obj:
-                continue
+                known = self._provider.parts[name]
+                if (known.save_dtype if isinstance(known, CastModuleProvider) else None) == save_dtype:
+                    continue
+                if not replace:
+                    raise ConfigError(f"track: {name!r} is tracked with another save_dtype; replace=True changes it")
             if name == RNG:
                 raise ConfigError(f"track: the name {name!r} is taken (reserved for the random number generators)")
             if name in self._provider.parts and not replace:
@@ -273,13 +277,17 @@ class Checkpointer(History):
         The newer checkpoints stay until retention drops them. Raises what ``restore`` raises, and SaveError.
         """
         self._refuse_read_only("rollback()")
+        if (folder := self._folder_of(step)).is_symlink():
+            raise LoadError("a symbolic link, to which no run goes back; restore(path=…) follows it", path=folder)
         self._rolling_back = True
         try:
             restored: int | Restored = self.restore(step=step, **how)
         finally:
             self._rolling_back = False
         known = self._catalog.scan()
-        target = next(c for c in known if c.step == step)
+        target = next((c for c in known if c.step == step), None)
+        if target is None:
+            raise LoadError("was restored, but then removed by another process: the rollback is not noted", path=folder)
         try:
             rollback.note(self.directory, target, max(c.sequence for c in known))
         except OSError as error:

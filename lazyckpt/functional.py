@@ -77,14 +77,21 @@ def load(
 
     Raises:
         LoadError: CorruptFileError (truncated, damaged, hostile), UnsupportedFormatError; or if there is no ``key``.
-        ConfigError: If ``rename`` or ``dtype`` makes no sense.
+        ConfigError: If ``key``, ``rename`` or ``dtype`` makes no sense.
     """
+    if key is not None and not isinstance(key, str):
+        raise ConfigError(f'load: key={key!r}: expected a text, such as "model"')
     rename = None if rename is None else checked(rename)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"load: dtype={dtype!r}: expected a floating-point dtype of torch")
     choice = _Choice(path, key, rename)
     loaded = _load(path, map_location, _weights_only(weights_only), choice)
-    return loaded if dtype is None else _cast(loaded, dtype, {})
+    if dtype is None:
+        return loaded
+    try:
+        return _cast(loaded, dtype, {})
+    except RecursionError as error:
+        raise LoadError("nested too deeply to convert its tensors", path=path) from error
 
 
 def _load(path: str | os.PathLike[str], map_location: MapLocation, weights_only: bool, choose: _Choice) -> Any:

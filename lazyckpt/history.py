@@ -150,7 +150,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
         return {}
     try:
         result = {name: float(value) for name, value in metrics.items()}
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"save: metrics={metrics!r}: expected numbers by name ({error})") from None
     if not all(isinstance(name, str) for name in result):
         raise ConfigError(f"save: metrics={metrics!r}: expected names as keys")

@@ -19,6 +19,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.errors import ConfigError, LoadError, RestoreError
+from lazyckpt.storage.manifest import checksum
 from lazyckpt.storage.rollback import NOTE
 
 LOSSES = {10: 3.0, 20: 1.0, 30: math.nan, 40: 2.0}
@@ -164,12 +165,20 @@ def test_knobs_that_make_no_sense(tmp_path: Path, knobs: dict[str, Any], message
         lazyckpt.Checkpointer(tmp_path, **knobs)
 
 
-@pytest.mark.parametrize("metrics", [3, {"a": "x"}, {1: 2.0}, {"a": [1]}])
+@pytest.mark.parametrize("metrics", [3, {"a": "x"}, {1: 2.0}, {"a": [1]}, {"a": 10**400}])
 def test_metrics_that_are_no_numbers(tmp_path: Path, metrics: Any) -> None:
     with Run(tmp_path) as run:
         with pytest.raises(ConfigError, match="metrics"):
             run.ckpt.save(1, metrics=metrics)
         run.save(1)
+
+
+def test_a_metric_beyond_a_float_is_damage(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "step-00000040" / "manifest.json"
+    told = {**json.loads(file.read_text()), "metrics": {"loss": 10**400}}
+    file.write_text(json.dumps({**told, "crc32": checksum(told)}))
+    with pytest.warns(UserWarning, match="passed over"):
+        assert run.ckpt.restore() == 30
 
 
 def test_a_manifest_is_json_whatever_the_metrics(run: Run, tmp_path: Path) -> None:
@@ -236,6 +245,43 @@ def test_the_note_of_a_checkpoint_that_is_gone(run: Run, tmp_path: Path) -> None
     run.ckpt.rollback(20)
     shutil.rmtree(tmp_path / "step-00000020")
     assert run.ckpt.restore() == 10
+
+
+def test_after_a_power_cut_the_note_hides_nothing_that_was_saved_since(run: Run, tmp_path: Path) -> None:
+    run.ckpt.rollback(20)
+    for step in (30, 40):
+        run.ckpt.delete(step)
+    run.ckpt.close()
+    note = (tmp_path / NOTE).read_bytes()
+    with Run(tmp_path) as other:
+        other.save(21)
+    (tmp_path / NOTE).write_bytes(note)  # its removal is not synced
+    with Run(tmp_path) as other:
+        assert other.ckpt.restore() == 21
+
+
+def test_a_note_that_is_no_file_is_told(run: Run, tmp_path: Path) -> None:
+    for make in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")):
+        make(tmp_path / NOTE)
+        with pytest.warns(UserWarning, match=NOTE):
+            assert run.ckpt.restore() == 40
+        os.rename(tmp_path / NOTE, tmp_path / f"was-{len(list(tmp_path.iterdir()))}")
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan, "x", None])
+def test_a_note_with_numbers_that_are_none(run: Run, tmp_path: Path, number: Any) -> None:
+    told = {"format": 1, "step": 20, "sequence": number, "newest": 4}
+    (tmp_path / NOTE).write_text(json.dumps({**told, "crc32": checksum(told)}))
+    with pytest.warns(UserWarning, match=NOTE):
+        assert run.ckpt.restore() == 40
+
+
+def test_a_link_is_no_checkpoint_to_go_back_to(run: Run, tmp_path: Path) -> None:
+    os.rename(tmp_path / "step-00000020", tmp_path / "elsewhere")
+    (tmp_path / "step-00000020").symlink_to("elsewhere")
+    with pytest.raises(LoadError, match="a symbolic link"):
+        run.ckpt.rollback(20)
+    assert run.state["step"] == 40 and not (tmp_path / NOTE).exists()
 
 
 # beside a running job

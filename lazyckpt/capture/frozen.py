@@ -8,28 +8,29 @@ import torch
 
 from lazyckpt.providers.base import TensorView
 
+_MAX_SEEN = 1 << 18
+
 
 class FrozenParameters:
     """What the snapshots of one Saver found of frozen parameters: address, size, version and checksum."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, int, int, int]] = {}  # key -> pointer, bytes, version, crc
-        self._twice: set[str] = set()
+        # By identity and bytes of the storage in the file: a copy in another dtype has other bytes, and the files of
+        # one Saver give the same keys to different storages. The value: pointer, version, crc, and whether seen twice.
+        self._seen: dict[tuple[int, int], tuple[int, int, int, bool]] = {}
 
     def is_lazy(self, view: TensorView, tensor: torch.Tensor) -> bool:
-        seen = self._seen.get(view.key)
-        here = (view.storage.data_ptr(), view.nbytes, tensor._version)
-        return view.key in self._twice and seen is not None and seen[:3] == here
+        pointer, version, _, twice = self._seen.get((view.storage._cdata, view.nbytes), (0, 0, 0, False))
+        return twice and (pointer, version) == (view.storage.data_ptr(), tensor._version)
 
     def observe(self, view: TensorView, version: int, crc: int, was_lazy: bool) -> bool:
         """Notes what a snapshot found. Returns False if a parameter that was copied lazily had changed."""
-        here = (view.storage.data_ptr(), view.nbytes, version, crc)
-        same = self._seen.get(view.key) == here
-        self._seen[view.key] = here
-        if same:
-            self._twice.add(view.key)
-        else:
-            self._twice.discard(view.key)
+        key = view.storage._cdata, view.nbytes
+        here = (view.storage.data_ptr(), version, crc)
+        same = self._seen.pop(key, (0, 0, 0, False))[:3] == here
+        self._seen[key] = (*here, same)
+        while len(self._seen) > _MAX_SEEN:  # of storages that are gone
+            self._seen.pop(next(iter(self._seen)))
         return same or not was_lazy
 
 

@@ -102,8 +102,13 @@ class Snapshot:
         located = located and list(map(located.__getitem__, order))
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         self._identities = self._views.identities
+        # A storage that is saved whole as well is here twice.
         halved = self._views.to_bfloat16
-        self.to_bfloat16 = [source for source, i in enumerate(self._identities) if i in halved] if halved else []
+        self.to_bfloat16 = [
+            source
+            for source, identity in enumerate(self._identities if halved else ())
+            if identity in halved and self.sizes[source] < self._storages[source].nbytes()
+        ]
         self._tensors_of = ownership.tensors | {views.identities[at]: (tensor,) for at, tensor in frozen_at.items()}
         # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
         # versions of the tensors that view it tell.
@@ -148,8 +153,8 @@ class Snapshot:
 
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._identities and (job := self.job) is not None:
-            owners = self.owners[self._identities.index(storage._cdata)]
-            if owners:
+            here = [source for source, identity in enumerate(self._identities) if identity == storage._cdata]
+            if owners := reduce(or_, map(self.owners.__getitem__, here)):
                 job.wait_captured(owners)
                 self.verify(owners)
 

@@ -93,7 +93,8 @@ class Lineage:
                 f"another process also saves into {self._catalog.root}; a run belongs to one process. restore() "
                 "takes what either has committed last, and retention removes only what this one has saved or found"
             )
-        self._sequence = max(self._sequence, newest) + 1
+        given_up = patiently(self._catalog.given_up, warn_in_background)
+        self._sequence = max(self._sequence, newest, given_up) + 1
         self._ours.add((step, self._sequence))
         return manifest.describe(
             step=step,

@@ -33,9 +33,8 @@ class TensorViews:
     dtypes: list[torch.dtype] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
-    to_bfloat16: set[int] = field(
-        default_factory=set, init=False
-    )  # identities of float32 storages that take half of the bytes
+    # Identities of float32 storages, if their size here is half.
+    to_bfloat16: set[int] = field(default_factory=set, init=False)
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -7,6 +7,7 @@ memory nobody touches. All other floating-point tensors are converted at once.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,13 +33,24 @@ class Casting:
     def converted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the state in the new dtype; call ``put_back`` with the storages that it was pickled to."""
         kept, self._stand_ins, self._live = self._stand_ins, {}, {}
-        return {name: self._convert(value, kept) for name, value in state.items()}
+        done: dict[Any, torch.Tensor] = {}
+        result = OrderedDict((name, self._convert(value, kept, done)) for name, value in state.items())
+        if (versions := getattr(state, "_metadata", None)) is not None:
+            vars(result)["_metadata"] = versions  # load_state_dict() reads it
+        return result
 
-    def _convert(self, value: Any, kept: dict[int, torch.UntypedStorage]) -> Any:
+    def _convert(self, value: Any, kept: dict[int, torch.UntypedStorage], done: dict[Any, torch.Tensor]) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype is self._dtype:
             return value
         if not (self._dtype is torch.bfloat16 and _is_whole_float32(value)):
-            return value.detach().to(self._dtype)
+            if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+                return value.detach().to(self._dtype)
+            # Tied weights stay one tensor.
+            view = value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_neg()
+            place = value.untyped_storage()._cdata, *view
+            if place not in done:
+                done[place] = value.detach().to(self._dtype)
+            return done[place]
         live = value.untyped_storage()
         stand_in = kept.get(live._cdata)
         if stand_in is None or 2 * stand_in.nbytes() != live.nbytes():
@@ -76,6 +88,7 @@ class CastModuleProvider(ModuleProvider):
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module, casts=True)
+        self.save_dtype = dtype
         self._casting = Casting(dtype)
 
     def opcodes(self, table: StorageTable) -> bytes:

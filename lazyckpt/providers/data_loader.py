@@ -106,7 +106,9 @@ class TrackedLoader:
                 "resume there, begin with range(loader.epoch, …)"
             )
             self._resuming = False
-        if not self._resuming:
+        if not self._resuming and self._epoch.start is None:
+            self._epoch.number = epoch  # of an iterator too that has handed out nothing yet
+        elif not self._resuming:
             self._epoch = _Epoch(epoch)
         for part in (*self._parts(), getattr(self._loader, "dataset", None)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -219,8 +221,10 @@ class TrackedLoader:
 
     def _replay(self, start: dict[str, Any], count: int) -> Iterator[Any]:
         """Returns the loader's iterator as it was ``count`` batches after ``start``."""
-        if self._has_exact_length() and count == len(self._loader) and not self._loader.persistent_workers:
-            return iter(())  # the epoch is over, and nothing of it has to be fetched again
+        over = self._has_exact_length() and count == len(self._loader)
+        # A RandomSampler with a generator draws once more from it when it ends, and that decides over later epochs.
+        if over and not self._loader.persistent_workers and not _generators(self._parts()):
+            return iter(())  # nothing of the epoch has to be fetched again
         own, rng = self._capture_own(), capture_rng()
         try:
             # Persistent workers draw their seed when they start, so only in their first epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
@@ -20,7 +21,8 @@ _MAX_PREFIXES = 8  # to try
 def checked(rename: Any) -> Rename:
     """Returns ``rename``. Raises ConfigError if it is neither a mapping of prefixes nor a function."""
     if callable(rename):
-        return rename  # type: ignore[no-any-return]
+        # A name is asked for twice: to choose what is read, and for what was read. It must be the same name.
+        return functools.lru_cache(maxsize=None)(rename)
     if not isinstance(rename, Mapping):
         raise ConfigError(f"rename={rename!r}: expected prefixes with their replacements, or a function of a name")
     for old, new in rename.items():

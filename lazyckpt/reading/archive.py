@@ -224,12 +224,14 @@ class Archive:
         return slot.typed
 
 
-def _storage_of(tensor: torch.Tensor) -> int | None:
-    """The identity of the storage that a tensor views; None if it views none."""
+def _storage_of(obj: Any) -> int | None:
+    """The identity of the storage that a tensor views, or that ``obj`` is; None if a tensor views none."""
+    if isinstance(obj, torch.TypedStorage | torch.UntypedStorage):
+        return getattr(obj, "_untyped_storage", obj)._cdata  # type: ignore[no-any-return]
     try:
-        identity: int = tensor.untyped_storage()._cdata
+        identity: int = obj.untyped_storage()._cdata
         return identity
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):  # ValueError: of a lazy module, not initialized yet
         return None
 
 

@@ -58,12 +58,17 @@ class Fit:
         if isinstance(only, str):
             only = [only]
         if only is not None:
-            only = frozenset(only)
+            try:
+                only = frozenset(only)
+            except TypeError:
+                raise ConfigError(f'restore: only={only!r}: expected names, such as ["model"]') from None
             if not only:
                 raise ConfigError("restore: only=[] restores nothing")
-            if unknown := sorted(only - tracked.parts.keys()):
+            if unknown := sorted(only - tracked.parts.keys(), key=str):
                 there = ", ".join(tracked.parts)
                 raise ConfigError(f"restore: only={unknown[0]!r}: nothing of that name is tracked; there is: {there}")
+            if not loader and all(isinstance(tracked.parts[name], LoaderProvider) for name in only):
+                raise ConfigError("restore: only a loader, and loader=False, restores nothing")
         return cls(only, strict, None if rename is None else checked(rename), cast, loader)
 
 

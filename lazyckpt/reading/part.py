@@ -25,13 +25,16 @@ def part(obj: Any, key: str) -> Any:
     raise NoPart(f"there is no {key!r}; there is: {there or 'nothing'}; give one of these as key")
 
 
-def tensors_in(obj: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in the containers of Python below ``obj``."""
+_Holder = torch.Tensor | torch.TypedStorage | torch.UntypedStorage
+
+
+def tensors_in(obj: Any) -> Iterator[_Holder]:
+    """Yields the tensors, and the storages as such, in the containers of Python below ``obj``."""
     seen: set[int] = set()
     todo = [obj]
     while todo:
         obj = todo.pop()
-        if isinstance(obj, torch.Tensor):
+        if isinstance(obj, _Holder):
             yield obj
         elif isinstance(obj, Mapping | list | tuple | set | frozenset) and id(obj) not in seen:
             seen.add(id(obj))

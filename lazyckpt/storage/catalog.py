@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from lazyckpt.errors import CorruptFileError, LoadError, ReadError, load_error
+from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import rollback
 from lazyckpt.storage.manifest import Checkpoint, is_folder_name, read_checkpoint
-from lazyckpt.warn import warn
+from lazyckpt.warn import warn, warn_in_background
 
 SCANS = 10  # at most, of a folder from which another process removes what was just listed
 _PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before each retry of ``patiently``
@@ -45,12 +45,23 @@ class Catalog:
 
     def _chosen_by_rollback(self, newest: int) -> int:
         """The sequence of the checkpoint to continue from; ``newest`` unless a rollback chose another."""
+        note = self._note(warn)
+        return newest if note is None or newest > note.newest else note.sequence
+
+    def _note(self, warn: Callable[[str], None]) -> rollback.Note | None:
         try:
-            chosen = rollback.target_of(self.root, newest)
-        except CorruptFileError as error:
+            return rollback.read(self.root)
+        except ReadError:
+            raise
+        except LoadError as error:
             warn(f"{error}; restore() takes the checkpoint that was saved last")
-            chosen = None
-        return newest if chosen is None else chosen
+            return None
+
+    def given_up(self) -> int:
+        """The highest sequence when a rollback was noted, 0 if there is no note. The next checkpoint is numbered above
+        it, also if those that the rollback gave up were removed: the note must not hide it. Raises ReadError."""
+        note = self._note(warn_in_background)
+        return 0 if note is None else note.newest
 
     def _read_all(self) -> list[Checkpoint]:
         found = []

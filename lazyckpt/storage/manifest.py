@@ -138,7 +138,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             {str(k): math.nan if v is None else float(v) for k, v in data.get("metrics", {}).items()},
             {str(k): str(v) for k, v in data.get("kinds", {}).items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
     names = [entry.name for entry in checkpoint.files]
     if STATE not in names or len(set(names)) != len(names):

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from lazyckpt.errors import CorruptFileError, LoadError
 from lazyckpt.formats.reader import FileReader, unique_keys
@@ -36,27 +37,34 @@ def note(run: Path, target: Checkpoint, newest: int) -> None:
 
 
 def forget(run: Path) -> None:
-    """Removes the note, which a later checkpoint has overtaken. A power cut may bring it back: it means nothing."""
+    """Removes the note, which a later checkpoint has overtaken. A power cut may bring it back: it means nothing, since
+    later checkpoints have a sequence above its ``newest``."""
     with contextlib.suppress(OSError):
         (run / NOTE).unlink()
 
 
-def target_of(run: Path, newest: int) -> int | None:
-    """The sequence of the checkpoint that a rollback chose, None if there is no note, or if a checkpoint was committed
-    since. ``newest`` is the highest sequence in the folder. Raises LoadError if the note cannot be read."""
+class Note(NamedTuple):
+    sequence: int  # of the checkpoint that the rollback chose
+    newest: int  # the highest sequence in the folder then
+
+
+def read(run: Path) -> Note | None:
+    """The note of the last rollback; None if there is none. Raises LoadError if it cannot be read."""
     path = run / NOTE
     if is_missing(path):
         return None
-    with FileReader(path) as file:
-        if file.size > _MAX_BYTES:
-            raise file.corrupt("too large for the note of a rollback")
-        text = file.read(0, file.size)
     try:
+        with FileReader(path) as file:
+            if file.size > _MAX_BYTES:
+                raise file.corrupt("too large for the note of a rollback")
+            text = file.read(0, file.size)
         told = json.loads(text, object_pairs_hook=unique_keys)
         if told["crc32"] != checksum(told):
             raise CorruptFileError("checksum does not match", path=path)
-        return int(told["sequence"]) if newest <= int(told["newest"]) else None
+        return Note(int(told["sequence"]), int(told["newest"]))
     except LoadError:
+        if is_missing(path):
+            return None  # another process has saved meanwhile
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise CorruptFileError(f"not the note of a rollback ({type(error).__name__}: {error})", path=path) from error

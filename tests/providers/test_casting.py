@@ -168,3 +168,71 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
             ckpt.track(model=model, save_dtype=torch.int8)
         with pytest.raises(ConfigError, match="dtype is for a state dict, not for a Tensor"):
             ckpt._saver.save(torch.ones(3), tmp_path / "x.pt", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("cast_first", [False, True])
+def test_one_checkpoint_holds_a_module_whole_and_converted(tmp_path: Path, cast_first: bool) -> None:
+    model, optimizer = train(2)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        if cast_first:
+            ckpt.track(public=model, save_dtype=torch.bfloat16)
+        ckpt.track(model=model, optimizer=optimizer)
+        if not cast_first:
+            ckpt.track(public=model, save_dtype=torch.bfloat16)
+        for number in range(3):
+            expected = copy.deepcopy(model.state_dict())
+            handle = ckpt.save(number)
+            step(model, optimizer)
+            saved = torch.load(handle.result() / "state.pt")
+            assert equal(saved["model"], expected) and equal(saved["public"], halved(expected))
+
+
+def test_frozen_layers_stay_lazy_beside_a_converted_copy(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 512).requires_grad_(False), nn.Linear(512, 128))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    other = nn.Linear(128, 512).requires_grad_(False)  # has the key of the model's first layer in the other file
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(other=other, model=model, optimizer=optimizer)
+        for number in range(9):
+            step(model, optimizer)
+            dtype = torch.bfloat16 if number < 6 else None
+            part = ckpt.save_part("model", tmp_path / "model.pt", dtype=dtype) if number > 2 else None
+            handle = ckpt.save(number)  # before the part is copied
+            handle.result()
+            if part is not None:
+                part.result()
+        step(model, optimizer)
+        handle = ckpt.save(9, blocking=True)
+    assert handle.metrics.eager_bytes < other.weight.nbytes
+
+
+def test_the_versions_of_modules_are_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, save_dtype=torch.bfloat16)
+        saved = torch.load(ckpt.save(1).result() / "state.pt")["model"]
+        part = torch.load(ckpt.save_part("model", tmp_path / "model.pt", dtype=torch.float16).result())
+    assert saved._metadata == part._metadata == getattr(model.state_dict(), "_metadata")  # noqa: B009
+
+
+def test_another_save_dtype_of_a_tracked_module_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.track(model=model)
+        with pytest.raises(ConfigError, match="'model' is tracked with another save_dtype; replace=True"):
+            ckpt.track(model=model, save_dtype=torch.bfloat16)
+        ckpt.track(replace=True, model=model, save_dtype=torch.bfloat16)
+        ckpt.track(model=model, save_dtype=torch.bfloat16)
+        assert torch.load(ckpt.save(1).result() / "state.pt")["model"]["weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tied_weights_are_written_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, save_dtype=dtype)
+        saved = torch.load(ckpt.save(1).result() / "state.pt")["model"]
+    assert equal(saved, halved(model.state_dict(), dtype))
+    assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr()

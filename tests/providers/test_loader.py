@@ -75,6 +75,7 @@ QUICK: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
     "augmented in the process": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
     "own generator": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, generator=seeded()),
+    "own generator, whole batches": lambda: DataLoader(DATA[:20], batch_size=4, shuffle=True, generator=seeded()),
     "two generators": lambda: DataLoader(
         DATA, batch_size=4, sampler=RandomSampler(DATA, generator=seeded(1)), generator=seeded(2)
     ),
@@ -428,6 +429,15 @@ def test_an_epoch_that_is_given_up_counts() -> None:
     assert (loader.epoch, loader.batch) == (0, 1)
     next(iter(loader))
     assert (loader.epoch, loader.batch) == (1, 1)
+
+
+def test_set_epoch_behind_iter_keeps_the_position() -> None:
+    loader = track_loader(QUICK["in order"]())
+    batches = iter(loader)
+    loader.set_epoch(2)
+    next(batches)
+    assert (loader.epoch, loader.batch) == (2, 1)
+    assert torch.equal(next(iter(restored(QUICK["in order"](), save(loader)))), next(batches))
 
 
 def test_set_epoch_elsewhere_gives_up_the_restored_position_with_a_word() -> None:

@@ -319,3 +319,53 @@ def test_a_safetensors_file_gives_a_tensor_by_key(tmp_path: Path, read_bytes: li
     assert list(lazyckpt.load(tmp_path / "x.safetensors", rename={"a.": ""}, dtype=torch.float16)) == ["w", "b"]
     with pytest.raises(LoadError, match=r"there is no 'c'; there is: a\.w, b"):
         lazyckpt.load(tmp_path / "x.safetensors", key="c")
+
+
+# what a key reaches
+
+
+def test_a_storage_under_a_key_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "file.pt"
+    storage = torch.arange(5000.0).untyped_storage()
+    torch.save({"storage": storage, "more": {"typed": storage}, "other": torch.ones(5000)}, file)
+    for found in (lazyckpt.load(file, key="storage"), lazyckpt.load(file, key="more")["typed"]):
+        assert bytes(found.untyped()) == bytes(storage)
+
+
+@pytest.mark.parametrize("of", ["load", "restore"])
+def test_a_rename_with_a_memory_is_asked_once(saved: Any, tmp_path: Path, of: str) -> None:
+    names = iter(saved)
+    folder = tmp_path / "step-00000003"
+    if of == "load":
+        found = lazyckpt.load(folder, key="model", rename=lambda name: next(names))
+    else:
+        model, _ = make(seed=1)
+        into(tmp_path, {"model": model}, only=["model"], rename=lambda name: next(names))
+        found = model.state_dict()
+    assert equal(found, saved)
+
+
+def test_a_lazy_module_that_was_added_stays_as_it_is(saved: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(*make(seed=1)[0], nn.LazyLinear(5))
+    restored = into(tmp_path, {"model": model}, only=["model"], strict=False)
+    assert restored.missing == ("model.3.weight", "model.3.bias")
+    assert equal({key: value for key, value in model.state_dict().items() if key in saved}, saved)
+
+
+@pytest.mark.parametrize("only", [5, [["model"]], [5, "model"]])
+def test_only_takes_names(saved: Any, tmp_path: Path, only: Any) -> None:
+    with pytest.raises(ConfigError, match="only"):
+        into(tmp_path, {"model": make()[0]}, only=only)
+
+
+def test_only_the_loader_without_the_loader_is_nothing(saved: Any, tmp_path: Path) -> None:
+    with lazyckpt.Checkpointer(tmp_path, read_only=True) as ckpt:
+        ckpt.track_loader(torch.utils.data.DataLoader(range(10)))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="restores nothing"):
+            ckpt.restore(only=["loader"], loader=False)
+
+
+def test_a_key_is_text(tmp_path: Path) -> None:
+    torch.save({3: torch.ones(1)}, tmp_path / "file.pt")
+    with pytest.raises(ConfigError, match="key=3"):
+        lazyckpt.load(tmp_path / "file.pt", key=3)  # type: ignore[arg-type]
