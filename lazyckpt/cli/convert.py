@@ -11,6 +11,7 @@ import typer
 
 from lazyckpt.cli.output import plain, print_json, progress, say
 from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument, quantity
+from lazyckpt.errors import ConfigError
 from lazyckpt.tools.contents import document_in, read
 from lazyckpt.tools.units import count, size
 
@@ -54,8 +55,10 @@ def convert(
     """
     from lazyckpt.tools import convert as tool  # imports torch, which takes seconds
 
+    max_shard_bytes = None if max_shard_size is None else int(max_shard_size)
+    if max_shard_bytes == 0:
+        raise ConfigError("--max-shard-size: expected at least one byte")
     with progress() as report:
-        max_shard_bytes = None if max_shard_size is None else int(max_shard_size)
         found = tool.convert(src, dst, key=key, max_shard_bytes=max_shard_bytes, progress=report)
     if as_json:
         print_json(asdict(found))
