@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lazyckpt
 import lazyckpt.integrations
+from lazyckpt.pipeline import request
 from lazyckpt.storage import commit
 
 pytest.importorskip("lightning", minversion="2.6")
@@ -80,7 +81,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk()
-    FileStaging, publish_file = commit.FileStaging, commit.publish_file
+    FileStaging, publish_file = request.FileStaging, commit.publish_file
 
     def staging(target: Path) -> commit.FileStaging:
         time.sleep(disk.late_s)
@@ -92,7 +93,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         publish_file(temporary, target)
 
-    monkeypatch.setattr(commit, "FileStaging", staging)
+    monkeypatch.setattr(request, "FileStaging", staging)  # by the name that a save uses
     monkeypatch.setattr(commit, "publish_file", publish)
     yield disk
     disk.free.set()
