@@ -1012,6 +1012,25 @@ def test_a_failed_last_save_raises_at_the_end_of_fit_and_the_old_one_stays(
     assert signal.getsignal(signal.SIGTERM) is handler  # the Trainer was torn down all the same
 
 
+def test_a_pending_file_exists_however_that_is_asked(tmp_path: Path, disk: Disk) -> None:
+    """A ModelCheckpoint of the user's may name the arguments."""
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}", save_top_k=-1)
+    file = str(tmp_path / "step=2.ckpt")
+    found: list[bool] = []
+
+    def look(trainer: Trainer) -> None:
+        disk.free.clear()
+        if trainer.global_step == 3:
+            assert not os.path.exists(file)
+            found.extend(
+                [checkpoint.file_exists(file, trainer), checkpoint.file_exists(trainer=trainer, filepath=file)]
+            )
+            disk.free.set()
+
+    trainer_in(tmp_path, LazyCheckpointIO(), checkpoint, Each(look), max_steps=3).fit(Net())
+    assert found == [True, True]
+
+
 @pytest.mark.parametrize("committing", [False, True], ids=["alone", "under commit_on"])
 def test_sigterm_ends_fit_after_the_batch_with_everything_committed(
     committing: bool, tmp_path: Path, disk: Disk
