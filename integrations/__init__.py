@@ -48,7 +48,7 @@ def wrap(owner: type, name: str, find: Callable[..., Any]) -> Callable[[Callable
 
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = find(self, *args)
+            found = find(self, *args, *kwargs.values())
             if found is None:
                 return original(self, *args, **kwargs)
             return function(found, functools.partial(original, self), self, *args, **kwargs)

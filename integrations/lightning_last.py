@@ -39,10 +39,10 @@ def _remove_behind_last(io: Any, original: Any, callback: ModelCheckpoint, train
         original(trainer, filepath)
 
 
-def _save_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer, candidates: Any) -> None:
+def _save_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer, monitor_candidates: Any) -> None:
     """Removes what ``_remove_behind_last`` held back, unless the save of ``last`` failed."""
     try:
-        original(trainer, candidates)
+        original(trainer, monitor_candidates)
     finally:
         superseded = _superseded.pop(callback, [])
     for path in superseded:

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain, compress, count, islice, repeat
 from operator import attrgetter, not_, or_
 from typing import TYPE_CHECKING, Any
@@ -152,11 +152,17 @@ class Snapshot:
         self._wait(ALL_OWNERS, on_device=False)
 
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._identities and (job := self.job) is not None:
-            here = [source for source, identity in enumerate(self._identities) if identity == storage._cdata]
-            if owners := reduce(or_, map(self.owners.__getitem__, here)):
-                job.wait_captured(owners)
-                self.verify(owners)
+        if (job := self.job) is not None and (owners := self._owners_by_identity.get(storage._cdata)):
+            job.wait_captured(owners)
+            self.verify(owners)
+
+    @cached_property
+    def _owners_by_identity(self) -> dict[int, int]:
+        """For ``wait_for_storage``: there may be as many calls as storages. One may be saved whole and converted."""
+        owners: dict[int, int] = {}
+        for identity, bits in zip(self._identities, self.owners, strict=True):
+            owners[identity] = owners.get(identity, 0) | bits
+        return owners
 
     def is_held(self) -> bool:
         return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]

@@ -11,6 +11,7 @@ import typer
 
 from lazyckpt.cli.output import plain, print_json, progress, say
 from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument, quantity
+from lazyckpt.errors import ConfigError
 from lazyckpt.tools.contents import document_in, read
 from lazyckpt.tools.units import count, size
 
@@ -80,8 +81,10 @@ def convert(
     target = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not isinstance(target, torch.dtype):
         raise typer.BadParameter(f"{dtype!r} is no dtype of torch, such as bfloat16", param_hint="--dtype")
+    max_shard_bytes = None if max_shard_size is None else int(max_shard_size)
+    if max_shard_bytes == 0:
+        raise ConfigError("--max-shard-size: expected at least one byte")
     with progress() as report:
-        max_shard_bytes = None if max_shard_size is None else int(max_shard_size)
         found = tool.convert(
             src,
             dst,

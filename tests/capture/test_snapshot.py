@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import itertools
 import threading
 import time
 import weakref
@@ -71,17 +70,42 @@ def test_a_storage_of_exactly_4_kib_is_eager_and_one_more_element_is_lazy(make_r
 
 def test_a_part_of_a_storage_is_eager_unless_the_parts_make_the_whole(make_run: Any, rng_bytes: int) -> None:
     """A flat buffer behind the parameters is nobody's if only some of it is the optimizer's."""
-    flat = torch.zeros(10_000)
-    for cuts, lazy in (((0, 4000), False), ((0, 4000, 10_000), True)):
-        model = torch.nn.ParameterList(
-            [torch.nn.Parameter(flat[a:b]) for a, b in itertools.pairwise(cuts)],
-        )
+    for cuts, lazy in (
+        ([(0, 4000)], False),
+        ([(0, 4000), (4000, 10_000)], True),
+        ([(0, 4000), (6000, 10_000)], False),
+        ([(0, 6000), (0, 4000)], False),  # as many bytes as it has
+    ):
+        flat = torch.zeros(10_000)
+        model = torch.nn.ParameterList([torch.nn.Parameter(flat[begin:end]) for begin, end in cuts])
         run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         run.optimizer.step()
         eager = run.ckpt.save(1, blocking=True).metrics.eager_bytes - rng_bytes
         assert eager == (0 if lazy else flat.nbytes)
+
+
+def test_a_transposed_parameter_owns_its_storage(make_run: Any, rng_bytes: int) -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(50, 60).t())])
+    run = make_run(lambda p: torch.optim.SGD(p, lr=0.1), model, warm=False)
+    model[0].grad = torch.ones(60, 50)
+    run.optimizer.step()
+    assert run.ckpt.save(1, blocking=True).metrics.eager_bytes == rng_bytes
+
+
+def test_there_may_be_more_owners_than_bits(tmp_path: Any) -> None:
+    tensors = [torch.nn.Parameter(torch.rand(3000)) for _ in range(70)]
+    optimizers = [torch.optim.SGD([tensor], 0.1) for tensor in tensors]
+    with lazyckpt.Saver(chunk_bytes=64 << 10, host_buffer_bytes=1 << 20) as saver:
+        for step in range(2):
+            before = [tensor.detach().clone() for tensor in tensors]
+            handle = saver.save(tensors, tmp_path / "a.pt", step=step)
+            for tensor, optimizer in zip(tensors, optimizers, strict=True):
+                tensor.grad = torch.ones_like(tensor)
+                optimizer.step()
+            assert all(map(torch.equal, torch.load(handle.result(timeout=30)), before))
+    assert handle.metrics.eager_bytes == 0
 
 
 def test_an_expanded_tensor_in_optimizer_state_does_not_own_its_storage(make_run: Any) -> None:

@@ -174,6 +174,7 @@ def test_shards_hold_tensors_and_go_into_a_new_folder(tmp_path: Path, monkeypatc
     assert "'model' is a dict; give a part of it as key: model" in fails(2, "convert", "a.pt", "b/model.bin", *wanted)
     line = fails(2, "convert", "a.pt", "model.bin", "--key", "model", *wanted)
     assert ".: exists already; shards need a new folder: use DIR or DIR/model.bin" in line
+    assert "at least one byte" in fails(2, "convert", "a.pt", "b", "--key", "model", "--max-shard-size", "0.5")
     assert os.listdir() == ["a.pt"]
 
 

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lazyckpt
 import lazyckpt.integrations
+from lazyckpt.pipeline import request
 from lazyckpt.storage import commit
 
 pytest.importorskip("lightning", minversion="2.6")
@@ -80,7 +81,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk()
-    FileStaging, publish_file = commit.FileStaging, commit.publish_file
+    FileStaging, publish_file = request.FileStaging, commit.publish_file
 
     def staging(target: Path) -> commit.FileStaging:
         time.sleep(disk.late_s)
@@ -92,7 +93,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         publish_file(temporary, target)
 
-    monkeypatch.setattr(commit, "FileStaging", staging)
+    monkeypatch.setattr(request, "FileStaging", staging)  # by the name that a save uses
     monkeypatch.setattr(commit, "publish_file", publish)
     yield disk
     disk.free.set()
@@ -1009,6 +1010,25 @@ def test_a_failed_last_save_raises_at_the_end_of_fit_and_the_old_one_stays(
         trainer.fit(Net())
     assert names_in(tmp_path) == {"step=3.ckpt": "", "last.ckpt": "step=3.ckpt"}
     assert signal.getsignal(signal.SIGTERM) is handler  # the Trainer was torn down all the same
+
+
+def test_a_pending_file_exists_however_that_is_asked(tmp_path: Path, disk: Disk) -> None:
+    """A ModelCheckpoint of the user's may name the arguments."""
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}", save_top_k=-1)
+    file = str(tmp_path / "step=2.ckpt")
+    found: list[bool] = []
+
+    def look(trainer: Trainer) -> None:
+        disk.free.clear()
+        if trainer.global_step == 3:
+            assert not os.path.exists(file)
+            found.extend(
+                [checkpoint.file_exists(file, trainer), checkpoint.file_exists(trainer=trainer, filepath=file)]
+            )
+            disk.free.set()
+
+    trainer_in(tmp_path, LazyCheckpointIO(), checkpoint, Each(look), max_steps=3).fit(Net())
+    assert found == [True, True]
 
 
 @pytest.mark.parametrize("committing", [False, True], ids=["alone", "under commit_on"])

@@ -21,12 +21,15 @@ def test_what_is_not_tried_here_is_skipped_with_its_reason(witness: str) -> None
 
 @pytest.mark.parametrize(("witness", "name"), BOTH, ids=[f"{w}-{n}" for w, n in BOTH])
 def test_each_writer(witness: str, name: str, quick_trial: Trial) -> None:
-    """Twice: save by save with the copies held back and in a race; and in a loop, in another container and size."""
+    """Twice: save by save with the copies held back, in a race and, under one witness, in the middle of the copies; and
+    in a loop, in another container and size."""
     writer = registry.REGISTRY[name]
     if reason := writer.unavailable():
         pytest.skip(reason)
-    quick_trial.run(Plan(name, witness, rounds=(Round(1, HELD), Round(1, "at once"))))
     number = list(registry.REGISTRY).index(name)
+    able = [w for w in witnesses() if name in registry.names(w, slow=True)]
+    during = TORTURE or able[number % len(able)] == witness
+    quick_trial.run(Plan(name, witness, rounds=(Round(1, HELD), Round(1, "at once"), *[Round(1, "during")] * during)))
     way = sorted(writer.ways)[number % len(writer.ways)]
     sizes = [size for size in writer.sizes if size != "large"]  # which test_sequences and test_regressions take
     size = sizes[number % len(sizes)]
