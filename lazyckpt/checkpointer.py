@@ -295,11 +295,12 @@ class Checkpointer(History):
         return restored
 
     def _warn_of_newer(self, restored: Checkpoint) -> None:
-        newest = self._catalog.scan()[0]
+        newest = next(iter(self._catalog.scan()), restored)
         if newest.path != restored.path and not self._warned_of_newer:
             self._warned_of_newer = True
+            why = "was saved later" if newest.sequence > restored.sequence else "was chosen by rollback()"
             warn(
-                f"restored step {restored.step}, but step {newest.step} was saved later, and restore() takes that one "
+                f"restored step {restored.step}, but step {newest.step} {why}, and restore() takes that one "
                 f"until this run saves; rollback({restored.step}) makes it stay at step {restored.step}"
             )
 

@@ -233,6 +233,19 @@ def test_restoring_an_older_step_tells_of_the_newer_once(run: Run) -> None:
     assert run.ckpt.restore() == 40
 
 
+def test_restoring_what_a_rollback_gave_up_says_so(run: Run) -> None:
+    run.ckpt.rollback(20)
+    with pytest.warns(UserWarning, match=r"restored step 40, but step 20 was chosen by rollback\(\)"):
+        run.ckpt.restore(step=40)
+
+
+def test_a_renamed_checkpoint_of_a_run_without_others_is_restored(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.save(1)
+        os.rename(tmp_path / "step-00000001", tmp_path / "kept")
+        assert run.ckpt.restore(path=tmp_path / "kept") == 1
+
+
 @pytest.mark.parametrize("damage", [b"", b"{}", b"x", b'{"format": 1, "sequence": 1, "newest": 99, "crc32": "0"}'])
 def test_a_damaged_note_is_told_and_the_last_one_is_restored(run: Run, tmp_path: Path, damage: bytes) -> None:
     run.ckpt.rollback(20)

@@ -18,7 +18,7 @@ def part(obj: Any, key: str) -> Any:
     """Returns ``obj["a"]["b"]`` for "a.b"; prefers keys that contain the dot themselves. Raises NoPart."""
     if not isinstance(obj, Mapping):
         raise NoPart(f"there is no {key!r}: expected a dict there, found {type(obj).__name__}")
-    for head, rest in [(key, "")] + [(key[:i], key[i + 1 :]) for i, c in enumerate(key) if c == "."]:
+    for head, rest in [(key, "")] + [(key[:i], key[i + 1 :]) for i in reversed(range(len(key))) if key[i] == "."]:
         if head in obj:
             return part(obj[head], rest) if rest else obj[head]
     there = ", ".join(map(str, list(obj)[:_MAX_KEYS])) + (", …" if len(obj) > _MAX_KEYS else "")
@@ -38,4 +38,5 @@ def tensors_in(obj: Any) -> Iterator[_Holder]:
             yield obj
         elif isinstance(obj, Mapping | list | tuple | set | frozenset) and id(obj) not in seen:
             seen.add(id(obj))
-            todo += obj.values() if isinstance(obj, Mapping) else obj
+            todo += [*obj.keys(), *obj.values()] if isinstance(obj, Mapping) else obj
+            todo += getattr(obj, "__dict__", {}).values()  # of an OrderedDict

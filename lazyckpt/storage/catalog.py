@@ -39,7 +39,7 @@ class Catalog:
             if all(isinstance(error, ReadError) or os.path.lexists(error.path) for error in self.broken):
                 break  # otherwise another process removes checkpoints while we read, and may have committed one since
         if not found:
-            return []
+            return []  # a folder that cannot be searched tells of its checkpoints, not of the note
         chosen = self._chosen_by_rollback(max(c.sequence for c in found))
         return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,20 @@ def test_a_storage_under_a_key_is_read(tmp_path: Path) -> None:
     torch.save({"storage": storage, "more": {"typed": storage}, "other": torch.ones(5000)}, file)
     for found in (lazyckpt.load(file, key="storage"), lazyckpt.load(file, key="more")["typed"]):
         assert bytes(found.untyped()) == bytes(storage)
+
+
+def test_tensors_beside_the_entries_of_a_dict_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "file.pt"
+    state = OrderedDict(weight=torch.ones(3))
+    vars(state)["hidden"] = torch.full((5000,), 5.0)
+    torch.save({"model": state, "by tensor": {torch.full((5000,), 6.0): 1}}, file)
+    assert lazyckpt.load(file, key="model").hidden.eq(5.0).all()
+    assert next(iter(lazyckpt.load(file, key="by tensor"))).eq(6.0).all()
+
+
+def test_a_key_with_a_dot_comes_before_a_part_of_a_part(tmp_path: Path) -> None:
+    torch.save({"a": {"x": 1}, "a.b": {"c": 2}}, tmp_path / "file.pt")
+    assert lazyckpt.load(tmp_path / "file.pt", key="a.b.c") == 2 and lazyckpt.load(tmp_path / "file.pt", key="a.x") == 1
 
 
 @pytest.mark.parametrize("of", ["load", "restore"])
