@@ -343,7 +343,8 @@ class Checkpointer(History):
         blocking: bool = False,
     ) -> SaveHandle:
         """Save one tracked module as a file of its own, as lazily as a checkpoint: ``torch.save``'s format, or
-        safetensors if the name ends so.
+        safetensors if the name ends so. Call it after the ``save`` of that step, if there is one: the first of two
+        saves without a step between them is the lazy one.
 
         ``dtype`` converts the floating-point tensors, as ``save_dtype`` of ``track`` does. Waits and raises as ``save``
         does; ConfigError if ``name`` is no tracked module.

@@ -5,13 +5,13 @@ storage/catalog.py finds the checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
+from lazyckpt.errors import ConfigError, LazyCkptError, LoadError, ReadError
 from lazyckpt.storage import manifest, removal, retention
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
@@ -91,30 +91,24 @@ class History:
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint, pinned or not; durable when this returns. Raises LoadError if there is none."""
-        self._refuse_read_only("delete()")
-        folder = self._folder_of(step)
-        try:
-            removal.remove(folder)
-            manifest.pin_of(folder).unlink(missing_ok=True)
-        except OSError as error:
-            raise save_error(error, path=folder, step=step) from error
+        self._change("delete()", step, _remove)
 
     def pin(self, step: int) -> None:
         """Keeps a checkpoint, whatever ``keep_last`` says; durable when this returns. Raises LoadError if there is
         none."""
-        self._pin(retention.pin, step)
+        self._change("pin()", step, retention.pin)
 
     def unpin(self, step: int) -> None:
         """Undoes ``pin``."""
-        self._pin(retention.unpin, step)
+        self._change("unpin()", step, retention.unpin)
 
-    def _pin(self, act: Any, step: int) -> None:
-        self._refuse_read_only("pin() and unpin()")
+    def _change(self, call: str, step: int, change: Callable[[Path], None]) -> None:
+        self._refuse_read_only(call)
         folder = self._folder_of(step)
         try:
-            act(folder)
+            change(folder)
         except OSError as error:
-            raise save_error(error, path=folder, step=step) from error
+            raise LazyCkptError(f"{call}: {folder}: {error.strerror} ({error.errno})") from error
 
     def _folder_of(self, step: int) -> Path:
         """Raises LoadError, which lists the steps there are, if the folder of this step is missing."""
@@ -136,6 +130,11 @@ class History:
         if self._best is None:
             raise ConfigError('the best checkpoint: give the Checkpointer best, the name of a metric such as "loss"')
         return self._best
+
+
+def _remove(checkpoint: Path) -> None:
+    retention.unpin(checkpoint)
+    removal.remove(checkpoint)
 
 
 def checked_step(step: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.errors import ConfigError, LoadError, RestoreError
+from lazyckpt.errors import ConfigError, LazyCkptError, LoadError, RestoreError
 from lazyckpt.storage.manifest import checksum
 from lazyckpt.storage.rollback import NOTE
 
@@ -95,6 +96,16 @@ def test_delete_and_pin(run: Run, tmp_path: Path) -> None:
     assert run.ckpt.steps() == [10, 30, 40] and not list(tmp_path.glob("*20*"))
     run.save(50)
     assert run.ckpt.restore() == 50
+
+
+def test_what_cannot_be_removed_says_so(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(LazyCkptError, match=r"^delete\(\): .*step-00000020: Permission denied \(13\)"):
+        run.ckpt.delete(20)
+    assert run.ckpt.checkpoint(20).is_whole
 
 
 # the best
