@@ -89,7 +89,8 @@ def _swaps() -> Recipe:
             model(batch(number)[0])
 
     tracked = {"model": model, "optimizer": optimizer, "ema": ema}
-    return Recipe(tracked, stepping(model, optimizer, ema.update), after_save=evaluate)
+    # A lambda: a method that is bound before track() is the class's own, which does not wait.
+    return Recipe(tracked, stepping(model, optimizer, lambda: ema.update()), after_save=evaluate)
 
 
 ROWS = [
