@@ -638,3 +638,45 @@ promise(
         "test_permissions.py::test_a_guessed_temporary_folder_is_not_used",
     ),
 )
+
+# What a checkpoint is used for
+
+promise(
+    "docs/keep-the-best.md",
+    "A rollback survives a crash before the next save; the best checkpoints stay beside the last ones.",
+    (
+        "a rollback leaves no note",
+        py("Checkpointer.rollback", swap("rollback.note(...)")),
+        "test_history.py::test_a_rollback_outlives_a_crash_before_the_next_save",
+    ),
+    (
+        "a note is not heeded",
+        py("Catalog._chosen_by_rollback", body("return newest")),
+        "test_history.py::test_a_rollback_outlives_a_crash_before_the_next_save",
+    ),
+    (
+        "retention forgets the best",
+        py("retention.retention", swap("c in bests", "False")),
+        "test_history.py::test_keep_best_keeps_the_best_beside_the_last",
+    ),
+)
+
+promise(
+    "docs/change-the-model.md",
+    "restore() refuses the state of another class of optimizer before it touches anything.",
+    (
+        "another class of optimizer is restored",
+        py("Fitting.__init__", swap("refuse_other_kinds(...)")),
+        "test_partial.py::test_another_optimizer_is_told_before_anything_is_touched",
+    ),
+)
+
+promise(
+    "docs/epochs.md",
+    "A loader that was built otherwise is an error in the middle of an epoch.",
+    (
+        "a loader that was built otherwise goes on",
+        py("TrackedLoader._changes", body("return ''")),
+        "test_loader.py::test_a_loader_that_was_built_otherwise_is_told",
+    ),
+)
