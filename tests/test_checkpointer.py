@@ -441,10 +441,20 @@ def test_rollback_the_newest_is_the_last_saved_not_the_highest(make_run: Any) ->
 # when something goes wrong
 
 
-def test_each_error_in_the_background_is_raised_once_unless_it_was_seen(make_run: Any, broken: Any) -> None:
+def test_each_error_in_the_background_is_raised_once_unless_it_was_seen(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(max_in_flight=3)
-    with broken():
+    all_begun = threading.Event()  # or the error of the first save may be raised by the second
+
+    def refuse_then(*_: Any) -> None:
+        assert all_begun.wait(30)
+        refuse()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.Staging, "describe", refuse_then)
         handles = [run.ckpt.save(step) for step in (6, 7, 8)]
+        all_begun.set()
         with pytest.raises(lazyckpt.SaveError, match="step 6"):
             handles[0].result()
         wait_until(lambda: all(h.done() for h in handles))
