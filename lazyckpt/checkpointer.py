@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
@@ -94,7 +94,7 @@ class Checkpointer(History):
         self._catalog = Catalog(self.directory)
         config, self._read_only = self.config, read_only
         self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
-        self._warned_of_newer = self._warned_of_metric = self._rolling_back = False
+        self._warned_of_newer = self._warned_of_metric = False
         try:
             if not read_only:
                 self._open_for_saves()
@@ -246,57 +246,68 @@ class Checkpointer(History):
         if (step is not None) + (path is not None) + bool(best) > 1:
             raise ConfigError("restore: give one of step, path and best")
         fit = Fit.of(self._provider, only=only, strict=strict, rename=rename, cast=cast, loader=loader)
-        return self._restore(step, path, best, fit)
+        if step is not None:
+            found = self._restore(fit, folder=lambda: self._folder_of(step))
+        elif path is not None:
+            found = self._restore(fit, folder=lambda: Path(path))
+        else:
+            found = self._restore(fit, best=self._checked_best() if best else None)
+        if found is None:
+            return None
+        checkpoint, restored = found
+        if (step is not None or path is not None or best) and not self._read_only:
+            self._warn_of_newer(checkpoint)
+        return checkpoint.step if strict else restored
 
     @alone("restore()")
     def _restore(
-        self, step: int | None, path: str | os.PathLike[str] | None, best: bool, fit: Fit
-    ) -> int | Restored | None:
+        self, fit: Fit, *, folder: Callable[[], Path] | None = None, best: Best | None = None
+    ) -> tuple[Checkpoint, Restored] | None:
+        """Restores the newest checkpoint or the ``best``, or that in ``folder``, which is asked for once all saves are
+        durable."""
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
-        if step is None and path is None:
-            by = self._checked_best() if best else None
-            found = restore_newest(self._catalog, self._provider, self._saver.engine, fit, by)
-            if found is None:
-                return None
+        engine = self._saver.engine
+        if folder is not None:
+            found = restore_one(folder(), self._provider, engine, fit)
+        elif (newest := restore_newest(self._catalog, self._provider, engine, fit, best)) is not None:
+            found = newest
         else:
-            folder = self._folder_of(step) if step is not None else Path(path or "")
-            found = restore_one(folder, self._provider, self._saver.engine, fit)
-        checkpoint, restored = found
+            return None
         self._launcher.forget_frozen()
-        own = checkpoint.path.parent.resolve() == self.directory.resolve()
-        self._lineage.restored(checkpoint, own=own)
-        if own and not self._read_only and not self._rolling_back:
-            self._warn_of_newer(checkpoint)
-        return checkpoint.step if fit.strict else restored
+        self._lineage.restored(found[0], own=self._is_own(found[0]))
+        return found
+
+    def _is_own(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.path.parent.resolve() == self.directory.resolve()
 
     def rollback(self, step: int, **how: Any) -> int | Restored:
         """Restore the checkpoint of ``step`` and make it the one to continue from, also after a crash before the next
-        save. Takes the other arguments of ``restore``.
+        save. ``how``: ``only``, ``strict``, ``rename``, ``cast`` and ``loader``, as in ``restore``.
 
         The newer checkpoints stay until retention drops them. Raises what ``restore`` raises, and SaveError.
         """
+        self._launcher.check_usable()
         self._refuse_read_only("rollback()")
-        if (folder := self._folder_of(step)).is_symlink():
-            raise LoadError("a symbolic link, to which no run goes back; restore(path=…) follows it", path=folder)
-        self._rolling_back = True
+
+        def folder() -> Path:
+            if (found := self._folder_of(step)).is_symlink():
+                raise LoadError("a symbolic link, to which no run goes back; restore(path=…) follows it", path=found)
+            return found
+
+        fit = Fit.of(self._provider, **how)
+        found = self._restore(fit, folder=folder)
+        assert found is not None
+        checkpoint, restored = found
         try:
-            restored: int | Restored = self.restore(step=step, **how)
-        finally:
-            self._rolling_back = False
-        known = self._catalog.scan()
-        target = next((c for c in known if c.step == step), None)
-        if target is None:
-            raise LoadError("was restored, but then removed by another process: the rollback is not noted", path=folder)
-        try:
-            rollback.note(self.directory, target, max(c.sequence for c in known))
+            rollback.note(self.directory, checkpoint, max((c.sequence for c in self._catalog.scan()), default=0))
         except OSError as error:
             raise save_error(error, path=self.directory / rollback.NOTE, step=step) from error
-        return restored
+        return step if fit.strict else restored
 
     def _warn_of_newer(self, restored: Checkpoint) -> None:
         newest = next(iter(self._catalog.scan()), restored)
-        if newest.path != restored.path and not self._warned_of_newer:
+        if self._is_own(restored) and newest.path.name != restored.path.name and not self._warned_of_newer:
             self._warned_of_newer = True
             why = "was saved later" if newest.sequence > restored.sequence else "was chosen by rollback()"
             warn(
@@ -334,6 +345,7 @@ class Checkpointer(History):
             has = ", ".join(given)
             warn(f"save: metrics has {has}, but not best={best.metric!r}; such a checkpoint is never the best")
 
+    @alone("save_part()")
     def save_part(
         self,
         name: str,
@@ -387,13 +399,9 @@ class Checkpointer(History):
         self._saver.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed"
-            if self._saver.closed
-            else "read_only"
-            if self._read_only
-            else f"{len(self._saver.pending())} saves in flight"
-        )
+        state = "read_only" if self._read_only else f"{len(self._saver.pending())} saves in flight"
+        if self._saver.closed:
+            state = "closed"
         return f"<Checkpointer {self.directory}: tracks {', '.join(self._provider.parts)}; {state}>"
 
     def __reduce__(self) -> NoReturn:

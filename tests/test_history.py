@@ -227,6 +227,28 @@ def test_after_a_rollback_what_is_damaged_gives_way_to_what_was_before_it(run: R
         assert run.ckpt.restore() == 10
 
 
+def test_a_rollback_waits_for_the_save_that_it_goes_back_to(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.state["step"] = step
+            run.ckpt.save(step)
+        assert run.ckpt.rollback(3) == 3 == run.ckpt.latest_step()
+        run.ckpt.save(4)
+        with pytest.warns(UserWarning, match="step 5 was saved later"):
+            run.ckpt.save(5)
+            assert run.ckpt.restore(step=4) == 4
+
+
+def test_a_rollback_takes_the_arguments_of_restore(run: Run) -> None:
+    run.ckpt.track(more={"x": 1})
+    with pytest.raises(RestoreError, match="more: not in the checkpoint"):
+        run.ckpt.rollback(20)
+    assert run.ckpt.latest_step() == 40, "nothing is noted"
+    restored = run.ckpt.rollback(20, strict=False)
+    assert isinstance(restored, lazyckpt.Restored) and restored.missing == ("more",)
+    assert run.ckpt.latest_step() == 20 == run.ckpt.rollback(20, only=["state"])
+
+
 def test_retention_after_a_rollback_counts_along_the_new_line(run: Run, tmp_path: Path) -> None:
     run.ckpt.close()
     with Run(tmp_path, keep_last=2) as other:

@@ -82,27 +82,23 @@ def test_a_failed_save_looks_failed(tmp_path: Path) -> None:
         assert handle.progress == 0.0 and "failed: " in repr(handle)
 
 
-class Half:
-    progress = 0.5
-
-
 def test_a_long_wait_shows_a_bar_where_somebody_looks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wait_bar, "_AFTER_S", 0)
     with wait_bar.WaitBar() as bar:
-        bar.show("saving step-3", Half())
+        bar.show("saving step-3", lambda: 0.5)
     assert capsys.readouterr() == ("", ""), "standard error is no terminal"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with wait_bar.WaitBar() as bar:
-        bar.show("saving step-3", Half())
+        bar.show("saving step-3", lambda: 0.5)
         bar._bar.refresh()
     told = capsys.readouterr()
     assert "saving step-3" in told.err and "50%" in told.err and told.out == ""
 
     def elsewhere() -> None:
         with wait_bar.WaitBar() as bar:
-            bar.show("saving step-3", Half())
+            bar.show("saving step-3", lambda: 0.5)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()

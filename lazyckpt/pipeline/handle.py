@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import os
 import threading
 import time
@@ -200,7 +201,7 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                     if time.monotonic() > patient_until:
                         raise obstacle._impatience()
                 for save in candidates[:1]:
-                    bar.show(f"saving {save.path.name}", save)
+                    bar.show(f"saving {save.path.name}", functools.partial(getattr, save, "progress"))
                 with contextlib.suppress(concurrent.futures.TimeoutError):
                     Future.exception(future, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
 

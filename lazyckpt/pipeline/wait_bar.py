@@ -5,15 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 _AFTER_S = 3.0
-
-
-class _Handle(Protocol):
-    @property
-    def progress(self) -> float: ...
 
 
 class WaitBar:
@@ -28,7 +23,8 @@ class WaitBar:
     def __enter__(self) -> WaitBar:
         return self
 
-    def show(self, what: str, handle: _Handle) -> None:
+    def show(self, what: str, progress: Callable[[], float]) -> None:
+        """``progress`` goes from 0 to 1."""
         if self._bar is None:
             if time.monotonic() < self._begin + _AFTER_S or not _somebody_looks():
                 return
@@ -39,11 +35,9 @@ class WaitBar:
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
             self._task = self._bar.add_task(what, total=1.0)
-        self._bar.update(self._task, description=what, completed=handle.progress)
+        self._bar.update(self._task, description=what, completed=progress())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

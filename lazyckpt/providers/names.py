@@ -80,9 +80,8 @@ def suggestion(saved: Collection[str], live: Collection[str]) -> str | None:
     if set(saved) == set(live) or not saved or not live:
         return None
     for prefix in _prefixes(saved, live):
-        if {name.removeprefix(prefix) for name in saved if name.startswith(prefix)} == set(live):
-            rest = [name for name in saved if not name.startswith(prefix)]
-            return f'{{"{prefix}": ""}}' if not rest else None
+        if set(saved) == {prefix + name for name in live}:
+            return f'{{"{prefix}": ""}}'
         if {prefix + name for name in saved} == set(live):
             return f'{{"": "{prefix}"}}'
     for word in _WRAPPERS:

@@ -53,7 +53,16 @@ class Fit:
     loader: bool = True
 
     @classmethod
-    def of(cls, tracked: CompositeProvider, *, only: Any, strict: bool, rename: Any, cast: bool, loader: bool) -> Fit:
+    def of(
+        cls,
+        tracked: CompositeProvider,
+        *,
+        only: Any = None,
+        strict: bool = True,
+        rename: Any = None,
+        cast: bool = False,
+        loader: bool = True,
+    ) -> Fit:
         """Raises ConfigError for arguments that make no sense."""
         if isinstance(only, str):
             only = [only]

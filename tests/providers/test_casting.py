@@ -103,6 +103,29 @@ def test_one_part_as_a_file(tmp_path: Path, name: str, dtype: torch.dtype | None
             ckpt.save_part("optimizer", tmp_path / name)
 
 
+def test_one_save_at_a_time(tmp_path: Path) -> None:
+    class Calling(nn.Linear):
+        """Calls something while its state is asked for."""
+
+        call: Any = None
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            call, self.call = self.call, None
+            if call is not None:
+                with pytest.raises(ConfigError, match=r"was called inside save"):
+                    call()
+            return super().state_dict(*args, **kwargs)
+
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        model = Calling(4, 4)
+        ckpt.track(model=model)
+        model.call = lambda: ckpt.save_part("model", tmp_path / "x.pt")
+        ckpt.save(1).result()
+        model.call = lambda: ckpt.save(2)
+        ckpt.save_part("model", tmp_path / "y.pt").result()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "y.pt"]
+
+
 def test_tensors_of_every_shape(tmp_path: Path) -> None:
     base = torch.randn(64, 64)
     state = {
