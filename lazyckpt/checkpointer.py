@@ -23,9 +23,11 @@ from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import TrackedLoader, track_loader
 from lazyckpt.providers.kinds import kinds_of
-from lazyckpt.providers.names import Rename
+from lazyckpt.providers.module import ModuleProvider
+from lazyckpt.providers.optimizer import OptimizerProvider
+from lazyckpt.providers.rename import Rename
 from lazyckpt.providers.sharded import refuse_parts
-from lazyckpt.providers.training import ModuleProvider, OptimizerProvider, RngProvider, provider_for
+from lazyckpt.providers.training import RngProvider, provider_for
 from lazyckpt.reading.fit import Fit, Restored
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.saver import Saver

@@ -18,7 +18,7 @@ from lazyckpt.formats.reader import FileReader
 from lazyckpt.pipeline.plan import plan_for
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
-from lazyckpt.providers.names import Rename, checked, rename_state
+from lazyckpt.providers.rename import Rename, checked, rename_state
 from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.part import NoPart, part
 from lazyckpt.reading.ranges import ParallelRead, process_engine

@@ -15,7 +15,7 @@ import torch
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.providers.base import StorageTable, TensorViews
-from lazyckpt.providers.training import ModuleProvider
+from lazyckpt.providers.module import ModuleProvider
 
 
 class Casting:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.training import OptimizerProvider, StatefulProvider
+from lazyckpt.providers.objects import StatefulProvider, StateProvider
+from lazyckpt.providers.optimizer import OptimizerProvider
 
 
 def kinds_of(parts: Mapping[str, StateProvider]) -> dict[str, str]:

@@ -79,6 +79,20 @@ class StateProvider(ABC):
         self.load_state(saved)
 
 
+class StatefulProvider(StateProvider):
+    """Anything with ``state_dict()`` and ``load_state_dict()``: schedulers, loaders, scalers, metrics."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__()
+        self.obj = obj
+
+    def state(self) -> Any:
+        return self.obj.state_dict()
+
+    def load_state(self, state: Any) -> None:
+        self.obj.load_state_dict(state)
+
+
 class TensorProvider(StateProvider):
     """A single tensor, restored in place."""
 

@@ -13,9 +13,10 @@ import torch
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.kinds import other_kinds, refuse_other_kinds
-from lazyckpt.providers.names import Rename, checked, rename_state, suggestion
+from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.training import LoaderProvider, ModuleProvider
+from lazyckpt.providers.rename import Rename, checked, rename_state, suggestion
+from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.warn import warn
 

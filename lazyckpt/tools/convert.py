@@ -14,7 +14,7 @@ import torch
 
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 from lazyckpt.pipeline.plan import FilePlan, plan_for
-from lazyckpt.providers.names import Rename, checked, renamed
+from lazyckpt.providers.rename import Rename, checked, renamed
 from lazyckpt.reading.part import NoPart, part
 from lazyckpt.storage import commit, folders
 from lazyckpt.tools import Progress, stream

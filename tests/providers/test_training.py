@@ -12,7 +12,7 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.training import OptimizerProvider
+from lazyckpt.providers.optimizer import OptimizerProvider
 
 
 def there_and_back(tmp_path: Path, source: Any, target: Any) -> None:

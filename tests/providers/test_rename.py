@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt.providers.names import checked, renamed, suggestion
+from lazyckpt.providers.rename import checked, renamed, suggestion
 
 NAMES = ["embed.weight", "layers.0.weight", "layers.0.bias", "head.weight"]
 
