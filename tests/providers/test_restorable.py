@@ -19,7 +19,8 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt.errors import RestoreError, SerializationError, UnsupportedFormatError
-from lazyckpt.providers import restorable, training
+from lazyckpt.providers import module as modules
+from lazyckpt.providers import restorable
 from lazyckpt.storage.manifest import checksum
 
 
@@ -176,8 +177,8 @@ def test_a_save_that_names_nothing_new_is_not_read_again(tmp_path: Path, monkeyp
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     claimed: list[int] = []
-    claims = training._claimed
-    monkeypatch.setattr(training, "_claimed", lambda module: (claimed.append(1), claims(module))[1])
+    claims = modules._claimed
+    monkeypatch.setattr(modules, "_claimed", lambda module: (claimed.append(1), claims(module))[1])
     run: dict[str, Any] = {"best": 1.0, "history": []}
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(model=model, optimizer=optimizer, run=run)
@@ -339,7 +340,7 @@ def test_keys_that_nothing_loads_touch_nothing_when_an_old_checkpoint_is_restore
 ) -> None:
     """Regression: parameters were read in place, and then load_state_dict() raised."""
     with monkeypatch.context() as patch, lazyckpt.Checkpointer(tmp_path) as ckpt:
-        patch.setattr(training.ModuleProvider, "_unclaimed", lambda *_: [])
+        patch.setattr(modules.ModuleProvider, "_unclaimed", lambda *_: [])
         ckpt.track(model=Quantised(20, 20))
         ckpt.save(1).result()
     model = Quantised(20, 20)
