@@ -50,7 +50,7 @@ class ModuleProvider(StatefulProvider):
         return {
             t.untyped_storage()._cdata
             for tensors in (self.obj.parameters(), self.obj.buffers())
-            for t in tensors
+            for t in map(_local, tensors)
             if not is_lazy(t) and type(t.data) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"
         }
 
@@ -87,7 +87,13 @@ def _refusal_of(value: Any) -> str:
     return f"is in state_dict(), but load_state_dict() would refuse it: it is {why}"
 
 
+def _local(tensor: Any) -> Any:
+    """The tensor that holds the memory of this rank: the local one of a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def _views(tensor: Any, storages: set[int]) -> bool:
+    tensor = _local(tensor)
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

@@ -18,9 +18,9 @@ class OptimizerProvider(StatefulProvider):
 
     def landings(self, saved: Any) -> list[Landing]:
         live = self.obj.state_dict()
-        if not _is_of_torch(live):
+        if not is_of_torch(live):
             return []  # a state of its own kind, which load_state_dict understands
-        if not _is_of_torch(saved):
+        if not is_of_torch(saved):
             raise RestoreError(f"not the state of an optimizer: {describe(saved)}")
         problems = []
         groups, saved_groups = live["param_groups"], saved["param_groups"]
@@ -83,7 +83,7 @@ class OptimizerProvider(StatefulProvider):
         return None
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
-        for state in saved["state"].values() if _is_of_torch(saved) else ():
+        for state in saved["state"].values() if is_of_torch(saved) else ():
             if isinstance(state, dict):
                 for key, tensor in state.items():
                     state[key] = landed.get(id(tensor), tensor)
@@ -100,7 +100,7 @@ def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
     return str(getattr(type(inner).step, "__module__", "")).startswith("torch.optim.")
 
 
-def _is_of_torch(state: Any) -> bool:
+def is_of_torch(state: Any) -> bool:
     """Whether a state is laid out as that of torch's own optimizers."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return (

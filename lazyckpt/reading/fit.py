@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ class Fitting:
         self._tracked = tracked
         self._fit = fit
         self._checkpoint = checkpoint
+        self._left: frozenset[str] = frozenset()
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         if fit.strict:
@@ -99,10 +100,14 @@ class Fitting:
             except RestoreError as error:
                 raise misfit(checkpoint.path, error) from None
 
+    def leave(self, names: Iterable[str]) -> None:
+        """Leaves these parts as they are, whatever the checkpoint has of them. Call it before ``choose``."""
+        self._left = frozenset(names)
+
     @property
     def choose(self) -> Callable[[Any], Any] | None:
         """What chooses from the saved state; None if all of it is taken as it is."""
-        return None if self._fit == Fit() else self._choose
+        return None if self._fit == Fit() and not self._left else self._choose
 
     def _parts(self) -> dict[str, StateProvider]:
         """The tracked state that is to be restored."""
@@ -110,7 +115,9 @@ class Fitting:
         return {
             name: part
             for name, part in self._tracked.parts.items()
-            if (fit.only is None or name in fit.only) and (fit.loader or not isinstance(part, LoaderProvider))
+            if (fit.only is None or name in fit.only)
+            and (fit.loader or not isinstance(part, LoaderProvider))
+            and name not in self._left
         }
 
     def restored(self) -> Restored:
@@ -168,6 +175,17 @@ def misfit(path: Path, error: Exception) -> RestoreError:
     expected = isinstance(error, RestoreError)
     lines = textwrap.indent(str(error) if expected else f"{type(error).__name__}: {error}", "  ")
     return RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}")
+
+
+def hand_over(
+    provider: CompositeProvider | StateProvider, saved: Any, landed: dict[int, torch.Tensor], path: Path
+) -> None:
+    """Gives the tracked objects their state, once it is read."""
+    try:
+        provider.load(saved, landed)
+    except RestoreError as error:
+        what = f"{path} was not restored, the tracked state is undefined now: {error}"
+        raise RestoreError(what) from error.__cause__ or error
 
 
 def _is_position(state: Any) -> bool:

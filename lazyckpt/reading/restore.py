@@ -17,15 +17,24 @@ from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive, Slot
-from lazyckpt.reading.fit import Fit, Fitting, Restored, misfit
+from lazyckpt.reading.fit import Fit, Fitting, Restored, hand_over, misfit
+from lazyckpt.reading.restore_shards import Shards
+from lazyckpt.reading.team import Team
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
+ALONE = Team()
+
 
 def restore_newest(
-    catalog: Catalog, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, best: Best | None = None
+    catalog: Catalog,
+    tracked: CompositeProvider,
+    engine: _engine.Engine,
+    fit: Fit,
+    best: Best | None = None,
+    team: Team = ALONE,
 ) -> tuple[Checkpoint, Restored] | None:
     """Restores the newest checkpoint that is whole, or the ``best``. Passes over damaged ones with a warning.
 
@@ -35,41 +44,34 @@ def restore_newest(
     Returns None for an empty catalog. Raises ReadError; RestoreError if no checkpoint is whole, or if one does not fit;
     UnsupportedFormatError for one that holds types which the user has not allowed.
     """
-    return patiently(lambda: _restore_newest(catalog, tracked, engine, fit, best, SCANS))
+    return patiently(lambda: _restore_newest(catalog, tracked, engine, fit, best, team, SCANS))
 
 
 def _restore_newest(
-    catalog: Catalog, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, best: Best | None, scans: int
+    catalog: Catalog,
+    tracked: CompositeProvider,
+    engine: _engine.Engine,
+    fit: Fit,
+    best: Best | None,
+    team: Team,
+    scans: int,
 ) -> tuple[Checkpoint, Restored] | None:
-    candidates = catalog.scan()
-    reasons: list[LoadError] = list(catalog.broken)
-    for error in reasons:
-        if isinstance(error, ReadError):
-            raise error  # it may be the newest
-        warn(f"checkpoint passed over: {error}")
+    candidates, reasons = team.follow(lambda: _candidates(catalog, best))
     if not candidates and not reasons:
         return None
-    if best is not None:
-        known = sorted({name for checkpoint in candidates for name in checkpoint.metrics})
-        if not (candidates := best.of(candidates)):
-            there = f"there is: {', '.join(known)}" if known else "give save() metrics"
-            raise RestoreError(f"no checkpoint in {catalog.root} has the metric {best.metric!r}: {there}")
     touched = False
     for checkpoint in candidates:
-        archive = None
+        attempt = _Attempt(tracked, engine, fit, team)
         try:
-            fitting = Fitting(tracked, fit, checkpoint)
-            with _open(checkpoint.path, engine, fitting) as archive:
-                restore_archive(archive, fitting.provider, checkpoint.path)
-            return checkpoint, fitting.restored()
+            return checkpoint, attempt.restore(checkpoint)
         except ReadError as error:
-            raise _refused(error, archive) from error
+            raise attempt.refused(error) from error
         except UnsupportedFormatError:
             raise  # not damaged: an older one would lose training that the user can save by allowing a type
         except LoadError as error:
-            if scans > 1 and not os.path.exists(checkpoint.path):
-                return _restore_newest(catalog, tracked, engine, fit, best, scans - 1)
-            touched = touched or archive is not None
+            if scans > 1 and team.follow(lambda: not os.path.exists(checkpoint.path)):  # noqa: B023
+                return _restore_newest(catalog, tracked, engine, fit, best, team, scans - 1)
+            touched = touched or attempt.touches
             catalog.damaged.add((checkpoint.step, checkpoint.sequence))
             reasons.append(error)
             warn(f"checkpoint passed over, trying the one before: {error}")
@@ -78,34 +80,72 @@ def _restore_newest(
     raise RestoreError(f"no checkpoint in {catalog.root} can be restored{state}:\n{lines}")
 
 
+def _candidates(catalog: Catalog, best: Best | None) -> tuple[list[Checkpoint], list[LoadError]]:
+    """The checkpoints to try, in this order, and why others are not tried."""
+    candidates = catalog.scan()
+    reasons: list[LoadError] = list(catalog.broken)
+    for error in reasons:
+        if isinstance(error, ReadError):
+            raise error  # it may be the newest
+        warn(f"checkpoint passed over: {error}")
+    if best is not None and (candidates or reasons):
+        known = sorted({name for checkpoint in candidates for name in checkpoint.metrics})
+        if not (candidates := best.of(candidates)):
+            there = f"there is: {', '.join(known)}" if known else "give save() metrics"
+            raise RestoreError(f"no checkpoint in {catalog.root} has the metric {best.metric!r}: {there}")
+    return candidates, reasons
+
+
 def restore_one(
-    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit
+    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team = ALONE
 ) -> tuple[Checkpoint, Restored]:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError; ReadError after retries."""
-    return patiently(lambda: _restore_one(path, tracked, engine, fit))
+    return patiently(lambda: _restore_one(path, tracked, engine, fit, team))
 
 
 def _restore_one(
-    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit
+    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team
 ) -> tuple[Checkpoint, Restored]:
-    checkpoint = read_checkpoint(path)
-    archive = None
+    checkpoint = team.follow(lambda: read_checkpoint(path))
+    attempt = _Attempt(tracked, engine, fit, team)
     try:
-        fitting = Fitting(tracked, fit, checkpoint)
-        with _open(path, engine, fitting) as archive:
-            restore_archive(archive, fitting.provider, path)
+        return checkpoint, attempt.restore(checkpoint)
     except ReadError as error:
-        raise _refused(error, archive) from error
+        raise attempt.refused(error) from error
     except LoadError as error:
-        if archive is None:
-            raise  # nothing was touched
+        if not attempt.touches:
+            raise
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
-    return checkpoint, fitting.restored()
 
 
-def _refused(error: ReadError, archive: Archive | None) -> ReadError:
-    touched = "; the tracked state is undefined now" if archive is not None else ""
-    return ReadError(error.what + touched, path=error.path, errno=error.errno)
+class _Attempt:
+    """One checkpoint on its way into the tracked state of this rank."""
+
+    def __init__(self, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team) -> None:
+        self._tracked = tracked
+        self._engine = engine
+        self._fit = fit
+        self._team = team
+        self.touches = False  # the tracked state may be overwritten in part
+
+    def restore(self, checkpoint: Checkpoint) -> Restored:
+        fitting = self._team.agree(lambda: Fitting(self._tracked, self._fit, checkpoint))
+        if checkpoint.is_sharded:
+            shards = self._team.agree(lambda: Shards(checkpoint.path, fitting, self._team))
+            self.touches = True
+            self._team.agree(lambda: shards.restore(self._engine))
+        else:
+            self._team.agree(lambda: self._restore_file(checkpoint.path, fitting))
+        return fitting.restored()
+
+    def _restore_file(self, path: Path, fitting: Fitting) -> None:
+        with _open(path, self._engine, fitting) as archive:
+            self.touches = True
+            restore_archive(archive, fitting.provider, path)
+
+    def refused(self, error: ReadError) -> ReadError:
+        touched = "; the tracked state is undefined now" if self.touches else ""
+        return ReadError(error.what + touched, path=error.path, errno=error.errno)
 
 
 def _open(path: Path, engine: _engine.Engine, fitting: Fitting) -> Archive:
@@ -126,11 +166,7 @@ def restore_archive(archive: Archive, provider: CompositeProvider | StateProvide
     except OSError as error:  # a device cannot be used
         raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
-    try:
-        provider.load(archive.tree, landed)
-    except RestoreError as error:
-        what = f"{path} was not restored, the tracked state is undefined now: {error}"
-        raise RestoreError(what) from error.__cause__ or error
+    hand_over(provider, archive.tree, landed, path)
 
 
 def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[int, int]], dict[int, torch.Tensor]]:

@@ -23,6 +23,7 @@ from lazyckpt.formats.reader import FileReader, unique_keys
 MANIFEST = "manifest.json"
 FORMAT = 1
 STATE = "state.pt"
+DCP_METADATA = ".metadata"  # in the place of STATE: many ranks wrote the state, as torch.distributed.checkpoint does
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _MAX_MANIFEST_BYTES = 16 << 20
 _FOLDER = re.compile(r"step-([0-9]{8,})")
@@ -64,9 +65,16 @@ class Checkpoint:
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)  # given to save()
     kinds: Mapping[str, str] = field(default_factory=dict, compare=False)  # classes of tracked optimizers and such
 
+    world_size: int = 1  # ranks that wrote it
+
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this is a folder of torch.distributed.checkpoint, and not one file."""
+        return any(file.name == DCP_METADATA for file in self.files)
 
 
 def describe(
@@ -77,19 +85,22 @@ def describe(
     files: list[tuple[str, int, int]],
     metrics: Mapping[str, float] = MappingProxyType({}),
     kinds: Mapping[str, str] = MappingProxyType({}),
+    world_size: int = 1,
+    writers: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns the contents of manifest.json. ``files``: name, bytes and CRC-32 of each. A metric that is no finite
-    number becomes null: JSON has no word for it."""
+    """Returns the contents of manifest.json. ``files``: name, bytes and CRC-32 of each; ``writers``: the ranks that
+    wrote them, if not rank 0. A metric that is no finite number becomes null: JSON has no word for it."""
     told = {
         "format": FORMAT,
         "lazyckpt": __version__,
         "sequence": sequence,
         "parent": parent,
         "step": step,
-        "world_size": 1,
+        "world_size": world_size,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": [
-            {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": [0]} for name, nbytes, crc in files
+            {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": [writers.get(name, 0)]}
+            for name, nbytes, crc in files
         ],
     }
     if metrics:
@@ -137,11 +148,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
             os.path.lexists(pin_of(path)),
             {str(k): math.nan if v is None else float(v) for k, v in data.get("metrics", {}).items()},
             {str(k): str(v) for k, v in data.get("kinds", {}).items()},
+            _whole(data.get("world_size", 1)),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
     names = [entry.name for entry in checkpoint.files]
-    if STATE not in names or len(set(names)) != len(names):
+    if not {STATE, DCP_METADATA} & set(names) or len(set(names)) != len(names):
         raise CorruptFileError(f"does not name {STATE}, or names a file twice", path=file)
     if (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
         raise CorruptFileError(f"the folder was renamed: its manifest says step {checkpoint.step}", path=path)

@@ -1,0 +1,129 @@
+"""What the file of each rank holds, and the ``.metadata`` of a DCP folder put together from that.
+
+Each rank lists the items of its ``.distcp`` file in an *inventory*. From the inventories of all ranks rank 0 makes the
+``.metadata`` that torch.distributed.checkpoint reads: classes of torch only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_VERSION = "1.0.0"  # of the folder, as torch's FileSystemWriter notes it
+
+Path = tuple[str | int, ...]
+
+
+class Part(NamedTuple):
+    """The part of a tensor that an item holds."""
+
+    dtype: str  # without "torch."
+    size: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of the part's first element
+    sizes: tuple[int, ...]  # of the part
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+class Item(NamedTuple):
+    """An item of a ``.distcp`` file."""
+
+    path: Path  # in the state; the name is its words, joined by dots
+    part: Part | None  # None: any other object
+    offset: int  # in the file
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+def encode(items: Sequence[Item]) -> bytes:
+    return zlib.compress(json.dumps(items, separators=(",", ":")).encode(), 1)
+
+
+def decode(data: bytes) -> list[Item]:
+    """Undoes ``encode``. For messages between the ranks of one job, which trust each other."""
+    return [
+        Item(tuple(path), None if part is None else Part(part[0], *map(tuple, part[1:])), offset, nbytes)
+        for path, part, offset, nbytes in json.loads(zlib.decompress(data))
+    ]
+
+
+class _Entry:
+    """An entry of the state, and the items of all ranks that hold parts of it."""
+
+    def __init__(self, file: str, item: Item) -> None:
+        self.file = file  # the first that has some of it
+        self.path = item.path
+        self.part = item.part
+        self.items: dict[tuple[int, ...] | None, tuple[str, Item]] = {}  # by offsets of the part
+
+    def add(self, file: str, item: Item) -> None:
+        """Raises ValueError if the item is of another entry than the first."""
+        if item.path != self.path or _kind(item.part) != _kind(self.part):
+            here, there = (
+                f"{_kind(part)} at {path}" for part, path in ((self.part, self.path), (item.part, item.path))
+            )
+            raise ValueError(f"{item.name} is {here} in {self.file}, but {there} in {file}")
+        self.items.setdefault(None if item.part is None else item.part.offsets, (file, item))
+
+    def check(self) -> None:
+        """Raises ValueError if the parts are not the whole."""
+        parts = [item.part for _, item in self.items.values() if item.part is not None]
+        if self.part is not None and sum(part.numel for part in parts) != math.prod(self.part.size):
+            held = ", ".join(
+                f"{item.part.sizes} at {item.part.offsets} in {file}" for file, item in self.items.values() if item.part
+            )
+            raise ValueError(f"{'.'.join(map(str, self.path))}, {_kind(self.part)}: the ranks hold {held}")
+
+
+def _kind(part: Part | None) -> str:
+    return "an object" if part is None else f"a {part.dtype} tensor of {part.size}"
+
+
+def metadata_of(files: Mapping[str, Sequence[Item]]) -> bytes:
+    """The contents of ``.metadata``. ``files``: the items of each file, by name, in the order of the ranks; of equal
+    items the first counts.
+
+    Raises ValueError, which names the entry and the files, if what the ranks hold does not fit together."""
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    entries: dict[str, _Entry] = {}
+    for file, items in files.items():
+        for item in items:
+            name = item.name
+            if (entry := entries.get(name)) is None:
+                entry = entries[name] = _Entry(file, item)
+            entry.add(file, item)
+    described: dict[str, Any] = {}
+    where: dict[Any, Any] = {}
+    for name, entry in entries.items():
+        entry.check()
+        if entry.part is None:
+            described[name] = dcp.BytesStorageMetadata()
+        else:
+            described[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(getattr(torch, entry.part.dtype)),
+                torch.Size(entry.part.size),
+                [
+                    dcp.ChunkStorageMetadata(torch.Size(item.part.offsets), torch.Size(item.part.sizes))
+                    for _, item in entry.items.values()
+                    if item.part is not None
+                ],
+            )
+        for number, (offsets, (file, item)) in enumerate(entry.items.items()):
+            index = dcp.MetadataIndex(name, offsets, None if offsets is None else number)
+            where[index] = _StorageInfo(file, item.offset, item.nbytes)
+    metadata = dcp.Metadata(described, {name: entry.path for name, entry in entries.items()}, where, dcp.StorageMeta())
+    if hasattr(metadata, "version"):  # since torch 2.9
+        metadata.version = _VERSION
+    return pickle.dumps(metadata)

@@ -1,0 +1,122 @@
+"""The plan of the file that one rank writes: its share of a state that many ranks hold."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from typing import Any
+
+import torch
+
+from lazyckpt.formats.inventory import Item, Part
+from lazyckpt.formats.program import Extent
+from lazyckpt.pipeline.plan import FilePlan
+from lazyckpt.pipeline.shard_plan import ShardCache, ShardPlan
+from lazyckpt.providers.base import StorageTable, TensorViews
+from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.global_state import Path, chunk_of, global_state, is_dtensor, is_own, name_of
+from lazyckpt.providers.pickles import dump
+from lazyckpt.providers.restorable import refuse_unreadable
+from lazyckpt.ranks.shares import Held, writes
+
+_SIMPLE = (int, float, bool, str, type(None))
+
+
+class RankCache:
+    """What successive files of one rank share. Holds no tensor of the state."""
+
+    def __init__(self) -> None:
+        self.shards = ShardCache()
+        self.elsewhere: frozenset[str] = frozenset()
+        """Names that rank 0 writes, as it has told. Until then this rank writes all that it has: rank 0 need not have
+        every part of a model."""
+        self._objects: dict[str, tuple[bytes | None, bytes]] = {}  # pickle and archive, by name
+
+    def frozen(self, name: str, value: Any) -> bytes:
+        """``value`` as ``torch.save`` writes it, now. Raises UnrestorableError if ``restore()`` could not read it."""
+        pickled = pickle.dumps(value) if _is_simple(value) else None
+        known, archive = self._objects.get(name, (None, b""))
+        if pickled is not None and pickled == known:
+            return archive
+        if name not in self._objects and pickled is None:
+            table = StorageTable(map(str, itertools.count()))
+            refuse_unreadable(value, "", dump(value, table, iter(()))[0], table)
+        out = io.BytesIO()
+        torch.save(value, out)
+        self._objects[name] = pickled, out.getvalue()
+        return out.getvalue()
+
+
+def _is_simple(value: Any) -> bool:
+    return type(value) in _SIMPLE or (type(value) in (list, tuple) and all(type(inner) in _SIMPLE for inner in value))
+
+
+class RankPlan(FilePlan):
+    """A ``.distcp`` file with the share of one rank (DataStates-LLM, V; FastPersist, 4.2).
+
+    A shard is written by one of the ranks that hold it. What every rank has of its own is written by every rank, and
+    everything else by rank 0, since it is the same everywhere, or, like the statistics of BatchNorm, one of many."""
+
+    any_order = False
+
+    def __init__(self, state: CompositeProvider, rank: int, cache: RankCache) -> None:
+        self._state = state
+        self._rank = rank
+        self._cache = cache
+        self._paths: list[tuple[Path, Part | None]] = []
+        self._plan: ShardPlan | None = None
+        self.items: list[Item] = []
+        """What the file holds, once it is laid out."""
+
+    def gather(self) -> TensorViews:
+        paths, payloads = [], []
+        for path, part, payload in self._share():
+            paths.append((path, part))
+            payloads.append(payload)
+        self._paths = paths
+        self._plan = ShardPlan(payloads, self._cache.shards)
+        return self._plan.gather()
+
+    def _share(self) -> list[tuple[Path, Part | None, torch.Tensor | bytes]]:
+        share: list[tuple[Path, Part | None, torch.Tensor | bytes]] = []
+        shards = []
+        for path, value in global_state(self._state.parts, self._rank).items():
+            if is_dtensor(value):
+                chunk = chunk_of(value)
+                if chunk.local.numel() or not value.numel():
+                    shards.append((path, chunk))
+            elif self._is_mine(path):
+                share.append(self._whole(path, value))
+        held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in shards]
+        share += [
+            (path, _part(chunk.local, chunk.size, chunk.offsets), chunk.local)
+            for (path, chunk), mine in zip(shards, writes(held), strict=True)
+            if mine
+        ]
+        return share
+
+    def _is_mine(self, path: Path) -> bool:
+        return self._rank == 0 or is_own(self._state.parts[str(path[0])]) or name_of(path) not in self._cache.elsewhere
+
+    def _whole(self, path: Path, value: Any) -> tuple[Path, Part | None, torch.Tensor | bytes]:
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_nested:
+            value = value.detach()
+            return path, _part(value, tuple(value.shape), (0,) * value.dim()), value
+        return path, None, self._cache.frozen(name_of(path), value)
+
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
+        assert self._plan is not None
+        program = self._plan.lay_out(views)
+        self.items = [
+            Item(path, part, offset, nbytes)
+            for (path, part), (offset, nbytes) in zip(self._paths, self._plan.ranges, strict=True)
+        ]
+        return program
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return self._state.name_of(storage)
+
+
+def _part(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...]) -> Part:
+    return Part(str(local.dtype).removeprefix("torch."), size, offsets, tuple(local.shape))

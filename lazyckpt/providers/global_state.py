@@ -1,0 +1,202 @@
+"""The tracked state under names that are the same on every rank: those of torch.distributed.checkpoint.
+
+    model.layers.0.weight                     an entry of a module's ``state_dict()``
+    optimizer.state.layers.0.weight.exp_avg   state of an optimizer, by the name of its parameter in the tracked modules
+    optimizer.param_groups.0.lr
+    scheduler.last_epoch
+    rng.3, loader.3                           what each rank has of its own, by rank
+
+Nested dicts and lists become dotted names, as ``flatten_state_dict`` of torch makes them; the path of each name is kept
+(``planner_data``). A dict with keys that are no strings, an empty container and a tuple stay one object, so that
+nothing of them is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from lazyckpt.errors import ConfigError
+from lazyckpt.providers.module import ModuleProvider
+from lazyckpt.providers.naming import tensors_in
+from lazyckpt.providers.objects import StateProvider
+from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
+from lazyckpt.providers.training import LoaderProvider, RngProvider
+
+Path = tuple[str | int, ...]
+
+_SIMPLE = (int, float, bool, str, type(None))
+# What wrappers put into the names of parameters, but not into those of the state dict.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+class Chunk(NamedTuple):
+    """The part of a tensor that this rank holds."""
+
+    local: torch.Tensor
+    offsets: tuple[int, ...]  # of its first element in the whole tensor
+    size: tuple[int, ...]  # of the whole tensor
+    group: Any  # see shares.Held
+    replica: int
+    replicas: int
+
+
+def name_of(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def is_own(part: StateProvider) -> bool:
+    """Whether the state of a part differs from rank to rank: random states and positions of loaders."""
+    return isinstance(part, RngProvider | LoaderProvider)
+
+
+def global_state(parts: Mapping[str, StateProvider], rank: int) -> dict[Path, Any]:
+    """The leaves of the tracked state: tensors, DTensors and objects, by path. Raises ConfigError for a DTensor inside
+    an object."""
+    names = parameter_names(parts)
+    leaves: dict[Path, Any] = {}
+    for name, part in parts.items():
+        if is_own(part):
+            leaves[name, str(rank)] = part.state()
+            continue
+        state = _state_of(part)
+        if isinstance(part, OptimizerProvider) and is_of_torch(state):
+            state = _by_name(state, part.obj, names)
+        _collect((name,), state, leaves)
+    return leaves
+
+
+def _state_of(part: StateProvider) -> Any:
+    module = part.obj if type(part) is ModuleProvider else None
+    if module is not None and type(module).state_dict is torch.nn.Module.state_dict:
+        return module.state_dict(keep_vars=True)  # to detach a DTensor takes 15 us
+    return part.state()
+
+
+def parameter_names(parts: Mapping[str, StateProvider]) -> dict[int, str]:
+    """The names of the parameters of all tracked modules, by ``id``. With several modules that have equal names, these
+    begin with the name of the part."""
+    modules = {name: part.obj for name, part in parts.items() if isinstance(part, ModuleProvider)}
+    found: dict[int, tuple[str, str]] = {}
+    for part, module in modules.items():
+        for name, parameter in module.named_parameters():
+            found.setdefault(id(parameter), (part, _plain(name)))
+    names = [name for _, name in found.values()]
+    apart = len(set(names)) < len(names)
+    return {key: f"{part}.{name}" if apart else name for key, (part, name) in found.items()}
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def indices_of(optimizer: Any, names: dict[int, str]) -> dict[str, int]:
+    """The numbers that ``optimizer.state_dict()`` gives its parameters, by their names. A parameter that is in no
+    tracked module keeps its number as its name."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {names.get(id(parameter), str(number)): number for number, parameter in enumerate(parameters)}
+
+
+def _by_name(state: dict[str, Any], optimizer: Any, names: dict[int, str]) -> dict[str, Any]:
+    """The state of an optimizer by names instead of numbers, as ``get_optimizer_state_dict`` has it."""
+    by_number = {number: name for name, number in indices_of(optimizer, names).items()}
+    return {
+        **state,
+        "state": {by_number.get(number, str(number)): value for number, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [by_number.get(number, str(number)) for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def by_number(state: dict[str, Any], optimizer: Any, names: dict[int, str]) -> dict[str, Any]:
+    """Undoes ``_by_name`` for an optimizer of the same parameters."""
+    indices: dict[Any, int] = dict(indices_of(optimizer, names))
+    return {
+        **state,
+        "state": {indices.get(name, name): value for name, value in state.get("state", {}).items()},
+        "param_groups": [
+            {**group, "params": [indices.get(name, name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def _collect(path: Path, value: Any, leaves: dict[Path, Any]) -> None:
+    """Adds the leaves of ``value`` to ``leaves``."""
+    if isinstance(value, torch.Tensor):
+        leaves[path] = value
+    elif isinstance(value, Mapping) and value and all(type(key) is str for key in value):
+        for key, inner in value.items():
+            _collect((*path, key), inner, leaves)
+    elif type(value) is list and any(isinstance(inner, torch.Tensor | Mapping | list) for inner in value):
+        for number, inner in enumerate(value):
+            _collect((*path, number), inner, leaves)
+    else:
+        for inside, tensor in tensors_in(value, name_of(path)) if type(value) not in _SIMPLE else ():
+            if is_dtensor(tensor):
+                raise ConfigError(
+                    f"cannot save {inside}: a DTensor inside a {type(value).__name__}; keep DTensors in dicts with "
+                    "string keys, or in lists"
+                )
+        leaves[path] = value
+
+
+def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """The nested dicts and lists whose leaves these are. Raises ValueError for paths that ``global_state`` never
+    makes."""
+    root: dict[str, Any] = {}
+    for path, value in leaves.items():
+        here: Any = root
+        for step, following in itertools.pairwise(path):
+            here = _child(here, step, [] if type(following) is int else {})
+        if _child(here, path[-1], value) is not value:
+            raise ValueError(f"{name_of(path)} is there twice")
+    return root
+
+
+def _child(container: Any, step: str | int, new: Any) -> Any:
+    if isinstance(container, dict) and type(step) is str:
+        return container.setdefault(step, new)
+    if isinstance(container, list) and type(step) is int and 0 <= step <= len(container):
+        container.extend([new] if step == len(container) else [])
+        return container[step]
+    raise ValueError(f"{step!r} is no place in a {type(container).__name__}")
+
+
+def is_dtensor(value: Any) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # else nobody can have made one
+    return kind is not None and isinstance(value, kind)
+
+
+def chunk_of(tensor: Any) -> Chunk:
+    """The chunk of a DTensor that this rank holds. Raises ConfigError if its values are a pending sum."""
+    return Chunk(tensor._local_tensor, *_place(tensor._spec))
+
+
+@functools.lru_cache(maxsize=1 << 16)  # torch lists the rows of a shard to find where it begins
+def _place(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any, int, int]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, shape = spec.mesh, tuple(spec.shape)
+    if any(placement.is_partial() for placement in spec.placements):
+        raise ConfigError(f"a DTensor with a pending sum ({spec.placements}); redistribute() it before the save")
+    _, offsets = compute_local_shape_and_global_offset(shape, mesh, spec.placements)
+    coordinate = mesh.get_coordinate()
+    replica, replicas = 0, 1
+    shards = []
+    for dimension, placement in enumerate(spec.placements):
+        if placement.is_replicate():
+            replica = replica * mesh.size(dimension) + coordinate[dimension]
+            replicas *= mesh.size(dimension)
+        else:
+            shards.append((dimension, coordinate[dimension]))
+    return tuple(offsets), shape, (id(mesh), tuple(shards)), replica, replicas

@@ -1,0 +1,157 @@
+"""Restores the folder that many ranks wrote, on any number of ranks, into tensors that are sharded in any way.
+
+``.metadata`` says which parts of each tensor lie where. From it comes the saved state as a tree, with tensors that have
+a shape and no memory; so every check and every argument of ``restore()`` works as for a single file. Then each rank
+reads the parts that its own shards overlap with, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazyckpt import _engine
+from lazyckpt.errors import CorruptFileError, RestoreError
+from lazyckpt.providers import global_state
+from lazyckpt.providers.objects import StateProvider
+from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
+from lazyckpt.providers.training import LoaderProvider
+from lazyckpt.reading.fit import Fitting, hand_over, misfit
+from lazyckpt.reading.shards import Folder, Target
+from lazyckpt.reading.team import Team
+from lazyckpt.warn import warn
+
+
+class Shards:
+    """A checkpoint that fits, on its way into the tracked state of this rank."""
+
+    def __init__(self, path: Path, fitting: Fitting, team: Team) -> None:
+        """Checks everything, and touches nothing. Raises LoadError for what is damaged, RestoreError for what does not
+        fit."""
+        self._folder = folder = Folder(path)
+        own = _own_state(folder, fitting, team)
+        tree, self._names = _tree(folder, own)
+        names = global_state.parameter_names(fitting.provider.parts)
+        try:
+            for name, part in fitting.provider.parts.items():
+                if isinstance(part, OptimizerProvider) and is_of_torch(tree.get(name)):
+                    tree[name] = global_state.by_number(tree[name], part.obj, names)
+            self._tree = tree if fitting.choose is None else fitting.choose(tree)
+            self._provider = fitting.provider
+            self._landed = {id(landing.saved): landing.live for landing in self._provider.landings(self._tree)}
+        except Exception as error:
+            raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
+
+    def restore(self, engine: _engine.Engine) -> None:
+        """Reads the parts that this rank needs, and hands them over. Raises LoadError, RestoreError."""
+        places = self._landed | allocate(self._tree, self._provider.parts, self._landed)
+        self._folder.read([_target(self._names[key], place) for key, place in places.items()], engine)
+        hand_over(self._provider, self._tree, self._landed, self._folder.path)
+
+
+def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:
+    """The rank whose state this rank takes, by the names of the parts that every rank has of its own.
+
+    In a world of the size that was saved each rank takes its own. In another one the random states go to the ranks that
+    were there, and the others keep theirs: equal states would give equal dropout masks. Loaders stay as they are, since
+    another number of ranks hands out other batches."""
+    taken: dict[str, int] = {}
+    left: list[str] = []
+    for name, part in fitting.provider.parts.items():
+        if not global_state.is_own(part):
+            continue
+        ranks = {int(entry.path[1]) for entry in folder.entries.values() if entry.path[0] == name}
+        if not ranks:
+            continue  # not in the checkpoint, which is an error below
+        if len(ranks) == team.world_size or (team.rank in ranks and not isinstance(part, LoaderProvider)):
+            taken[name] = team.rank
+        else:
+            left.append(name)
+            of = f"rank {team.rank} of {team.world_size}"
+            warn(f"{folder.path} was saved by {len(ranks)} ranks: {name!r} of {of} stays as it is")
+    fitting.leave(left)
+    return taken
+
+
+def _tree(folder: Folder, own: dict[str, int]) -> tuple[dict[str, Any], dict[int, str]]:
+    """The saved state, its tensors on the meta device, and the names of these by ``id``."""
+    leaves: dict[global_state.Path, Any] = {}
+    names: dict[int, str] = {}
+    of_ranks: dict[str, Any] = {}
+    for name, entry in folder.entries.items():
+        if entry.path[0] in own:
+            if entry.path[1:] == (str(own[entry.path[0]]),):
+                of_ranks[entry.path[0]] = folder.read_object(name)
+        elif entry.tensor is None:
+            leaves[entry.path] = folder.read_object(name)
+        else:
+            leaves[entry.path] = tensor = torch.empty(entry.tensor.size, dtype=entry.tensor.dtype, device="meta")
+            names[id(tensor)] = name
+    try:
+        return global_state.unflatten(leaves) | of_ranks, names
+    except ValueError as error:
+        raise CorruptFileError(f".metadata: {error}", path=folder.path) from error
+
+
+def _target(name: str, live: Any) -> Target:
+    if global_state.is_dtensor(live):
+        chunk = global_state.chunk_of(live)
+        return Target(name, chunk.offsets, chunk.local)
+    return Target(name, (0,) * live.dim(), live)
+
+
+def allocate(
+    tree: dict[str, Any], parts: Mapping[str, StateProvider], landed: Container[int]
+) -> dict[int, torch.Tensor]:
+    """Replaces the tensors of ``tree`` that have no memory, except those in ``landed``, by new ones, which are returned
+    by the ``id`` of what they replace.
+
+    They are DTensors where the live state, or the parameter that they are the state of, is one: ``load_state_dict``
+    takes shards of the whole there. All others are whole, in host memory."""
+    made: dict[int, torch.Tensor] = {}
+    for name, part in parts.items():
+        live: Any = None
+        for holder, key, path in _tensors_in(tree, name):
+            saved = holder[key]
+            if not saved.is_meta or id(saved) in landed:
+                continue
+            if live is None:
+                live = _live(part)
+            like = _at(live, path[1:3] if isinstance(part, OptimizerProvider) else path[1:])
+            if global_state.is_dtensor(like) and like.shape == saved.shape:
+                new = torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
+            else:
+                new = torch.empty(saved.shape, dtype=saved.dtype)
+            made[id(saved)] = holder[key] = new
+    return made
+
+
+def _live(part: StateProvider) -> Any:
+    """The live state; of an optimizer, its parameters where their state is."""
+    if not isinstance(part, OptimizerProvider):
+        return part.state()
+    parameters = [parameter for group in part.obj.param_groups for parameter in group["params"]]
+    return {"state": dict(enumerate(parameters))}
+
+
+def _at(state: Any, path: tuple[Any, ...]) -> Any:
+    """What ``state`` holds at ``path``; None if there is nothing."""
+    for step in path:
+        try:
+            state = state[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return state
+
+
+def _tensors_in(holder: Any, key: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+    """The places of the tensors in nested dicts and lists: what holds each, under which key, and the whole path."""
+    value, path = holder[key], (*path, key)
+    if isinstance(value, torch.Tensor):
+        yield holder, key, path
+    elif isinstance(value, dict | list):
+        for inner in list(value) if isinstance(value, dict) else range(len(value)):
+            yield from _tensors_in(value, inner, path)

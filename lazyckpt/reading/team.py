@@ -1,0 +1,92 @@
+"""The ranks that restore together: all take the same checkpoint, or none does."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from lazyckpt.errors import LazyCkptError, LoadError, ReadError, RestoreError
+
+Answer = TypeVar("Answer")
+
+
+class Team:
+    """A process that restores by itself."""
+
+    rank = 0
+    world_size = 1
+
+    def follow(self, act: Callable[[], Answer]) -> Answer:
+        """Lets rank 0 act, and returns its answer, or raises its error, on every rank."""
+        return act()
+
+    def agree(self, act: Callable[[], Answer]) -> Answer:
+        """Lets every rank act. If one raises, all do: its own error, or that of the first other rank, by name."""
+        return act()
+
+
+class Exchange(Protocol):
+    """What a ``JobTeam`` needs of a job (ranks/job.py)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def exchange(self, topic: str, value: bytes) -> list[bytes]:
+        """Returns the values of all ranks. Raises RankError if a rank does not answer in time."""
+
+
+class JobTeam(Team):
+    """The ranks of a job. All of them restore at the same time, as all of them save."""
+
+    _rounds = itertools.count()
+
+    def __init__(self, job: Exchange) -> None:
+        self.rank = job.rank
+        self.world_size = job.world_size
+        self._job = job
+
+    def follow(self, act: Callable[[], Answer]) -> Answer:
+        value, error = _outcome(act) if self.rank == 0 else (None, None)
+        (answer, others), *_ = self._exchange((value, error))
+        if error is not None:
+            raise error
+        if others is not None:
+            raise _of_rank(0, others)
+        return answer  # type: ignore[no-any-return]
+
+    def agree(self, act: Callable[[], Answer]) -> Answer:
+        value, error = _outcome(act)
+        answers = self._exchange((None, error))
+        if error is not None:
+            raise error
+        for rank, (_, others) in enumerate(answers):
+            if others is not None:
+                raise _of_rank(rank, others)
+        return value  # type: ignore[return-value]
+
+    def _exchange(self, value: Any) -> list[Any]:
+        try:
+            data = pickle.dumps(value)
+        except Exception:  # an error that refers to what cannot be pickled
+            data = pickle.dumps((None, RestoreError(f"{type(value[1]).__name__}: {value[1]}")))
+        topic = f"restore/{next(self._rounds)}"
+        return [pickle.loads(answer) for answer in self._job.exchange(topic, data)]
+
+
+def _outcome(act: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:
+        return None, error
+
+
+def _of_rank(rank: int, error: Exception) -> LazyCkptError:
+    """The error of another rank, of the same kind: what is damaged there must be passed over here, too."""
+    if isinstance(error, ReadError):
+        return ReadError(f"rank {rank}: {error.what}", path=error.path, errno=error.errno)
+    if isinstance(error, LoadError):
+        return type(error)(f"rank {rank}: {error.what}", path=error.path)
+    return RestoreError(f"rank {rank}: {error}")
