@@ -15,21 +15,25 @@ from lazyckpt.config import MIB, check_names
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.history import History, checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
+from lazyckpt.pipeline.crew import Crew
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.plan import ArchiveCache, StatePlan
+from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import TrackedLoader, track_loader
+from lazyckpt.providers.global_state import holds_shards
 from lazyckpt.providers.kinds import kinds_of
 from lazyckpt.providers.module import ModuleProvider
+from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider
 from lazyckpt.providers.rename import Rename
-from lazyckpt.providers.sharded import refuse_parts
+from lazyckpt.providers.sharded import refuse_sharded_tensors
 from lazyckpt.providers.training import RngProvider, provider_for
 from lazyckpt.reading.fit import Fit, Restored
 from lazyckpt.reading.restore import restore_newest, restore_one
+from lazyckpt.reading.team import ALONE
 from lazyckpt.saver import Saver
 from lazyckpt.storage import commit, folders, manifest, paths, removal, rollback
 from lazyckpt.storage.catalog import Catalog
@@ -110,6 +114,8 @@ class Checkpointer(History):
         self._provider = CompositeProvider()
         self._tracked: dict[str, Any] = {}  # objects by name
         self._archive = ArchiveCache()
+        self._tracks_shards = False
+        self._crew: Crew | None = None  # the ranks that save together, once the state is sharded
         if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
             self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
@@ -151,8 +157,11 @@ class Checkpointer(History):
         bfloat16 from float32 in host memory costs no memory and no time of ``save()``. The random number generators are
         tracked as ``rng``.
 
-        Raises ConfigError for other values, and for a tensor that is sharded over several ranks (FSDP2, tensor
-        parallelism), since this process would save only its own shard.
+        DTensors (FSDP2, tensor parallelism) make the checkpoint a folder of torch.distributed.checkpoint that all ranks
+        write together: then every rank makes a Checkpointer, tracks and saves. Random states and loaders are each
+        rank's own; of other state that is not sharded, rank 0's is saved.
+
+        Raises ConfigError for other values, and for a ShardedTensor.
         """
         self._launcher.check_usable()
         gate.guard_averages()
@@ -168,7 +177,7 @@ class Checkpointer(History):
             if name in self._provider.parts and not replace:
                 there = type(self._tracked[name]).__name__
                 raise ConfigError(f"track: the name {name!r} is taken by another {there}; replace=True replaces it")
-            refuse_parts(obj, name)
+            refuse_sharded_tensors(obj, name)
             if save_dtype is not None and not isinstance(obj, torch.nn.Module):
                 raise ConfigError(f"track: {name!r}: save_dtype is for modules, not for a {type(obj).__name__}")
             if isinstance(replaced := self._provider.parts.get(name), ModuleProvider):
@@ -193,6 +202,7 @@ class Checkpointer(History):
         if RNG in parts:
             parts[RNG] = parts.pop(RNG)
         self._provider.parts = parts
+        self._tracks_shards = self._tracks_shards or holds_shards(provider)
         if self._read_only:
             return
         if isinstance(provider, ModuleProvider):
@@ -270,9 +280,10 @@ class Checkpointer(History):
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         engine = self._saver.engine
+        team = ALONE if (crew := self._sharded()) is None else crew.team
         if folder is not None:
-            found = restore_one(folder(), self._provider, engine, fit)
-        elif (newest := restore_newest(self._catalog, self._provider, engine, fit, best)) is not None:
+            found = restore_one(folder(), self._provider, engine, fit, team)
+        elif (newest := restore_newest(self._catalog, self._provider, engine, fit, best, team)) is not None:
             found = newest
         else:
             return None
@@ -336,10 +347,26 @@ class Checkpointer(History):
         if self._best is not None and about.metrics and self._best.metric not in about.metrics:
             self._warn_of_metric(about.metrics, self._best)
         path = self.directory / manifest.folder_name(checked_step(step))
-        request = CheckpointRequest(path, step, self._lineage, about)
-        plan = StatePlan(self._provider, self._archive)
         self._last_save = step, object()
-        return self._launcher.launch(request, {STATE: plan}, blocking=blocking, training_step=self._last_save[1])
+        request: CheckpointRequest
+        plans: Mapping[str, FilePlan]
+        if (crew := self._sharded()) is None:
+            request = CheckpointRequest(path, step, self._lineage, about)
+            plans = {STATE: StatePlan(self._provider, self._archive)}
+        else:
+            request, plans = crew.request(path, step, self._lineage, about, self._provider)
+        return self._launcher.launch(request, plans, blocking=blocking, training_step=self._last_save[1])
+
+    def _trained(self) -> list[StateProvider]:
+        """The parts that may be sharded after they were tracked."""
+        return [part for part in self._provider.parts.values() if isinstance(part, ModuleProvider | OptimizerProvider)]
+
+    def _sharded(self) -> Crew | None:
+        """The ranks that hold the tracked state together; None if this process holds all of it. The first call that
+        finds sharded state waits for the other ranks."""
+        if self._crew is None and (self._tracks_shards or any(map(holds_shards, self._trained()))):
+            self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s)
+        return self._crew
 
     def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:
         if not self._warned_of_metric:
@@ -398,7 +425,11 @@ class Checkpointer(History):
 
     def close(self) -> None:
         """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""
-        self._saver.close()
+        try:
+            self._saver.close()
+        finally:
+            if self._crew is not None:
+                self._crew.close()
 
     def __repr__(self) -> str:
         state = "read_only" if self._read_only else f"{len(self._saver.pending())} saves in flight"

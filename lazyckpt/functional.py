@@ -22,6 +22,7 @@ from lazyckpt.providers.rename import Rename, checked, rename_state
 from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.part import NoPart, part
 from lazyckpt.reading.ranges import ParallelRead, process_engine
+from lazyckpt.reading.restore_shards import load_shards
 from lazyckpt.storage import paths, removal
 from lazyckpt.storage.manifest import STATE, read_checkpoint
 
@@ -98,7 +99,8 @@ def _load(path: str | os.PathLike[str], map_location: MapLocation, weights_only:
     paths.local(path)
     path = Path(path)
     if os.path.isdir(path):  # Path.is_dir() raises what load_error() is for
-        read_checkpoint(path)
+        if read_checkpoint(path).is_sharded:
+            return load_shards(path, _device(map_location), choose)
         path = path / STATE
     with FileReader(path) as file:
         kind = format_of(file)
@@ -112,6 +114,13 @@ def _load(path: str | os.PathLike[str], map_location: MapLocation, weights_only:
     except Exception as error:
         raise LoadError(f"torch.load: {error}", path=path) from error
     return choose(loaded)
+
+
+def _device(map_location: MapLocation) -> torch.device:
+    """The device that all tensors of a sharded checkpoint are loaded to."""
+    if map_location is None or isinstance(map_location, str | torch.device):
+        return torch.device("cpu" if map_location is None else map_location)
+    raise ConfigError(f"load: map_location={map_location!r}: a sharded checkpoint takes a device")
 
 
 @dataclass(frozen=True)

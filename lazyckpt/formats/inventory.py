@@ -27,6 +27,10 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]  # of the part
 
     @property
+    def is_whole(self) -> bool:
+        return self.sizes == self.size
+
+    @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
@@ -44,16 +48,22 @@ class Item(NamedTuple):
         return ".".join(map(str, self.path))
 
 
-def encode(items: Sequence[Item]) -> bytes:
-    return zlib.compress(json.dumps(items, separators=(",", ":")).encode(), 1)
+Inventory = Mapping[str, Sequence[Item]]  # the items of each file, by name
 
 
-def decode(data: bytes) -> list[Item]:
+def encode(inventory: Inventory) -> bytes:
+    return zlib.compress(json.dumps(inventory, separators=(",", ":")).encode(), 1)
+
+
+def decode(data: bytes) -> dict[str, list[Item]]:
     """Undoes ``encode``. For messages between the ranks of one job, which trust each other."""
-    return [
-        Item(tuple(path), None if part is None else Part(part[0], *map(tuple, part[1:])), offset, nbytes)
-        for path, part, offset, nbytes in json.loads(zlib.decompress(data))
-    ]
+    return {
+        file: [
+            Item(tuple(path), None if part is None else Part(part[0], *map(tuple, part[1:])), offset, nbytes)
+            for path, part, offset, nbytes in items
+        ]
+        for file, items in json.loads(zlib.decompress(data)).items()
+    }
 
 
 class _Entry:
@@ -88,9 +98,9 @@ def _kind(part: Part | None) -> str:
     return "an object" if part is None else f"a {part.dtype} tensor of {part.size}"
 
 
-def metadata_of(files: Mapping[str, Sequence[Item]]) -> bytes:
-    """The contents of ``.metadata``. ``files``: the items of each file, by name, in the order of the ranks; of equal
-    items the first counts.
+def metadata_of(files: Inventory) -> bytes:
+    """The contents of ``.metadata`` of a folder with these files, in the order of the ranks. Of equal items the first
+    counts.
 
     Raises ValueError, which names the entry and the files, if what the ranks hold does not fit together."""
     import torch

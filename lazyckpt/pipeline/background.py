@@ -174,7 +174,7 @@ class Background:
             with persist.aborted_on_error(flight):
                 staging = persist.create_files(flight)
                 receipt = persist.prepare(flight, staging, read_back=self._config.verify_after_write)
-                persist.agree(flight)
+                persist.agree(flight, receipt)
                 with self._naming:
                     replaced = persist.commit(flight, staging, receipt)
         except BaseException as cause:  # no other thread would report it

@@ -89,10 +89,11 @@ def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> Receipt:
     return Receipt([(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)])
 
 
-def agree(flight: Flight) -> None:
-    """Step 4. Returns when every earlier save is published or has failed, and this snapshot is known not to be torn.
+def agree(flight: Flight, receipt: Receipt) -> None:
+    """Step 4. Returns when every earlier save is published or has failed, this snapshot is known not to be torn, and
+    the other ranks, if there are any, say the same of their parts.
 
-    Raises TornSnapshotError; SaveError if the process ends before the verdict is known."""
+    Raises TornSnapshotError; SaveError if the process ends before the verdict is known; RankError."""
     handle, snapshot = flight.handle, flight.snapshot
     if handle._previous is not None:
         concurrent.futures.wait([handle._previous])
@@ -109,12 +110,13 @@ def agree(flight: Flight) -> None:
     handle.metrics.verdict_s = time.perf_counter() - begin
     _let_go(snapshot)
     _raise_torn(flight)
+    flight.request.agree(receipt.files)
 
 
 def commit(flight: Flight, staging: Staging, receipt: Receipt) -> Path | None:
     """Steps 5 and 6. Returns the folder that the checkpoint replaced, under another name, or None. Raises OSError."""
     staging.describe(flight.request.manifest(receipt.files), flight.files)
-    replaced = staging.publish()
+    replaced = flight.request.publish(staging)
     flight.request.published()
     return replaced
 
@@ -125,10 +127,12 @@ def aborted_on_error(flight: Flight) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        told: BaseException = error
         try:
+            told = flight.request.failed(error)  # first, since other ranks wait
             abort(flight)
         finally:
-            raise error
+            raise told
 
 
 def abort(flight: Flight) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ from lazyckpt.providers.restorable import refuse_unreadable
 from lazyckpt.ranks.shares import Held, writes
 
 _SIMPLE = (int, float, bool, str, type(None))
+
+
+@dataclass
+class Contents:
+    """What the file of one rank holds, once it is laid out."""
+
+    items: list[Item] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)  # names that other ranks may have whole, too
 
 
 class RankCache:
@@ -58,24 +67,21 @@ class RankPlan(FilePlan):
     A shard is written by one of the ranks that hold it. What every rank has of its own is written by every rank, and
     everything else by rank 0, since it is the same everywhere, or, like the statistics of BatchNorm, one of many."""
 
-    any_order = False
+    any_order = True
 
-    def __init__(self, state: CompositeProvider, rank: int, cache: RankCache) -> None:
+    def __init__(self, state: CompositeProvider, rank: int, cache: RankCache, contents: Contents) -> None:
+        """``contents`` is filled in when the file is laid out."""
         self._state = state
         self._rank = rank
         self._cache = cache
-        self._paths: list[tuple[Path, Part | None]] = []
+        self._contents = contents
+        self._parts: list[tuple[Path, Part | None]] = []
         self._plan: ShardPlan | None = None
-        self.items: list[Item] = []
-        """What the file holds, once it is laid out."""
 
     def gather(self) -> TensorViews:
-        paths, payloads = [], []
-        for path, part, payload in self._share():
-            paths.append((path, part))
-            payloads.append(payload)
-        self._paths = paths
-        self._plan = ShardPlan(payloads, self._cache.shards)
+        share = self._share()
+        self._parts = [(path, part) for path, part, _ in share]
+        self._plan = ShardPlan([(name_of(path), payload) for path, _, payload in share], self._cache.shards)
         return self._plan.gather()
 
     def _share(self) -> list[tuple[Path, Part | None, torch.Tensor | bytes]]:
@@ -101,21 +107,23 @@ class RankPlan(FilePlan):
 
     def _whole(self, path: Path, value: Any) -> tuple[Path, Part | None, torch.Tensor | bytes]:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_nested:
-            value = value.detach()
             return path, _part(value, tuple(value.shape), (0,) * value.dim()), value
         return path, None, self._cache.frozen(name_of(path), value)
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         assert self._plan is not None
         program = self._plan.lay_out(views)
-        self.items = [
-            Item(path, part, offset, nbytes)
-            for (path, part), (offset, nbytes) in zip(self._paths, self._plan.ranges, strict=True)
+        places = self._plan.places
+        self._contents.items = [Item(path, part, *places[name_of(path)]) for path, part in self._parts]
+        self._contents.shared = [
+            item.name
+            for item in self._contents.items
+            if not is_own(self._state.parts[str(item.path[0])]) and (item.part is None or item.part.is_whole)
         ]
         return program
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
-        return self._state.name_of(storage)
+        return None if self._plan is None else self._plan.name_of(storage)
 
 
 def _part(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...]) -> Part:

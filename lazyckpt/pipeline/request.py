@@ -32,9 +32,18 @@ class Request:
         """Returns the temporary folder. Saves may be staged in any order. Raises OSError."""
         return self._staging or FileStaging(self.path)
 
+    def agree(self, files: list[tuple[str, int, int]]) -> None:
+        """Returns when every part of the checkpoint is durable; ``files`` (name, bytes, CRC-32) are those of this
+        process. Raises SaveError if another rank's part failed."""
+
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any] | None:
         """What the manifest says of the files (name, bytes, CRC-32), or None for no manifest."""
         return None
+
+    def publish(self, staging: Staging) -> Path | None:
+        """Gives the files their final names. Returns what they replaced, under another name. Raises OSError, and
+        RankError if another rank's part failed."""
+        return staging.publish()
 
     def published(self) -> None:
         """Notes that the files have their final names."""
@@ -42,6 +51,10 @@ class Request:
     def superfluous(self) -> Iterable[Path]:
         """The checkpoints that retention drops now."""
         return ()
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Called if a step raised, before what was staged is discarded. Returns the error to report."""
+        return error
 
     def abandon(self) -> None:
         """Called instead of ``stage`` if the save failed before the background had it."""
@@ -84,7 +97,7 @@ class Lineage:
             self._ours.add((checkpoint.step, checkpoint.sequence))
             self._sequence = max(self._sequence, checkpoint.sequence)
 
-    def manifest(self, step: int, files: list[tuple[str, int, int]], about: About) -> dict[str, Any]:
+    def manifest(self, step: int, files: list[tuple[str, int, int]], about: About, **ranks: Any) -> dict[str, Any]:
         """Numbers the checkpoint after all that are committed, whoever saved them. Raises LoadError."""
         newest = patiently(self._catalog.last_sequence, warn_in_background)
         if newest > self._sequence and not self._warned:
@@ -103,6 +116,7 @@ class Lineage:
             files=files,
             metrics=about.metrics,
             kinds=about.kinds,
+            **ranks,
         )
 
     def published(self) -> None:

@@ -50,6 +50,18 @@ def name_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def holds_shards(part: StateProvider) -> bool:
+    """Whether a part has a DTensor, so that several ranks hold the state together. Quick for modules and optimizers;
+    of anything else it asks the state."""
+    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
+        return False
+    if isinstance(part, ModuleProvider):
+        return any(map(is_dtensor, part.obj.parameters()))
+    if isinstance(part, OptimizerProvider):
+        return any(is_dtensor(parameter) for group in part.obj.param_groups for parameter in group["params"])
+    return not is_own(part) and any(map(is_dtensor, global_state({"": part}, 0).values()))
+
+
 def is_own(part: StateProvider) -> bool:
     """Whether the state of a part differs from rank to rank: random states and positions of loaders."""
     return isinstance(part, RngProvider | LoaderProvider)

@@ -1,7 +1,7 @@
-"""Refuses distributed tensors of which this process holds only a shard.
+"""Refuses distributed tensors of which this process holds only a shard, where one process writes a file by itself.
 
-A Checkpointer writes what its own process has in memory. Of a tensor that is sharded over several ranks, that is one
-shard: the checkpoint would look whole, and every rank would restore the same shard.
+Of a tensor that is sharded over several ranks, the file would hold one shard: it would look whole, and every rank would
+load the same shard. A Checkpointer on every rank writes DTensors into a folder instead (global_state.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.providers.naming import tensors_in
 
 _INSTEAD = (
-    "Use torch.distributed.checkpoint, or save the state that get_model_state_dict and get_optimizer_state_dict of "
-    "torch.distributed.checkpoint.state_dict gather with StateDictOptions(full_state_dict=True)"
+    "Track DTensors in a Checkpointer on every rank, or use torch.distributed.checkpoint, or save the state that "
+    "get_model_state_dict and get_optimizer_state_dict of torch.distributed.checkpoint.state_dict gather with "
+    "StateDictOptions(full_state_dict=True)"
 )
 
 
@@ -43,14 +44,15 @@ def refuse_part(tensor: torch.Tensor, root: Any) -> None:
         raise ShardedTensorError(what, next(paths, ""))
 
 
-def refuse_parts(obj: Any, name: str) -> None:
-    """Does the same for the tensors of a module, of an optimizer, or in a container.
+def refuse_sharded_tensors(obj: Any, name: str) -> None:
+    """Raises ShardedTensorError for a ShardedTensor in a module, an optimizer, or a container: torch's old kind, whose
+    shards a Checkpointer does not write.
 
     Skips the search unless this process belongs to a group: there are tens of thousands of tensors.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for path, tensor in tensors_in(obj, name):
-            if (what := _part(tensor)) is not None:
+            if not hasattr(tensor, "_spec") and (what := _part(tensor)) is not None:
                 raise ShardedTensorError(what, path)
 
 

@@ -19,13 +19,11 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive, Slot
 from lazyckpt.reading.fit import Fit, Fitting, Restored, hand_over, misfit
 from lazyckpt.reading.restore_shards import Shards
-from lazyckpt.reading.team import Team
+from lazyckpt.reading.team import ALONE, Team
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
-
-ALONE = Team()
 
 
 def restore_newest(

@@ -7,7 +7,7 @@ reads the parts that its own shards overlap with, in place.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
+from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.shards import Folder, Target
 from lazyckpt.reading.team import Team
 from lazyckpt.warn import warn
@@ -50,6 +51,20 @@ class Shards:
         places = self._landed | allocate(self._tree, self._provider.parts, self._landed)
         self._folder.read([_target(self._names[key], place) for key, place in places.items()], engine)
         hand_over(self._provider, self._tree, self._landed, self._folder.path)
+
+
+def load_shards(path: Path, device: torch.device, choose: Callable[[Any], Any]) -> Any:
+    """Returns the part that ``choose`` takes of the saved state, its tensors whole and on ``device``. Reads only that
+    part. What each rank had of its own is a dict by rank. Raises LoadError, and what ``choose`` raises."""
+    folder = Folder(path)
+    tree, names = _tree(folder, {})
+    holder = {"": choose(tree)}
+    places = {}
+    for inner, key, _ in _tensors_in(holder, ""):
+        if (saved := inner[key]).is_meta and id(saved) in names:
+            places[names[id(saved)]] = inner[key] = torch.empty(saved.shape, dtype=saved.dtype, device=device)
+    folder.read([_target(name, place) for name, place in places.items()], process_engine())
+    return holder[""]
 
 
 def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:

@@ -27,6 +27,9 @@ class Team:
         return act()
 
 
+ALONE = Team()
+
+
 class Exchange(Protocol):
     """What a ``JobTeam`` needs of a job (ranks/job.py)."""
 
