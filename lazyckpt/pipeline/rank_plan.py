@@ -85,21 +85,17 @@ class RankPlan(FilePlan):
         return self._plan.gather()
 
     def _share(self) -> list[tuple[Path, Part | None, torch.Tensor | bytes]]:
+        leaves = global_state(self._state.parts, self._rank)
+        chunks = {path: chunk_of(value) for path, value in leaves.items() if is_dtensor(value)}
+        held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in chunks.items()]
+        mine = dict(zip(chunks, writes(held), strict=True))
         share: list[tuple[Path, Part | None, torch.Tensor | bytes]] = []
-        shards = []
-        for path, value in global_state(self._state.parts, self._rank).items():
-            if is_dtensor(value):
-                chunk = chunk_of(value)
-                if chunk.local.numel() or not value.numel():
-                    shards.append((path, chunk))
+        for path, value in leaves.items():
+            if (chunk := chunks.get(path)) is not None:
+                if mine[path] and (chunk.local.numel() or not value.numel()):
+                    share.append((path, _part(chunk.local, chunk.size, chunk.offsets), chunk.local))
             elif self._is_mine(path):
                 share.append(self._whole(path, value))
-        held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in shards]
-        share += [
-            (path, _part(chunk.local, chunk.size, chunk.offsets), chunk.local)
-            for (path, chunk), mine in zip(shards, writes(held), strict=True)
-            if mine
-        ]
         return share
 
     def _is_mine(self, path: Path) -> bool:
