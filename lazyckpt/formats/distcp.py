@@ -1,6 +1,6 @@
 """The ``.distcp`` file of one rank, as torch.distributed.checkpoint (DCP) reads it: items, one behind the other.
 
-    item     an archive of ``torch.save`` (torch_zip.py) that holds one tensor: archive/data/0, the pickle, the directory
+    item     an archive of ``torch.save`` (torch_zip.py) of one tensor: its storage data/0, data.pkl, the directory
     …        each begins on a page, so that it can be read with direct I/O and copied in any order
     bytes    what DCP calls BYTE_IO: archives that were made at once, without a gap between them
 
