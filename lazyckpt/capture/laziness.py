@@ -1,9 +1,9 @@
 """Decides which storages of a checkpoint are copied lazily.
 
-A storage is lazy if gated optimizers own all of it, stepped since the last save, are not inside a step, and have
-evidence for it (evidence.py). It must be larger than 4 KiB, or 16 KiB if the kernel watches its pages. ``save()``
-copies everything else before it returns: buffers, which change in forward; scalars; RNG state; the user's tensors.
-Frozen parameters become lazy once two snapshots in a row found them unchanged.
+A storage is lazy if gated optimizers own all of it that is saved, stepped since the last save, are not inside a step,
+and have evidence for it (evidence.py). It must be larger than 4 KiB, or 16 KiB if the kernel watches its pages.
+``save()`` copies everything else before it returns: buffers, which change in forward; scalars; RNG state; the user's
+tensors. Frozen parameters become lazy once two snapshots in a row found them unchanged.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ def decide(
     Returns the bits of the owners that wait for each storage, 0 if it is eager; the frozen parameters by place, lazy or
     not; and whether an optimizer that is at work owns some of the storages."""
     may_be_lazy = list(map(ownership.lazy_owners.get, views.identities, repeat(0)))
+    if ownership.covered:
+        saved = [n * (1 + (i in views.to_bfloat16)) for i, n in zip(views.identities, views.sizes, strict=True)]
+        claims = zip(may_be_lazy, views.identities, saved, strict=True)
+        may_be_lazy = [bits if n <= ownership.covered.get(i, n) else 0 for bits, i, n in claims]
     owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
     found = _frozen_in(views, owners, modules, ownership)
     for at, tensor in found.items():

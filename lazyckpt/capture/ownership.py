@@ -16,21 +16,21 @@ from lazyckpt.capture.averages import Guarded
 from lazyckpt.capture.evidence import addresses, parameters_in_groups, storages_of
 from lazyckpt.capture.foreign import warn_of_foreign
 from lazyckpt.capture.gate import Gate
+from lazyckpt.providers.ranges import is_dense
 from lazyckpt.providers.wrappers import Link, Storages, storages_in
 
 _SHARED_BIT = 62  # owners beyond the 62nd share a bit: they wait for each other's storages, too
 
 
-def _fill(tensors: Iterable[torch.Tensor], nbytes: int) -> bool:
-    """Whether dense tensors together cover a storage, as views of a flat buffer do, or one transposed tensor."""
-    if not all(map(_is_dense, tensors)):
-        return False
+def _covered(tensors: Iterable[torch.Tensor]) -> int:
+    """How many of the first bytes of a storage dense tensors cover together: all, if they are the views of a flat
+    buffer or one transposed tensor; a part, if one is a shard in a padded storage."""
     end = 0
-    for begin, size in sorted((t.storage_offset() * t.itemsize, t.nbytes) for t in tensors):
+    for begin, size in sorted((t.storage_offset() * t.itemsize, t.nbytes) for t in tensors if is_dense(t)):
         if begin > end:
-            return False
+            break
         end = max(end, int(begin + size))
-    return end == nbytes
+    return end
 
 
 Parameters = tuple[list[int], list[int]]  # the tensors of an owner, by id, and their addresses
@@ -46,6 +46,7 @@ class Ownership:
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
         self.lazy_owners: dict[int, int] = {}  # the bits of the owners that wait for a storage; 0: it is eager
+        self.covered: dict[int, int] = {}  # the first bytes of a storage that its owners have, if not all of it
         self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
         self.guarded: set[int] = set()  # storages of guarded objects
@@ -97,8 +98,10 @@ class Ownership:
                     sizes[identity] = size
         for identity, claims in mixed.items():
             bits_of_all, eligible, seen_through, filling = zip(*claims, strict=True)
-            is_lazy = all(eligible) and (any(filling) or _fill(seen_through, sizes[identity]))
-            self.lazy_owners[identity] = reduce(or_, bits_of_all) if is_lazy else 0
+            covered = sizes[identity] if any(filling) else _covered(seen_through)
+            if covered < sizes[identity]:
+                self.covered[identity] = covered
+            self.lazy_owners[identity] = reduce(or_, bits_of_all) if all(eligible) else 0
             self.tensors[identity] = seen_through
         self.lazy_owners.update((identity, 0) for identity in eager if identity in self.lazy_owners)
 
@@ -122,20 +125,6 @@ def _writes_outside_step(owner: Any) -> bool:
     torch's ZeroRedundancyOptimizer, overlapping with DDP, steps and broadcasts there."""
     gathers = any(cls.__module__.startswith("apex.contrib.optimizers.") for cls in type(owner).__mro__)
     return gathers or getattr(owner, "_overlap_with_ddp", False)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill numel x itemsize bytes of memory without overlap."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def parameters_of(owner: Any) -> Parameters:

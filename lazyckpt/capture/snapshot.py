@@ -102,12 +102,13 @@ class Snapshot:
         located = located and list(map(located.__getitem__, order))
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         self._identities = self._views.identities
+        self._whole_sizes = array("Q", map(torch.UntypedStorage.nbytes, self._storages))
         # A storage that is saved whole as well is here twice.
         halved = self._views.to_bfloat16
         self.to_bfloat16 = [
             source
             for source, identity in enumerate(self._identities if halved else ())
-            if identity in halved and self.sizes[source] < self._storages[source].nbytes()
+            if identity in halved and self.sizes[source] < self._whole_sizes[source]
         ]
         self._tensors_of = ownership.tensors | {views.identities[at]: (tensor,) for at, tensor in frozen_at.items()}
         # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
@@ -297,7 +298,7 @@ class Snapshot:
         return [
             source
             for source, p, storage in now
-            if p != self.pointers[source] or storage.nbytes() != self.sizes[source] * (1 + (source in self.to_bfloat16))
+            if p != self.pointers[source] or storage.nbytes() != self._whole_sizes[source]
         ]
 
     def verify_pages(self) -> None:

@@ -104,5 +104,39 @@ class FileReader:
             raise self.corrupt(f"record {record.name}: checksum does not match")
         return data
 
+    def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Announces reads (begin, end), so that a cold disk serves them together."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        for begin, end in spans:
+            os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
     def corrupt(self, what: str) -> CorruptFileError:
         return CorruptFileError(what, path=self.path)
+
+
+class FileSlice(FileReader):
+    """A part of an open file, read as if it were a file by itself. Lives no longer than the file.
+
+    Raises CorruptFileError if the file ends before the part does."""
+
+    def __init__(self, file: FileReader, begin: int, nbytes: int) -> None:
+        self.path = file.path
+        self._whole = file
+        self._begin = begin
+        self.size = nbytes
+        if begin < 0 or nbytes <= 0 or begin + nbytes > file.size:
+            raise self.corrupt(f"no {nbytes} bytes at offset {begin}: the file has {file.size} bytes")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise self.corrupt(f"truncated: {nbytes} bytes at offset {offset} of an item of {self.size} bytes")
+        return self._whole.read(self._begin + offset, nbytes)
+
+    def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
+        pass  # an item is small, or is about to be read whole
+
+    def corrupt(self, what: str) -> CorruptFileError:
+        return super().corrupt(f"item at offset {self._begin}: {what}")

@@ -244,10 +244,7 @@ def _read_spans(file: FileReader, spans: list[tuple[int, int]]) -> Iterator[tupl
                 reads[-1] = (first, max(last, end), shared + 1)
                 continue
         reads.append((begin, end, 1))
-    # Announce all reads first: a cold disk then serves them together.
-    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)
-    for begin, end, _ in reads:
-        os.posix_fadvise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+    file.will_need((begin, end) for begin, end, _ in reads)
     for begin, end, shared in reads:
         window = (begin, file.read(begin, end - begin))
         for _ in range(shared):

@@ -9,6 +9,7 @@ which every save asks every tensor. ``_Pickler``, which calls torch's reducers, 
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import pickletools
@@ -36,7 +37,7 @@ _STORAGE_TYPES: dict[torch.dtype, Any] = {
     if not name.startswith("Q")
 }
 _UNTYPED_DTYPES = frozenset(torch.storage._new_dtypes())
-_PLAIN_DTYPES = _UNTYPED_DTYPES | _STORAGE_TYPES.keys()
+PLAIN_DTYPES = _UNTYPED_DTYPES | _STORAGE_TYPES.keys()
 _dtype = attrgetter("dtype")
 
 
@@ -129,7 +130,7 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, view.key, _location(storage), view.nbytes // dtype.itemsize
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.dtype in _PLAIN_DTYPES and _engine.look_at_tensors([obj]) is not None:
+        if type(obj) is torch.Tensor and obj.dtype in PLAIN_DTYPES and _engine.look_at_tensors([obj]) is not None:
             return _reduced(obj)
         if (memory := _array_tensor(obj)) is not None:
             order = "C" if obj.flags.c_contiguous else "F"
@@ -228,7 +229,7 @@ class Skeleton:
         opcodes, kinds = None, outline.kinds
         if not known:
             self._facts = self._tensors = None  # now: Ctrl-C below must not leave old facts beside new keys
-            if not _PLAIN_DTYPES.issuperset(map(_dtype, outline.tensors)):
+            if not PLAIN_DTYPES.issuperset(map(_dtype, outline.tensors)):
                 facts = None
             if facts is not None and not outline.others:
                 self._tensors, self._kept = _spell(outline.tensors, table, iter(self._kept.keys))
@@ -326,6 +327,46 @@ def _without_storages(views: dict[str, TensorView]) -> TensorViews:
         columns.append(view)
     columns.storages, columns.identities = [], []
     return columns
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int, key: str) -> bytes:
+    """The whole pickle that ``torch.save`` writes for a tensor in host memory that begins with its storage, of
+    ``nbytes`` and named ``key``. The dtype is one of ``PLAIN_DTYPES``."""
+    untyped = dtype in _UNTYPED_DTYPES
+    storage_type, storage_dtype = (torch.UntypedStorage, torch.uint8) if untyped else (_STORAGE_TYPES[dtype], dtype)
+    storage = object()
+    facts: tuple[Any, ...] = (storage, 0, tuple(shape), tuple(stride), False, OrderedDict())
+    reduced = _Reduced(
+        torch._utils._rebuild_tensor_v3 if untyped else torch._utils._rebuild_tensor_v2,
+        (*facts, dtype) if untyped else facts,
+    )
+    out = io.BytesIO()
+    pickler = _WithOneStorage(out, PROTOCOL)
+    pickler.storage = storage
+    pickler.facts = ("storage", storage_type, key, "cpu", nbytes // storage_dtype.itemsize)
+    pickler.dump(reduced)
+    return out.getvalue()
+
+
+class _Reduced:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+class _WithOneStorage(pickle.Pickler):
+    """Writes ``facts`` for the object ``storage``, as torch does for a storage."""
+
+    storage: object
+    facts: tuple[Any, ...]
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.facts if obj is self.storage else None
 
 
 def pickle_of(opcodes: bytes) -> bytes:

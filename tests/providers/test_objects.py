@@ -597,7 +597,7 @@ def many_kinds() -> dict[str, Any]:
     """More words in common than there are places for them, tensors in several places, and views."""
     shared = torch.randn(6, 4)
     dtypes = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
-    plain = [d for d in dtypes if d in pickles._PLAIN_DTYPES]
+    plain = [d for d in dtypes if d in pickles.PLAIN_DTYPES]
     assert len(plain) > pickles._PLACES
     return {
         "kinds": {str(d): torch.zeros(3, dtype=d) for d in sorted(set(plain), key=str)},

@@ -1,0 +1,103 @@
+"""The ``.distcp`` file of one rank, as torch.distributed.checkpoint (DCP) reads it: items, one behind the other.
+
+    item     an archive of ``torch.save`` (torch_zip.py) of one tensor: its storage data/0, data.pkl, the directory
+    …        each begins on a page, so that it can be read with direct I/O and copied in any order
+    bytes    what DCP calls BYTE_IO: archives that were made at once, without a gap between them
+
+The file has no directory: the record ``.metadata`` of the DCP folder says where each item begins and ends. DCP reads
+an item by itself, so gaps are legal, and offsets inside an archive count from the item's first byte.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lazyckpt.formats import torch_zip
+from lazyckpt.formats.program import LITERAL, PAGE_BYTES, Extent
+from lazyckpt.formats.reader import FileReader, FileSlice
+from lazyckpt.formats.torch_zip_reader import Directory, directory_of
+
+STORAGE_KEY = "0"  # of an item's only storage
+_ARCHIVE_NAME = "archive"
+
+
+class Place(NamedTuple):
+    """Where an item lies in its file, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+class Layout:
+    """Where the tensors of one file lie: a pure function of sizes and pickles, so cache it.
+
+    ``tensors`` has, for each item in file order, the bytes of its storage and its ``data.pkl``; the i-th is source i of
+    the program. ``head`` holds them: one extent at offset 0, or none if there is no tensor. ``places`` are theirs, and
+    ``finish`` continues at ``head_end``.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[int, bytes]]) -> None:
+        forms: dict[tuple[int, bytes], _Form] = {}  # few: layers repeat themselves
+        rows: array[int] = array("q")
+        blobs: list[bytes] = []
+        blob_bytes = offset = 0
+        self.places: list[Place] = []
+        for index, tensor in enumerate(tensors):
+            form = forms.get(tensor)
+            if form is None:
+                form = forms[tensor] = _Form(*tensor, blob_at=blob_bytes)
+                blobs.append(form.blob)
+                blob_bytes += len(form.blob)
+            first = len(rows)
+            rows.extend(form.rows)
+            for at in form.source_at:
+                rows[first + at] = index
+            self.places.append(Place(offset, form.nbytes))
+            offset += form.padded
+        self.head = [Extent(0, rows, b"".join(blobs))] if tensors else []
+        self.head_end = offset
+
+    def finish(self, contents: Iterable[bytes]) -> tuple[list[Extent], list[Place]]:
+        """The rest of the file: items that are ready-made. Returns its extents (none, if it is empty), and the place of
+        each item."""
+        places, offset = [], self.head_end
+        blob = b"".join(contents := list(contents))
+        for content in contents:
+            places.append(Place(offset, len(content)))
+            offset += len(content)
+        tail = [Extent(self.head_end, array("q", (LITERAL, len(blob), 0)), blob)] if blob else []
+        return tail, places
+
+
+class _Form:
+    """The program of one item, whatever its source and its place: a template."""
+
+    def __init__(self, nbytes: int, data_pkl: bytes, *, blob_at: int) -> None:
+        """``blob_at``: where the literals of this item begin in the file's blob."""
+        archive = torch_zip.Layout(_ARCHIVE_NAME, [STORAGE_KEY], [nbytes])
+        tail = archive.finish(torch_zip.small_records(data_pkl))
+        self.nbytes = archive.head_end + tail.nbytes
+        padding = -self.nbytes % PAGE_BYTES
+        self.padded = self.nbytes + padding
+        self.blob = b""
+        self.rows: list[int] = []
+        for extent in (*archive.head, tail):
+            for at in range(0, len(extent.rows), 3):
+                kind, size, arg = extent.rows[at : at + 3]
+                self.rows += (kind, size, arg + blob_at + len(self.blob) if kind == LITERAL else arg)
+            self.blob += extent.blob
+        if padding:
+            self.rows += (LITERAL, padding, blob_at + len(self.blob))
+            self.blob += bytes(padding)
+        self.source_at = [at + 2 for at in range(0, len(self.rows), 3) if self.rows[at] != LITERAL]
+
+
+def item_directory(file: FileReader, place: Place) -> Directory:
+    """Returns the records of the item at ``place``, with offsets in ``file``.
+
+    Raises what ``torch_zip_reader.directory_of`` raises: CorruptFileError unless the item is exactly one archive."""
+    found = directory_of(FileSlice(file, place.offset, place.nbytes))
+    records = {name: record._replace(offset=record.offset + place.offset) for name, record in found.records.items()}
+    return Directory(records, found.archive_name)

@@ -1,0 +1,132 @@
+"""The plan of one ``.distcp`` file: the tensors that one rank holds of a sharded state, and ready-made items."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lazyckpt import _engine
+from lazyckpt.errors import ConfigError
+from lazyckpt.formats import distcp
+from lazyckpt.formats.distcp import Place
+from lazyckpt.formats.program import Extent
+from lazyckpt.pipeline.plan import FilePlan
+from lazyckpt.providers.base import TensorView, TensorViews
+from lazyckpt.providers.pickles import tensor_pickle
+from lazyckpt.providers.ranges import in_front
+
+Item = tuple[str, torch.Tensor | bytes]  # a unique name, for messages too; bytes are written as they are
+
+
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+class ShardCache:
+    """What successive files of one rank share: the layout, and all of ``gather`` if the tensors are as before. Holds no
+    tensor."""
+
+    def __init__(self) -> None:
+        self.facts: Any = None  # names, and all that is asked of the tensors
+        self.kept = TensorViews()  # without the storages
+        self.pickles: dict[str, bytes] = {}
+        self._layout: tuple[list[tuple[int, bytes]], distcp.Layout] | None = None
+
+    def layout(self, tensors: list[tuple[int, bytes]]) -> distcp.Layout:
+        if self._layout is None or self._layout[0] != tensors:
+            self._layout = tensors, distcp.Layout(tensors)
+        return self._layout[1]
+
+
+class ShardPlan(FilePlan):
+    """One ``.distcp`` file. Of each tensor, it holds what the tensor shows: a shard, not the storage below it.
+
+    ``places`` says where each item lies in the file, by name; it is complete when ``lay_out`` has returned, and stands
+    before any byte is copied. The places of tensors depend on their names, sizes and dtypes, and on whether an
+    optimizer owns them; ready-made items follow behind. Tensors that are one memory are one item under several names.
+    """
+
+    any_order = True
+
+    def __init__(self, items: Iterable[Item], cache: ShardCache | None = None) -> None:
+        self.places: dict[str, Place] = {}
+        self._items = list(items)
+        self._cache = cache or ShardCache()
+        self._pickles: dict[str, bytes] = {}  # of the tensors that are laid out, by name
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._contents: dict[str, bytes] = {}  # ready-made items
+        self._same: dict[str, str] = {}  # names whose bytes another item has
+
+    def gather(self) -> TensorViews:
+        names = [name for name, _ in self._items]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two items of one file are named {twice!r}")
+        self._contents = {name: value for name, value in self._items if isinstance(value, bytes)}
+        self._tensors = {name: value for name, value in self._items if not isinstance(value, bytes)}
+        facts, storages = _facts_of(self._tensors)
+        views = TensorViews()
+        if facts is not None and facts == self._cache.facts:
+            views.extend(self._cache.kept, storages)
+            self._pickles = self._cache.pickles
+            return views
+        simple = facts is not None
+        seen: dict[tuple[int, int, bytes], str] = {}
+        for name, value in self._tensors.items():
+            try:
+                tensor = in_front(value)
+            except ConfigError as error:
+                raise ConfigError(f"cannot save {name!r}: {error}") from error
+            if tensor is None:
+                self._contents[name] = _saved(name, value)
+                continue
+            nbytes = tensor.nbytes
+            pickled = tensor_pickle(tensor.dtype, tensor.shape, tensor.stride(), nbytes, distcp.STORAGE_KEY)
+            view = TensorView(name, tensor.untyped_storage(), nbytes, tensor.dtype)
+            simple = simple and view.storage._cdata in storages
+            first = seen.setdefault((view.storage._cdata, nbytes, pickled), name)
+            if first != name:
+                self._same[name] = first
+                continue
+            self._pickles[name] = pickled
+            views.append(view)
+        if simple and not self._same and views.identities == list(storages):
+            self._cache.facts, self._cache.pickles = facts, self._pickles
+            self._cache.kept = dataclasses.replace(views, storages=[], identities=[])
+        return views
+
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
+        layout = self._cache.layout(
+            [(nbytes, self._pickles[key]) for key, nbytes in zip(views.keys, views.sizes, strict=True)]
+        )
+        tail, ready = layout.finish(self._contents.values())
+        self.places = dict(zip(views.keys, layout.places, strict=True))
+        self.places.update(zip(self._contents, ready, strict=True))
+        self.places.update((name, self.places[first]) for name, first in self._same.items())
+        return [*layout.head, *tail], layout.head_end + sum(place.nbytes for place in ready)
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        plain = ((name, tensor) for name, tensor in self._tensors.items() if name in self._pickles)
+        return next((name for name, tensor in plain if tensor.untyped_storage()._cdata == storage._cdata), None)
+
+
+def _facts_of(tensors: dict[str, torch.Tensor]) -> tuple[Any, dict[int, torch.UntypedStorage]]:
+    """All that ``gather`` makes of these tensors, but their storages, and these; None if it must ask each."""
+    values = list(tensors.values())
+    if not _PLAIN_TYPES.issuperset(map(type, values)) or (found := _engine.look_at_tensors(values)) is None:
+        return None, {}
+    looks, storages = found
+    return (list(tensors), looks), storages
+
+
+def _saved(name: str, tensor: torch.Tensor) -> bytes:
+    """The item of a tensor that is not made of plain bytes, as torch.distributed.checkpoint writes it."""
+    out = io.BytesIO()
+    try:
+        torch.save(tensor.detach().cpu(), out)
+    except Exception as error:  # code of the tensor's class
+        raise ConfigError(f"cannot save {name!r}, a {type(tensor).__name__}: {error}") from error
+    return out.getvalue()

@@ -1,0 +1,98 @@
+"""A ``.distcp`` file is archives of ``torch.save`` at known places, each whole by itself."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lazyckpt.errors import LoadError
+from lazyckpt.formats import distcp
+from lazyckpt.formats.distcp import Place
+from lazyckpt.formats.program import CRC32_LE, LITERAL, PAGE_BYTES, SOURCE, Extent
+from lazyckpt.formats.reader import FileReader
+from lazyckpt.providers.pickles import tensor_pickle
+
+SIZES = [0, 1, 63, 4096, 64 * 1024 - 1, 64 * 1024, 300_000]
+
+
+def pickle_of(nbytes: int) -> bytes:
+    return tensor_pickle(torch.uint8, (nbytes,), (1,), nbytes, distcp.STORAGE_KEY)
+
+
+def run(extents: list[Extent], sources: list[bytes]) -> bytes:
+    """What the engine makes of a program."""
+    out = bytearray()
+    for extent in extents:
+        assert extent.offset == len(out) or extent.offset % PAGE_BYTES == 0
+        out += bytes(extent.offset - len(out))
+        for at in range(0, len(extent.rows), 3):
+            kind, nbytes, arg = extent.rows[at : at + 3]
+            if kind == LITERAL:
+                out += extent.blob[arg : arg + nbytes]
+            elif kind == SOURCE:
+                out += sources[arg]
+            else:
+                assert (kind, nbytes) == (CRC32_LE, 4)
+                out += zlib.crc32(sources[arg]).to_bytes(4, "little")
+    return bytes(out)
+
+
+def make(sizes: list[int], contents: list[bytes]) -> tuple[bytes, list[Place], list[bytes]]:
+    sources = [bytes([1 + number % 255]) * nbytes for number, nbytes in enumerate(sizes)]
+    layout = distcp.Layout([(nbytes, pickle_of(nbytes)) for nbytes in sizes])
+    tail, places = layout.finish(contents)
+    return run([*layout.head, *tail], sources), [*layout.places, *places], sources
+
+
+@given(st.lists(st.sampled_from(SIZES), max_size=6), st.lists(st.binary(min_size=1, max_size=5000), max_size=3))
+def test_torch_loads_each_item_from_its_place(sizes: list[int], contents: list[bytes]) -> None:
+    data, places, sources = make(sizes, contents)
+    for place, source in zip(places, sources, strict=False):
+        assert place.offset % PAGE_BYTES == 0
+        item = io.BytesIO(data[place.offset : place.offset + place.nbytes])
+        loaded = torch.load(item, weights_only=True)
+        assert loaded.numpy().tobytes() == source
+    for place, content in zip(places[len(sizes) :], contents, strict=True):
+        assert data[place.offset : place.offset + place.nbytes] == content
+
+
+def test_large_tensors_begin_on_a_page_of_the_file(tmp_path: Path) -> None:
+    data, places, _ = make(SIZES, [])
+    (tmp_path / "f").write_bytes(data)
+    with FileReader(tmp_path / "f") as file:
+        for nbytes, place in zip(SIZES, places, strict=True):
+            record = distcp.item_directory(file, place).records["data/0"]
+            assert record.nbytes == nbytes
+            assert nbytes < 64 * 1024 or record.offset % PAGE_BYTES == 0
+
+
+def test_what_is_known_before_the_bytes_depends_on_sizes_only() -> None:
+    first, second = make(SIZES, [b"x"]), make(SIZES, [b"y" * 9])
+    assert first[1][: len(SIZES)] == second[1][: len(SIZES)]
+
+
+@pytest.mark.parametrize("size", [63, 64 * 1024])
+def test_every_other_place_is_refused(size: int, tmp_path: Path) -> None:
+    data, places, _ = make([size, size], [b"not an archive"])
+    (tmp_path / "f").write_bytes(data)
+    offset, nbytes = places[1]
+    with FileReader(tmp_path / "f") as file:
+        distcp.item_directory(file, places[1])
+        for wrong in (
+            Place(offset, nbytes - 1),
+            Place(offset + 1, nbytes),
+            Place(offset, len(data)),
+            Place(offset, 0),
+            Place(-1, nbytes),
+            Place(0, offset + nbytes),  # two archives
+            Place(len(data) + 5, nbytes),
+            places[2],
+        ):
+            with pytest.raises(LoadError):
+                distcp.item_directory(file, wrong)
