@@ -112,7 +112,7 @@ class JobRequest(CheckpointRequest):
             self._staging = super().stage()
         elif self._rank == 0:
             assert self._job is not None
-            self._note = self._inventories.note([name for of in self._contents.values() for name in of.shared])
+            self._note = self._inventories.note([name for of in self._contents.values() for name in of.shared()])
             self._staging = self._job.stage(self.path)
             self._ballot.begin(self._staging.path.name, self._note)
         else:
@@ -125,7 +125,7 @@ class JobRequest(CheckpointRequest):
 
     def agree(self, files: Files) -> None:
         """Votes that this rank's files are durable. Rank 0 returns when all have voted."""
-        inventory = {file: contents.items for file, contents in self._contents.items()}
+        inventory = {file: contents.items() for file, contents in self._contents.items()}
         self._receipt = self._inventories.receipt(files, inventory)
         if self._ballot is not None:
             self._ballot.vote(self._receipt)

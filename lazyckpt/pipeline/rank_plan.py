@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.inventory import Item, Part
 from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import FilePlan
@@ -28,8 +31,17 @@ _SIMPLE = (int, float, bool, str, type(None))
 class Contents:
     """What the file of one rank holds, once it is laid out."""
 
-    items: list[Item] = field(default_factory=list)
-    shared: list[str] = field(default_factory=list)  # names that other ranks may have whole, too
+    parts: list[tuple[Path, Part | None]] = field(default_factory=list)
+    places: Mapping[str, Place] = field(default_factory=dict)  # of the items, by name
+    own: frozenset[str] = frozenset()  # names of the tracked parts that every rank has of its own
+
+    def items(self) -> list[Item]:
+        return [Item(path, part, *self.places[name_of(path)]) for path, part in self.parts]
+
+    def shared(self) -> list[str]:
+        """The names that other ranks may have whole, too."""
+        whole = [path for path, part in self.parts if part is None or part.is_whole]
+        return [name_of(path) for path in whole if path[0] not in self.own]
 
 
 class RankCache:
@@ -40,7 +52,22 @@ class RankCache:
         self.elsewhere: frozenset[str] = frozenset()
         """Names that rank 0 writes, as it has told. Until then this rank writes all that it has: rank 0 need not have
         every part of a model."""
+        self._shards: tuple[Any, dict[Path, Part | None]] = None, {}  # names and placements, and what comes of them
         self._objects: dict[str, tuple[bytes | None, bytes]] = {}  # pickle and archive, by name
+
+    def shards_of(self, leaves: Mapping[Path, Any]) -> Mapping[Path, Part | None]:
+        """The part of each DTensor that this rank writes, or None."""
+        shards = {path: value for path, value in leaves.items() if is_dtensor(value)}
+        facts = list(shards), [value._spec for value in shards.values()]
+        if self._shards[0] != facts:
+            chunks = {path: chunk_of(value) for path, value in shards.items()}
+            held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in chunks.items()]
+            parts: dict[Path, Part | None] = {}
+            for (path, chunk), mine in zip(chunks.items(), writes(held), strict=True):
+                holds_some = chunk.local.numel() or not math.prod(chunk.size)
+                parts[path] = _part(chunk.local, chunk.size, chunk.offsets) if mine and holds_some else None
+            self._shards = facts, parts
+        return self._shards[1]
 
     def frozen(self, name: str, value: Any) -> bytes:
         """``value`` as ``torch.save`` writes it, now. Raises UnrestorableError if ``restore()`` could not read it."""
@@ -75,25 +102,24 @@ class RankPlan(FilePlan):
         self._rank = rank
         self._cache = cache
         self._contents = contents
-        self._parts: list[tuple[Path, Part | None]] = []
         self._plan: ShardPlan | None = None
 
     def gather(self) -> TensorViews:
         share = self._share()
-        self._parts = [(path, part) for path, part, _ in share]
+        self._contents.parts = [(path, part) for path, part, _ in share]
+        self._contents.own = frozenset(name for name, part in self._state.parts.items() if is_own(part))
         self._plan = ShardPlan([(name_of(path), payload) for path, _, payload in share], self._cache.shards)
         return self._plan.gather()
 
     def _share(self) -> list[tuple[Path, Part | None, torch.Tensor | bytes]]:
+        """Path, part and payload of each item."""
         leaves = global_state(self._state.parts, self._rank)
-        chunks = {path: chunk_of(value) for path, value in leaves.items() if is_dtensor(value)}
-        held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in chunks.items()]
-        mine = dict(zip(chunks, writes(held), strict=True))
+        parts = self._cache.shards_of(leaves)
         share: list[tuple[Path, Part | None, torch.Tensor | bytes]] = []
         for path, value in leaves.items():
-            if (chunk := chunks.get(path)) is not None:
-                if mine[path] and (chunk.local.numel() or not value.numel()):
-                    share.append((path, _part(chunk.local, chunk.size, chunk.offsets), chunk.local))
+            if path in parts:
+                if (part := parts[path]) is not None:
+                    share.append((path, part, value._local_tensor))
             elif self._is_mine(path):
                 share.append(self._whole(path, value))
         return share
@@ -109,13 +135,7 @@ class RankPlan(FilePlan):
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         assert self._plan is not None
         program = self._plan.lay_out(views)
-        places = self._plan.places
-        self._contents.items = [Item(path, part, *places[name_of(path)]) for path, part in self._parts]
-        self._contents.shared = [
-            item.name
-            for item in self._contents.items
-            if not is_own(self._state.parts[str(item.path[0])]) and (item.part is None or item.part.is_whole)
-        ]
+        self._contents.places = self._plan.places
         return program
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:

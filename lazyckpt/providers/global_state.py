@@ -46,6 +46,7 @@ class Chunk(NamedTuple):
     replicas: int
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def name_of(path: Path) -> str:
     return ".".join(map(str, path))
 

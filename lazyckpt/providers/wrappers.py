@@ -74,6 +74,8 @@ def links_of(tensor: torch.Tensor) -> list[Link]:
     A wrapper that returns different tensors at each call has none either: they say nothing about the saved ones.
     """
     try:
+        if (local := getattr(tensor, "_local_tensor", None)) is not None:  # a DTensor: the quick way to the same
+            return [Link(tensor, "_local_tensor", local)]
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         links = [Link(tensor, name, getattr(tensor, name)) for name in names]
         stable = all(link.holds() and link.inner is not tensor for link in links)
