@@ -20,65 +20,16 @@ DataStates-LLM, section V, has the hierarchical asynchronous two-phase commit; t
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from lazyckpt.errors import RankError
+from lazyckpt.ranks.rounds import Aborted, RankLost, Round, Seat, StoreLost, decode, pack
 
-FAN_IN = 8  # ranks below one rank, at each level of the tree: usually those of one node
-_ENTRY = struct.Struct("<II")  # rank, bytes
-
-
-class StoreLost(Exception):
-    """The store does not answer, and will not any more."""
-
-
-class RankLost(Exception):
-    """A rank gives no sign of life, or does not take part."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} {why}")
-        self.rank = rank
-        self.why = why
-
-
-class Store(Protocol):
-    """The keys of a job. Every call is one message. Raises StoreLost."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def claim(self, key: str, value: bytes) -> bytes:
-        """Sets a key that nobody has set. Returns what it holds now."""
-
-    def look(self, key: str) -> bytes | None:
-        """Returns the value of a key, or None, at once."""
-
-    def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
-        """Returns the value of ``key`` once ``rank`` has set it, or None once ``unless`` is set.
-
-        Raises RankLost if ``rank`` gives no sign of life, or does not reach this save, by number."""
-
-    def release(self, key: str) -> None:
-        """Ends the request for ``key`` that a ``wait`` without an answer has left behind."""
-
-    def count(self, key: str) -> int:
-        """Adds one. Returns the sum."""
-
-    def delete(self, key: str) -> None: ...
-
-
-class Renamed(enum.Enum):
-    """How the rename to the final name went."""
-
-    DONE = enum.auto()
-    GONE = enum.auto()  # the staged folder has another name by now; on NFS, perhaps the final one
-    OCCUPIED = enum.auto()  # another checkpoint has the final name
+COMMITTED = json.dumps({"committed": True}).encode()
 
 
 class Folder(Protocol):
@@ -89,7 +40,10 @@ class Folder(Protocol):
     def owner(self) -> str | None:
         """None if the run's folder still belongs to this job, else a phrase for its new owner."""
 
-    def to_final(self) -> Renamed: ...
+    def to_final(self) -> Literal["done", "gone", "occupied"]:
+        """Renames the staged folder to its final name, unless a checkpoint has that.
+
+        "gone": it has another name by now; on NFS, which may repeat a call, perhaps the final one."""
 
     def to_trash(self) -> bool:
         """Whether this call renamed the staged folder to trash."""
@@ -113,139 +67,6 @@ class Folder(Protocol):
         """Removes what ``to_trash`` renamed."""
 
 
-def children_of(rank: int, world_size: int, fan_in: int = FAN_IN) -> list[int]:
-    """The ranks that give their votes to ``rank``: at most ``fan_in - 1`` at each of log(world_size) levels.
-
-    With a fan-in of 8, the children of rank 8 are 9 to 15; those of rank 0 are 1 to 7, 8, 16, …, 56, 64, 128, …."""
-    found: list[int] = []
-    step = 1
-    while step < world_size and rank % (step * fan_in) == 0:
-        found += range(rank + step, min(rank + step * fan_in, world_size), step)
-        step *= fan_in
-    return found
-
-
-@dataclass(frozen=True)
-class Seat:
-    """What one rank needs to take part in the votes of its job."""
-
-    run: str  # the job's uuid
-    generation: int  # how often the job has started; keeps stale ranks out
-    rank: int
-    world_size: int
-    store: Store
-    directory: Path  # for messages
-    fan_in: int = FAN_IN
-
-
-@dataclass(frozen=True)
-class Aborted:
-    """The answer that a save failed: which rank caused it, and how."""
-
-    rank: int
-    why: str
-
-    def encode(self) -> bytes:
-        return json.dumps({"aborted": self.why, "rank": self.rank}).encode()
-
-
-COMMITTED = json.dumps({"committed": True}).encode()
-_VALUES = b"+"  # before the result of an exchange
-
-
-def decode(answer: bytes) -> Aborted | None:
-    """Returns why a save failed; None for anything else that a key may hold."""
-    if answer.startswith(_VALUES):
-        return None
-    told = json.loads(answer)
-    return Aborted(told["rank"], told["aborted"]) if "aborted" in told else None
-
-
-def pack(values: dict[int, bytes]) -> bytes:
-    return b"".join(_ENTRY.pack(rank, len(value)) + value for rank, value in values.items())
-
-
-def unpack(packed: bytes) -> dict[int, bytes]:
-    values = {}
-    at = 0
-    while at < len(packed):
-        rank, nbytes = _ENTRY.unpack_from(packed, at)
-        at += _ENTRY.size
-        values[rank] = packed[at : at + nbytes]
-        at += nbytes
-    return values
-
-
-class Round:
-    """One question that all ranks answer: its keys, and the way of the answers up the tree."""
-
-    def __init__(self, seat: Seat, name: str, save: float) -> None:
-        self.seat = seat
-        self._prefix = f"{seat.run}/{seat.generation}/{name}"
-        self._save = save
-        self.outcome = self.key("outcome")
-
-    def key(self, name: object) -> str:
-        return f"{self._prefix}/{name}"
-
-    def gather(self, own: bytes) -> dict[int, bytes] | None:
-        """Returns the values of this rank and of all ranks below it, or None if the outcome is known before.
-
-        Raises RankLost and StoreLost."""
-        seat = self.seat
-        values = {seat.rank: own}
-        for child in children_of(seat.rank, seat.world_size, seat.fan_in):
-            told = None
-            try:
-                told = seat.store.wait(self.key(child), rank=child, save=self._save, unless=self.outcome)
-            finally:
-                if told is None:
-                    seat.store.release(self.key(child))
-            if told is None:
-                return None
-            values.update(unpack(told))
-        return values
-
-    def finish(self) -> None:
-        """Deletes this rank's key; the last rank deletes the others. Call it once, when the answer is known here."""
-        store, settled = self.seat.store, self.key("settled")
-        with contextlib.suppress(StoreLost):
-            store.delete(self.key(self.seat.rank))
-            if store.count(settled) == self.seat.world_size:
-                for key in (self.key("begin"), self.outcome, settled):
-                    store.delete(key)
-
-
-def exchange(seat: Seat, topic: str, value: bytes) -> list[bytes]:
-    """Returns the values of all ranks, by rank. Every rank calls it with the same topic, which is never used again.
-
-    Raises RankError, on all ranks, if one of them is lost."""
-    round = Round(seat, topic, math.inf)
-    try:
-        told = _exchange(round, value)
-    except StoreLost as error:
-        told = Aborted(seat.rank, f"lost the store: {error}").encode()
-    round.finish()
-    if (aborted := decode(told)) is not None:
-        raise RankError(aborted.why, rank=aborted.rank, path=seat.directory, agreeing_on=topic)
-    values = unpack(told.removeprefix(_VALUES))
-    return [values[rank] for rank in range(seat.world_size)]
-
-
-def _exchange(round: Round, value: bytes) -> bytes:
-    seat = round.seat
-    try:
-        if (values := round.gather(value)) is not None:
-            if seat.rank == 0:
-                return seat.store.claim(round.outcome, _VALUES + pack(values))
-            seat.store.set(round.key(seat.rank), pack(values))
-        told = seat.store.wait(round.outcome, rank=0, save=math.inf)
-        assert told is not None
-        return told
-    except RankLost as lost:
-        return seat.store.claim(round.outcome, Aborted(lost.rank, lost.why).encode())
-
-
 class Ballot:
     """One save, as one rank takes part in it.
 
@@ -267,7 +88,8 @@ class Ballot:
     ) -> None:
         self._seat = seat
         self._round = Round(seat, str(ordinal), ordinal)
-        self._begin = {"ordinal": ordinal, "step": step, "layout": layout}
+        self._ordinal = ordinal
+        self._begin: dict[str, object] = {"ordinal": ordinal, "step": step, "layout": layout}
         self._step = step
         self._target = target
         self._open = folder
@@ -291,7 +113,7 @@ class Ballot:
     def staged_name(self) -> str:
         """Returns the name of the staged folder, once rank 0 has begun. Refuses another ordinal, step or layout."""
         with self._certain_abort():
-            told = self._seat.store.wait(self._round.key("begin"), rank=0, save=self._begin["ordinal"])
+            told = self._seat.store.wait(self._round.key("begin"), rank=0, save=self._ordinal)
             assert told is not None
             if (aborted := decode(told)) is not None:
                 raise RankLost(aborted.rank, aborted.why)
@@ -303,7 +125,7 @@ class Ballot:
         return name
 
     def vote(self, receipt: bytes) -> None:
-        """Votes yes: this rank's files are durable. ``receipt`` is for rank 0. Waits for the ranks below in the tree."""
+        """Votes yes: this rank's files are durable. Waits for the ranks below. ``receipt`` is for rank 0."""
         assert self._previous is None or self._previous.settled, "a rank that votes has settled all earlier saves"
         if self._seat.rank == 0:
             self._own = receipt
@@ -338,6 +160,10 @@ class Ballot:
     def settled(self) -> bool:
         """Whether this rank has its answer."""
         return self._answer is not None
+
+    def forgotten(self) -> bool:
+        """Whether all ranks have settled this save, so that its keys are gone. Raises StoreLost."""
+        return self._seat.store.look(self._round.settled) is None
 
     # steps 4 to 6
 
@@ -389,7 +215,7 @@ class Ballot:
 
     @contextlib.contextmanager
     def _certain_abort(self) -> Iterator[None]:
-        """Aborts if a rank or the store is lost while nobody can commit: rank 0 decides later, or waits for this vote."""
+        """Aborts if a rank or the store is lost before this rank has voted, or as rank 0 before it decides."""
         try:
             yield
         except RankLost as lost:
@@ -440,8 +266,10 @@ class Ballot:
         self._round.finish()
 
     def _error(self, aborted: Aborted | None = None) -> RankError | None:
-        aborted = aborted or (self._answer if isinstance(self._answer, Aborted) else None)
-        return aborted and RankError(aborted.why, rank=aborted.rank, path=self._target, step=self._step)
+        found = aborted or self._answer
+        if not isinstance(found, Aborted):
+            return None
+        return RankError(found.why, rank=found.rank, path=self._target, step=self._step)
 
     def _raise_aborted(self) -> None:
         if (error := self._error()) is not None:
@@ -450,9 +278,9 @@ class Ballot:
 
 def _published(folder: Folder) -> bool:
     """Renames the staged folder to its final name, unless another rank was faster."""
-    while (renamed := folder.to_final()) is Renamed.OCCUPIED:
+    while (renamed := folder.to_final()) == "occupied":
         folder.set_aside()
-    if renamed is Renamed.DONE or folder.is_published():
+    if renamed == "done" or folder.is_published():
         return True
     folder.put_back()
     return False

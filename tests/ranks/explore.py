@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from lazyckpt.ranks.votes import Aborted, Ballot, RankLost, Renamed, Seat, StoreLost
+from lazyckpt.errors import RankError
+from lazyckpt.ranks.rounds import RankLost, Seat, StoreLost
+from lazyckpt.ranks.votes import Ballot
 
 TEMPORARY, FINAL, TRASH, ASIDE = "temporary", "final", "trash", "aside"
 
@@ -219,16 +221,16 @@ class FakeFolder:
 
         return self._world.step("owner", lambda: [act])  # type: ignore[no-any-return]
 
-    def to_final(self) -> Renamed:
-        def act() -> Renamed:
+    def to_final(self) -> str:
+        def act() -> str:
             if FINAL in self._world.tree and self._name in self._world.tree:
-                return Renamed.OCCUPIED
-            return Renamed.DONE if self._rename(self._name, FINAL) else Renamed.GONE
+                return "occupied"
+            return "done" if self._rename(self._name, FINAL) else "gone"
 
-        def lie() -> Renamed:
+        def lie() -> str:
             self._world.budget.lies -= 1
             act()
-            return Renamed.GONE
+            return "gone"
 
         def outcomes() -> list[Any]:
             happens = self._name in self._world.tree and FINAL not in self._world.tree
@@ -442,8 +444,6 @@ def saves(
 
 
 def _save(world: World, ballot: Ballot, rank: int, name: str, generation: int, fails: bool) -> str:
-    from lazyckpt.errors import RankError
-
     try:
         try:
             if rank == 0:
@@ -476,6 +476,3 @@ def _save(world: World, ballot: Ballot, rank: int, name: str, generation: int, f
 
 def whole(world_size: int) -> frozenset[str]:
     return frozenset([f"rank {rank}" for rank in range(world_size)] + ["manifest"])
-
-
-__all__ = ["Aborted", "Budget", "Choice", "Explored", "FakeFolder", "FakeStore", "Tree", "Violation", "World", "explore"]

@@ -51,14 +51,25 @@ def tried(ranks: int, before: Tree | None = None, fan_in: int = 8, **budget: int
 @pytest.mark.parametrize("before", [None, OLD])
 def test_two(before):
     import time
-    for budget in ({}, {"kills": 1}, {"suspicions": 2}, {"losses": 1}, {"lies": 1}, {"kills":1, "suspicions": 1}, {"kills": 2, "suspicions": 3, "losses": 1, "lies": 1}):
-        t=time.time()
+
+    for budget in (
+        {},
+        {"kills": 1},
+        {"suspicions": 2},
+        {"losses": 1},
+        {"lies": 1},
+        {"kills": 1, "suspicions": 1},
+        {"kills": 2, "suspicions": 3, "losses": 1, "lies": 1},
+    ):
+        t = time.time()
         tried(2, before, **budget)
-        print(time.time()-t)
+        print(time.time() - t)
+
 
 def test_three():
     import time
+
     for budget in ({}, {"kills": 1}, {"suspicions": 1}, {"losses": 1}):
-        t=time.time()
+        t = time.time()
         tried(3, OLD, **budget)
-        print(time.time()-t)
+        print(time.time() - t)
