@@ -10,6 +10,7 @@ from lazyckpt.errors import CorruptFileError as CorruptFileError
 from lazyckpt.errors import LazyCkptError as LazyCkptError
 from lazyckpt.errors import LoadError as LoadError
 from lazyckpt.errors import NoSpaceError as NoSpaceError
+from lazyckpt.errors import RankError as RankError
 from lazyckpt.errors import ReadError as ReadError
 from lazyckpt.errors import RestoreError as RestoreError
 from lazyckpt.errors import SaveError as SaveError

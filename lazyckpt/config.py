@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -81,6 +82,10 @@ class Config:
     direct_io: bool | Literal["auto"] = "auto"
     """O_DIRECT where the file system has it. "auto": except on FUSE, where servers that answer short get wrong data."""
 
+    rank_timeout_s: float = 120.0
+    """With several ranks: how long the others wait without a sign of life from one before they give up the checkpoint.
+    A rank that lives may take as long as it needs to write, but must call ``save()`` within five times this."""
+
     trace: str | os.PathLike[str] | None = None
     """A file for the timeline of every checkpoint, beside the training steps (docs/metrics.md). One that is there is
     added to, up to 256 MiB."""
@@ -132,6 +137,8 @@ class Config:
                 f"max_in_flight={self.max_in_flight}: at most 64; they share one staging buffer and one disk, which is "
                 "no faster for it, and a crash loses all of them"
             )
+        if not isinstance(self.rank_timeout_s, int | float) or not 0 < self.rank_timeout_s < math.inf:
+            raise ConfigError(f"rank_timeout_s={self.rank_timeout_s!r}: expected a positive number of seconds")
         if self.chunk_bytes % PAGE_BYTES or self.chunk_bytes > 1024 * MIB:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes}: expected a multiple of 4096, at most 1 GiB")
         if self.host_buffer_bytes != "auto":

@@ -6,6 +6,7 @@ LazyCkptError (RuntimeError)
 ├── SaveError                        a checkpoint failed; nothing committed was touched
 │   ├── NoSpaceError                 the file system is full, or would be
 │   ├── SerializationError           an object in the state cannot be pickled or restored
+│   ├── RankError                    a rank died, failed or disagreed, so no rank committed the checkpoint
 │   └── TornSnapshotError            state changed while it was being copied
 ├── LoadError                        a file or folder cannot be read
 │   ├── CorruptFileError             truncated, bit-flipped, or not what it claims to be
@@ -74,6 +75,28 @@ class SerializationError(SaveError):
 
 class TornSnapshotError(SaveError):
     """A tensor changed between ``save()`` and the end of its copy; the checkpoint was discarded."""
+
+
+class RankError(SaveError):
+    """The ranks of a job did not agree on a checkpoint; every rank gets this error for it.
+
+    ``rank`` is the rank that died, failed or disagreed, and ``what`` says how. ``agreeing_on`` names what else the
+    ranks were agreeing on, in the folder ``path``.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int,
+        path: str | os.PathLike[str],
+        step: int | None = None,
+        agreeing_on: str | None = None,
+    ) -> None:
+        super().__init__(f"rank {rank} {what}", path=path, step=step)
+        self.rank = rank
+        if agreeing_on is not None:
+            self.args = (f"{self.path}: the ranks do not agree on {agreeing_on}: {self.what}",)
 
 
 class LoadError(LazyCkptError):

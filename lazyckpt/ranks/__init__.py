@@ -1,1 +1,1 @@
-"""Many ranks: who writes what."""
+"""Several ranks that save one checkpoint: who writes what, and how they agree without training's process group."""

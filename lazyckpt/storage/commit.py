@@ -46,6 +46,22 @@ def _close_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
+def hold_lock(fd: int) -> None:
+    """Locks an open file or folder, where there are locks, until ``drop_lock`` closes it. Raises OSError."""
+    _locks.add(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def drop_lock(fd: int) -> None:
+    if fd in _locks:
+        _locks.remove(fd)
+        os.close(fd)
+
+
 class Staging:
     """A checkpoint folder before it has its final name. This process holds its lock as long as it exists.
 
@@ -75,12 +91,7 @@ class Staging:
                 shutil.rmtree(self.path, ignore_errors=True)
                 raise
             try:
-                _locks.add(self._lock)
-                try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX)
-                except OSError as error:
-                    if error.errno not in NO_LOCKS:
-                        raise
+                hold_lock(self._lock)
                 if os.path.isdir(self.path):
                     return
             except BaseException:
@@ -181,9 +192,7 @@ class Staging:
 
     def _unlock(self) -> None:
         fd, self._lock = self._lock, -1  # once: another file may have the number by the next call
-        if fd in _locks:
-            _locks.remove(fd)
-            os.close(fd)
+        drop_lock(fd)
 
 
 def _carry_over(old: Path, new: Path) -> None:

@@ -14,8 +14,9 @@ from typing import NoReturn, TextIO
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 PUBLISH = ".publish-"  # see in_place.py
+REPLACED = ".replaced-"  # see shared.py
 _NAME_BYTES = 100  # of a name that come back in the temporary one
-_UNFINISHED = re.compile(r"\.(tmp|trash|publish)-.*-[0-9a-f]{32}", re.DOTALL)
+_UNFINISHED = re.compile(r"\.(tmp|trash|publish|replaced)-.*-[0-9a-f]{32}", re.DOTALL)
 
 
 def create(path: Path) -> TextIO:
@@ -62,7 +63,7 @@ def fresh_name(prefix: str, target: Path) -> Path:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether this is one of our temporary, trash or publish names."""
+    """Whether this is one of our temporary, trash, publish or replaced names."""
     return _UNFINISHED.fullmatch(name) is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -10,8 +11,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from lazyckpt.storage import folders, mounts
-from lazyckpt.storage.manifest import MANIFEST
+from lazyckpt.storage import folders, mounts, owner
+from lazyckpt.storage.manifest import MANIFEST, is_folder_name
+from lazyckpt.storage.owner import Owner
 
 # Endings of the files without which a framework does not recognize a checkpoint.
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -109,30 +111,57 @@ def unlink(trash: Path) -> None:
         trash.unlink(missing_ok=True)
 
 
-def sweep(root: Path) -> list[Path]:
-    """Removes what dead processes left in ``root``: trash and staged folders."""
-    trash = _unfinished(root, folders.TRASH)
+def sweep(root: Path, by: Owner | None = None) -> list[Path]:
+    """Removes what dead processes left in ``root``: trash and staged folders. Gives a checkpoint that was to be
+    replaced its name back. ``by``: also removes what older generations of this job have staged."""
+    asides = _unfinished(root, folders.REPLACED)
+    replaced = [path for path in asides if is_folder_name(_name_of(path)) and not put_back(path, root / _name_of(path))]
+    trash = [*_unfinished(root, folders.TRASH), *filter(None, map(hide, replaced))]
+    staged = sweep_staged(root, by)
     for path in trash:
         unlink(path)
-    return [*sweep_staged(root), *trash]
+    return [*staged, *trash]
 
 
-def sweep_staged(root: Path) -> list[Path]:
-    """Removes staged folders whose lock nobody holds."""
-    return [path for path in _unfinished(root, folders.TEMPORARY) if _remove_abandoned(path)]
+def put_back(aside: Path, target: Path) -> bool:
+    """Gives a checkpoint that another one was to replace its name again; returns whether it has it, or is gone."""
+    if not os.path.lexists(target):
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.rename(aside, target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # published meanwhile
+                    raise
+    return not os.path.lexists(aside)
+
+
+def _name_of(aside: Path) -> str:
+    """The name of a checkpoint that was moved aside."""
+    return aside.name.removeprefix(folders.REPLACED).rpartition("-")[0]
+
+
+def sweep_staged(root: Path, by: Owner | None = None) -> list[Path]:
+    """Removes staged folders whose lock nobody holds, and those of older generations of the job ``by``."""
+    return [path for path in _unfinished(root, folders.TEMPORARY) if _remove_abandoned(path, by)]
 
 
 def _unfinished(root: Path, prefix: str) -> list[Path]:
     return [root / name for name in os.listdir(root) if name.startswith(prefix) and folders.is_unfinished(name)]
 
 
-def _remove_abandoned(path: Path) -> bool:
+def _remove_abandoned(path: Path, by: Owner | None) -> bool:
     """Removes a staged folder unless a live process holds its lock.
 
     Holds the lock until the folder is gone: a process that has just made it and is about to lock it notices then
     (``Staging``), and not when its checkpoint disappears. The folder may be one that was replaced by a process that
-    died before it synced that, so its final name must be gone for good first, as in ``unlink``.
+    died before it synced that, so its final name must be gone for good first, as in ``unlink``. What several ranks fill
+    is renamed first: that is how they learn that it was taken from them.
     """
+    if owner.is_shared(path):
+        trash = hide(path) if owner.is_abandoned(path, by) else None
+        if trash is not None:
+            unlink(trash)
+        return trash is not None
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

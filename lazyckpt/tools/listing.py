@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from lazyckpt.errors import LoadError, ReadError, load_error
-from lazyckpt.storage import folders, manifest
+from lazyckpt.storage import folders, manifest, owner
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint, pin_of
 
@@ -145,7 +145,7 @@ def leftovers(directory: Path) -> list[Leftover]:
             continue
         path = Path(entry.path)
         state: Literal["in use", "abandoned", "unknown"] = "in use"
-        if not entry.is_dir(follow_symlinks=False):
+        if not entry.is_dir(follow_symlinks=False) or entry.name.startswith(folders.REPLACED):
             state = "unknown"
         elif entry.name.startswith(folders.TRASH) or not _is_locked(path):
             state = "abandoned"
@@ -155,6 +155,8 @@ def leftovers(directory: Path) -> list[Leftover]:
 
 def _is_locked(folder: Path) -> bool:
     """Whether a live process holds the lock of a staged folder. Asks with a shared lock, released at once."""
+    if owner.is_shared(folder):
+        return not owner.is_abandoned(folder)
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -1,0 +1,247 @@
+"""The job to which this process belongs, as one Checkpointer uses it: who takes part, and how they talk.
+
+1. join      every rank gets a uuid and a generation from rank 0, through the store of torch.distributed, and proves
+             that it sees rank 0's folder. Nothing here uses a process group
+2. ballot    for each save (votes.py), on background threads
+3. close     this rank's sign of life ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from lazyckpt.errors import ConfigError, SaveError, save_error
+from lazyckpt.ranks.pulse import ABSENT, Pulse, Watch
+from lazyckpt.ranks.rounds import Seat, StoreLost, exchange
+from lazyckpt.ranks.store import Client, client_of
+from lazyckpt.ranks.votes import Ballot
+from lazyckpt.storage import folders, mounts, owner, removal
+from lazyckpt.storage.owner import Owner
+from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
+
+TIMEOUT_S = 120.0
+_KEYS = "lazyckpt"
+_PROBE = ".lazyckpt-probe-"
+_PROBE_S = 65.0  # how long a network file system may remember that a name was missing
+_LINGER_S = 5.0  # how long rank 0, whose process may serve the store, waits for the others at the end
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0  # between two looks whether a save was aborted
+
+
+class Line:
+    """The ``Store`` of the votes: the keys of the job, and a watch on the rank that somebody waits for."""
+
+    def __init__(self, client: Client, pulse: Pulse, keys: str = _KEYS) -> None:
+        self._client, self._pulse, self._keys = client, pulse, keys
+
+    def set(self, key: str, value: bytes) -> None:
+        self._client.set(f"{self._keys}/{key}", value)
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._client.claim(f"{self._keys}/{key}", value)
+
+    def look(self, key: str) -> bytes | None:
+        return self._client.look(f"{self._keys}/{key}")
+
+    def count(self, key: str) -> int:
+        return self._client.count(f"{self._keys}/{key}")
+
+    def delete(self, key: str) -> None:
+        self._client.delete(f"{self._keys}/{key}")
+
+    def release(self, key: str) -> None:
+        self._client.release(f"{self._keys}/{key}")
+
+    def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
+        reply = self._client.ask(f"{self._keys}/{key}")
+        watch = Watch(self._pulse, rank, save)
+        pause_s = _FIRST_LOOK_S if unless is not None else self._pulse.period_s
+        next_watch = time.monotonic()
+        while (told := reply.wait(pause_s)) is None:
+            if unless is not None and self.look(unless) is not None:
+                return None
+            if time.monotonic() >= next_watch:
+                watch.check()
+                next_watch = time.monotonic() + self._pulse.period_s
+            pause_s = min(2 * pause_s, _LAST_LOOK_S, self._pulse.period_s)
+        return told
+
+
+class Job:
+    """All ranks that save into one folder. ``join`` makes one on each rank; the ranks join in the same order."""
+
+    def __init__(self, seat: Seat, owner: Owner, client: Client, pulse: Pulse) -> None:
+        self._seat = seat
+        self._owner = owner
+        self._client = client
+        self._pulse = pulse
+        self._previous: Ballot | None = None
+        self._topics = 0
+        self.rank = seat.rank
+        self.world_size = seat.world_size
+        self.generation = seat.generation
+        self.directory = seat.directory
+
+    @classmethod
+    def join(cls, directory: Path, *, timeout_s: float = TIMEOUT_S) -> Job:
+        """Step 1. Call it on every rank; returns when all ranks have joined. Rank 0 makes the folder if it is missing,
+        and removes what earlier generations of the job have left there.
+
+        Raises ConfigError if the ranks do not see one folder, or if torch.distributed is not initialized; SaveError if
+        rank 0 cannot write to it; RankError if a rank does not join."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise ConfigError("several ranks: call torch.distributed.init_process_group() first")
+        shared = distributed.distributed_c10d._get_default_store()
+        return _join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s)
+
+    def ballot(self, ordinal: int, step: int, layout: str, target: Path) -> Ballot:
+        """Step 2. ``ordinal`` counts the saves of this Checkpointer from 1, also those that fail; ``layout`` is a hash
+        of what the ranks must agree on; ``target`` is the final folder. Sends nothing."""
+        self._pulse.save = ordinal
+        self._previous = Ballot(
+            self._seat,
+            ordinal,
+            step,
+            layout,
+            target=target,
+            folder=lambda name: SharedFolder(target, name, self._owner, self._pulse.timeout_s),
+            previous=self._previous,
+        )
+        return self._previous
+
+    def stage(self, target: Path) -> SharedStaging:
+        """Rank 0: makes the staged folder of a checkpoint. Raises OSError."""
+        return SharedStaging(target, self._owner)
+
+    def attach(self, target: Path, name: str) -> AttachedStaging:
+        """Other ranks: finds the staged folder by its name."""
+        return AttachedStaging(target, name)
+
+    def exchange(self, topic: str, value: bytes) -> list[bytes]:
+        """Returns the values of all ranks, by rank. Every rank calls it, with the same topic, in the same order.
+
+        Raises RankError, on all ranks, if one is lost."""
+        self._topics += 1
+        return exchange(self._seat, f"{self._topics}-{topic}", value)
+
+    def check_owner(self) -> None:
+        """Raises SaveError if the folder belongs to another job by now: call it before something is removed there."""
+        try:
+            found = owner.other_owner(self.directory, self._owner)
+        except OSError as error:
+            raise save_error(error, path=self.directory) from error
+        if found is not None:
+            raise SaveError(f"the folder belongs to {found} now", path=self.directory)
+
+    def close(self) -> None:
+        """Step 3. Call it when all saves of this rank are settled.
+
+        Rank 0 gives the others a few seconds to read the outcome of the last save. Without it they look into the
+        folder. Otherwise this waits for nobody."""
+        last = self._previous
+        with contextlib.suppress(StoreLost):
+            end = time.monotonic() + min(_LINGER_S, self._pulse.timeout_s)
+            while self.rank == 0 and last is not None and not last.forgotten() and time.monotonic() < end:
+                time.sleep(_FIRST_LOOK_S)
+        self._pulse.stop()
+        if self.rank == 0:
+            owner.let_go(self.directory, self._owner)
+        self._client.close()
+
+
+def _join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
+    """``shared`` is the store of the default group. It belongs to training too, so nothing here waits in it."""
+    begin = f"{_KEYS}/join/{shared.add(f'{_KEYS}/joined/{rank}', 1)}"
+    client = client_of(shared, timeout_s)
+    try:
+        told = _found(client, shared, begin, directory) if rank == 0 else _awaited(shared, begin, timeout_s)
+        if "error" in told:
+            raise SaveError(f"rank 0 {told['error']}", path=directory, opening=True)
+        run, generation = told["run"], told["generation"]
+        pulse = Pulse(client, f"{_KEYS}/{run}/{generation}", rank, timeout_s)
+        seat = Seat(run, generation, rank, world_size, Line(client, pulse), directory)
+        pulse.start()
+    except StoreLost as error:
+        client.close()
+        raise SaveError(f"the store of torch.distributed is lost: {error}", path=directory, opening=True) from error
+    except BaseException:
+        client.close()
+        raise
+    job = Job(seat, Owner(run, generation, told["host"]), client, pulse)
+    try:
+        _check_same_folder(job, directory, told["probe"], told["directory"])
+    except BaseException:
+        job.close()
+        raise
+    finally:
+        if rank == 0:
+            (directory / told["probe"]).unlink(missing_ok=True)
+    pulse.complete = True
+    if rank == 0:
+        shared.delete_key(begin)
+    return job
+
+
+def _found(client: Client, shared: Any, begin: str, directory: Path) -> dict[str, Any]:
+    """Rank 0: starts a new generation, in the folder and in the store."""
+    # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
+    run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
+    new = Owner.here(run, client.count(f"{_KEYS}/generation"))
+    probe = f"{_PROBE}{uuid.uuid4().hex}"
+    told = {**vars(new), "probe": probe, "directory": str(directory)}
+    try:
+        folders.make_folder(directory)
+        owner.take(directory, new)
+        removal.sweep(directory, new)
+        folders.create(directory / probe).close()
+    except OSError as error:
+        shared.set(begin, json.dumps({"error": f"cannot write there: {error.strerror}"}))
+        raise save_error(error, path=directory, opening=True) from error
+    shared.set(begin, json.dumps(told))
+    return told
+
+
+def _awaited(shared: Any, begin: str, timeout_s: float) -> dict[str, Any]:
+    """Another rank: returns what rank 0 tells."""
+    end = time.monotonic() + ABSENT * timeout_s
+    pause_s = 0.001
+    while not shared.check([begin]):
+        if time.monotonic() > end:
+            what = f"rank 0 has not opened a Checkpointer for {ABSENT * timeout_s:g} s. Does every rank open it?"
+            raise ConfigError(what)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+    told: dict[str, Any] = json.loads(shared.get(begin))
+    return told
+
+
+def _check_same_folder(job: Job, directory: Path, probe: str, theirs: str) -> None:
+    """Raises ConfigError, on all ranks, unless every rank sees the file that rank 0 has made."""
+    sees = _sees(directory / probe)
+    local = mounts.file_system(directory)[0] if directory.exists() else "no"
+    answers = job.exchange("one folder", json.dumps([sees, os.uname().nodename, str(directory), local]).encode())
+    for rank, (seen, host, path, kind) in enumerate(map(json.loads, answers)):
+        if not seen:
+            raise ConfigError(
+                f"rank {rank} ({path} on {host}, {kind} file system) does not see the folder of rank 0 ({theirs}): "
+                "several ranks save into one folder, on a file system that all nodes share"
+            )
+
+
+def _sees(probe: Path) -> bool:
+    patient = not owner.is_local(probe.parent)
+    end = time.monotonic() + (_PROBE_S if patient else 0)
+    while not probe.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+        with contextlib.suppress(OSError):
+            os.listdir(probe.parent)  # looks again for names that were missing
+    return True

@@ -1,0 +1,191 @@
+"""One question to all ranks, through a key-value store: the answers go up a tree of ranks, the outcome is one key.
+
+Each rank waits for few others, whatever the number of ranks. Whoever waits for a rank watches it. The first to learn that
+there can be no good outcome says so under the key of the outcome. This module knows neither torch nor clocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lazyckpt.errors import RankError
+
+FAN_IN = 8  # ranks below one rank, at each level of the tree: usually those of one node
+_ENTRY = struct.Struct("<II")  # rank, bytes
+
+
+class StoreLost(Exception):
+    """The store does not answer, and will not any more."""
+
+
+class RankLost(Exception):
+    """A rank gives no sign of life, or does not take part."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} {why}")
+        self.rank = rank
+        self.why = why
+
+
+class Store(Protocol):
+    """The keys of a job. Every call is one message. Raises StoreLost."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Sets a key that nobody has set. Returns what it holds now."""
+
+    def look(self, key: str) -> bytes | None:
+        """Returns the value of a key, or None, at once."""
+
+    def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
+        """Returns the value of ``key`` once ``rank`` has set it, or None once ``unless`` is set.
+
+        Raises RankLost if ``rank`` gives no sign of life, or does not reach this save, by number."""
+
+    def release(self, key: str) -> None:
+        """Ends the request for ``key`` that a ``wait`` without an answer has left behind."""
+
+    def count(self, key: str) -> int:
+        """Adds one. Returns the sum."""
+
+    def delete(self, key: str) -> None: ...
+
+
+def children_of(rank: int, world_size: int, fan_in: int = FAN_IN) -> list[int]:
+    """The ranks that give their votes to ``rank``: at most ``fan_in - 1`` at each of log(world_size) levels.
+
+    With a fan-in of 8, the children of rank 8 are 9 to 15; those of rank 0 are 1 to 7, 8, 16, …, 56, 64, 128, …."""
+    found: list[int] = []
+    step = 1
+    while step < world_size and rank % (step * fan_in) == 0:
+        found += range(rank + step, min(rank + step * fan_in, world_size), step)
+        step *= fan_in
+    return found
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one rank needs to take part in the votes of its job."""
+
+    run: str  # the job's uuid
+    generation: int  # how often the job has started; keeps stale ranks out
+    rank: int
+    world_size: int
+    store: Store
+    directory: Path  # for messages
+    fan_in: int = FAN_IN
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """The answer that a save failed: which rank caused it, and how."""
+
+    rank: int
+    why: str
+
+    def encode(self) -> bytes:
+        return json.dumps({"aborted": self.why, "rank": self.rank}).encode()
+
+
+_VALUES = b"+"  # before the result of an exchange
+
+
+def decode(answer: bytes) -> Aborted | None:
+    """Returns why a save failed; None for anything else that a key may hold."""
+    if answer.startswith(_VALUES):
+        return None
+    told = json.loads(answer)
+    return Aborted(told["rank"], told["aborted"]) if "aborted" in told else None
+
+
+def pack(values: dict[int, bytes]) -> bytes:
+    return b"".join(_ENTRY.pack(rank, len(value)) + value for rank, value in values.items())
+
+
+def unpack(packed: bytes) -> dict[int, bytes]:
+    values = {}
+    at = 0
+    while at < len(packed):
+        rank, nbytes = _ENTRY.unpack_from(packed, at)
+        at += _ENTRY.size
+        values[rank] = packed[at : at + nbytes]
+        at += nbytes
+    return values
+
+
+class Round:
+    """One question that all ranks answer: its keys, and the way of the answers up the tree."""
+
+    def __init__(self, seat: Seat, name: str, save: float) -> None:
+        self.seat = seat
+        self._prefix = f"{seat.run}/{seat.generation}/{name}"
+        self._save = save
+        self.outcome = self.key("outcome")
+        self.settled = self.key("settled")
+
+    def key(self, name: object) -> str:
+        return f"{self._prefix}/{name}"
+
+    def gather(self, own: bytes) -> dict[int, bytes] | None:
+        """Returns the values of this rank and of all ranks below it, or None if the outcome is known before.
+
+        Raises RankLost and StoreLost."""
+        seat = self.seat
+        values = {seat.rank: own}
+        for child in children_of(seat.rank, seat.world_size, seat.fan_in):
+            told = None
+            try:
+                told = seat.store.wait(self.key(child), rank=child, save=self._save, unless=self.outcome)
+            finally:
+                if told is None:
+                    seat.store.release(self.key(child))
+            if told is None:
+                return None
+            values.update(unpack(told))
+        return values
+
+    def finish(self) -> None:
+        """Deletes this rank's key; the last rank deletes the others. Call it once, when the answer is known here."""
+        store = self.seat.store
+        with contextlib.suppress(StoreLost):
+            store.delete(self.key(self.seat.rank))
+            if store.count(self.settled) == self.seat.world_size:
+                for key in (self.key("begin"), self.outcome, self.settled):
+                    store.delete(key)
+
+
+def exchange(seat: Seat, topic: str, value: bytes) -> list[bytes]:
+    """Returns the values of all ranks, by rank. Every rank calls it with the same topic, which is never used again.
+
+    Raises RankError, on all ranks, if one of them is lost."""
+    round = Round(seat, topic, math.inf)
+    try:
+        told = _exchange(round, value)
+    except StoreLost as error:
+        told = Aborted(seat.rank, f"lost the store: {error}").encode()
+    round.finish()
+    if (aborted := decode(told)) is not None:
+        raise RankError(aborted.why, rank=aborted.rank, path=seat.directory, agreeing_on=topic)
+    values = unpack(told.removeprefix(_VALUES))
+    return [values[rank] for rank in range(seat.world_size)]
+
+
+def _exchange(round: Round, value: bytes) -> bytes:
+    seat = round.seat
+    try:
+        if (values := round.gather(value)) is not None:
+            if seat.rank == 0:
+                return seat.store.claim(round.outcome, _VALUES + pack(values))
+            seat.store.set(round.key(seat.rank), pack(values))
+        told = seat.store.wait(round.outcome, rank=0, save=math.inf)
+        assert told is not None
+        return told
+    except RankLost as lost:
+        return seat.store.claim(round.outcome, Aborted(lost.rank, lost.why).encode())

@@ -1,0 +1,262 @@
+"""Reaches the store of torch.distributed over connections of our own.
+
+A client of torch's TCPStore serves one call at a time, so a wait that blocks holds up everybody else who uses that
+client, such as training and its watchdogs. ``TcpClient`` therefore runs every call on a connection that nobody else
+uses meanwhile, on a thread of its own. The caller waits for the thread. So it can give up, also on a host that has
+disappeared. Waits on the connection itself have no timeout, because torch prints two warnings for every one that ends.
+
+Other stores (``FileStore``, ``HashStore``) are shared by all who use them: ``PollingClient`` asks them, and never waits
+in them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimeoutOfFuture
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lazyckpt.ranks.rounds import StoreLost
+
+_FOREVER = timedelta(days=14)  # torch counts milliseconds in 32 bits
+_ABSENT = b"~lazyckpt: nothing~"  # no key has this value
+_RELEASED = b"~lazyckpt: released~"
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.02  # between two looks of a PollingClient
+Result = TypeVar("Result")
+
+
+class Reply(Protocol):
+    """The value of a key that may not be set yet."""
+
+    def wait(self, seconds: float) -> bytes | None:
+        """Returns the value as soon as it is there, None after so many seconds. Raises StoreLost."""
+
+
+class Client(Protocol):
+    """What we use of a store. Any thread may call; none waits for another. Every call raises StoreLost."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Sets a key that nobody has set. Returns what it holds now."""
+
+    def look(self, key: str) -> bytes | None:
+        """Returns the value of a key, or None, at once."""
+
+    def count(self, key: str) -> int:
+        """Adds one. Returns the sum."""
+
+    def delete(self, key: str) -> None: ...
+
+    def ask(self, key: str) -> Reply:
+        """Asks for the value of a key. Until that is set or released, the request takes a connection."""
+
+    def release(self, key: str) -> None:
+        """Ends requests for a key that nobody sets any more, and deletes it."""
+
+    def close(self) -> None:
+        """Ends the connections that no request holds."""
+
+
+def client_of(store: Any, timeout_s: float) -> Client:
+    """Makes a client of the store that lies below the prefixes of ``store``."""
+    root = root_of(store)
+    if isinstance(root, TCPStore):
+        return TcpClient(root, timeout_s)
+    return PollingClient(root)
+
+
+def root_of(store: Any) -> Any:
+    """Returns the store without prefixes. All processes that use it see the same keys."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class PollingClient:
+    """A client of a store that any thread may call at any time."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call(lambda store: store.set(key, value))
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._call(lambda store: bytes(store.compare_set(key, "", value)))
+
+    def look(self, key: str) -> bytes | None:
+        return self._call(lambda store: _look(store, key))
+
+    def count(self, key: str) -> int:
+        return self._call(lambda store: int(store.add(key, 1)))
+
+    def delete(self, key: str) -> None:
+        self._call(lambda store: store.delete_key(key))
+
+    def ask(self, key: str) -> Reply:
+        return _Polled(self, key)
+
+    def release(self, key: str) -> None:
+        """Nothing waits in the store."""
+
+    def close(self) -> None:
+        """Nothing is ours."""
+
+    def _call(self, call: Callable[[Any], Result]) -> Result:
+        try:
+            return call(self._store)
+        except (RuntimeError, OSError) as error:
+            raise StoreLost(_first_line(error)) from error
+
+
+class _Polled:
+    def __init__(self, client: PollingClient, key: str) -> None:
+        self._client, self._key = client, key
+
+    def wait(self, seconds: float) -> bytes | None:
+        end = time.monotonic() + seconds
+        pause_s = _FIRST_PAUSE_S
+        while (told := self._client.look(self._key)) is None and (left_s := end - time.monotonic()) > 0:
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return told
+
+
+class TcpClient(PollingClient):
+    """A client of a TCPStore, with as many connections as it has had calls at once: usually two."""
+
+    def __init__(self, store: Any, timeout_s: float) -> None:
+        super().__init__(store)  # rank 0's own serves the others, as long as it exists
+        self._timeout_s = timeout_s
+        self._idle: collections.deque[_Connection] = collections.deque()
+        self._lost: str | None = None
+
+    def ask(self, key: str) -> Reply:
+        return _Asked(self, self._begin(lambda store: _get(store, key)))
+
+    def release(self, key: str) -> None:
+        self.claim(key, _RELEASED)
+        self.delete(key)
+
+    def close(self) -> None:
+        self._lost = self._lost or "it was closed"
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().end()
+
+    def _call(self, call: Callable[[Any], Result]) -> Result:
+        return self.result(self._begin(call), self._timeout_s)
+
+    def _begin(self, call: Callable[[Any], Result]) -> Future[Result]:
+        if self._lost is not None:
+            raise StoreLost(self._lost)
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = _Connection(self._connect)
+        return connection.do(call, self._back)
+
+    def _back(self, connection: _Connection) -> None:
+        if self._lost is None:
+            self._idle.append(connection)
+        else:
+            connection.end()
+
+    def _connect(self) -> Any:
+        if hasattr(self._store, "clone"):
+            store = self._store.clone()
+        else:  # torch 2.6
+            store = TCPStore(
+                self._store.host, self._store.port, is_master=False, wait_for_workers=False, timeout=self._patience()
+            )
+        store.set_timeout(_FOREVER)
+        return store
+
+    def _patience(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def result(self, future: Future[Result], seconds: float) -> Result:
+        """Returns what a connection answers. Raises StoreLost if it fails, or after so many seconds."""
+        try:
+            return future.result(seconds)
+        except TimeoutOfFuture:
+            self._lost = f"it does not answer within {seconds:g} s"
+        except (RuntimeError, OSError) as error:
+            self._lost = self._lost or _first_line(error)
+        raise StoreLost(self._lost)
+
+
+class _Asked:
+    def __init__(self, client: TcpClient, future: Future[bytes]) -> None:
+        self._client, self._future = client, future
+
+    def wait(self, seconds: float) -> bytes | None:
+        done = threading.Event()
+        self._future.add_done_callback(lambda _: done.set())
+        return self._client.result(self._future, 0) if done.wait(seconds) else None
+
+
+class _Connection:
+    """A thread with a connection. Does one call at a time."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._calls: SimpleQueue[Callable[[Any], None] | None] = SimpleQueue()
+        # A daemon: a call to a host that has disappeared must not keep the process.
+        threading.Thread(target=self._run, args=(connect,), name="lazyckpt-store", daemon=True).start()
+
+    def do(self, call: Callable[[Any], Result], back: Callable[[_Connection], None]) -> Future[Result]:
+        """Calls ``back`` when the connection is free again. It never is after an error."""
+        future: Future[Result] = Future()
+
+        def run(store: Any) -> None:
+            try:
+                if isinstance(store, Exception):
+                    raise store
+                result = call(store)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                back(self)
+                future.set_result(result)
+
+        self._calls.put(run)
+        return future
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _run(self, connect: Callable[[], Any]) -> None:
+        try:
+            store = connect()
+        except Exception as error:
+            store = error
+        while (call := self._calls.get()) is not None:
+            call(store)
+
+
+def _look(store: Any, key: str) -> bytes | None:
+    if not store.check([key]):
+        return None
+    # ``get`` would wait for a key that was deleted just now. This compares with what no key holds, and sets nothing.
+    told = bytes(store.compare_set(key, _ABSENT, _ABSENT))
+    return None if told == _ABSENT else told
+
+
+def _get(store: Any, key: str) -> bytes:
+    """Waits for a key. torch wakes us with an empty value when somebody compares a key that is not set."""
+    while not (told := bytes(store.get(key))):
+        pass
+    return told
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

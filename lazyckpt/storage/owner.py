@@ -1,0 +1,132 @@
+"""Says to which job a folder belongs, when several processes write into it.
+
+A file in the run's folder names the job whose rank 0 may publish and remove checkpoints there. A file in each staged
+folder names the job that stages it; rank 0 holds a lock on that file. It is a lock on a file and not on the folder,
+because on NFS and Lustre the lock of a folder holds on one node only. The file stays in the published checkpoint, and
+tells that it is the folder that was staged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lazyckpt.storage import folders, mounts
+
+OWNER = ".lazyckpt-owner"  # in a run's folder
+LOCK = ".lazyckpt-lock"  # in a staged folder
+_MAX_BYTES = 4096
+# File systems that one machine sees: its kernel knows all locks there.
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", *mounts.OVERLAYS)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A job that saves with several ranks. When it starts again, its generation is higher."""
+
+    run: str  # a uuid
+    generation: int
+    host: str  # of rank 0
+
+    @classmethod
+    def here(cls, run: str, generation: int) -> Owner:
+        return cls(run, generation, os.uname().nodename)
+
+    def __str__(self) -> str:
+        return f"the job {self.run} (start {self.generation}, rank 0 on {self.host})"
+
+
+def take(directory: Path, owner: Owner) -> None:
+    """Makes a job the owner of a run's folder: older ones will not publish or remove anything there. Raises OSError."""
+    temporary = directory / f"{OWNER}-{uuid.uuid4().hex}"
+    try:
+        with folders.create(temporary) as file:
+            json.dump(asdict(owner), file)
+        os.replace(temporary, directory / OWNER)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def other_owner(directory: Path, owner: Owner) -> str | None:
+    """Returns None if the run's folder belongs to ``owner``, else a phrase for whose it is. Raises OSError."""
+    found = _owner(_read(directory / OWNER))
+    return None if found == owner else str(found or "no job")
+
+
+def let_go(directory: Path, owner: Owner) -> None:
+    """Ends the ownership of ``owner``, if it still is the owner."""
+    with contextlib.suppress(OSError):
+        if other_owner(directory, owner) is None:
+            (directory / OWNER).unlink()
+
+
+def describe_staged(owner: Owner, name: str) -> bytes:
+    """The contents of the lock file of the staged folder ``name``."""
+    return json.dumps({**asdict(owner), "staged": name}).encode()
+
+
+def staged_name(folder: Path) -> str | None:
+    """The name under which a checkpoint was staged by several ranks, or None. Raises OSError."""
+    name = _read(folder / LOCK).get("staged")
+    return name if isinstance(name, str) else None
+
+
+def is_shared(staged: Path) -> bool:
+    return os.path.lexists(staged / LOCK)
+
+
+def is_abandoned(staged: Path, by: Owner | None = None) -> bool:
+    """Whether the job that staged a folder is proven dead, or is an older generation of the job ``by``.
+
+    A lock that is free proves it if this process sees all locks: on a local file system, or on the host of rank 0."""
+    try:
+        fd = os.open(staged / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
+    except OSError:
+        return False
+    try:
+        found = _owner(_parse(os.pread(fd, _MAX_BYTES, 0)))
+        if by is not None and found is not None and found.run == by.run and found.generation < by.generation:
+            return True
+        if not is_local(staged) and (found is None or found.host != os.uname().nodename):
+            return False
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def is_local(folder: Path) -> bool:
+    """Whether a folder is on a file system that only this machine sees, as far as we know it."""
+    return mounts.file_system(folder)[0] in _LOCAL
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return _parse(file.read(_MAX_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        told = json.loads(text)
+    except ValueError:  # empty after a power cut
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _owner(told: dict[str, Any]) -> Owner | None:
+    try:
+        return Owner(str(told["run"]), int(told["generation"]), str(told["host"]))
+    except (KeyError, TypeError, ValueError):
+        return None

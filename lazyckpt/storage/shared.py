@@ -1,0 +1,134 @@
+"""A staged folder into which several ranks write, and the renames that decide about it (ranks/votes.py).
+
+Rank 0 makes it (``SharedStaging``); the others find it by its name (``AttachedStaging``). A checkpoint that is replaced
+is moved aside first and not exchanged with the new one: the decision needs a rename that leaves nothing under its old
+name. After a crash in between, ``removal.sweep`` gives the old checkpoint its name back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from lazyckpt.storage import commit, folders, owner, removal
+from lazyckpt.storage.owner import LOCK, Owner
+
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a folder cannot be renamed to what has this name
+_LOOK_S = 0.05  # between two looks at the folder
+
+
+class SharedFolder:
+    """The staged folder ``name`` of the checkpoint ``target``, seen from any rank: the ``Folder`` of ranks/votes.py."""
+
+    def __init__(self, target: Path, name: str, owner: Owner, timeout_s: float) -> None:
+        self._target, self._name, self._owner, self._timeout_s = target, name, owner, timeout_s
+        self._path = target.with_name(name)
+        self._trash = _renamed(self._path, folders.TRASH)
+        self._aside = _renamed(self._path, folders.REPLACED)
+
+    def owner(self) -> str | None:
+        return owner.other_owner(self._target.parent, self._owner)
+
+    def to_final(self) -> Literal["done", "gone", "occupied"]:
+        try:
+            os.rename(self._path, self._target)
+        except FileNotFoundError:
+            return "gone"
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            return "occupied"
+        return "done"
+
+    def to_trash(self) -> bool:
+        try:
+            os.rename(self._path, self._trash)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def set_aside(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # somebody removed it
+            os.rename(self._target, self._aside)
+
+    def put_back(self) -> None:
+        removal.put_back(self._aside, self._target)
+
+    def is_published(self) -> bool:
+        return owner.staged_name(self._target) == self._name
+
+    def sync(self) -> None:
+        folders.sync_path(self._target.parent)
+
+    def await_decision(self) -> None:
+        end = time.monotonic() + self._timeout_s
+        while time.monotonic() < end and self._path.exists():
+            time.sleep(_LOOK_S)
+
+    def remove_trash(self) -> None:
+        removal.unlink(self._trash)
+
+
+class SharedStaging(commit.Staging):
+    """A checkpoint folder that several ranks fill, in the process of rank 0. It holds the lock of the folder's file."""
+
+    def __init__(self, target: Path, owner: Owner) -> None:
+        self._owner = owner
+        self._lock_file = -1
+        while True:
+            super().__init__(target)
+            try:
+                self._lock_it()
+                return
+            except FileNotFoundError:  # swept by a process on another node, which does not see the folder's own lock
+                self.discard()
+            except BaseException:
+                self.discard()
+                raise
+
+    def _lock_it(self) -> None:
+        unfinished = self.path / f"{LOCK}-unfinished"  # nobody sees the file without its lock and its contents
+        self._lock_file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        commit.hold_lock(self._lock_file)
+        os.write(self._lock_file, owner.describe_staged(self._owner, self.path.name))
+        os.rename(unfinished, self.path / LOCK)
+
+    def publish(self) -> Path | None:
+        """Lets go of the folder, which ``Ballot.decide`` has published. Returns what it replaced, as in ``Staging``."""
+        self._published = True
+        self._unlock()
+        replaced = _renamed(self.path, folders.REPLACED)
+        return replaced if os.path.lexists(replaced) else None
+
+    def _unlock(self) -> None:
+        fd, self._lock_file = self._lock_file, -1
+        commit.drop_lock(fd)
+        super()._unlock()
+
+
+class AttachedStaging(commit.Staging):
+    """The same folder in the process of another rank, which neither publishes nor removes it."""
+
+    def __init__(self, target: Path, name: str) -> None:
+        self.target = target
+        self.path = target.with_name(name)
+
+    def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
+        """Syncs the names of the files that this rank has created; ``written`` are all of them."""
+        for folder in {(self.path / name).parent for name in written} | {self.path}:
+            folders.sync_path(folder)
+
+    def publish(self) -> Path | None:
+        return None
+
+    def discard(self) -> None:
+        """The ranks decide about the folder (``Ballot.refuse``)."""
+
+
+def _renamed(staged: Path, prefix: str) -> Path:
+    return staged.with_name(prefix + staged.name.removeprefix(folders.TEMPORARY))
