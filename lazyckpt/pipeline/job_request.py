@@ -31,7 +31,7 @@ class Inventories:
 
     def __init__(self) -> None:
         self._told = ""  # the hash of this rank's last inventory that rank 0 knows
-        self._noted = b""  # rank 0: its last note that all ranks know
+        self._noted = ""  # rank 0: its last note that all ranks know
         self._of_rank: dict[int, tuple[str, Inventory]] = {}  # rank 0: with its hash
         self._metadata: tuple[list[str], dict[str, bytes]] = [], {}  # rank 0: hashes by rank, and what they give
 
@@ -42,12 +42,12 @@ class Inventories:
         head = json.dumps({"files": files, "inventory": name}).encode()
         return head if name == self._told else head + b"\n" + encoded
 
-    def note(self, shared: Sequence[str]) -> bytes:
-        """Rank 0's message to the others: the names that it writes and other ranks may have, too; b"" if they know."""
-        note = zlib.compress(json.dumps(shared).encode())
-        return b"" if note == self._noted else note
+    def note(self, shared: Sequence[str]) -> str:
+        """Rank 0's message to the others: the names that it writes and other ranks may have, too; "" if they know."""
+        note = json.dumps(shared)
+        return "" if note == self._noted else note
 
-    def committed(self, receipt: bytes, note: bytes) -> None:
+    def committed(self, receipt: bytes, note: str) -> None:
         """Notes that the ranks have read each other's messages."""
         self._told = json.loads(receipt.partition(b"\n")[0])["inventory"]
         self._noted = note or self._noted
@@ -102,7 +102,7 @@ class JobRequest(CheckpointRequest):
         self._inventories = inventories
         self._job = job
         self._ballot = None if job is None else job.ballot(number, step, layout, path)
-        self._receipt = self._note = b""
+        self._receipt, self._note = b"", ""
         self._files: list[Files] = []  # of all ranks
         self._metadata: dict[str, bytes] = {}
         self._staging: Staging | None = None
@@ -120,7 +120,7 @@ class JobRequest(CheckpointRequest):
             name, note = self._ballot.staged_name()
             self._staging = self._job.attach(self.path, name)
             if note:
-                self._cache.elsewhere = frozenset(json.loads(zlib.decompress(note)))
+                self._cache.elsewhere = frozenset(json.loads(note))
         return self._staging
 
     def agree(self, files: Files) -> None:

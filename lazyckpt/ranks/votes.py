@@ -101,28 +101,28 @@ class Ballot:
 
     # steps 1 to 3
 
-    def begin(self, name: str) -> None:
-        """Rank 0: tells the others the name of the staged folder."""
+    def begin(self, name: str, note: str = "") -> None:
+        """Rank 0: tells the others the name of the staged folder, and ``note``."""
         self._folder = self._open(name)
-        record = json.dumps({**self._begin, "name": name}).encode()
+        record = json.dumps({**self._begin, "name": name, "note": note}).encode()
         with self._certain_abort():
             told = self._seat.store.claim(self._round.key("begin"), record)
             if (aborted := decode(told)) is not None:
                 raise RankLost(aborted.rank, aborted.why)
 
-    def staged_name(self) -> str:
-        """Returns the name of the staged folder, once rank 0 has begun. Refuses another ordinal, step or layout."""
+    def staged_name(self) -> tuple[str, str]:
+        """Returns the name of the staged folder and the note, once rank 0 has begun. Refuses another ordinal, step or layout."""
         with self._certain_abort():
             told = self._seat.store.wait(self._round.key("begin"), rank=0, save=self._ordinal)
             assert told is not None
             if (aborted := decode(told)) is not None:
                 raise RankLost(aborted.rank, aborted.why)
             record = json.loads(told)
-            name: str = record.pop("name")
+            name, note = record.pop("name"), record.pop("note")
             if record != self._begin:
                 raise RankLost(self._seat.rank, f"saves {_phrase(self._begin)}; rank 0 saves {_phrase(record)}")
         self._folder = self._open(name)
-        return name
+        return name, note
 
     def vote(self, receipt: bytes) -> None:
         """Votes yes: this rank's files are durable. Waits for the ranks below. ``receipt`` is for rank 0."""

@@ -28,7 +28,7 @@ def save(job: Job, ordinal: int, step: int, directory: Path) -> None:
         staging = job.stage(target)
         ballot.begin(staging.path.name)
     else:
-        staging = job.attach(target, ballot.staged_name())
+        staging = job.attach(target, ballot.staged_name()[0])
     try:
         try:
             with open(staging.path / name, "x") as file:

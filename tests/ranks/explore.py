@@ -450,7 +450,7 @@ def _save(world: World, ballot: Ballot, rank: int, name: str, generation: int, f
                 FakeFolder(world, name, generation).create(name)
                 ballot.begin(name)
             else:
-                name = ballot.staged_name()
+                name, _ = ballot.staged_name()
             folder = FakeFolder(world, name, generation)
             if fails:
                 raise OSError(28, "No space left on device")
