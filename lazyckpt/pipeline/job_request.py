@@ -166,9 +166,12 @@ class JobRequest(CheckpointRequest):
         return super().superfluous() if self._rank == 0 else ()
 
     def failed(self, error: BaseException) -> BaseException:
-        refused = None if self._ballot is None else self._ballot.refuse(str(error))
+        if self._ballot is None:
+            return error
+        what = error.what if isinstance(error, SaveError) else getattr(error, "strerror", None) or str(error)
+        refused = self._ballot.refuse(f"failed: {what}")
         return error if refused is None or refused.rank == self._rank else refused
 
     def abandon(self) -> None:
         if self._ballot is not None:
-            self._ballot.refuse("save() failed there before it began")
+            self._ballot.refuse("failed in save(); its own error says how")

@@ -75,18 +75,22 @@ def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:
     another number of ranks hands out other batches."""
     taken: dict[str, int] = {}
     left: list[str] = []
+    saved_by = 0
     for name, part in fitting.provider.parts.items():
-        if not global_state.is_own(part):
-            continue
-        ranks = {int(entry.path[1]) for entry in folder.entries.values() if entry.path[0] == name}
+        ranks = {str(e.path[1]) for e in folder.entries.values() if e.path[0] == name and global_state.is_own(part)}
         if not ranks:
-            continue  # not in the checkpoint, which is an error below
-        if len(ranks) == team.world_size or (team.rank in ranks and not isinstance(part, LoaderProvider)):
+            continue  # nobody's own; or not in the checkpoint, which is an error below
+        if len(ranks) == team.world_size or (str(team.rank) in ranks and not isinstance(part, LoaderProvider)):
             taken[name] = team.rank
         else:
             left.append(name)
-            of = f"rank {team.rank} of {team.world_size}"
-            warn(f"{folder.path} was saved by {len(ranks)} ranks: {name!r} of {of} stays as it is")
+        saved_by = len(ranks)
+    if saved_by not in (0, team.world_size):
+        stays = f"{', '.join(left)} of rank {team.rank} as it is" if left else "all of it here"
+        warn(
+            f"{folder.path} was saved by {saved_by} ranks, and {team.world_size} restore it, so training does not go on "
+            f"exactly as it would have: random states go to the ranks that were there, loaders begin anew; keeps {stays}"
+        )
     fitting.leave(left)
     return taken
 

@@ -1,0 +1,392 @@
+"""A Checkpointer on every rank: one folder, one answer, and the way back onto other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import lazyckpt
+from lazyckpt.pipeline import persist
+from lazyckpt.providers import rng, training
+from lazyckpt.ranks import store
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+class Net(torch.nn.Module):
+    """Sizes that no number of ranks divides, a buffer, and dropout, which draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(33, 77)
+        self.norm = torch.nn.BatchNorm1d(77)
+        self.down = torch.nn.Linear(77, 130)
+        self.out = torch.nn.Linear(130, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.nn.functional.dropout(self.down(self.norm(self.up(x)).relu()), 0.2))
+
+
+def built(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Net()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        for part in (model.up, model.down):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "tp":
+        mesh = init_device_mesh("cpu", (world,))
+        parallelize_module(model, mesh, {"down": ColwiseParallel(), "out": RowwiseParallel()})
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "shard")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
+    """The same batch on every rank, so that every number of ranks computes the same."""
+    loss = torch.zeros(())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 33, generator=torch.Generator().manual_seed(3))).square().sum()
+        loss.backward()
+        optimizer.step()
+    return float(loss)
+
+
+def whole(tree: Any) -> Any:
+    """The same with every DTensor as the whole tensor."""
+    if isinstance(tree, DTensor):
+        return tree.full_tensor().clone()
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {key: whole(value) for key, value in tree.items()}
+    return [whole(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return whole({"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()})
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def save(rank: int, folder: Path, kind: str, steps: int = 2) -> Any:
+    model, optimizer = built(kind)
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        trained(model, optimizer, steps)
+        handle = ckpt.save(steps)
+        expected = state_of(model, optimizer)
+        trained(model, optimizer, 1)  # while it is copied
+        return str(handle.result()), expected, handle.metrics.eager_bytes / handle.metrics.bytes
+
+
+def restore(rank: int, folder: Path, kind: str, steps: int = 0) -> Any:
+    """Restores into new objects, or into some that have trained."""
+    model, optimizer = built(kind)
+    trained(model, optimizer, steps)
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        return ckpt.restore(), state_of(model, optimizer)
+
+
+def test_every_rank_gets_the_same_answer_and_torch_reads_it(two, tmp_path):
+    (path, expected, _), (path_1, _, _) = two.run(save, tmp_path / "run", "fsdp")
+    assert path == path_1 == str(tmp_path / "run/step-00000002")
+    assert sorted(os.listdir(path)) == sorted(
+        (".metadata", ".lazyckpt-lock", "__0_0.distcp", "__1_0.distcp", "manifest.json")
+    )
+    script = """
+import sys
+sys.modules["lazyckpt"] = None  # as if it were not installed
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+"""
+    subprocess.run([sys.executable, "-c", script, path, tmp_path / "whole.pt"], check=True)
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert equal(loaded["model"], expected["model"])
+    by_name = {name: loaded["optimizer"]["state"][name] for name in dict(Net().named_parameters())}
+    assert equal(dict(enumerate(by_name.values())), expected["optimizer"]["state"])
+    assert loaded["rng"].keys() == {"0", "1"}
+    assert equal(lazyckpt.load(path)["model"], expected["model"])
+
+
+@pytest.mark.parametrize("saved", ["fsdp", "tp"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_two_ranks_restore_what_two_ranks_saved(two, tmp_path, saved, steps):
+    (_, expected, _), _ = two.run(save, tmp_path / "run", saved)
+    for kind in ("fsdp", "tp", "plain"):
+        for step, found in two.run(restore, tmp_path / "run", kind, steps):
+            assert step == 2
+            assert equal(found, expected), kind
+
+
+def test_one_process_restores_what_two_ranks_saved(two, tmp_path):
+    (_, expected, _), _ = two.run(save, tmp_path / "run", "fsdp")
+    with pytest.warns(UserWarning, match="was saved by 2 ranks"):
+        step, found = restore(0, tmp_path / "run", "plain")
+    assert step == 2
+    assert equal(found, expected)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_other_numbers_of_ranks_restore_it(two, tmp_path, world):
+    (_, expected, _), _ = two.run(save, tmp_path / "run", "fsdp")
+    with Ranks(world) as ranks:
+        for step, found in ranks.run(restore, tmp_path / "run", "fsdp"):
+            assert step == 2
+            assert equal(found, expected)
+        if world == 4:
+            (path, expected, _), *_ = ranks.run(save, tmp_path / "hsdp", "hsdp")
+            sizes = [os.path.getsize(Path(path) / f"__{rank}_0.distcp") for rank in range(4)]
+            assert max(sizes) < 0.6 * sum(sizes)  # replicas share the work
+    if world == 4:
+        for _, found in two.run(restore, tmp_path / "hsdp", "tp"):
+            assert equal(found, expected)
+
+
+def run_on(rank: int, folder: Path, steps: int, save_at: int | None) -> Any:
+    """Trains with random numbers and a loader of each rank's own, from the newest checkpoint on."""
+    model, optimizer = built("fsdp")
+    torch.manual_seed(100 + rank)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 33, generator=torch.Generator().manual_seed(rank)))
+    losses = []
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        loader = ckpt.track_loader(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+        step = ckpt.restore() or 0
+        for (batch,) in loader:
+            if step == steps:
+                break
+            optimizer.zero_grad()
+            loss = model(batch).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            step += 1
+            if step == save_at:
+                ckpt.save(step)
+    return losses, state_of(model, optimizer)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(two, tmp_path):
+    whole_run = two.run(run_on, tmp_path / "whole", 8, None)
+    two.run(run_on, tmp_path / "run", 5, 4)
+    resumed = two.run(run_on, tmp_path / "run", 8, None)
+    for (losses, state), (rest, resumed_state) in zip(whole_run, resumed, strict=True):
+        assert losses[4:] == rest
+        for buffer in Net().norm.state_dict().keys() - dict(Net().norm.named_parameters()):
+            del state["model"][f"norm.{buffer}"], resumed_state["model"][f"norm.{buffer}"]  # rank 0's on both ranks
+        assert equal(state, resumed_state)
+    assert whole_run[0][0] != whole_run[1][0]  # each rank has numbers and batches of its own
+
+
+def test_steady_saves_use_no_collective_and_stay_lazy(two, tmp_path):
+    for collectives, calls, eager in two.run(count_calls, tmp_path / "run"):
+        assert collectives == []
+        assert calls == []
+        assert eager < 0.03
+
+
+def count_calls(rank: int, folder: Path) -> Any:
+    """What ``save`` calls of torch.distributed and of its store, from the second save on."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    collectives: list[str] = []
+    calls: list[str] = []
+    main = threading.get_ident()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "c10d" in str(function):
+                collectives.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def spied(call):
+        def called(client, *args):
+            if threading.get_ident() == main and inside:
+                calls.append(call.__name__)
+            return call(client, *args)
+
+        return called
+
+    inside = False
+    with lazyckpt.Checkpointer(folder) as ckpt, pytest.MonkeyPatch.context() as patch:
+        for name in ("set", "claim", "look", "count", "delete", "ask", "release"):
+            patch.setattr(store.TcpClient, name, spied(getattr(store.TcpClient, name)))
+        ckpt.track(model=model, optimizer=optimizer)
+        for step in range(1, 5):
+            model(torch.ones(2, 512)).sum().backward()
+            optimizer.step()
+            inside = step > 1
+            with Watch():
+                handle = ckpt.save(step)
+            inside = False
+            collectives *= step > 1
+        handle.result()
+    return collectives, calls, handle.metrics.eager_bytes / handle.metrics.bytes
+
+
+# what goes wrong
+
+
+def two_saves(rank: int, folder: Path, fault: str) -> Any:
+    """A good save, one that fails on rank 1, and another good one. Returns what was told, by step."""
+    model, optimizer = built("fsdp")
+    told = {}
+    with contextlib.suppress(lazyckpt.SaveError), lazyckpt.Checkpointer(folder, on_error="warn") as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        for step in (1, 2, 3):
+            trained(model, optimizer, 1)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1 and step == 2:
+                    FAULTS[fault](patch, ckpt)
+                handle = ckpt.save(step + 7 * (rank == 1 and step == 2 and fault == "another step"))
+                try:
+                    told[step] = handle.result().name
+                except lazyckpt.SaveError as error:
+                    told[step] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def _full_disk(patch: pytest.MonkeyPatch, ckpt: lazyckpt.Checkpointer) -> None:
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(persist, "prepare", refuse)
+
+
+def _unpicklable(patch: pytest.MonkeyPatch, ckpt: lazyckpt.Checkpointer) -> None:
+    patch.setattr(rng, "capture_rng", lambda: {"generator": (x for x in ())})
+    patch.setattr(training, "capture_rng", lambda: {"generator": (x for x in ())})
+
+
+FAULTS = {"full disk": _full_disk, "unpicklable": _unpicklable, "another step": lambda patch, ckpt: None}
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("full disk", "rank 1 failed: No space left"),
+        ("unpicklable", "rank 1"),
+        ("another step", "rank 1 saves step 9 .*rank 0 saves step 2"),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(two, tmp_path, fault, why):
+    for rank, told in enumerate(two.run(two_saves, tmp_path / "run", fault)):
+        assert told[1] == "step-00000001"
+        assert re.search(why, told[2], re.DOTALL) or (rank == 1 and fault != "another step"), told[2]
+        assert "Error" in told[2]
+        assert told[3] == "step-00000003"
+    assert {name for name in os.listdir(tmp_path / "run") if not name.startswith(".lazyckpt")} == {
+        "step-00000001",
+        "step-00000003",
+    }
+
+
+def damage(folder: Path, file: str) -> None:
+    """Flips a bit in the middle of the largest item of a file."""
+    with open(folder / file, "r+b") as handle:
+        at = os.path.getsize(folder / file) // 2
+        handle.seek(at)
+        byte = handle.read(1)
+        handle.seek(at)
+        handle.write(bytes([byte[0] ^ 4]))
+
+
+def test_damage_that_one_rank_sees_makes_all_go_back(two, tmp_path):
+    two.run(save, tmp_path / "run", "fsdp", 2)
+    (_, expected, _), _ = two.run(save, tmp_path / "run", "fsdp", 3)
+    (path, _, _), _ = two.run(save, tmp_path / "run", "fsdp", 4)
+    damage(Path(path), "__1_0.distcp")
+    for step, found in two.run(restore, tmp_path / "run", "fsdp"):
+        assert step == 3
+        assert equal(found, expected)
+
+
+def misfit(rank: int, folder: Path) -> str:
+    model, optimizer = built("fsdp")
+    if rank == 1:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    before = state_of(model, optimizer)
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        with pytest.raises(lazyckpt.RestoreError) as caught:
+            ckpt.restore()
+    assert equal(state_of(model, optimizer), before)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_on_one_rank_touches_nothing_on_any(two, tmp_path):
+    two.run(save, tmp_path / "run", "fsdp")
+    told = two.run(misfit, tmp_path / "run")
+    assert "parameter groups" in told[1]
+    assert "rank 1" in told[0]
+    assert "parameter groups" in told[0]
+
+
+def saves_until_killed(rank: int, folder: Path) -> None:
+    model, optimizer = built("fsdp")
+    with lazyckpt.Checkpointer(folder, rank_timeout_s=2.0, on_error="warn", keep_last=2) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.restore()
+        for step in range(1, 1000):
+            with contextlib.suppress(lazyckpt.SaveError):
+                ckpt.save(step)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_sleeps_leaves_whole_checkpoints(two, tmp_path, victim, sent):
+    with Ranks(2) as ranks:
+        ranks.start(saves_until_killed, tmp_path / "run")
+        end = time.monotonic() + 60
+        while not (tmp_path / "run/step-00000003").exists() and time.monotonic() < end:
+            time.sleep(0.005)
+        os.kill(ranks.processes[victim].pid, sent)
+        time.sleep(3)
+        for process in ranks.processes:
+            process.kill()
+    (step, _), (other, _) = two.run(restore, tmp_path / "run", "fsdp")
+    assert step == other >= 2
+    assert lazyckpt.verify(tmp_path / "run").ok
+    for name in os.listdir(tmp_path / "run"):
+        if name.startswith("step-"):
+            told = json.loads((tmp_path / "run" / name / "manifest.json").read_text())
+            assert {file["writers"][0] for file in told["files"]} == {0, 1}
