@@ -66,12 +66,16 @@ class Staging:
     """A checkpoint folder before it has its final name. This process holds its lock as long as it exists.
 
     It is made beside ``target``, or in the folder ``inside``, which must be on the same file system. With
-    ``keep_others``, files that others put into a replaced folder stay, if the new one has none of their name.
+    ``keep_others``, files that others put into a replaced folder stay, if the new one has none of their name. Without
+    ``replaces``, it is not published where something has its name.
     """
 
-    def __init__(self, target: Path, inside: Path | None = None, *, keep_others: bool = False) -> None:
+    def __init__(
+        self, target: Path, inside: Path | None = None, *, keep_others: bool = False, replaces: bool = True
+    ) -> None:
         self.target = target
         self._keep_others = keep_others
+        self._replaces = replaces
         self._published = False
         self._lock = -1
         while True:
@@ -139,6 +143,8 @@ class Staging:
         """Step 6. Returns the folder that this one replaced, which now has another name, or None."""
         replaced = None
         if os.path.lexists(self.target):
+            if not self._replaces:
+                raise FileExistsError(errno.EEXIST, "another program made it during the save", str(self.target))
             if self._keep_others:
                 _carry_over(self.target, self.path)
             replaced = self._exchange()
@@ -218,6 +224,28 @@ def _carry_over(old: Path, new: Path) -> None:
         changed.append(into)
     for into in reversed(changed):  # a folder's name is in the one above it
         folders.sync_path(into)
+
+
+class PartStaging(Staging):
+    """Some files of a folder that somebody else stages, locks and publishes: those of one rank."""
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        """``folder`` exists; ``names`` are those of the files."""
+        self.path = self.target = folder
+        self._files = [folder / name for name in names]
+
+    def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
+        folders.sync_path(self.path)
+
+    def publish(self) -> Path | None:
+        """Whoever staged the folder publishes it."""
+        return None
+
+    def discard(self) -> None:
+        """Removes these files, after an error."""
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 class FileStaging(Staging):

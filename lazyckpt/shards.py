@@ -1,0 +1,110 @@
+"""Files of one rank, written into a folder that somebody else stages and publishes: for integrations.
+
+``write_shard`` writes at once. A ``ShardSaver`` captures lazily: the name of the folder may become known later.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from lazyckpt.errors import SaveError
+from lazyckpt.formats.distcp import Place as Place
+from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.reentry import alone
+from lazyckpt.pipeline.request import Request
+from lazyckpt.pipeline.save_now import save_now
+from lazyckpt.pipeline.shard_plan import Item, ShardCache, ShardPlan
+from lazyckpt.reading.ranges import process_engine
+from lazyckpt.saver import Saver
+from lazyckpt.storage.commit import PartStaging, Staging
+
+_LOOK_S = 0.2
+
+
+def write_shard(items: Iterable[Item], folder: Path, name: str, *, target: Path) -> Mapping[str, Place]:
+    """Writes a ``.distcp`` file of these items into ``folder``, on the calling thread.
+
+    Returns where each item lies, when the file is durable under its name. ``target`` is what messages call the
+    checkpoint. Raises SaveError; the file is gone then."""
+    plan = ShardPlan(items)
+    save_now(_PartRequest(target, name, _known(folder)), {name: plan}, process_engine())
+    return plan.places
+
+
+class ShardCapture:
+    """One file of a rank, captured and on its way; made by ``ShardSaver.capture``. Holds the tensors until they are
+    copied."""
+
+    def __init__(self, plan: ShardPlan, folder: Future[Path], handle: SaveHandle) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._handle = handle
+        self.metrics = handle.metrics
+
+    def open(self, folder: Path) -> None:
+        """Names the folder, which exists. Any thread."""
+        self._folder.set_result(folder)
+
+    def result(self) -> Mapping[str, Place]:
+        """Returns where each item lies, when the file is durable. Any thread, after ``open``. Raises SaveError."""
+        concurrent.futures.wait([self._handle])  # result() alone would lose patience with a thread that owes a verdict
+        self._handle.result()
+        return self._plan.places
+
+    def abandon(self, why: str) -> None:
+        """Gives up a file that has no folder yet. Does nothing if it has."""
+        self._handle._reported = True  # whoever abandons it knows
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._folder.set_exception(SaveError(why, path=self._handle.path))
+
+
+class ShardSaver:
+    """Captures files of a rank lazily. Thread-safety: as ``saver``."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._launcher = saver.launcher
+        self._callers = saver.launcher.callers
+        self._caches: dict[str, ShardCache] = {}  # by name of the file
+
+    @alone("save()")
+    def capture(
+        self, items: Iterable[Item], name: str, *, target: Path, look: Callable[[], None] = lambda: None
+    ) -> ShardCapture:
+        """Starts to save these items as the file ``name`` of a folder that ``ShardCapture.open`` will name.
+
+        Returns when everything is copied or guarded, as ``Saver.save`` does; an optimizer's next step waits for the
+        rest. The caller must call ``open`` or ``abandon`` soon: until then the staging buffer may be full, and a step
+        waits. ``look``: called every now and then until then, on a background thread; it may abandon. ``target`` is
+        what messages call the checkpoint; its parent exists. Raises SaveError."""
+        plan = ShardPlan(items, self._caches.setdefault(name, ShardCache()))
+        folder: Future[Path] = Future()
+        request = _PartRequest(target, name, folder, look)
+        handle = self._launcher.launch(request, {name: plan}, blocking=False)
+        return ShardCapture(plan, folder, handle)
+
+
+class _PartRequest(Request):
+    """A file in a folder of somebody else."""
+
+    def __init__(self, path: Path, name: str, folder: Future[Path], look: Callable[[], None] = lambda: None) -> None:
+        super().__init__(path, None)
+        self._name = name
+        self._folder = folder
+        self._look = look
+
+    def stage(self) -> Staging:
+        while not self._folder.done():
+            self._look()
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self._folder.exception(_LOOK_S)
+        return PartStaging(self._folder.result(), [self._name])
+
+
+def _known(folder: Path) -> Future[Path]:
+    known: Future[Path] = Future()
+    known.set_result(folder)
+    return known
