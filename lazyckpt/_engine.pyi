@@ -4,7 +4,7 @@ Failures of the operating system raise OSError with errno and path. Waits releas
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -187,6 +187,13 @@ class RangeReader:
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_at(pointer: int, size: int) -> int: ...
+def read_plain_pickle(data: bytes, persistent_load: Callable[[Any], Any], globals: dict[bytes, Any]) -> Any:
+    """Reads a pickle of plain state; formats/plain_pickle.py has the grammar.
+
+    globals: the objects that it may name, by what follows the opcode GLOBAL. Raises ValueError for any other pickle,
+    and what persistent_load and the functions of torch raise.
+    """
+
 def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch.UntypedStorage]] | None:
     """Describes tensors in one pass: (description, storages by _cdata).
 

@@ -102,6 +102,7 @@ PYBIND11_MODULE(_engine, m) {
       .def_property_readonly("used", &RingHandle::used);
 
   DefineJob(m, engine_class);
+  DefinePlainPickle(m);
   DefineRangeReader(m);
   DefineTensors(m);
   DefineVersions(m);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,11 @@ class ModuleProvider(StatefulProvider):
     def landings(self, saved: Any) -> list[Landing]:
         live = self.obj.state_dict()
         compare(saved, live, casts=self._casts)
-        if keys := self._unclaimed(live):
+        # Then all keys are claimed and all tensors the module's own: to look for both would take as long as the rest.
+        plain = _saves_as_torch(self.obj) and not any(tensor.is_nested for tensor in live.values())
+        if not plain and (keys := self._unclaimed(live)):
             raise RestoreError("\n".join(f"{key}: {_refusal_of(saved[key])}" for key in keys))
-        own = self._own_storages()
+        own = None if plain else self._own_storages()
         return [
             Landing(saved[name], tensor)
             for name, tensor in live.items()
@@ -51,13 +53,13 @@ class ModuleProvider(StatefulProvider):
             t.untyped_storage()._cdata
             for tensors in (self.obj.parameters(), self.obj.buffers())
             for t in map(_local, tensors)
-            if not is_lazy(t) and type(t.data) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"
+            if not is_lazy(t) and type(t.data) is torch.Tensor and t.layout is torch.strided
         }
 
     def _unclaimed(self, state: Any) -> list[str]:
         """The keys of ``state`` that ``load_state_dict`` would call unexpected, unless their tensors are parameters or
         buffers under other names, which ``restore()`` reads in place, or a module may take them by code of its own."""
-        if _loads_by_itself(self.obj, "load_state_dict") or not isinstance(state, Mapping):
+        if _has_own([self.obj], ["load_state_dict"]) or not isinstance(state, Mapping):
             return []
         others = state.keys() - _claimed(self.obj)
         others |= {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.is_nested}
@@ -92,14 +94,31 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _views(tensor: Any, storages: set[int]) -> bool:
+def _views(tensor: Any, storages: set[int] | None) -> bool:
+    """Whether the tensor is plain and, unless ``storages`` is None, views one of them."""
     tensor = _local(tensor)
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and tensor.untyped_storage()._cdata in storages
+        and not tensor.is_meta
+        and (storages is None or tensor.untyped_storage()._cdata in storages)
     )
+
+
+_LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_SAVE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "modules", "named_modules")
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+# Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
+_LOAD_OF_NORMS = torch.nn.modules.batchnorm._NormBase._load_from_state_dict
+
+
+def _saves_as_torch(module: torch.nn.Module) -> bool:
+    """Whether ``state_dict()`` runs no code but torch's: it has the parameters and buffers themselves, no copies."""
+    parts = list(module.modules())
+    if _has_own(parts, _SAVE_METHODS, ["_state_dict_hooks"]):
+        return False
+    return all(_PLAIN.issuperset(map(type, (*p._parameters.values(), *p._buffers.values()))) for p in parts)
 
 
 def _claimed(module: torch.nn.Module) -> set[str]:
@@ -110,32 +129,35 @@ def _claimed(module: torch.nn.Module) -> set[str]:
         passing = part._non_persistent_buffers_set
         saved = {name: value for name, value in part._buffers.items() if name not in passing}
         keys |= {f"{prefix}{name}" for name, value in (*part._parameters.items(), *saved.items()) if value is not None}
-        if _loads_by_itself(part, "set_extra_state"):
+        if _has_own([part], ["set_extra_state"]):
             keys.add(f"{prefix}_extra_state")
     return keys
 
 
-def _loads_by_itself(module: torch.nn.Module, method: str) -> bool:
-    """Whether ``module`` has a ``method`` that is not torch's."""
-    return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
+def _has_own(modules: Sequence[torch.nn.Module], methods: Sequence[str], hooks: Sequence[str] = ()) -> bool:
+    """Whether one of ``modules`` has one of ``methods`` that is not torch's, or one of ``hooks``."""
+    return (
+        any(
+            getattr(kind, method) not in (getattr(torch.nn.Module, method), _LOAD_OF_NORMS)
+            for kind in set(map(type, modules))
+            for method in methods
+        )
+        or any(not vars(module).keys().isdisjoint(methods) for module in modules)
+        or any(getattr(module, name) for module in modules for name in hooks)
+    )
 
 
 def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Whether ``load_state_dict`` does more than to copy tensors into tensors of the same names."""
-    own = (_loads_by_itself(part, "set_extra_state") or _has_own_loader(part) for part in module.modules())
-    return _loads_by_itself(module, "load_state_dict") or any(own)
+    inside = list(module.modules())
+    return _has_own([module], ["load_state_dict"]) or _has_own(
+        inside, ["set_extra_state", "_load_from_state_dict"], _LOAD_HOOKS
+    )
 
 
 def _has_own_loader(module: torch.nn.Module) -> bool:
     """Whether ``module`` reads its part of a state dict by other code than torch's."""
-    # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
-    usual = torch.nn.Module._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict
-    return bool(
-        module._load_state_dict_post_hooks
-        or module._load_state_dict_pre_hooks
-        or "_load_from_state_dict" in vars(module)
-        or type(module)._load_from_state_dict not in usual
-    )
+    return _has_own([module], ["_load_from_state_dict"], _LOAD_HOOKS)
 
 
 def _has_custom_loader(module: torch.nn.Module, key: str) -> bool:

@@ -66,12 +66,16 @@ class OptimizerProvider(StatefulProvider):
             return None
         empty = torch.empty(0, device="meta")
         groups = [{**g, "params": [torch.empty(0, device="meta") for _ in g["params"]]} for g in self.obj.param_groups]
-        states = {
-            key: {name: empty if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-            if isinstance(state, dict)
-            else state
-            for key, state in saved["state"].items()
-        }
+        states = {}
+        tried = set()
+        for key, state in saved["state"].items():
+            if isinstance(state, dict):
+                state = {name: empty if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+                if all(value is empty for value in state.values()):
+                    if (names := tuple(state)) in tried:
+                        continue  # without its data, this one is as one before
+                    tried.add(names)
+            states[key] = state
         trial = kind.__new__(kind)
         try:
             trial.__setstate__({"defaults": dict(self.obj.defaults), "state": {}, "param_groups": groups})

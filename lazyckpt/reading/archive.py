@@ -168,12 +168,16 @@ class Archive:
         """
         if self._read is None:
             return
-        places = {key: (devices.data_ptr(slot.memory), self._device) for key, slot in self.slots.items()} | elsewhere
-        found = [places.get(key, (0, devices.HOST)) for key in self._wanted]
+        places = [elsewhere.get(key) or self._place(key) for key in self._wanted]
         try:
-            self._read.read_into([pointer for pointer, _ in found], [device for _, device in found])
+            self._read.read_into([pointer for pointer, _ in places], [device for _, device in places])
         finally:
             self.close()
+
+    def _place(self, key: str) -> tuple[int, int]:
+        """The memory of a storage and its device; nowhere if nothing views it."""
+        slot = self.slots.get(key)
+        return (0, devices.HOST) if slot is None else (devices.data_ptr(slot.memory), self._device)
 
     @property
     def filled(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -153,16 +153,15 @@ def _open(path: Path, engine: _engine.Engine, fitting: Fitting) -> Archive:
 
 def restore_archive(archive: Archive, provider: CompositeProvider | StateProvider, path: Path) -> None:
     """Checks, then reads, then hands over. Touches nothing unless everything fits."""
-    try:
-        with collector_paused():
+    with collector_paused():
+        try:
             landings = provider.landings(archive.tree)
-    except Exception as error:  # a provider may raise anything for a state that we have not written
-        raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
-    try:
-        with collector_paused():
+        except Exception as error:  # a provider may raise anything for a state that we have not written
+            raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
+        try:
             elsewhere, landed = _choose(archive, landings)
-    except OSError as error:  # a device cannot be used
-        raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
+        except OSError as error:  # a device cannot be used
+            raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
     hand_over(provider, archive.tree, landed, path)
 
@@ -175,32 +174,38 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
     """
     if archive.filled:
         return {}, {}
-    slots = {slot.final._cdata: (key, slot) for key, slot in archive.slots.items() if slot.final is not None}
-    found = [(slots[at], lg) for lg in landings if (at := lg.saved.untyped_storage()._cdata) in slots]
-    storages = [landing.live.untyped_storage() for _, landing in found]
-    where = [storage.device for storage in storages]
+    keys = {slot.final._cdata: key for key, slot in archive.slots.items() if slot.final is not None}
+    found, storages, where = [], [], []
+    for landing in landings:  # once: most of the time goes into loading each tensor into the cache
+        saved, live = landing.saved, landing.live
+        if (key := keys.get(saved.untyped_storage()._cdata)) is not None:
+            storage = live.untyped_storage()
+            address = devices.data_ptr(storage) + int(live.storage_offset()) * live.element_size()
+            found.append((key, address, _is_whole(archive.slots[key], saved, live), landing))
+            storages.append(storage)
+            where.append(live.device)
     located = devices.locate(storages, where, archive.engine) or [devices.HOST] * len(found)
-    groups: dict[tuple[int, int], list[tuple[str, Slot, Landing]]] = defaultdict(list)
-    for ((key, slot), landing), device in zip(found, located, strict=True):
-        groups[devices.address(landing.live), device].append((key, slot, landing))
-    landings_of = Counter(id(slot) for (_, slot), _ in found)
-    elsewhere = {}
-    landed = {}
-    for place, group in groups.items():
-        key, slot, _ = group[0]
-        if (
-            slot.references == landings_of[id(slot)] == len(group)  # all that views it lands, and lands here
-            and place[1] != devices.ELSEWHERE
-            and all(other is slot and _is_whole(slot, landing) for _, other, landing in group)
-        ):
-            elsewhere[key] = place
-            landed.update({id(landing.saved): landing.live for *_, landing in group})
-    return elsewhere, landed
+    places: dict[str, tuple[int, int]] = {}
+    owners: dict[tuple[int, int], str] = {}
+    refused = set()
+    for (key, address, is_whole, _), device in zip(found, located, strict=True):
+        place = address, device
+        owner = owners.setdefault(place, key)
+        if not is_whole or device == devices.ELSEWHERE:
+            refused.add(key)
+        if owner != key or places.setdefault(key, place) != place:
+            refused |= {owner, key}
+    times = Counter(key for key, *_ in found)
+    elsewhere = {
+        key: place
+        for key, place in places.items()
+        if key not in refused and archive.slots[key].references == times[key]  # all that views it lands
+    }
+    return elsewhere, {id(landing.saved): landing.live for key, *_, landing in found if key in elsewhere}
 
 
-def _is_whole(slot: Slot, landing: Landing) -> bool:
+def _is_whole(slot: Slot, saved: torch.Tensor, live: torch.Tensor) -> bool:
     """Whether both tensors show the bytes of the storage, all of them, in order and as they are."""
-    saved, live = landing.saved, landing.live
     return (
         saved.nbytes == slot.record.nbytes > 0
         and saved.is_contiguous()

@@ -46,7 +46,7 @@ def test_stress(sanitizer: str, built: Callable[[str], Sanitized], tmp_path: Pat
 
 # Tests that hand memory to the engine or receive Python objects from it; a process for each row.
 FILES = [
-    ["engine/test_cuda.py"],
+    ["engine/test_cuda.py", "formats/test_plain_pickle.py"],
     ["engine/test_tensors.py", "engine/test_engine.py", "engine/test_reader.py", "test_saver.py"],
 ]
 

@@ -150,6 +150,14 @@ NOT_PLAIN: dict[str, bytes] = {
     "a mark that is missing": b"K\x01t.",
     "a stack that is empty": b".",
     "elements below the mark": b"](K\x01aN.",
+    "a tuple across a mark": b"K\x01(K\x02\x86.",
+    "a place for nothing": b"q\0N.",
+    "a place without end": b"Nr\xff\xff\xff\xff.",
+    "half an item": b"}Ns.",
+    "a storage of no id": b")Q.",
+    "a name without end": b"ctorch\n.",
+    "a cut text": b"X\xff\xff\xff\xffa.",
+    "a cut long number": b"\x8a\xff\1.",
     "a cut number": b"J\0",
     "no end": b"N",
     "text that is not UTF-8": b"X\1\0\0\0\xff.",
@@ -161,6 +169,9 @@ NOT_PLAIN: dict[str, bytes] = {
     "a view before the beginning": tensor(offset=-1) + b".",
     "a negative stride": tensor(stride=(-1,)) + b".",
     "a negative size": tensor(size=(-4,)) + b".",
+    "a view past all memory": tensor(size=(2**62, 2), stride=(4, 1)) + b".",
+    "a size beyond 64 bits": tensor(size=(2**64,)) + b".",
+    "a size of too many dimensions": tensor(size=(1,) * 65, stride=(1,) * 65) + b".",
     "a view of a number": call(
         "torch._utils._rebuild_tensor_v2", 1, 0, (4,), (1,), False, call("collections.OrderedDict")
     )

@@ -396,6 +396,23 @@ def test_the_state_of_another_optimizer_touches_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, state, [t for s in other.state.values() for t in s.values()]))
 
 
+@pytest.mark.parametrize("lacking", ["step", "a number"])
+def test_the_state_of_one_parameter_that_does_not_load_touches_nothing(lacking: str, tmp_path: Path) -> None:
+    """States alike are tried once, and this one is like no other."""
+    model, optimizer = trained(torch.optim.AdamW)
+    spoiled = [*optimizer.state.values()][-1]
+    if lacking == "step":
+        del spoiled["step"]
+    else:
+        spoiled["step"] = "none"
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(1).result()
+    why = "KeyError: 'step'" if lacking == "step" else "ValueError: could not convert string to float"
+    model, optimizer = trained(torch.optim.AdamW)
+    refused(tmp_path, rf"optimizer: load_state_dict\(\) would refuse it.*{why}", model=model, optimizer=optimizer)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_moments_of_other_parameters_touch_nothing(wrapped: bool, tmp_path: Path) -> None:
     """Regression: with a subclass of torch's optimizers this was restored, and the next step() raised."""
