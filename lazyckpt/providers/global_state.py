@@ -200,7 +200,7 @@ def _place(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any, int, int]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, shape = spec.mesh, tuple(spec.shape)
-    if any(placement.is_partial() for placement in spec.placements):
+    if any(how.is_partial() and size > 1 for how, size in zip(spec.placements, mesh.shape, strict=True)):
         raise ConfigError(f"a DTensor with a pending sum ({spec.placements}); redistribute() it before the save")
     _, offsets = compute_local_shape_and_global_offset(shape, mesh, spec.placements)
     coordinate = mesh.get_coordinate()

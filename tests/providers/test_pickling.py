@@ -33,7 +33,9 @@ Duplicate = Callable[[Any], Any]
 def every_error() -> list[lazyckpt.LazyCkptError]:
     made: list[lazyckpt.LazyCkptError] = [ShardedTensorError("a shard", "model.weight")]
     for kind in (getattr(errors, name) for name in lazyckpt.__all__ if name.endswith("Error")):
-        if issubclass(kind, lazyckpt.SaveError):
+        if issubclass(kind, lazyckpt.RankError):
+            made.append(kind("died", rank=3, path="runs/a", step=7))
+        elif issubclass(kind, lazyckpt.SaveError):
             made.append(kind("why", path="runs/a", step=7))
         elif issubclass(kind, lazyckpt.ReadError):
             made.append(kind("why", path="runs/a", errno=5))
