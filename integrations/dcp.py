@@ -40,20 +40,29 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 import lazyckpt
+from lazyckpt import shards
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError, save_error
-from lazyckpt.shards import Place, ShardCapture, ShardSaver, write_shard
+from lazyckpt.shards import METADATA, Place, ShardCapture, ShardSaver, write_shard
 from lazyckpt.storage import folders, paths, removal
 from lazyckpt.storage.commit import Staging
 
-METADATA = ".metadata"
 _SUFFIX = ".distcp"
 _DIGEST_BYTES = 8
 _UNHEARD_S = 120.0  # after which a staged save that torch never began is given up
@@ -230,6 +239,85 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
             staged.abandon("other ranks write all of it")
             staged.learn(index.fqn for index in values)
         return results
+
+
+class LazyStorageReader(StorageReader):
+    """Reads a checkpoint of ``torch.distributed.checkpoint``, ours or plain DCP's, into a state of any sharding.
+
+        dcp.load(state, storage_reader=LazyStorageReader("runs/a/step-100"))
+
+    Each rank reads only the bytes that it needs, in parallel, straight into its tensors where these are contiguous, and
+    verifies the checksum of every tensor that it reads whole. A damaged file raises CorruptFileError, which names file
+    and tensor, wrapped in DCP's CheckpointException.
+
+    Args:
+        path: The folder.
+        weights_only: Refuse pickles that name more than ``torch.load(weights_only=True)`` allows. Plain DCP runs
+            whatever code they name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> None:
+        self.path = paths.local(path)
+        self._weights_only = weights_only
+        self._load_id = str(uuid.uuid4())
+        self._items: Mapping[MetadataIndex, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._items = {}
+        if checkpoint_id is not None:
+            self.path = paths.local(checkpoint_id)
+        self._load_id = str(uuid.uuid4())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        # DCP gives the rank where it looks for a checkpoint that ranks committed by themselves.
+        rank = kwargs.get("rank")
+        metadata: Metadata = shards.read_metadata(self.path / (METADATA if rank is None else f"__{rank}{METADATA}"))
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self._load_id
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._items = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[ReadItem, Place]]] = {}
+        for item in plan.items:
+            info = self._items[item.storage_index]
+            by_file.setdefault(info.relative_path, []).append((item, Place(info.offset, info.length)))
+        for name, items in by_file.items():
+            tensors: list[tuple[ReadItem, shards.Part]] = []
+            for item, place in items:
+                of = item.storage_index.fqn
+                if item.type == LoadItemType.BYTE_IO:
+                    content = shards.read_item(self.path / name, place, of, weights_only=self._weights_only)
+                    planner.load_bytes(item, io.BytesIO(content))
+                else:
+                    target = planner.resolve_tensor(item).detach()
+                    if target.shape != item.lengths:
+                        raise ConfigError(f"{of}: the planner gives {tuple(target.shape)} for {tuple(item.lengths)}")
+                    tensors.append((item, shards.Part(of, place, tuple(item.storage_offsets), target)))
+            shards.read_parts(self.path / name, [part for _, part in tensors])
+            for item, part in tensors:
+                planner.commit_tensor(item, part.target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Files of one rank, written into a folder that somebody else stages and publishes: for integrations.
+"""The files of a sharded checkpoint, each of one rank: for integrations, which know how ranks share the work.
 
-``write_shard`` writes at once. A ``ShardSaver`` captures lazily: the name of the folder may become known later.
+``write_shard`` writes one at once, into a folder that somebody else stages and publishes. A ``ShardSaver`` captures one
+lazily: the name of the folder may become known later. ``read_parts`` reads.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from pathlib import Path
 
 from lazyckpt.errors import SaveError
 from lazyckpt.formats.distcp import Place as Place
+from lazyckpt.formats.reader import FileReader
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.pipeline.shard_plan import Item, ShardCache, ShardPlan
+from lazyckpt.reading import shards
 from lazyckpt.reading.ranges import process_engine
+from lazyckpt.reading.shard_metadata import METADATA as METADATA
+from lazyckpt.reading.shard_metadata import read_metadata as read_metadata
+from lazyckpt.reading.shards import Part as Part
 from lazyckpt.saver import Saver
 from lazyckpt.storage.commit import PartStaging, Staging
 
@@ -108,3 +114,14 @@ def _known(folder: Path) -> Future[Path]:
     known: Future[Path] = Future()
     known.set_result(folder)
     return known
+
+
+def read_parts(path: Path, parts: Iterable[Part]) -> None:
+    """Reads parts of the tensors in one ``.distcp`` file into their targets; see ``reading.shards.read_parts``."""
+    shards.read_parts(path, parts, process_engine())
+
+
+def read_item(path: Path, place: Place, name: str, *, weights_only: bool) -> bytes:
+    """Returns a ready-made item of a file; see ``reading.shards.read_bytes``."""
+    with FileReader(path) as file:
+        return shards.read_bytes(file, place, name, weights_only=weights_only)

@@ -91,7 +91,7 @@ class Archive:
             if choose is None:
                 self._begin()
             self._restore_location = torch.serialization._get_restore_location(map_location)
-            _check_small_records(file, records)
+            check_small_records(file, records)
             data = file.read_record(records["data.pkl"])
             if choose is not None:
                 self._wanted = self._chosen(choose, data, verified, weights_only)
@@ -239,7 +239,7 @@ def _storage_of(obj: Any) -> int | None:
         return None
 
 
-def _check_small_records(file: FileReader, records: dict[str, Record]) -> None:
+def check_small_records(file: FileReader, records: dict[str, Record]) -> None:
     """Refuses an archive that torch refuses for a small record that nothing here needs."""
     small = {}
     for name, pattern in _SMALL_RECORDS.items():

@@ -1,0 +1,149 @@
+"""Reads the record ``.metadata`` of a folder of torch.distributed.checkpoint (DCP), which is a pickle.
+
+Plain DCP unpickles it without any check, so a hostile file runs code. Here it names nothing but the classes of DCP's
+metadata, dtypes and paths, and it cannot change a class: each is replaced by a stand-in that only makes instances.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pathlib
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from lazyckpt.collector import collector_paused
+from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
+from lazyckpt.formats.reader import FileReader
+
+METADATA = ".metadata"
+
+
+def read_metadata(path: Path) -> Any:
+    """Returns the ``Metadata`` in the file ``path``, whose items lie in files of the same folder.
+
+    Raises CorruptFileError for a damaged or hostile file, UnsupportedFormatError for a kind of storage or a class that
+    is not of plain DCP, LoadError if it cannot be read."""
+    with FileReader(path) as file:
+        data = file.read(0, file.size)
+    try:
+        with collector_paused():
+            metadata = _Unpickler(io.BytesIO(data)).load()
+    except _Forbidden as error:
+        raise UnsupportedFormatError(
+            f"is not to be unpickled: it names {error}, which is no part of torch.distributed.checkpoint's metadata. "
+            "torch's FileSystemReader reads it, and runs code from it: only if you trust its origin",
+            path=path,
+        ) from error
+    except Exception as error:
+        raise CorruptFileError(f"damaged: {type(error).__name__}: {error}", path=path) from error
+    _check(metadata, path)
+    return metadata
+
+
+def _check(metadata: Any, path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
+        raise CorruptFileError("holds no metadata of torch.distributed.checkpoint", path=path)
+    items = getattr(metadata, "storage_data", None)
+    if type(items) is not dict:
+        raise UnsupportedFormatError("its items are not in files of plain torch.distributed.checkpoint", path=path)
+    for index, info in items.items():
+        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+            raise UnsupportedFormatError("its items are not in files of plain torch.distributed.checkpoint", path=path)
+        facts = vars(info)
+        name, offset, nbytes = (facts.get(fact) for fact in ("relative_path", "offset", "length"))
+        if type(name) is not str or name != Path(name).name or type(offset) is not int or type(nbytes) is not int:
+            raise CorruptFileError(f"item {index.fqn}: {nbytes} bytes at offset {offset} of file {name!r}", path=path)
+        if facts.get("transform_descriptors"):
+            what = f"item {index.fqn} went through an extension ({facts['transform_descriptors']})"
+            raise UnsupportedFormatError(f"{what}; torch's FileSystemReader reads it", path=path)
+
+
+class _Forbidden(Exception):
+    """The pickle names something else."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        try:
+            return _allowed()[module, name]
+        except KeyError:
+            raise _Forbidden(f"{module}.{name}") from None
+
+
+class _Frozen(type):
+    """A class that a pickle cannot change: BUILD would set attributes of what it finds."""
+
+    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"sets {name} of a class")
+
+
+def _stand_in(of: type) -> type:
+    """A class whose instances are empty ones of another class."""
+
+    def new(_: type) -> Any:
+        return object.__new__(of)
+
+    return _Frozen(of.__name__, (), {"__slots__": (), "__new__": new})
+
+
+class _Call:
+    """A function that a pickle can call and not change."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"sets {name} of a function")
+
+
+@cache
+def _allowed() -> dict[tuple[str, str], Any]:
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    dataclasses = [
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata.StorageMeta,
+        filesystem._StorageInfo,
+    ]
+    calls: dict[tuple[str, str], Callable[..., Any]] = {
+        (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+        ("torch.serialization", "_get_layout"): _layout,
+    }
+    # Python 3.13 keeps them in pathlib._local.
+    for module in ("pathlib", "pathlib._local"):
+        calls |= {(module, kind): pathlib.PurePosixPath for kind in ("PosixPath", "PurePosixPath")}
+        calls |= {(module, kind): pathlib.PureWindowsPath for kind in ("WindowsPath", "PureWindowsPath")}
+    allowed: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): _stand_in(kind) for kind in dataclasses}
+    allowed |= {what: _Call(function) for what, function in calls.items()}
+    # Classes in C, which nobody can change.
+    allowed |= {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): collections.OrderedDict}
+    return allowed
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise pickle.UnpicklingError(f"{name!r} is no layout")
+    return found

@@ -1,0 +1,199 @@
+"""Reads parts of saved tensors out of ``.distcp`` files, straight into live tensors, in parallel.
+
+Of each tensor it reads only the bytes between the first and the last element that is wanted: for a shard along the
+first dimension, that is the shard. They land in the target if they have its form; otherwise they are copied there.
+Checksums are verified wherever a tensor is read whole. It also reads the files of plain torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lazyckpt import _engine
+from lazyckpt.capture import devices
+from lazyckpt.collector import collector_paused
+from lazyckpt.errors import CorruptFileError
+from lazyckpt.formats.distcp import Place, item_directory
+from lazyckpt.formats.plain_pickle import NotPlain, read_plain
+from lazyckpt.formats.reader import FileReader, Record
+from lazyckpt.reading.archive import check_small_records
+from lazyckpt.reading.ranges import ParallelRead
+from lazyckpt.reading.unpickle import load_errors
+
+_MAX_ASIDE_BYTES = 256 << 20  # memory for bytes that do not land in their target at once
+_ZIP = b"PK\3\4"
+
+
+class Part(NamedTuple):
+    """A part of a saved tensor, and where it goes."""
+
+    name: str  # of the tensor, for messages
+    place: Place  # of its item in the file
+    offsets: tuple[int, ...]  # of the part in the saved tensor, in elements
+    target: torch.Tensor  # of the part's shape, and of any dtype and device
+
+
+class _Saved(NamedTuple):
+    """How an item holds its tensor: the storage as a record, and what the tensor shows of it, in elements."""
+
+    record: Record
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Landing(NamedTuple):
+    """Bytes of the file, and the memory that they are read into."""
+
+    record: Record
+    memory: torch.Tensor  # contiguous
+    device: int
+    copy_to: torch.Tensor | None  # what takes the elements of ``shown`` then
+    shown: torch.Tensor
+
+
+def read_parts(path: Path, parts: Iterable[Part], engine: _engine.Engine) -> None:
+    """Reads parts of the tensors in one ``.distcp`` file. The targets do not overlap.
+
+    Raises CorruptFileError, which names the file and the item, if the file is damaged, hostile or not as ``parts`` say;
+    LoadError if it cannot be read. Targets may hold some of the new bytes then."""
+    with FileReader(path) as file, torch.no_grad():
+        saved: dict[Place, _Saved | torch.Tensor] = {}
+        with collector_paused():
+            landings = [_land(file, part, saved, engine) for part in parts]
+        for batch in _batches([landing for landing in landings if landing is not None]):
+            _read(path, batch, engine)
+
+
+def read_bytes(file: FileReader, place: Place, name: str, *, weights_only: bool) -> bytes:
+    """Returns a ready-made item. If it is an archive, verifies every checksum.
+
+    ``weights_only``: raises UnsupportedFormatError unless torch's restricted unpickler reads it. Raises
+    CorruptFileError for damage."""
+    if place.offset < 0 or place.nbytes < 0:
+        raise file.corrupt(f"{name}: an item of {place.nbytes} bytes at offset {place.offset}")
+    data = file.read(*place)
+    verified = data.startswith(_ZIP)
+    if verified:
+        for record in item_directory(file, place).records.values():
+            file.read_record(record)
+    if weights_only:
+        with load_errors(file.path, weights_only=True, verified=verified):
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return data
+
+
+def _land(
+    file: FileReader, part: Part, known: dict[Place, _Saved | torch.Tensor], engine: _engine.Engine
+) -> _Landing | None:
+    """Where the bytes of this part go; None if they are there."""
+    saved = known.get(part.place)
+    if saved is None:
+        saved = known[part.place] = _parse(file, part)
+    lengths = tuple(part.target.shape)
+    fits = len(part.offsets) == len(lengths) == len(saved.shape)
+    if not fits or any(a < 0 or a + n > size for a, n, size in zip(part.offsets, lengths, saved.shape, strict=True)):
+        raise file.corrupt(f"{part.name}: is {tuple(saved.shape)}, without {lengths} at {part.offsets}")
+    if isinstance(saved, torch.Tensor):
+        for dimension, (begin, length) in enumerate(zip(part.offsets, lengths, strict=True)):
+            saved = saved.narrow(dimension, begin, length)
+        part.target.copy_(saved)
+        return None
+    if not part.target.numel():
+        return None
+    width = saved.dtype.itemsize
+    first = saved.offset + sum(a * step for a, step in zip(part.offsets, saved.stride, strict=True))
+    count = 1 + sum((n - 1) * step for n, step in zip(lengths, saved.stride, strict=True))
+    record = saved.record
+    whole = first == 0 and count * width == record.nbytes
+    record = Record(part.name, record.offset + first * width, count * width, record.crc32 if whole else None)
+    target = part.target
+    at = devices.target(target.device, engine)
+    same = target.dtype == saved.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    if same and _in_order(lengths, saved.stride) and (at != devices.HOST or target.is_cpu):
+        return _Landing(record, target, at, None, target)
+    memory = torch.empty(count, dtype=saved.dtype)
+    return _Landing(record, memory, devices.HOST, target, memory.as_strided(lengths, saved.stride))
+
+
+def _in_order(lengths: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements with these strides lie in memory in the order of a contiguous tensor."""
+    expected = 1
+    for n, step in zip(reversed(lengths), reversed(stride), strict=True):
+        if n != 1 and step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _parse(file: FileReader, part: Part) -> _Saved | torch.Tensor:
+    """Raises CorruptFileError unless the item is exactly one archive of one tensor."""
+    try:
+        records = item_directory(file, part.place).records
+        check_small_records(file, records)
+        data = file.read_record(records["data.pkl"])
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{part.name}: {error}", path=file.path) from error
+    storages = [record for name, record in records.items() if name.startswith("data/")]
+    try:
+        if len(storages) == 1:
+            return _Saved(storages[0], *_geometry(data, storages[0].name, storages[0].nbytes))
+    except NotPlain:
+        pass
+    content = read_bytes(file, part.place, part.name, weights_only=True)  # of a class, sparse, quantized
+    with load_errors(file.path, weights_only=True, verified=True):
+        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if not isinstance(loaded, torch.Tensor):
+        raise file.corrupt(f"{part.name}: its item holds no tensor")
+    return loaded
+
+
+@lru_cache(maxsize=4096)
+def _geometry(data: bytes, name: str, nbytes: int) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
+    """What a pickled tensor shows of its storage. Raises NotPlain."""
+
+    def load(saved_id: Any) -> torch.storage.TypedStorage:
+        _, storage_type, key, _, numel = saved_id
+        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+        if f"data/{key}" != name or numel * dtype.itemsize != nbytes:
+            raise NotPlain
+        memory = torch.UntypedStorage(nbytes, device="meta")
+        return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+
+    tensor = read_plain(data, load)
+    if type(tensor) is not torch.Tensor:
+        raise NotPlain
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _batches(landings: list[_Landing]) -> Iterator[list[_Landing]]:
+    """Splits a read, so that little is aside at once."""
+    batch: list[_Landing] = []
+    aside = 0
+    for landing in landings:
+        nbytes = landing.memory.nbytes if landing.copy_to is not None else 0
+        if batch and nbytes and aside + nbytes > _MAX_ASIDE_BYTES:
+            yield batch
+            batch, aside = [], 0
+        batch.append(landing)
+        aside += nbytes
+    if batch:
+        yield batch
+
+
+def _read(path: Path, landings: list[_Landing], engine: _engine.Engine) -> None:
+    read = ParallelRead(path, [landing.record for landing in landings], engine)
+    try:
+        read.read_into([devices.address(item.memory) for item in landings], [item.device for item in landings])
+    finally:
+        read.close()
+    for landing in landings:
+        if landing.copy_to is not None:
+            landing.copy_to.copy_(landing.shown)
