@@ -41,9 +41,6 @@ class Line:
     def __init__(self, client: Client, pulse: Pulse, keys: str = _KEYS) -> None:
         self._client, self._pulse, self._keys = client, pulse, keys
 
-    def set(self, key: str, value: bytes) -> None:
-        self._client.set(f"{self._keys}/{key}", value)
-
     def claim(self, key: str, value: bytes) -> bytes:
         return self._client.claim(f"{self._keys}/{key}", value)
 
@@ -83,7 +80,7 @@ class Job:
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
-        self._topics = 0
+        self._exchanges = 0
         self.rank = seat.rank
         self.world_size = seat.world_size
         self.generation = seat.generation
@@ -128,8 +125,8 @@ class Job:
         """Returns the values of all ranks, by rank. Every rank calls it, with the same topic, in the same order.
 
         Raises RankError, on all ranks, if one is lost."""
-        self._topics += 1
-        return exchange(self._seat, f"{self._topics}-{topic}", value)
+        self._exchanges += 1
+        return exchange(self._seat, self._exchanges, topic, value)
 
     def check_owner(self) -> None:
         """Raises SaveError if the folder belongs to another job by now: call it before something is removed there."""
