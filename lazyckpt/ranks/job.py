@@ -96,7 +96,7 @@ class Job:
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ConfigError("several ranks: call torch.distributed.init_process_group() first")
         shared = distributed.distributed_c10d._get_default_store()
-        return _join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s)
+        return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s)
 
     def ballot(self, ordinal: int, step: int, layout: str, target: Path) -> Ballot:
         """Step 2. ``ordinal`` counts the saves of this Checkpointer from 1, also those that fail; ``layout`` is a hash
@@ -153,7 +153,7 @@ class Job:
         self._client.close()
 
 
-def _join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
+def join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
     """``shared`` is the store of the default group. It belongs to training too, so nothing here waits in it."""
     begin = f"{_KEYS}/join/{shared.add(f'{_KEYS}/joined/{rank}', 1)}"
     client = client_of(shared, timeout_s)
