@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -108,7 +109,8 @@ def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
         check(orders)
         for rank, found in enumerate(answers(orders)):
             for text in found.values():
-                assert rank == victim or text == "committed" or f"rank {victim} " in text, text
+                named = f"rank {victim} " in text or (victim == 0 and orders.port is None and "the store" in text)
+                assert rank == victim or text == "committed" or named, text
         role = "rank 0" if victim == 0 else "another rank"
         kills[role] = kills.get(role, 0) + 1
         again = Orders(
@@ -133,9 +135,10 @@ def test_a_rank_that_is_stopped_anywhere_and_wakes_up_answers_as_the_others(
         victim = _at_a_random_instant(orders, trials.random)
         pid = processes[victim].pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(trials.random.choice([0.2, 1.0, 2.2, 4.0]))
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it was quicker
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(trials.random.choice([0.2, 1.0, 2.2, 4.0]))
+            os.kill(pid, signal.SIGCONT)
         for process in processes:
             process.join(30)
             assert process.exitcode == 0, [told(orders, rank) for rank in range(orders.world_size)]
@@ -199,7 +202,7 @@ def _orders(tmp_path: Path, trial: int, random: random.Random, port: int) -> Ord
     logs = tmp_path / f"logs-{trial}"
     served = random.choice([port, None])
     return Orders(
-        tmp_path / f"run-{trial}", logs, random.randint(2, 4), saves=60, port=served, attempt=f"attempt-{trial}"
+        tmp_path / f"run-{trial}", logs, random.randint(2, 4), saves=100, port=served, attempt=f"attempt-{trial}"
     )
 
 
