@@ -41,9 +41,6 @@ class Line:
     def __init__(self, client: Client, pulse: Pulse, keys: str = _KEYS) -> None:
         self._client, self._pulse, self._keys = client, pulse, keys
 
-    def set(self, key: str, value: bytes) -> None:
-        self._client.set(f"{self._keys}/{key}", value)
-
     def claim(self, key: str, value: bytes) -> bytes:
         return self._client.claim(f"{self._keys}/{key}", value)
 
@@ -83,7 +80,7 @@ class Job:
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
-        self._topics = 0
+        self._exchanges = 0
         self.rank = seat.rank
         self.world_size = seat.world_size
         self.generation = seat.generation
@@ -99,7 +96,7 @@ class Job:
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ConfigError("several ranks: call torch.distributed.init_process_group() first")
         shared = distributed.distributed_c10d._get_default_store()
-        return _join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s)
+        return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s)
 
     def ballot(self, ordinal: int, step: int, layout: str, target: Path) -> Ballot:
         """Step 2. ``ordinal`` counts the saves of this Checkpointer from 1, also those that fail; ``layout`` is a hash
@@ -128,8 +125,8 @@ class Job:
         """Returns the values of all ranks, by rank. Every rank calls it, with the same topic, in the same order.
 
         Raises RankError, on all ranks, if one is lost."""
-        self._topics += 1
-        return exchange(self._seat, f"{self._topics}-{topic}", value)
+        self._exchanges += 1
+        return exchange(self._seat, self._exchanges, topic, value)
 
     def check_owner(self) -> None:
         """Raises SaveError if the folder belongs to another job by now: call it before something is removed there."""
@@ -156,7 +153,7 @@ class Job:
         self._client.close()
 
 
-def _join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
+def join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
     """``shared`` is the store of the default group. It belongs to training too, so nothing here waits in it."""
     begin = f"{_KEYS}/join/{shared.add(f'{_KEYS}/joined/{rank}', 1)}"
     client = client_of(shared, timeout_s)

@@ -89,7 +89,7 @@ class Watch:
         self._silent_s = self._silent_s + passed_s if beats == self._seen > 0 else 0.0
         self._seen = beats
         if self._silent_s > self._pulse.timeout_s:
-            raise RankLost(self._rank, f"gives no sign of life for {self._pulse.timeout_s:g} s (rank_timeout_s)")
+            raise RankLost(self._rank, f"has given no sign of life for {self._pulse.timeout_s:g} s (rank_timeout_s)")
         self._absent_s += passed_s if save < self._save else 0.0
         if self._absent_s > ABSENT * self._pulse.timeout_s:
             what = f"lives, but does not reach this point for {ABSENT * self._pulse.timeout_s:g} s"

@@ -1,7 +1,7 @@
 """One question to all ranks, through a key-value store: the answers go up a tree of ranks, the outcome is one key.
 
-Each rank waits for few others, whatever the number of ranks. Whoever waits for a rank watches it. The first to learn that
-there can be no good outcome says so under the key of the outcome. This module knows neither torch nor clocks.
+Each rank waits for few others, whatever the number of ranks. Whoever waits for a rank watches it. The first to learn
+that there can be no good outcome says so under the key of the outcome. This module knows neither torch nor clocks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class RankLost(Exception):
 
 class Store(Protocol):
     """The keys of a job. Every call is one message. Raises StoreLost."""
-
-    def set(self, key: str, value: bytes) -> None: ...
 
     def claim(self, key: str, value: bytes) -> bytes:
         """Sets a key that nobody has set. Returns what it holds now."""
@@ -128,6 +126,7 @@ class Round:
         self._prefix = f"{seat.run}/{seat.generation}/{name}"
         self._save = save
         self.outcome = self.key("outcome")
+        self.cause = self.key("cause")  # of an abort, as the first rank saw it
         self.settled = self.key("settled")
 
     def key(self, name: object) -> str:
@@ -157,15 +156,15 @@ class Round:
         with contextlib.suppress(StoreLost):
             store.delete(self.key(self.seat.rank))
             if store.count(self.settled) == self.seat.world_size:
-                for key in (self.key("begin"), self.outcome, self.settled):
+                for key in (self.key("begin"), self.cause, self.outcome, self.settled):
                     store.delete(key)
 
 
-def exchange(seat: Seat, topic: str, value: bytes) -> list[bytes]:
-    """Returns the values of all ranks, by rank. Every rank calls it with the same topic, which is never used again.
+def exchange(seat: Seat, number: int, topic: str, value: bytes) -> list[bytes]:
+    """Returns the values of all ranks, by rank. Every rank calls it with the same topic and a number that is new.
 
     Raises RankError, on all ranks, if one of them is lost."""
-    round = Round(seat, topic, math.inf)
+    round = Round(seat, f"exchange-{number}", math.inf)
     try:
         told = _exchange(round, value)
     except StoreLost as error:
@@ -183,7 +182,7 @@ def _exchange(round: Round, value: bytes) -> bytes:
         if (values := round.gather(value)) is not None:
             if seat.rank == 0:
                 return seat.store.claim(round.outcome, _VALUES + pack(values))
-            seat.store.set(round.key(seat.rank), pack(values))
+            seat.store.claim(round.key(seat.rank), pack(values))
         told = seat.store.wait(round.outcome, rank=0, save=math.inf)
         assert told is not None
         return told

@@ -88,7 +88,8 @@ class PollingClient:
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:
-        self._call(lambda store: store.set(key, value))
+        # torch sends it without waiting for an answer. With one, no later call on another connection overtakes it.
+        self._call(lambda store: (store.set(key, value), store.check([key])))
 
     def claim(self, key: str, value: bytes) -> bytes:
         return self._call(lambda store: bytes(store.compare_set(key, "", value)))

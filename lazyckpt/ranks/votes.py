@@ -134,7 +134,7 @@ class Ballot:
             votes = self._gather(receipt)
             self._voted = True  # also if the store fails: the vote may have arrived
             with contextlib.suppress(StoreLost):  # ``outcome`` notices
-                self._seat.store.set(self._round.key(self._seat.rank), pack(votes))
+                self._seat.store.claim(self._round.key(self._seat.rank), pack(votes))
 
     def refuse(self, why: str) -> RankError | None:
         """Aborts the save for all ranks, since this one failed. Returns the error to report.
@@ -186,7 +186,7 @@ class Ballot:
             else:
                 self._settle(Aborted(0, "did not decide in time, and another rank aborted"))
         except OSError as error:
-            self._abort(Aborted(0, _told(error)))
+            self._settle_by_folder(Aborted(0, _told(error)))
         self._raise_aborted()
 
     def outcome(self) -> None:
@@ -225,18 +225,20 @@ class Ballot:
         self._raise_aborted()
 
     def _abort(self, aborted: Aborted) -> None:
-        """Aborts for all, from a rank without whose consent nobody commits."""
+        """Aborts for all: rank 0 has not tried to publish, or waits for the vote of this rank."""
+        self._settle(aborted)
         if self._seat.rank == 0 and self._folder is not None:
-            self._settle_by_folder(aborted)  # it may have been published just now, before an error
-        else:
-            self._settle(aborted)
+            with contextlib.suppress(OSError):  # the next sweep removes it
+                if self._folder.to_trash():
+                    self._folder.remove_trash()
 
     def _settle_by_folder(self, aborted: Aborted) -> None:
         """Aborts by a rename, or finds that the save is decided."""
         folder = self._folder
         assert folder is not None
         renamed = False
-        answer: Aborted | bool = aborted
+        answer: Aborted | bool
+        answer = aborted = self._blame(aborted)  # first: a rank that still writes misses the folder, and asks why
         try:
             renamed = folder.to_trash()
             if renamed:
@@ -252,6 +254,8 @@ class Ballot:
 
     def _settle(self, answer: Aborted | bool) -> None:
         """Tells the others this rank's answer, or takes theirs: the first one stands."""
+        if isinstance(answer, Aborted):
+            answer = self._blame(answer)
         with contextlib.suppress(StoreLost):
             record = answer.encode() if isinstance(answer, Aborted) else COMMITTED
             told = self._seat.store.claim(self._round.outcome, record)
@@ -259,6 +263,13 @@ class Ballot:
             if isinstance(answer, Aborted):
                 self._seat.store.claim(self._round.key("begin"), told)  # wakes those that wait for it
         self._answered(answer)
+
+    def _blame(self, aborted: Aborted) -> Aborted:
+        """Returns the cause that the first rank saw, if that was not this one."""
+        with contextlib.suppress(StoreLost):
+            told = self._seat.store.claim(self._round.cause, aborted.encode())
+            return decode(told) or aborted
+        return aborted
 
     def _answered(self, answer: Aborted | bool) -> None:
         self._answer = answer

@@ -1,81 +1,127 @@
-"""One rank of a job, as a process: saves checkpoints of plain files, and reports what they came to.
-
-    python -m ranks.actor PORT RANK WORLD_SIZE FOLDER SAVES TIMEOUT_S
-
-Writes a line for each save to standard output: the step and "committed", or "aborted" with the error.
-"""
+"""Ranks as processes. They save checkpoints of plain files, as the pipeline would, and log what the saves came to."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from torch import distributed
+from torch.distributed import PrefixStore, TCPStore
 
 from lazyckpt.errors import RankError
-from lazyckpt.ranks.job import Job, _join
+from lazyckpt.ranks.job import Job, join
+from lazyckpt.storage import removal
 from lazyckpt.storage.manifest import folder_name
 
-
-def save(job: Job, ordinal: int, step: int, directory: Path) -> None:
-    """One save, as the pipeline does it. Raises RankError."""
-    target = directory / folder_name(step)
-    ballot = job.ballot(ordinal, step, "layout", target)
-    name = f"rank-{job.rank}"
-    if job.rank == 0:
-        staging = job.stage(target)
-        ballot.begin(staging.path.name)
-    else:
-        staging = job.attach(target, ballot.staged_name()[0])
-    try:
-        try:
-            with open(staging.path / name, "x") as file:
-                file.write(f"{step}.{ordinal}.{job.generation}\n" * 1000)
-                file.flush()
-                os.fsync(file.fileno())
-            if job.rank > 0:
-                staging.describe(None, [name])
-            ballot.vote(name.encode())
-            if job.rank == 0:
-                names = [receipt.decode() for receipt in ballot.receipts()]
-                (staging.path / "manifest").write_text(" ".join(names))
-                staging.describe(None, [name, *names])
-                ballot.decide()
-                replaced = staging.publish()
-                if replaced is not None:
-                    from lazyckpt.storage import removal
-
-                    removal.remove(replaced)
-            else:
-                ballot.outcome()
-        except OSError as error:
-            if (refused := ballot.refuse(str(error))) is not None:
-                raise refused from error
-    except RankError:
-        staging.discard()
-        raise
+STEPS = 3  # a run saves these again and again
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["lazyckpt.ranks.job"])  # with torch, which takes seconds to import
 
 
-def main() -> None:
-    port, rank, world_size, folder, saves, timeout_s = sys.argv[1:]
-    store = distributed.TCPStore(
-        "127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False
-    )
-    prefix = os.environ.get("PREFIX", "a")
-    job = _join(distributed.PrefixStore(prefix, store), int(rank), int(world_size), Path(folder), float(timeout_s))
-    print("joined", job.generation, flush=True)
-    for ordinal in range(1, int(saves) + 1):
-        try:
-            save(job, ordinal, 100 + ordinal % 3, Path(folder))
-            print(ordinal, "committed", flush=True)
-        except RankError as error:
-            print(ordinal, "aborted", error, flush=True)
-    job.close()
-    print("closed", flush=True)
+@dataclass(frozen=True)
+class Orders:
+    """What the ranks of a job do."""
+
+    folder: Path
+    logs: Path
+    world_size: int
+    saves: int
+    timeout_s: float = 1.5
+    port: int | None = None  # of the store; None: rank 0 serves it
+    attempt: str = "attempt-0"  # as torchrun counts restarts
+    linger: bool = True  # False: ends as soon as the last save is settled, without close()
+
+
+def start(orders: Orders) -> list[BaseProcess]:
+    """Starts all ranks."""
+    orders.logs.mkdir(exist_ok=True)
+    ranks: list[BaseProcess] = [_FORKS.Process(target=_run, args=(rank, orders)) for rank in range(orders.world_size)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def told(orders: Orders, rank: int) -> list[str]:
+    """The lines that a rank has logged."""
+    log = orders.logs / f"{orders.attempt}-{rank}"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.005)
+
+
+def _run(rank: int, orders: Orders) -> None:
+    with open(orders.logs / f"{orders.attempt}-{rank}", "x", buffering=1) as log:
+        os.dup2(os.open(orders.logs / f"{orders.attempt}-{rank}.err", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+        job = join(_store(rank, orders), rank, orders.world_size, orders.folder, orders.timeout_s)
+        print("joined", file=log)
+        for ordinal in range(1, orders.saves + 1):
+            try:
+                save(job, ordinal, ordinal % STEPS)
+                print(f"{ordinal} committed", file=log)
+            except RankError as error:
+                print(f"{ordinal} aborted {error}", file=log)
+                break
+        if orders.linger:
+            job.close()
+        print("closed", file=log)
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
+def _store(rank: int, orders: Orders) -> Any:
+    patience = timedelta(seconds=60)
+    port = orders.port
+    if port is None and rank == 0:
+        store = TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
+        (orders.logs / "port.tmp").write_text(str(store.port))
+        os.rename(orders.logs / "port.tmp", orders.logs / "port")
+    else:
+        if port is None:
+            wait_until((orders.logs / "port").exists)
+            port = int((orders.logs / "port").read_text())
+        store = TCPStore("127.0.0.1", port, None, False, patience, wait_for_workers=False)
+    return PrefixStore(orders.attempt, store)
+
+
+def save(job: Job, ordinal: int, step: int) -> None:
+    """One save, as the pipeline does it. Raises RankError."""
+    target = job.directory / folder_name(step)
+    ballot = job.ballot(ordinal, step, "layout", target)
+    name = f"rank-{job.rank}"
+    try:
+        if job.rank == 0:
+            staging = job.stage(target)
+            ballot.begin(staging.path.name)
+        else:
+            staging = job.attach(target, ballot.staged_name()[0])
+        with open(staging.path / name, "x") as file:
+            file.write(f"{step} {ordinal} {job.generation} {job.world_size}\n" * 500)
+            file.flush()
+            os.fsync(file.fileno())
+        if job.rank > 0:
+            staging.describe(None, [name])
+        ballot.vote(name.encode())
+        if job.rank > 0:
+            ballot.outcome()
+            return
+        names = [receipt.decode() for receipt in ballot.receipts()]
+        (staging.path / "names").write_text(" ".join(names))
+        staging.describe(None, names)
+        ballot.decide()
+        replaced = staging.publish()
+        if replaced is not None:
+            removal.remove(replaced)
+    except OSError as error:
+        if (refused := ballot.refuse(f"{error.strerror} ({error.filename})")) is not None:
+            raise refused from error

@@ -2,14 +2,14 @@
 
 Each rank is a greenlet. It gives way before every call of the store and of the folder, so those calls are the steps of
 the exploration. At each of them the explorer may let any rank take its step, kill one, let one suspect another that it
-waits for (a rank that others suspect falsely is one that sleeps, and wakes up later), lose the store, or let a rename
-report ENOENT although it happened, as NFS does. The explorer replays the program for every path and skips the states
-that it has seen: what the store and the folder hold, and what each rank has been told so far.
+waits for, lose the store, or let a rename report ENOENT although it happened, as NFS may. A rank that others suspect
+falsely is one that sleeps; whatever it does later it does when it has woken up. The explorer replays the ranks for
+every path, and skips states that it has seen: what the store and the folder hold, and what each rank has been told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,20 +20,20 @@ from lazyckpt.errors import RankError
 from lazyckpt.ranks.rounds import RankLost, Seat, StoreLost
 from lazyckpt.ranks.votes import Ballot
 
-TEMPORARY, FINAL, TRASH, ASIDE = "temporary", "final", "trash", "aside"
+FINAL = "final"
 
 
 class Tree(NamedTuple):
-    """A folder: what it is, and the files in it."""
+    """A folder: the name under which it was staged, and the files in it."""
 
     name: str
     files: frozenset[str]
 
 
 class Choice(NamedTuple):
-    """What the explorer lets happen next."""
+    """What happens next. ``actor`` takes outcome ``variant`` of its step, is killed, or loses the store."""
 
-    what: str  # step, kill, suspect, lose
+    what: str
     actor: int = -1
     variant: int = 0
 
@@ -43,22 +43,22 @@ class Budget:
     """How often each misfortune may happen on one path."""
 
     kills: int = 0
-    suspicions: int = 0
-    losses: int = 0
+    suspicions: int = 0  # of a rank that is alive
+    losses: int = 0  # of the store
     lies: int = 0  # renames that report ENOENT although they happened
 
 
 class Violation(AssertionError):
-    """A promise of the protocol is broken; ``path`` leads there."""
+    """A promise of the protocol is broken. The message tells the path."""
 
 
 @dataclass
 class Actor:
-    """A process: one rank, or somebody else who works in the folder."""
+    """A process: a rank, or somebody else who works in the folder."""
 
     number: int
-    glet: Any = None
-    ready: Callable[[], list[Any]] | None = None  # the outcomes that its next step may have
+    greenlet: Any = None
+    outcomes: Callable[[], list[Callable[[], Any]]] | None = None  # of its next step; none while it waits
     heard: list[Hashable] = field(default_factory=list)
     answer: Any = None
     done: bool = False
@@ -69,25 +69,23 @@ class World:
     """What all actors share, on one path."""
 
     def __init__(self, budget: Budget) -> None:
+        self.budget = budget
         self.keys: dict[str, bytes] = {}
         self.tree: dict[str, Tree] = {}
         self.owner = 1  # the generation to which the folder belongs
-        self.lost = False
-        self.notes: list[Hashable] = []
+        self.lost = False  # the store
+        self.notes: list[tuple[Any, ...]] = []  # what the actors want to be known
         self.actors: list[Actor] = []
-        self.budget = budget
         self.over = False
-        self.hub = getcurrent()
+        self.explorer = getcurrent()
 
-    def step(self, name: str, outcomes: Callable[[], list[Any]]) -> Any:
-        """Gives way; then takes one of the outcomes: values to return, or functions to call. Without any, waits."""
+    def step(self, name: str, outcomes: Callable[[], list[Callable[[], Any]]]) -> Any:
+        """Gives way, then takes the outcome that the explorer has chosen. Waits while there is none."""
         if self.over:
             raise GreenletExit
-        actor = next(a for a in self.actors if a.glet is getcurrent())
-        actor.ready = outcomes
-        outcome = self.hub.switch()
-        if self.over:
-            raise GreenletExit
+        (actor,) = (a for a in self.actors if a.greenlet is getcurrent())
+        actor.outcomes = outcomes
+        outcome = self.explorer.switch()
         try:
             result = outcome()
         except Exception as error:
@@ -99,8 +97,11 @@ class World:
     def state(self) -> Hashable:
         actors = tuple((tuple(a.heard), a.dead) for a in self.actors)
         budget = (self.budget.kills, self.budget.suspicions, self.budget.losses, self.budget.lies)
-        keys = frozenset(self.keys.items())
-        return keys, frozenset(self.tree.items()), self.owner, self.lost, tuple(self.notes), actors, budget
+        return frozenset(self.keys.items()), frozenset(self.tree.items()), self.owner, self.lost, actors, budget
+
+    @property
+    def live(self) -> list[Actor]:
+        return [actor for actor in self.actors if not actor.dead]
 
 
 class FakeStore:
@@ -110,15 +111,7 @@ class FakeStore:
         self._world = world
 
     def _call(self, name: str, act: Callable[[], Any]) -> Any:
-        def do() -> Any:
-            if self._world.lost:
-                raise StoreLost("connection reset")
-            return act()
-
-        return self._world.step(name, lambda: [do])
-
-    def set(self, key: str, value: bytes) -> None:
-        self._call(f"set {key}", lambda: self._world.keys.__setitem__(key, value))
+        return self._world.step(name, lambda: [_lost if self._world.lost else act])
 
     def claim(self, key: str, value: bytes) -> bytes:
         return self._call(f"claim {key}", lambda: self._world.keys.setdefault(key, value))  # type: ignore[no-any-return]
@@ -127,99 +120,94 @@ class FakeStore:
         return self._call(f"look {key}", lambda: self._world.keys.get(key))  # type: ignore[no-any-return]
 
     def count(self, key: str) -> int:
-        def add() -> int:
-            self._world.keys[key] = b"%d" % (int(self._world.keys.get(key, b"0")) + 1)
-            return int(self._world.keys[key])
+        def act() -> int:
+            number = int(self._world.keys.get(key, b"0")) + 1
+            self._world.keys[key] = b"%d" % number
+            return number
 
-        return self._call(f"count {key}", add)  # type: ignore[no-any-return]
+        return self._call(f"count {key}", act)  # type: ignore[no-any-return]
 
     def delete(self, key: str) -> None:
         self._call(f"delete {key}", lambda: self._world.keys.pop(key, None) and None)
 
-    def release(self, key: str) -> None:
-        self._call(f"release {key}", lambda: self._world.keys.pop(key, None) and None)
+    release = delete
 
     def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
         world = self._world
 
-        def lost() -> None:
-            raise StoreLost("connection reset")
-
-        def dead() -> None:
-            raise RankLost(rank, "gives no sign of life")
+        def gone() -> None:
+            raise RankLost(rank, "has given no sign of life")
 
         def suspect() -> None:
             world.budget.suspicions -= 1
-            dead()
+            gone()
 
-        def outcomes() -> list[Any]:
+        def outcomes() -> list[Callable[[], Any]]:
             if world.lost:
-                return [lost]
+                return [_lost]
             if unless is not None and unless in world.keys:
                 return [lambda: None]
             if key in world.keys:
                 return [lambda: world.keys[key]]
             if world.actors[rank].dead or world.actors[rank].done:
-                return [dead]
+                return [gone]
             return [suspect] if world.budget.suspicions > 0 else []
 
         return world.step(f"wait {key}", outcomes)  # type: ignore[no-any-return]
 
 
+def _lost() -> None:
+    raise StoreLost("connection reset")
+
+
 class FakeFolder:
     """The ``Folder`` of one save, as one rank sees it."""
 
-    def __init__(self, world: World, name: str, generation: int = 1) -> None:
+    def __init__(self, world: World, name: str, generation: int) -> None:
         self._world, self._name, self._generation = world, name, generation
+        self._trash, self._aside = f"trash {name}", f"aside {name}"
 
-    def _rename(self, old: str, new: str) -> bool:
-        tree = self._world.tree
-        if old not in tree:
-            return False
-        assert new not in tree, f"{old} replaces {new}"
-        tree[new] = tree.pop(old)
-        return True
+    def _do(self, name: str, act: Callable[[], Any]) -> Any:
+        return self._world.step(name, lambda: [act])
 
-    def _raced(self, name: str, new: str, happened: Any, gone: Any) -> Any:
-        """Two outcomes: the truth, and ENOENT for a rename that happened."""
-
-        def act() -> Any:
-            return happened if self._rename(self._name, new) else gone
+    def _race(self, name: str, act: Callable[[], Any], to: str, gone: Any) -> Any:
+        """A rename of the staged folder, which may happen and report that the folder was gone."""
 
         def lie() -> Any:
             self._world.budget.lies -= 1
-            self._rename(self._name, new)
+            act()
             return gone
 
-        def outcomes() -> list[Any]:
-            return [act, lie] if self._world.budget.lies > 0 and self._name in self._world.tree else [act]
+        def outcomes() -> list[Callable[[], Any]]:
+            happens = self._name in self._world.tree and to not in self._world.tree
+            return [act, lie] if happens and self._world.budget.lies > 0 else [act]
 
         return self._world.step(name, outcomes)
 
-    def create(self, name: str) -> None:
-        """Creates this staged folder."""
+    def _rename(self, old: str, new: str) -> bool:
+        if old not in self._world.tree:
+            return False
+        assert new not in self._world.tree, f"{old} replaces {new}"
+        self._world.tree[new] = self._world.tree.pop(old)
+        return True
 
-        def act() -> None:
-            self._world.tree[self._name] = Tree(self._name, frozenset())
-
-        self._world.step(f"create {name}", lambda: [act])
+    def create(self) -> None:
+        """Makes this folder."""
+        self._do("create", lambda: self._world.tree.update({self._name: Tree(self._name, frozenset())}))
 
     def write(self, file: str) -> None:
-        """Makes a file in the staged folder durable."""
+        """Makes a file in this folder durable."""
 
         def act() -> None:
-            tree = self._world.tree
-            if self._name not in tree:
+            if self._name not in self._world.tree:
                 raise FileNotFoundError(2, "No such file or directory", self._name)
-            tree[self._name] = Tree(self._name, tree[self._name].files | {file})
+            tree = self._world.tree[self._name]
+            self._world.tree[self._name] = Tree(tree.name, tree.files | {file})
 
-        self._world.step(f"write {file}", lambda: [act])
+        self._do(f"write {file}", act)
 
     def owner(self) -> str | None:
-        def act() -> str | None:
-            return None if self._world.owner == self._generation else "another job"
-
-        return self._world.step("owner", lambda: [act])  # type: ignore[no-any-return]
+        return self._do("owner", lambda: None if self._world.owner == self._generation else "another job")  # type: ignore[no-any-return]
 
     def to_final(self) -> str:
         def act() -> str:
@@ -227,46 +215,39 @@ class FakeFolder:
                 return "occupied"
             return "done" if self._rename(self._name, FINAL) else "gone"
 
-        def lie() -> str:
-            self._world.budget.lies -= 1
-            act()
-            return "gone"
-
-        def outcomes() -> list[Any]:
-            happens = self._name in self._world.tree and FINAL not in self._world.tree
-            return [act, lie] if self._world.budget.lies > 0 and happens else [act]
-
-        return self._world.step("to_final", outcomes)  # type: ignore[no-any-return]
+        return self._race("to_final", act, FINAL, "gone")  # type: ignore[no-any-return]
 
     def to_trash(self) -> bool:
-        return self._raced("to_trash", f"{TRASH} {self._name}", True, False)  # type: ignore[no-any-return]
+        return self._race("to_trash", lambda: self._rename(self._name, self._trash), self._trash, False)  # type: ignore[no-any-return]
 
     def set_aside(self) -> None:
-        self._world.step("set_aside", lambda: [lambda: self._rename(FINAL, f"{ASIDE} {self._name}") and None])
+        self._do("set_aside", lambda: self._rename(FINAL, self._aside) and None)
 
     def put_back(self) -> None:
-        def act() -> None:
-            if FINAL not in self._world.tree:
-                self._rename(f"{ASIDE} {self._name}", FINAL)
-
-        self._world.step("put_back", lambda: [act])
+        self._do("put_back", lambda: None if FINAL in self._world.tree else self._rename(self._aside, FINAL) and None)
 
     def is_published(self) -> bool:
         def act() -> bool:
             found = self._world.tree.get(FINAL)
             return found is not None and found.name == self._name
 
-        return self._world.step("is_published", lambda: [act])  # type: ignore[no-any-return]
+        return self._do("is_published", act)  # type: ignore[no-any-return]
 
     def sync(self) -> None:
-        self._world.step("sync", lambda: [lambda: None])
+        self._do("sync", lambda: self._world.notes.append(("synced", self._name)))
 
     def await_decision(self) -> None:
-        self._world.step("await_decision", lambda: [lambda: None])
+        self._do("await_decision", lambda: None)
+
+    def remove_aside(self) -> None:
+        """Removes what ``set_aside`` moved, after the commit."""
+        self._do("remove_aside", lambda: self._world.tree.pop(self._aside, None) and None)
 
     def remove_trash(self) -> None:
-        self._world.step("remove_trash", lambda: [lambda: self._world.tree.pop(f"{TRASH} {self._name}", None) and None])
+        self._do("remove_trash", lambda: self._world.tree.pop(self._trash, None) and None)
 
+
+# The explorer
 
 Program = Callable[[World, int], Any]
 Check = Callable[[World, bool], None]
@@ -274,52 +255,42 @@ Check = Callable[[World, bool], None]
 
 @dataclass
 class Explored:
-    """What an exploration has seen."""
+    """What an exploration has seen: states, and what the actors answered at the ends of all paths."""
 
     states: int = 0
-    ends: int = 0
     answers: set[Any] = field(default_factory=set)
 
 
 def explore(
     programs: list[Program],
     check: Check,
-    *,
-    budget: Callable[[], Budget] = Budget,
+    budget: Budget | None = None,
     prepare: Callable[[World], None] = lambda world: None,
-    limit: int = 10_000_000,
 ) -> Explored:
-    """Runs one actor for each program through all orders of events. Calls ``check`` in every state, and with True where
-    nothing can happen any more. Raises Violation."""
+    """Runs an actor for each program through every order of events. Calls ``check`` in every state, with True where no
+    actor can take a step any more. Raises Violation."""
     explored = Explored()
     seen: set[int] = set()
     paths: list[list[Choice]] = [[]]
-    while paths and explored.states < limit:
+    while paths:
         path = paths.pop()
-        world = _start(programs, budget(), prepare)
+        world = _start(programs, budget or Budget(), prepare)
         try:
             for choice in path:
                 _take(world, choice)
-            while True:
-                if (state := hash(world.state())) in seen:
-                    break
+            while (state := hash(world.state())) not in seen:
                 seen.add(state)
                 explored.states += 1
                 choices = _choices(world)
-                end = not any(choice.what == "step" for choice in choices)
-                check(world, end)
-                if end and not choices:
-                    explored.ends += 1
-                    explored.answers.add(tuple(actor.answer for actor in world.actors))
-                    break
+                check(world, not any(choice.what == "step" for choice in choices))
                 if not choices:
+                    explored.answers.add(tuple(actor.answer for actor in world.actors))
                     break
                 paths += [[*path, choice] for choice in choices[1:]]
                 path = [*path, choices[0]]
                 _take(world, choices[0])
         except AssertionError as error:
-            told = "\n".join(f"  {a.number}: {a.answer} {'dead' if a.dead else ''} {a.heard}" for a in world.actors)
-            raise Violation(f"{error}\nafter {path}\n{told}\n{world.tree}\n{world.keys}") from error
+            raise Violation(_report(error, path, world)) from error
         finally:
             _stop(world)
     return explored
@@ -329,31 +300,33 @@ def follow(
     programs: list[Program],
     check: Check,
     pick: Callable[[int], int],
-    *,
     budget: Budget,
     prepare: Callable[[World], None] = lambda world: None,
 ) -> World:
-    """Runs one path: ``pick(n)`` selects one of n choices."""
+    """Runs one path, on which ``pick(n)`` selects one of n choices. Raises Violation."""
     world = _start(programs, budget, prepare)
+    path: list[Choice] = []
     try:
         while choices := _choices(world):
             check(world, not any(choice.what == "step" for choice in choices))
-            _take(world, choices[pick(len(choices))])
+            path.append(choices[pick(len(choices))])
+            _take(world, path[-1])
         check(world, True)
+    except AssertionError as error:
+        raise Violation(_report(error, path, world)) from error
     finally:
         _stop(world)
     return world
 
 
 def _start(programs: list[Program], budget: Budget, prepare: Callable[[World], None]) -> World:
-    world = World(budget)
+    world = World(Budget(**vars(budget)))
     prepare(world)
     for number, program in enumerate(programs):
         actor = Actor(number)
+        actor.greenlet = greenlet(_run)
         world.actors.append(actor)
-        actor.glet = greenlet(lambda program=program, actor=actor: _run(world, program, actor))
-    for actor in world.actors:
-        actor.glet.switch()
+        actor.greenlet.switch(world, program, actor)
     return world
 
 
@@ -363,21 +336,22 @@ def _run(world: World, program: Program, actor: Actor) -> None:
 
 
 def _choices(world: World) -> list[Choice]:
-    choices: list[Choice] = []
+    """What may happen now. Steps come first, misfortunes last."""
+    steps: list[Choice] = []
     rare: list[Choice] = []
-    for actor in world.actors:
-        if actor.dead or actor.done:
-            continue
-        assert actor.ready is not None
-        outcomes = actor.ready()
-        for variant, outcome in enumerate(outcomes):
-            what = "step" if outcome.__name__ not in ("suspect", "lie") else outcome.__name__
-            (choices if what == "step" else rare).append(Choice(what, actor.number, variant))
+    active = [actor for actor in world.live if not actor.done]
+    for actor in active:
+        assert actor.outcomes is not None
+        for variant, outcome in enumerate(actor.outcomes()):
+            if outcome.__name__ in ("suspect", "lie"):
+                rare.append(Choice(outcome.__name__, actor.number, variant))
+            else:
+                steps.append(Choice("step", actor.number, variant))
         if world.budget.kills > 0:
             rare.append(Choice("kill", actor.number))
-    if world.budget.losses > 0 and not world.lost and any(not a.done and not a.dead for a in world.actors):
+    if world.budget.losses > 0 and not world.lost and active:
         rare.append(Choice("lose"))
-    return choices + rare
+    return steps + rare
 
 
 def _take(world: World, choice: Choice) -> None:
@@ -389,90 +363,108 @@ def _take(world: World, choice: Choice) -> None:
         world.lost = True
     else:
         actor = world.actors[choice.actor]
-        assert actor.ready is not None
-        actor.glet.switch(actor.ready()[choice.variant])
+        assert actor.outcomes is not None
+        actor.greenlet.switch(actor.outcomes()[choice.variant])
 
 
 def _stop(world: World) -> None:
     world.over = True
     for actor in world.actors:
-        if not actor.glet.dead:
-            actor.glet.throw(GreenletExit)
+        actor.greenlet.throw(GreenletExit)
+
+
+def _report(error: AssertionError, path: list[Choice], world: World) -> str:
+    actors = [f"  actor {a.number}{' (dead)' if a.dead else ''}: {a.answer}, heard {a.heard}" for a in world.actors]
+    happened = [f"  {' '.join(map(str, choice))}" for choice in path]
+    return "\n".join([str(error), *happened, *actors, f"  {world.tree}", f"  {world.keys}", f"  {world.notes}"])
 
 
 # Ranks, as the pipeline drives them
 
 
-def seat(world: World, rank: int, world_size: int, fan_in: int = 8, generation: int = 1) -> Seat:
-    return Seat("run", generation, rank, world_size, FakeStore(world), Path("runs/a"), fan_in)
+@dataclass(frozen=True)
+class Saves:
+    """A rank that saves checkpoints one after the other. Its answers are pairs: "committed" or "aborted", and the rank
+    that the error names."""
 
+    ordinals: tuple[int, ...] = (1,)
+    world_size: int = 2
+    fan_in: int = 8
+    generation: int = 1
+    rank: int | None = None  # its actor's number, if not given
+    fails: frozenset[tuple[int, int]] = frozenset()  # rank and ordinal: cannot write
+    disagrees: frozenset[tuple[int, int]] = frozenset()  # saves something else
+    raises: frozenset[tuple[int, int]] = frozenset()  # fails inside save()
 
-def saves(
-    *ordinals: int,
-    world_size: int,
-    fan_in: int = 8,
-    generation: int = 1,
-    fails: Iterable[tuple[int, int]] = (),
-    disagrees: Iterable[tuple[int, int]] = (),
-) -> Program:
-    """A rank that saves checkpoints, one after the other. Answers with what each came to.
-
-    ``fails``: the ranks, by ordinal, that fail before they have voted; ``disagrees``: those with another layout."""
-
-    def program(world: World, rank: int) -> Any:
-        own = seat(world, rank, world_size, fan_in, generation)
-        answers = []
+    def __call__(self, world: World, number: int) -> tuple[Any, ...]:
+        rank = number if self.rank is None else self.rank
+        seat = Seat("run", self.generation, rank, self.world_size, FakeStore(world), Path("runs/a"), self.fan_in)
         previous = None
-        for ordinal in ordinals:
-            layout = "other" if (rank, ordinal) in set(disagrees) else "layout"
+        answers = []
+        for ordinal in self.ordinals:
             ballot = Ballot(
-                own,
+                seat,
                 ordinal,
                 100 + ordinal,
-                layout,
+                "another layout" if (rank, ordinal) in self.disagrees else "layout",
                 target=Path(FINAL),
-                folder=lambda name: FakeFolder(world, name, generation),
+                folder=lambda name: FakeFolder(world, name, self.generation),
                 previous=previous,
             )
-            fail = (rank, ordinal) in set(fails)
-            answers.append(_save(world, ballot, rank, f"{TEMPORARY} {generation}.{ordinal}", generation, fail))
-            world.notes.append((rank, ordinal, answers[-1]))
+            try:
+                self._save(world, ballot, rank, ordinal)
+                answer = ("committed", None)
+            except RankError as error:
+                answer = ("aborted", error.rank)
+                world.notes.append(("error", ordinal, rank, str(error)))
+            assert ballot.settled
+            world.notes.append(("answer", ordinal, *answer))
+            answers.append(answer)
             previous = ballot
         return tuple(answers)
 
-    return program
-
-
-def _save(world: World, ballot: Ballot, rank: int, name: str, generation: int, fails: bool) -> str:
-    try:
+    def _save(self, world: World, ballot: Ballot, rank: int, ordinal: int) -> None:
         try:
+            if (rank, ordinal) in self.raises:
+                raise OSError(12, "Cannot allocate memory")
             if rank == 0:
-                FakeFolder(world, name, generation).create(name)
+                name = f"staged {self.generation}.{ordinal}"
+                FakeFolder(world, name, self.generation).create()
                 ballot.begin(name)
             else:
                 name, _ = ballot.staged_name()
-            folder = FakeFolder(world, name, generation)
-            if fails:
+            folder = FakeFolder(world, name, self.generation)
+            if (rank, ordinal) in self.fails:
                 raise OSError(28, "No space left on device")
-            folder.write(f"rank {rank}")
+            folder.write(f"{rank} of {self.generation}")
             ballot.vote(b"%d" % rank)
-            if rank == 0:
-                told = ballot.receipts()
-                assert told == [b"%d" % r for r in range(len(told))]
+            world.notes.append(("voted", ordinal, rank))
+            if rank > 0:
+                ballot.outcome()
+            else:
+                assert ballot.receipts() == [b"%d" % other for other in range(self.world_size)]
                 folder.write("manifest")
                 ballot.decide()
-            else:
-                ballot.outcome()
+                folder.remove_aside()
         except OSError as error:
             if (refused := ballot.refuse(str(error))) is not None:
                 raise refused from None
-    except RankError as error:
-        assert error.rank >= 0 and error.what
-        assert ballot.settled
-        return "aborted"
-    assert ballot.settled
-    return "committed"
+
+    def whole(self) -> frozenset[str]:
+        """The files of a committed checkpoint."""
+        return frozenset(["manifest", *(f"{rank} of {self.generation}" for rank in range(self.world_size))])
 
 
-def whole(world_size: int) -> frozenset[str]:
-    return frozenset([f"rank {rank}" for rank in range(world_size)] + ["manifest"])
+def pairs(*found: tuple[int, int]) -> frozenset[tuple[int, int]]:
+    return frozenset(found)
+
+
+def answers_of(world: World, ordinal: int) -> set[str]:
+    """What the ranks that have answered say of a save."""
+    return {note[2] for note in world.notes if note[:2] == ("answer", ordinal)}
+
+
+def standing(world: World) -> Tree | None:
+    """The checkpoint that a restart finds: the one with the final name, or the one that recovery gives it."""
+    asides = [tree for name, tree in world.tree.items() if name.startswith("aside")]
+    return world.tree.get(FINAL, asides[0] if asides else None)

@@ -1,0 +1,150 @@
+"""Ranks join a job, exchange values and leave (ranks/job.py). The ranks are threads here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from lazyckpt.errors import ConfigError, LazyCkptError, RankError, SaveError
+from lazyckpt.ranks import job as jobs
+from lazyckpt.ranks.job import Job, join
+from lazyckpt.storage import folders, owner
+from lazyckpt.storage.owner import OWNER, Owner
+
+Run = Callable[[Job], Any]
+
+
+def run(world_size: int, rank: Callable[[int], Any]) -> list[Any]:
+    """Calls a function for every rank, each on a thread of its own. Returns results and errors."""
+
+    def call(number: int) -> Any:
+        try:
+            return rank(number)
+        except LazyCkptError as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(call, range(world_size)))
+
+
+def joined(store: Any, world_size: int, folder: Path, timeout_s: float = 20) -> list[Job]:
+    found = run(world_size, lambda rank: join(store, rank, world_size, folder, timeout_s))
+    assert all(isinstance(job, Job) for job in found), found
+    return found
+
+
+def test_all_ranks_join_one_generation_and_leave_no_key(tmp_path: Path) -> None:
+    store = HashStore()
+    for generation in (1, 2):
+        found = joined(store, 9, tmp_path / "run")
+        assert [job.rank for job in found] == list(range(9))
+        assert {(job.generation, job.world_size) for job in found} == {(generation, 9)}
+        assert os.listdir(tmp_path / "run") == [OWNER]
+        run(9, lambda rank, found=found: found[rank].close())
+        assert os.listdir(tmp_path / "run") == []
+    assert sorted(store.list_keys()) == sorted(
+        ["lazyckpt/run", "lazyckpt/generation", *(f"lazyckpt/joined/{rank}" for rank in range(9))]
+    )
+
+
+def test_every_rank_gets_the_values_of_all(tmp_path: Path) -> None:
+    store = HashStore()
+    found = joined(store, 9, tmp_path)
+    keys = store.num_keys()
+    for turn in range(20):
+        values = run(9, lambda rank, turn=turn: found[rank].exchange("layout", b"%d %d" % (rank, turn)))
+        assert values == [[b"%d %d" % (rank, turn) for rank in range(9)]] * 9
+    assert store.num_keys() == keys
+
+
+def test_an_exchange_names_the_rank_that_has_left(tmp_path: Path) -> None:
+    found = joined(HashStore(), 3, tmp_path, timeout_s=0.4)
+    found[2].close()
+    errors = run(2, lambda rank: found[rank].exchange("the layout", b""))
+    for error in errors:
+        assert isinstance(error, RankError) and error.rank == 2
+        assert str(error) == f"{tmp_path}: the ranks do not agree on the layout: rank 2 has closed its Checkpointer"
+
+
+def test_a_folder_that_only_one_node_sees_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    store = HashStore()
+    errors = run(2, lambda rank: join(store, rank, 2, tmp_path / "ab"[rank], 20))
+    for error in errors:
+        assert isinstance(error, ConfigError)
+        assert f"rank 1 ({tmp_path}/b on " in str(error) and f"rank 0 ({tmp_path}/a)" in str(error)
+        assert "on a file system that all nodes share" in str(error)
+    assert os.listdir(tmp_path / "a") == []
+
+
+def test_a_folder_that_rank_0_cannot_make_is_told_to_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = HashStore()
+    errors = run(2, lambda rank: join(store, rank, 2, tmp_path / "file", 20))
+    assert all(isinstance(error, SaveError) and "not a folder" in str(error) for error in errors), errors
+
+
+def test_a_rank_0_that_never_comes_is_missed(tmp_path: Path) -> None:
+    (error,) = run(1, lambda _: join(HashStore(), 1, 2, tmp_path, 0.05))
+    assert isinstance(error, ConfigError) and "rank 0 has not opened a Checkpointer for 0.25 s" in str(error)
+
+
+def test_a_network_file_system_may_show_the_folder_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "is_local", lambda _: False)
+    looks: list[Path] = []
+    exists = Path.exists
+
+    def late(path: Path) -> bool:
+        if path.name.startswith(jobs._PROBE):
+            looks.append(path)
+        return exists(path) and not 0 < len(looks) < 4
+
+    monkeypatch.setattr(Path, "exists", late)
+    joined(HashStore(), 2, tmp_path)
+    assert len(looks) >= 4
+
+
+def test_join_needs_torch_distributed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="init_process_group"):
+        Job.join(tmp_path)
+
+
+def test_a_start_of_the_job_takes_the_folder_from_the_one_before(tmp_path: Path) -> None:
+    """Under torchrun the workers of a new attempt see the store of the agent under another prefix."""
+    store = HashStore()
+    old = joined(PrefixStore("attempt-0", store), 2, tmp_path)
+    staging = old[0].stage(tmp_path / "step-00000001")
+    old[0].check_owner()
+    new = joined(PrefixStore("attempt-1", store), 1, tmp_path)
+    assert (new[0].generation, new[0]._owner.run) == (2, old[0]._owner.run)
+    assert not staging.path.exists() and [n for n in os.listdir(tmp_path) if n.startswith(folders.TRASH)] == []
+    with pytest.raises(SaveError, match=r"the folder belongs to the job \w+ \(start 2, rank 0 on "):
+        old[0].check_owner()
+    run(2, lambda rank: old[rank].close())
+    assert owner.other_owner(tmp_path, new[0]._owner) is None
+
+
+def test_another_job_takes_the_folder_but_not_what_a_live_one_stages(tmp_path: Path) -> None:
+    old = joined(HashStore(), 1, tmp_path)
+    staging = old[0].stage(tmp_path / "step-00000001")
+    joined(HashStore(), 1, tmp_path)
+    assert staging.path.exists()
+    with pytest.raises(SaveError, match="the folder belongs to"):
+        old[0].check_owner()
+    staging.discard()
+
+
+def test_the_owner_of_a_folder_is_told(tmp_path: Path) -> None:
+    assert owner.other_owner(tmp_path, Owner("a", 1, "here")) == "no job"
+    owner.take(tmp_path, Owner("a", 1, "here"))
+    assert owner.other_owner(tmp_path, Owner("a", 1, "here")) is None
+    assert owner.other_owner(tmp_path, Owner("a", 2, "here")) == "the job a (start 1, rank 0 on here)"
+    (tmp_path / OWNER).write_text('{"run": 1')
+    assert owner.other_owner(tmp_path, Owner("a", 1, "here")) == "no job"

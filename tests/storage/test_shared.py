@@ -1,0 +1,262 @@
+"""A folder that several ranks fill: its lock, its renames, and who may sweep it (storage/shared.py, owner.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lazyckpt.storage import commit, folders, owner, removal
+from lazyckpt.storage.owner import LOCK, Owner
+from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
+from lazyckpt.tools.listing import leftovers
+
+HEX = f"{1:032x}"
+ME = Owner.here("a" * 32, 3)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "step-00000007"
+
+
+def seen(staging: SharedStaging, timeout_s: float = 5.0) -> SharedFolder:
+    return SharedFolder(staging.target, staging.path.name, ME, timeout_s)
+
+
+def checkpoint(folder: Path, text: str = "old") -> Path:
+    folder.mkdir()
+    (folder / "file").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def dead(target: Path) -> Iterator[Callable[[Owner], Path]]:
+    """A function that stages a folder in a process which is killed at once."""
+
+    def stage(owner: Owner) -> Path:
+        reads, writes = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writes, os.fsencode(SharedStaging(target, owner).path))
+            signal.pause()
+        path = Path(os.fsdecode(os.read(reads, 1000)))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reads)
+        os.close(writes)
+        return path
+
+    yield stage
+
+
+def test_the_lock_file_says_whose_the_folder_is_and_goes_along(target: Path) -> None:
+    staging = SharedStaging(target, ME)
+    told = json.loads((staging.path / LOCK).read_text())
+    assert told == {"run": "a" * 32, "generation": 3, "host": os.uname().nodename, "staged": staging.path.name}
+    assert os.listdir(staging.path) == [LOCK]
+    folder = seen(staging)
+    assert not folder.is_published()
+    assert folder.to_final() == "done"
+    assert staging.publish() is None
+    assert folder.is_published() and os.listdir(target) == [LOCK]
+
+
+def test_exactly_one_of_the_two_renames_happens(target: Path) -> None:
+    for _ in range(200):
+        staging = SharedStaging(target, ME)
+        folder = seen(staging)
+        start = threading.Barrier(3)
+        found: dict[str, object] = {}
+
+        def take(name: str, rename: Callable[[], object], start=start, found=found) -> None:  # type: ignore[no-untyped-def]
+            start.wait()
+            found[name] = rename()
+
+        renames = {"publish": folder.to_final, "abort": folder.to_trash, "also": seen(staging).to_trash}
+        threads = [threading.Thread(target=take, args=item) for item in renames.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (found["publish"] == "done") + bool(found["abort"]) + bool(found["also"]) == 1, found
+        assert folder.is_published() == (found["publish"] == "done") == target.exists()
+        staging.publish() if target.exists() else staging.discard()
+        for path in target.parent.iterdir():
+            removal.remove(path)
+
+
+def test_a_replaced_checkpoint_is_moved_aside_and_handed_over(target: Path) -> None:
+    checkpoint(target)
+    staging = SharedStaging(target, ME)
+    folder = seen(staging)
+    assert folder.to_final() == "occupied"
+    folder.set_aside()
+    assert not target.exists()
+    assert folder.to_final() == "done"
+    replaced = staging.publish()
+    assert replaced is not None and replaced.name.startswith(folders.REPLACED)
+    assert (replaced / "file").read_text() == "old"
+
+
+def test_an_abort_gives_a_replaced_checkpoint_its_name_back(target: Path) -> None:
+    checkpoint(target)
+    staging = SharedStaging(target, ME)
+    folder = seen(staging)
+    folder.set_aside()
+    assert folder.to_trash()
+    folder.put_back()
+    folder.put_back()
+    folder.remove_trash()
+    staging.discard()
+    assert (target / "file").read_text() == "old" and os.listdir(target.parent) == [target.name]
+
+
+def test_a_crash_while_a_step_is_replaced_loses_neither_checkpoint(target: Path) -> None:
+    """The next process that opens the folder, also one without ranks, puts the old one back or removes it."""
+    checkpoint(target)
+    aside = target.with_name(f"{folders.REPLACED}{target.name}-{HEX}")
+    os.rename(target, aside)
+    removal.sweep(target.parent)
+    assert os.listdir(target.parent) == [target.name] and (target / "file").read_text() == "old"
+    checkpoint(aside, "older")
+    removal.sweep(target.parent)
+    assert os.listdir(target.parent) == [target.name] and (target / "file").read_text() == "old"
+
+
+def test_nothing_else_that_looks_moved_aside_is_touched(tmp_path: Path) -> None:
+    for name in (".replaced-theirs", f".replaced-notes-{HEX}", ".replaced-step-00000001"):
+        (tmp_path / name).mkdir()
+    removal.sweep(tmp_path)
+    assert len(os.listdir(tmp_path)) == 3
+    assert [(found.name, found.state) for found in leftovers(tmp_path)] == [(f".replaced-notes-{HEX}", "unknown")]
+
+
+def test_the_name_is_synced_before_a_commit_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(folders, "sync_path", lambda path: synced.append(Path(path)))
+    seen(SharedStaging(target, ME)).sync()
+    assert synced == [target.parent]
+
+
+def test_another_rank_syncs_the_names_of_its_files_and_removes_nothing(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = SharedStaging(target, ME)
+    attached = AttachedStaging(target, staging.path.name)
+    synced: list[Path] = []
+    monkeypatch.setattr(folders, "sync_path", lambda path: synced.append(Path(path)))
+    attached.describe(None, ["__1_0.distcp", "sub/file"])
+    assert set(synced) == {staging.path, staging.path / "sub"}
+    attached.discard()
+    assert attached.publish() is None
+    assert staging.path.exists()
+
+
+def test_a_rank_waits_for_the_decision_no_longer_than_it_must(target: Path) -> None:
+    staging = SharedStaging(target, ME)
+    threading.Timer(0.1, seen(staging).to_final).start()
+    seen(staging, timeout_s=60).await_decision()
+    assert target.exists()
+    late = SharedStaging(target.with_name("step-00000008"), ME)
+    seen(late, timeout_s=0.1).await_decision()
+    assert late.path.exists()
+
+
+# Who may remove it
+
+
+def test_a_sweep_spares_the_folder_of_a_live_job(target: Path) -> None:
+    staging = SharedStaging(target, ME)
+    commit.drop_lock(staging._lock)  # the lock of the folder itself, which holds on one node only
+    assert removal.sweep(target.parent) == []
+    assert removal.sweep(target.parent, Owner.here("b" * 32, 9)) == []
+    assert removal.sweep(target.parent, ME) == []
+    assert [found.state for found in leftovers(target.parent)] == ["in use"]
+    staging.discard()
+    assert os.listdir(target.parent) == []
+
+
+def test_a_sweep_removes_the_folder_of_a_dead_job(target: Path, dead: Callable[[Owner], Path]) -> None:
+    path = dead(ME)
+    assert [found.state for found in leftovers(target.parent)] == ["abandoned"]
+    assert len(removal.sweep(target.parent)) == 1
+    assert not path.exists() and os.listdir(target.parent) == []
+
+
+def test_a_start_of_the_job_removes_what_the_one_before_stages_even_if_that_lives(target: Path) -> None:
+    staging = SharedStaging(target, ME)
+    assert removal.sweep(target.parent, Owner.here(ME.run, ME.generation)) == []
+    assert len(removal.sweep(target.parent, Owner.here(ME.run, ME.generation + 1))) == 1
+    assert not staging.path.exists()
+    folder = seen(staging)
+    assert (folder.to_final(), folder.is_published(), folder.to_trash()) == ("gone", False, False)
+
+
+def test_on_a_shared_file_system_a_free_lock_proves_death_only_on_the_same_host(
+    target: Path, dead: Callable[[Owner], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock of another node may be invisible here (``nolock``, ``localflock``)."""
+    monkeypatch.setattr(owner, "is_local", lambda _: False)
+    elsewhere = dead(Owner("b" * 32, 1, "another host"))
+    here = dead(ME)
+    removal.sweep(target.parent)
+    assert elsewhere.exists() and not here.exists()
+    monkeypatch.setattr(owner, "is_local", lambda _: True)
+    removal.sweep(target.parent)
+    assert not elsewhere.exists()
+
+
+def test_a_lock_file_that_a_power_cut_has_emptied_proves_nothing_on_a_shared_file_system(
+    target: Path, dead: Callable[[Owner], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dead(ME)
+    (path / LOCK).write_text("")
+    monkeypatch.setattr(owner, "is_local", lambda _: False)
+    assert removal.sweep(target.parent) == [] and path.exists()
+
+
+def test_a_folder_that_is_swept_before_it_has_its_lock_is_made_again(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process on another node, which does not see the lock of the folder itself."""
+    swept: list[Path] = []
+    lock = SharedStaging._lock_it
+
+    def lock_it(self: SharedStaging) -> None:
+        if not swept:
+            swept.append(self.path)
+            self.path.rmdir()
+        lock(self)
+
+    monkeypatch.setattr(SharedStaging, "_lock_it", lock_it)
+    staging = SharedStaging(target, ME)
+    assert staging.path != swept[0] and os.listdir(target.parent) == [staging.path.name]
+    staging.discard()
+
+
+def test_a_forked_child_does_not_keep_the_lock(target: Path) -> None:
+    staging = SharedStaging(target, ME)
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writes, b"forked")
+        signal.pause()
+    os.read(reads, 10)
+    staging._unlock()  # as the end of this process does
+    assert len(removal.sweep(target.parent)) == 1
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(reads)
+    os.close(writes)
+
+
+def test_what_one_process_stages_has_no_lock_file(target: Path) -> None:
+    staging = commit.Staging(target)
+    assert os.listdir(staging.path) == []
+    staging.discard()
