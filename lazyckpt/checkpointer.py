@@ -91,6 +91,7 @@ class Checkpointer(History):
     ) -> None:
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
+        self._auto = save_every == "auto"
         check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only")
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
@@ -267,7 +268,7 @@ class Checkpointer(History):
         if found is None:
             return None
         checkpoint, restored = found
-        if (step is not None or path is not None or best) and not self._read_only:
+        if (step is not None or path is not None or best) and self._leads():
             self._warn_of_newer(checkpoint)
         return checkpoint.step if strict else restored
 
@@ -291,6 +292,10 @@ class Checkpointer(History):
         self._lineage.restored(found[0], own=self._is_own(found[0]))
         return found
 
+    def _leads(self) -> bool:
+        """Whether this process changes and judges the folder: rank 0 does, for all ranks."""
+        return not self._read_only and (self._crew is None or self._crew.rank == 0)
+
     def _is_own(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.path.parent.resolve() == self.directory.resolve()
 
@@ -313,7 +318,8 @@ class Checkpointer(History):
         assert found is not None
         checkpoint, restored = found
         try:
-            rollback.note(self.directory, checkpoint, max((c.sequence for c in self._catalog.scan()), default=0))
+            if self._leads():
+                rollback.note(self.directory, checkpoint, max((c.sequence for c in self._catalog.scan()), default=0))
         except OSError as error:
             raise save_error(error, path=self.directory / rollback.NOTE, step=step) from error
         return step if fit.strict else restored
@@ -405,6 +411,10 @@ class Checkpointer(History):
         """
         if self._interval is None:
             raise ConfigError('maybe_save: give the Checkpointer save_every, a number of steps or "auto"')
+        if self._auto and self._sharded() is not None:
+            raise ConfigError(
+                'save_every="auto": every rank would measure an interval of its own; give a number of steps'
+            )
         self._launcher.check_usable()
         if not self._interval.due(checked_step(step), in_flight=bool(self._saver.pending())):
             return None
@@ -447,4 +457,8 @@ class Checkpointer(History):
         return self
 
     def __exit__(self, *raised: Any) -> Literal[False]:
-        return self._saver.__exit__(*raised)
+        try:
+            return self._saver.__exit__(*raised)
+        finally:
+            if self._crew is not None:
+                self._crew.close()

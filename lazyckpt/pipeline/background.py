@@ -216,7 +216,7 @@ class Background:
                 removal.remove(replaced)
             if error is None:
                 self._remove_all(flight.request.superfluous)
-        except (OSError, LoadError) as refused:
+        except (OSError, LoadError, SaveError) as refused:
             warn_in_background(f"old checkpoints could not be removed from {flight.handle.path.parent}: {refused}")
 
     def _remove_all(self, superfluous: Callable[[], Iterable[Path]]) -> None:

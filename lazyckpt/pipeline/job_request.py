@@ -163,7 +163,11 @@ class JobRequest(CheckpointRequest):
             super().published()
 
     def superfluous(self) -> Iterable[Path]:
-        return super().superfluous() if self._rank == 0 else ()
+        if self._rank != 0:
+            return ()
+        if self._job is not None:
+            self._job.check_owner()
+        return super().superfluous()
 
     def failed(self, error: BaseException) -> BaseException:
         if self._ballot is None:

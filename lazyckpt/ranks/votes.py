@@ -111,7 +111,8 @@ class Ballot:
                 raise RankLost(aborted.rank, aborted.why)
 
     def staged_name(self) -> tuple[str, str]:
-        """Returns the name of the staged folder and the note, once rank 0 has begun. Refuses another ordinal, step or layout."""
+        """Returns the name of the staged folder and the note, once rank 0 has begun. Refuses another ordinal, step or
+        layout."""
         with self._certain_abort():
             told = self._seat.store.wait(self._round.key("begin"), rank=0, save=self._ordinal)
             assert told is not None

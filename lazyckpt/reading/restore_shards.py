@@ -20,8 +20,8 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
+from lazyckpt.reading.folder import Folder, Target
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.reading.shards import Folder, Target
 from lazyckpt.reading.team import Team
 from lazyckpt.warn import warn
 
@@ -86,10 +86,10 @@ def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:
             left.append(name)
         saved_by = len(ranks)
     if saved_by not in (0, team.world_size):
-        stays = f"{', '.join(left)} of rank {team.rank} as it is" if left else "all of it here"
+        stays = f"; {', '.join(left)} of rank {team.rank} stays as it is" if left else ""
         warn(
-            f"{folder.path} was saved by {saved_by} ranks, and {team.world_size} restore it, so training does not go on "
-            f"exactly as it would have: random states go to the ranks that were there, loaders begin anew; keeps {stays}"
+            f"{folder.path} was saved by {saved_by} ranks, and {team.world_size} restore it, so training will not go "
+            f"on exactly as before: random states go to the ranks that were there, loaders begin a new epoch{stays}"
         )
     fitting.leave(left)
     return taken
@@ -104,10 +104,11 @@ def _tree(folder: Folder, own: dict[str, int]) -> tuple[dict[str, Any], dict[int
         if entry.path[0] in own:
             if entry.path[1:] == (str(own[entry.path[0]]),):
                 of_ranks[entry.path[0]] = folder.read_object(name)
-        elif entry.tensor is None:
+        elif not entry.is_tensor:
             leaves[entry.path] = folder.read_object(name)
         else:
-            leaves[entry.path] = tensor = torch.empty(entry.tensor.size, dtype=entry.tensor.dtype, device="meta")
+            size, dtype = entry.described.size, entry.described.properties.dtype
+            leaves[entry.path] = tensor = torch.empty(size, dtype=dtype, device="meta")
             names[id(tensor)] = name
     try:
         return global_state.unflatten(leaves) | of_ranks, names

@@ -1,0 +1,95 @@
+"""A folder that many ranks wrote, and what lies where in it: its ``.metadata``, and its items."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lazyckpt import _engine
+from lazyckpt.errors import CorruptFileError
+from lazyckpt.formats.distcp import Place
+from lazyckpt.formats.reader import FileReader
+from lazyckpt.reading.shard_metadata import METADATA, read_metadata
+from lazyckpt.reading.shards import Part, read_bytes, read_parts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor or another object of the saved state."""
+
+    path: tuple[str | int, ...]  # in the state
+    described: Any  # TensorStorageMetadata, or BytesStorageMetadata
+    items: dict[tuple[int, ...] | None, tuple[str, Place]] = field(default_factory=dict)
+    """File and place of each item, by the offsets of the part that it holds; None for an object."""
+
+    @property
+    def is_tensor(self) -> bool:
+        return hasattr(self.described, "chunks")
+
+
+class Target(NamedTuple):
+    """Where a part of a tensor is to go."""
+
+    name: str
+    offsets: tuple[int, ...]  # of the part in the whole tensor
+    local: torch.Tensor  # of the part's shape
+
+
+class Folder:
+    """The ``.metadata`` of a folder of torch.distributed.checkpoint, ours or another's."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises LoadError."""
+        self.path = path
+        metadata = read_metadata(path / METADATA)
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        self.entries = {
+            name: Entry(tuple(paths.get(name, (name,))), described)
+            for name, described in metadata.state_dict_metadata.items()
+        }
+        for index, info in metadata.storage_data.items():
+            offsets = None if index.offset is None else tuple(index.offset)
+            if (entry := self.entries.get(index.fqn)) is not None:
+                entry.items[offsets] = info.relative_path, Place(info.offset, info.length)
+
+    def read(self, targets: Iterable[Target], engine: _engine.Engine) -> None:
+        """Reads parts of tensors into place, each file in parallel and only the bytes that are needed. Checks the
+        checksum of each item that it reads whole. Raises CorruptFileError, which names file and tensor, and LoadError.
+        """
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        by_file: dict[str, list[Part]] = {}
+        for name, offsets, local in targets:
+            entry = self.entries[name]
+            wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
+            missing = local.numel()
+            for item in create_read_items_for_chunk_list(name, entry.described, [wanted]):
+                target = local.detach()
+                for dimension, (begin, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                    target = target.narrow(dimension, begin, length)
+                file, place = self._item(name, item.storage_index.offset)
+                by_file.setdefault(file, []).append(Part(name, place, tuple(item.storage_offsets), target))
+                missing -= target.numel()
+            if missing:
+                raise CorruptFileError(f"{name}: {missing} elements of it are in no file", path=self.path / METADATA)
+        for file, parts in by_file.items():
+            read_parts(self.path / file, parts, engine)
+
+    def read_object(self, name: str) -> Any:
+        """Returns an object, verified. Raises LoadError; UnsupportedFormatError for a type that is not allowed."""
+        file, place = self._item(name, None)
+        with FileReader(self.path / file) as reader:
+            data = read_bytes(reader, place, name, weights_only=True)
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+    def _item(self, name: str, offsets: Any) -> tuple[str, Place]:
+        try:
+            return self.entries[name].items[None if offsets is None else tuple(offsets)]
+        except KeyError:
+            raise CorruptFileError(f"{name}: a part of it is in no file", path=self.path / METADATA) from None
