@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import torch
 
 from lazyckpt.collector import collector_paused
-from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
+from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
+from lazyckpt.reading.shard_checks import check_places, check_tensor
 
 METADATA = ".metadata"
 
@@ -34,6 +35,9 @@ def read_metadata(path: Path) -> Any:
     try:
         with collector_paused():
             metadata = _Unpickler(io.BytesIO(data)).load()
+            _check(metadata, path)
+    except LoadError:
+        raise
     except _Forbidden as error:
         raise UnsupportedFormatError(
             f"is not to be unpickled: it names {error}, which is no part of torch.distributed.checkpoint's metadata. "
@@ -42,29 +46,47 @@ def read_metadata(path: Path) -> Any:
         ) from error
     except Exception as error:
         raise CorruptFileError(f"damaged: {type(error).__name__}: {error}", path=path) from error
-    _check(metadata, path)
     return metadata
 
 
 def _check(metadata: Any, path: Path) -> None:
+    """Raises LoadError unless this is the metadata of a folder that DCP may have written."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
     if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
         raise CorruptFileError("holds no metadata of torch.distributed.checkpoint", path=path)
     items = getattr(metadata, "storage_data", None)
     if type(items) is not dict:
         raise UnsupportedFormatError("its items are not in files of plain torch.distributed.checkpoint", path=path)
+    places: dict[tuple[str, int, int], str] = {}
+    lengths: dict[str, dict[tuple[int, ...] | None, int]] = {}
     for index, info in items.items():
         if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
             raise UnsupportedFormatError("its items are not in files of plain torch.distributed.checkpoint", path=path)
         facts = vars(info)
         name, offset, nbytes = (facts.get(fact) for fact in ("relative_path", "offset", "length"))
-        if type(name) is not str or name != Path(name).name or type(offset) is not int or type(nbytes) is not int:
+        if not _is_file_name(name) or type(offset) is not int or type(nbytes) is not int:
             raise CorruptFileError(f"item {index.fqn}: {nbytes} bytes at offset {offset} of file {name!r}", path=path)
         if facts.get("transform_descriptors"):
             what = f"item {index.fqn} went through an extension ({facts['transform_descriptors']})"
             raise UnsupportedFormatError(f"{what}; torch's FileSystemReader reads it", path=path)
+        places[name, offset, nbytes] = index.fqn
+        lengths.setdefault(index.fqn, {})[None if index.offset is None else tuple(index.offset)] = nbytes
+    check_places(places)
+    for name, described in metadata.state_dict_metadata.items():
+        found = lengths.get(name, {})
+        try:
+            if type(described) is not BytesStorageMetadata:
+                check_tensor(described, found)
+            elif None not in found:
+                raise ValueError("it is in no file")
+        except (ValueError, TypeError) as error:
+            raise CorruptFileError(f"{name}: {error}", path=path) from error
+
+
+def _is_file_name(name: Any) -> bool:
+    return type(name) is str and name == Path(name).name and name not in ("", ".", "..") and "\0" not in name
 
 
 class _Forbidden(Exception):
