@@ -64,14 +64,19 @@ class Line:
         if unless is not None:
             pause_s, longest_s = _FIRST_LOOK_S, min(_LAST_LOOK_S, longest_s)
         next_watch = time.monotonic()
-        while (told := reply.wait(pause_s)) is None:
-            if unless is not None and self.look(unless) is not None:
-                return None
-            if time.monotonic() >= next_watch:
-                watch.check()
-                next_watch = time.monotonic() + self._pulse.period_s
-            pause_s = min(2 * pause_s, longest_s)
-        return told
+        told = None
+        try:
+            while (told := reply.wait(pause_s)) is None:
+                if unless is not None and self.look(unless) is not None:
+                    return None
+                if time.monotonic() >= next_watch:
+                    watch.check()
+                    next_watch = time.monotonic() + self._pulse.period_s
+                pause_s = min(2 * pause_s, longest_s)
+            return told
+        finally:
+            if told is None:
+                reply.abandon()
 
 
 class Job:
