@@ -137,8 +137,9 @@ class Config:
                 f"max_in_flight={self.max_in_flight}: at most 64; they share one staging buffer and one disk, which is "
                 "no faster for it, and a crash loses all of them"
             )
-        if not isinstance(self.rank_timeout_s, int | float) or not 0 < self.rank_timeout_s < math.inf:
-            raise ConfigError(f"rank_timeout_s={self.rank_timeout_s!r}: expected a positive number of seconds")
+        timeout_s = self.rank_timeout_s
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            raise ConfigError(f"rank_timeout_s={timeout_s!r}: expected a positive number of seconds")
         if self.chunk_bytes % PAGE_BYTES or self.chunk_bytes > 1024 * MIB:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes}: expected a multiple of 4096, at most 1 GiB")
         if self.host_buffer_bytes != "auto":

@@ -73,8 +73,9 @@ def parse(name: str, text: str) -> Any:
     text = text.strip()
     if isinstance(DEFAULTS[name], bool) or name == "direct_io":
         return _WORDS.get(text.lower(), text)
+    kind = float if isinstance(DEFAULTS[name], float) else int
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
         return text
 

@@ -26,6 +26,7 @@ from lazyckpt.capture import devices
 from lazyckpt.capture.gate import gate
 from lazyckpt.formats import safe_globals
 from lazyckpt.storage import commit
+from ranks import Ranks
 from trials import Trials
 
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
@@ -73,6 +74,14 @@ def trials(request: pytest.FixtureRequest) -> Trials:
     trials = Trials(request.node.nodeid)
     print(f"LAZYCKPT_SEED={trials.seed}")  # shown if the test fails
     return trials
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes that are the ranks of a job."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

@@ -85,6 +85,10 @@ def _execute(block: str, names: dict[str, Any], folder: Path, monkeypatch: pytes
         names |= _transformers()
     if "enable(accelerator)" in block:
         names["accelerator"] = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    if "init_process_group" in block:
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in ranks.items():
+            monkeypatch.setenv(name, value)
     if "prometheus" in block:
         prometheus = pytest.importorskip("prometheus_client")
         monkeypatch.setattr(prometheus, "REGISTRY", prometheus.CollectorRegistry())

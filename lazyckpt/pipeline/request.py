@@ -146,7 +146,7 @@ class CheckpointRequest(Request):
     def stage(self) -> Staging:
         return Staging(self.path)
 
-    def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any]:
+    def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any] | None:
         return self._lineage.manifest(self._step, files, self._about)
 
     def published(self) -> None:

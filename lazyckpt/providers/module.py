@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,12 @@ class ModuleProvider(StatefulProvider):
         skeleton.accepted_keys = found
 
     def landings(self, saved: Any) -> list[Landing]:
-        live = self.obj.state_dict()
+        plain = _plain_state(self.obj)
+        live = self.obj.state_dict() if plain is None else plain
         compare(saved, live, casts=self._casts)
-        # Then all keys are claimed and all tensors the module's own: to look for both would take as long as the rest.
-        plain = _saves_as_torch(self.obj) and not any(tensor.is_nested for tensor in live.values())
-        if not plain and (keys := self._unclaimed(live)):
+        if plain is None and (keys := self._unclaimed(live)):
             raise RestoreError("\n".join(f"{key}: {_refusal_of(saved[key])}" for key in keys))
-        own = None if plain else self._own_storages()
+        own = self._own_storages() if plain is None else None
         return [
             Landing(saved[name], tensor)
             for name, tensor in live.items()
@@ -107,31 +106,43 @@ def _views(tensor: Any, storages: set[int] | None) -> bool:
 
 
 _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_SAVE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "modules", "named_modules")
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_SAVE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_modules")
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
 _LOAD_OF_NORMS = torch.nn.modules.batchnorm._NormBase._load_from_state_dict
 
 
-def _saves_as_torch(module: torch.nn.Module) -> bool:
-    """Whether ``state_dict()`` runs no code but torch's: it has the parameters and buffers themselves, no copies."""
-    parts = list(module.modules())
-    if _has_own(parts, _SAVE_METHODS, ["_state_dict_hooks"]):
-        return False
-    return all(_PLAIN.issuperset(map(type, (*p._parameters.values(), *p._buffers.values()))) for p in parts)
+def _plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """What ``state_dict()`` returns, in half the time; None if it may run code that is not torch's. Its tensors are the
+    parameters and buffers themselves, no copies, and ``load_state_dict()`` takes all of them."""
+    parts = list(module.named_modules(remove_duplicate=False))
+    if _has_own([part for _, part in parts], _SAVE_METHODS, ["_state_dict_hooks"]):
+        return None
+    entries = dict(_entries(parts))
+    if not _PLAIN.issuperset(map(type, entries.values())):
+        return None
+    state = {key: tensor.detach() for key, tensor in entries.items()}
+    return None if any(tensor.is_nested for tensor in state.values()) else state
+
+
+def _entries(parts: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and the persistent buffers of named modules, under their keys."""
+    for path, part in parts:
+        prefix = f"{path}." if path else ""
+        passing = part._non_persistent_buffers_set
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in passing:
+                yield prefix + name, buffer
 
 
 def _claimed(module: torch.nn.Module) -> set[str]:
     """The keys that torch's own ``load_state_dict`` of ``module`` takes."""
-    keys = set()
-    for path, part in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        passing = part._non_persistent_buffers_set
-        saved = {name: value for name, value in part._buffers.items() if name not in passing}
-        keys |= {f"{prefix}{name}" for name, value in (*part._parameters.items(), *saved.items()) if value is not None}
-        if _has_own([part], ["set_extra_state"]):
-            keys.add(f"{prefix}_extra_state")
-    return keys
+    parts = list(module.named_modules(remove_duplicate=False))
+    extra = [path for path, part in parts if _has_own([part], ["set_extra_state"])]
+    return {key for key, _ in _entries(parts)}.union(f"{path}._extra_state".removeprefix(".") for path in extra)
 
 
 def _has_own(modules: Sequence[torch.nn.Module], methods: Sequence[str], hooks: Sequence[str] = ()) -> bool:

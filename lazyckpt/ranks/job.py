@@ -13,6 +13,7 @@ import json
 import os
 import time
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +60,37 @@ class Line:
     def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
         reply = self._client.ask(f"{self._keys}/{key}")
         watch = Watch(self._pulse, rank, save)
-        pause_s = _FIRST_LOOK_S if unless is not None else self._pulse.period_s
+        pause_s, longest_s = self._pulse.period_s, self._pulse.period_s
+        if unless is not None:
+            pause_s, longest_s = _FIRST_LOOK_S, min(_LAST_LOOK_S, longest_s)
         next_watch = time.monotonic()
-        while (told := reply.wait(pause_s)) is None:
-            if unless is not None and self.look(unless) is not None:
-                return None
-            if time.monotonic() >= next_watch:
-                watch.check()
-                next_watch = time.monotonic() + self._pulse.period_s
-            pause_s = min(2 * pause_s, _LAST_LOOK_S, self._pulse.period_s)
-        return told
+        told = None
+        try:
+            while (told := reply.wait(pause_s)) is None:
+                if unless is not None and self.look(unless) is not None:
+                    return None
+                if time.monotonic() >= next_watch:
+                    watch.check()
+                    next_watch = time.monotonic() + self._pulse.period_s
+                pause_s = min(2 * pause_s, longest_s)
+            return told
+        finally:
+            if told is None:
+                reply.abandon()
 
 
 class Job:
     """All ranks that save into one folder. ``join`` makes one on each rank; the ranks join in the same order."""
 
-    def __init__(self, seat: Seat, owner: Owner, client: Client, pulse: Pulse) -> None:
+    def __init__(self, seat: Seat, mine: Owner, client: Client, pulse: Pulse) -> None:
         self._seat = seat
-        self._owner = owner
+        self._owner = mine
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
         self._exchanges = 0
+        # At exit, if nobody calls ``close``: after the threads that save, if this job was made before them.
+        self._leave = weakref.finalize(self, _leave, pulse, client, mine if seat.rank == 0 else None, seat.directory)
         self.rank = seat.rank
         self.world_size = seat.world_size
         self.generation = seat.generation
@@ -147,10 +157,14 @@ class Job:
             end = time.monotonic() + min(_LINGER_S, self._pulse.timeout_s)
             while self.rank == 0 and last is not None and not last.forgotten() and time.monotonic() < end:
                 time.sleep(_FIRST_LOOK_S)
-        self._pulse.stop()
-        if self.rank == 0:
-            owner.let_go(self.directory, self._owner)
-        self._client.close()
+        self._leave()
+
+
+def _leave(pulse: Pulse, client: Client, mine: Owner | None, directory: Path) -> None:
+    pulse.stop()
+    if mine is not None:
+        owner.let_go(directory, mine)
+    client.close()
 
 
 def join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:

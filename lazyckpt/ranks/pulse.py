@@ -15,6 +15,7 @@ from lazyckpt.ranks.rounds import RankLost, StoreLost
 from lazyckpt.ranks.store import Client
 
 BEATS = 8  # in the timeout
+_STOP_S = 5.0  # at most, until a beat under way has its answer
 ABSENT = 5  # timeouts until a rank that lives must have reached the save that others wait for
 
 
@@ -58,7 +59,7 @@ class Pulse:
         """Ends the thread, and tells the others that this rank does not take part any more."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(self.timeout_s)
+            self._thread.join(_STOP_S)
         with contextlib.suppress(StoreLost):
             self._client.delete(f"{self._keys}/{self._rank}")
 

@@ -39,6 +39,9 @@ class Reply(Protocol):
     def wait(self, seconds: float) -> bytes | None:
         """Returns the value as soon as it is there, None after so many seconds. Raises StoreLost."""
 
+    def abandon(self) -> None:
+        """Nobody waits for the value any more. The request ends, and frees its connection, when the key is set."""
+
 
 class Client(Protocol):
     """What we use of a store. Any thread may call; none waits for another. Every call raises StoreLost."""
@@ -57,10 +60,10 @@ class Client(Protocol):
     def delete(self, key: str) -> None: ...
 
     def ask(self, key: str) -> Reply:
-        """Asks for the value of a key. Until that is set or released, the request takes a connection."""
+        """Asks for the value of a key. Until that is set, the request takes a connection."""
 
     def release(self, key: str) -> None:
-        """Ends requests for a key that nobody sets any more, and deletes it."""
+        """Ends abandoned requests for a key that nobody sets any more, and deletes it."""
 
     def close(self) -> None:
         """Ends the connections that no request holds."""
@@ -131,6 +134,9 @@ class _Polled:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         return told
 
+    def abandon(self) -> None:
+        """Nothing waits in the store."""
+
 
 class TcpClient(PollingClient):
     """A client of a TCPStore, with as many connections as it has had calls at once: usually two."""
@@ -142,7 +148,7 @@ class TcpClient(PollingClient):
         self._lost: str | None = None
 
     def ask(self, key: str) -> Reply:
-        return _Asked(self, self._begin(lambda store: _get(store, key)))
+        return _Asked(self, key)
 
     def release(self, key: str) -> None:
         self.claim(key, _RELEASED)
@@ -155,9 +161,10 @@ class TcpClient(PollingClient):
                 self._idle.pop().end()
 
     def _call(self, call: Callable[[Any], Result]) -> Result:
-        return self.result(self._begin(call), self._timeout_s)
+        return self.result(self.begin(call), self._timeout_s)
 
-    def _begin(self, call: Callable[[Any], Result]) -> Future[Result]:
+    def begin(self, call: Callable[[Any], Result]) -> Future[Result]:
+        """Starts a call on a connection that nobody else uses. Raises StoreLost."""
         if self._lost is not None:
             raise StoreLost(self._lost)
         try:
@@ -197,8 +204,19 @@ class TcpClient(PollingClient):
 
 
 class _Asked:
-    def __init__(self, client: TcpClient, future: Future[bytes]) -> None:
-        self._client, self._future = client, future
+    def __init__(self, client: TcpClient, key: str) -> None:
+        self._client, self._key = client, key
+        self._abandoned = False
+        self._future = client.begin(self._get)
+
+    def _get(self, store: Any) -> bytes:
+        # torch wakes us without a value when somebody compares a key that is not set, or deletes one just set.
+        while not (told := bytes(store.get(self._key))) and not self._abandoned:
+            pass
+        return told
+
+    def abandon(self) -> None:
+        self._abandoned = True
 
     def wait(self, seconds: float) -> bytes | None:
         done = threading.Event()
@@ -250,13 +268,6 @@ def _look(store: Any, key: str) -> bytes | None:
     # ``get`` would wait for a key that was deleted just now. This compares with what no key holds, and sets nothing.
     told = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     return None if told == _ABSENT else told
-
-
-def _get(store: Any, key: str) -> bytes:
-    """Waits for a key. torch wakes us with an empty value when somebody compares a key that is not set."""
-    while not (told := bytes(store.get(key))):
-        pass
-    return told
 
 
 def _first_line(error: Exception) -> str:

@@ -96,7 +96,7 @@ class Ballot:
         self._folder: Folder | None = None
         self._previous = previous
         self._own: bytes | None = None  # rank 0's receipt
-        self._voted = False  # the vote has left this rank, which can no more refuse
+        self._bound = False  # can no more refuse: the vote is out, or rank 0 has begun to rename
         self._answer: Aborted | bool | None = None  # True: committed
 
     # steps 1 to 3
@@ -133,19 +133,22 @@ class Ballot:
             return
         with self._certain_abort():
             votes = self._gather(receipt)
-            self._voted = True  # also if the store fails: the vote may have arrived
+            self._bound = True  # also if the store fails: the vote may have arrived
             with contextlib.suppress(StoreLost):  # ``outcome`` notices
                 self._seat.store.claim(self._round.key(self._seat.rank), pack(votes))
 
     def refuse(self, why: str) -> RankError | None:
         """Aborts the save for all ranks, since this one failed. Returns the error to report.
 
-        A rank that has voted cannot take that back: waits for the outcome, and returns None if that is a commit."""
-        if self._answer is None and self._voted:
+        A rank that has voted cannot take that back. It waits for the outcome. Returns None if that is a commit."""
+        failed = Aborted(self._seat.rank, f"failed: {why}")
+        if self._answer is None and not self._bound:
+            self._abort(failed)
+        elif self._answer is None and self._seat.rank == 0:
+            self._settle_by_folder(failed)
+        elif self._answer is None:
             with contextlib.suppress(RankError):
                 self.outcome()
-        if self._answer is None:
-            self._abort(Aborted(self._seat.rank, why))
         return self._error()
 
     def aborted(self) -> RankError | None:
@@ -182,12 +185,12 @@ class Ballot:
         try:
             if (owner := folder.owner()) is not None:
                 self._abort(Aborted(0, f"finds that {self._seat.directory} belongs to {owner} now"))
-            elif _published(folder):
-                self._settle(_synced(folder))
             else:
-                self._settle(Aborted(0, "did not decide in time, and another rank aborted"))
+                self._bound = True
+                late = Aborted(0, "did not decide in time, and another rank aborted")
+                self._settle(_synced(folder) if _published(folder) else late)
         except OSError as error:
-            self._settle_by_folder(Aborted(0, _told(error)))
+            self.refuse(_told(error))
         self._raise_aborted()
 
     def outcome(self) -> None:
@@ -202,7 +205,7 @@ class Ballot:
             except StoreLost as error:
                 assert self._folder is not None
                 self._folder.await_decision()
-                self._settle_by_folder(Aborted(0, f"the store that it serves is lost: {error}"))
+                self._settle_by_folder(Aborted(self._seat.rank, f"lost the store: {error}"))
         self._raise_aborted()
 
     def _gather(self, own: bytes) -> dict[int, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedForma
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.global_state import is_dtensor
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive, Slot
 from lazyckpt.reading.fit import Fit, Fitting, Restored, hand_over, misfit
-from lazyckpt.reading.restore_shards import Shards
+from lazyckpt.reading.restore_shards import Shards, scatter
 from lazyckpt.reading.team import ALONE, Team
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
@@ -158,11 +160,17 @@ def restore_archive(archive: Archive, provider: CompositeProvider | StateProvide
             landings = provider.landings(archive.tree)
         except Exception as error:  # a provider may raise anything for a state that we have not written
             raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
+        shards = []
+        if "torch.distributed.tensor" in sys.modules:
+            shards = [landing for landing in landings if is_dtensor(landing.live)]
+            landings = [landing for landing in landings if not is_dtensor(landing.live)]
         try:
             elsewhere, landed = _choose(archive, landings)
         except OSError as error:  # a device cannot be used
             raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
+    if shards:
+        landed |= scatter(archive.tree, shards, provider)
     hand_over(provider, archive.tree, landed, path)
 
 

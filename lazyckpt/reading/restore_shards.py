@@ -7,7 +7,7 @@ reads the parts that its own shards overlap with, in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, RestoreError
 from lazyckpt.providers import global_state
+from lazyckpt.providers.base import Landing
+from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
 from lazyckpt.providers.training import LoaderProvider
@@ -147,6 +149,35 @@ def allocate(
                 new = torch.empty(saved.shape, dtype=saved.dtype)
             made[id(saved)] = holder[key] = new
     return made
+
+
+def scatter(
+    tree: dict[str, Any], landings: Sequence[Landing], provider: CompositeProvider | StateProvider
+) -> dict[int, torch.Tensor]:
+    """Copies this rank's parts of the whole tensors in ``tree`` into the live DTensors of ``landings``, which are
+    returned by the ``id`` of the saved ones. Other tensors of ``tree`` become DTensors where ``load_state_dict`` needs
+    them."""
+    landed: dict[int, torch.Tensor] = {}
+    for landing in landings:
+        _copy_part(landing.saved, landing.live)
+        landed[id(landing.saved)] = landing.live
+    for name, part in provider.parts.items() if isinstance(provider, CompositeProvider) else ():
+        live = _live(part)
+        for holder, key, path in _tensors_in(tree, name):
+            saved = holder[key]
+            like = _at(live, path[1:3] if isinstance(part, OptimizerProvider) else path[1:])
+            if id(saved) not in landed and global_state.is_dtensor(like) and like.shape == saved.shape:
+                holder[key] = torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
+                _copy_part(saved, holder[key])
+    return landed
+
+
+def _copy_part(whole: torch.Tensor, live: Any) -> None:
+    chunk = global_state.chunk_of(live)
+    for dimension, (begin, length) in enumerate(zip(chunk.offsets, chunk.local.shape, strict=True)):
+        whole = whole.narrow(dimension, begin, length)
+    with torch.no_grad():
+        chunk.local.copy_(whole)
 
 
 def _live(part: StateProvider) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import zlib
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from lazyckpt.errors import LoadError
 from lazyckpt.formats import distcp
 from lazyckpt.formats.distcp import Place
-from lazyckpt.formats.program import CRC32_LE, LITERAL, PAGE_BYTES, SOURCE, Extent
+from lazyckpt.formats.program import PAGE_BYTES
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.pickles import tensor_pickle
+from programs import run_program
 
 SIZES = [0, 1, 63, 4096, 64 * 1024 - 1, 64 * 1024, 300_000]
 
@@ -25,29 +26,14 @@ def pickle_of(nbytes: int) -> bytes:
     return tensor_pickle(torch.uint8, (nbytes,), (1,), nbytes, distcp.STORAGE_KEY)
 
 
-def run(extents: list[Extent], sources: list[bytes]) -> bytes:
-    """What the engine makes of a program."""
-    out = bytearray()
-    for extent in extents:
-        assert extent.offset == len(out) or extent.offset % PAGE_BYTES == 0
-        out += bytes(extent.offset - len(out))
-        for at in range(0, len(extent.rows), 3):
-            kind, nbytes, arg = extent.rows[at : at + 3]
-            if kind == LITERAL:
-                out += extent.blob[arg : arg + nbytes]
-            elif kind == SOURCE:
-                out += sources[arg]
-            else:
-                assert (kind, nbytes) == (CRC32_LE, 4)
-                out += zlib.crc32(sources[arg]).to_bytes(4, "little")
-    return bytes(out)
-
-
 def make(sizes: list[int], contents: list[bytes]) -> tuple[bytes, list[Place], list[bytes]]:
+    """A file, the places of its items, and the bytes of its tensors."""
     sources = [bytes([1 + number % 255]) * nbytes for number, nbytes in enumerate(sizes)]
     layout = distcp.Layout([(nbytes, pickle_of(nbytes)) for nbytes in sizes])
     tail, places = layout.finish(contents)
-    return run([*layout.head, *tail], sources), [*layout.places, *places], sources
+    with tempfile.NamedTemporaryFile() as file:
+        run_program(Path(file.name), [*layout.head, *tail], sources)
+        return file.read(), [*layout.places, *places], sources
 
 
 @given(st.lists(st.sampled_from(SIZES), max_size=6), st.lists(st.binary(min_size=1, max_size=5000), max_size=3))

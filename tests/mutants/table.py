@@ -45,6 +45,8 @@ VERIFY = (
     "test_cli.py::test_verify_names_the_damaged_record_and_its_tensor "
     "test_cli.py::test_verify_of_damage_outside_the_records"
 )
+EVERY_ORDER = "test_votes.py::test_two_ranks_keep_every_promise_in_every_order_of_events"
+SHARED = "test_shared.py"
 DEVICES = "test_cuda.py gpu/test_training.py"
 
 # Durable, and whole or not there
@@ -116,6 +118,88 @@ promise(
         py("persist.agree", swap("concurrent.futures.wait(...)")),
         "test_checkpointer.py::test_several_in_flight_commit_in_order",
     ),
+)
+
+promise(
+    DURABILITY,
+    "All ranks commit a checkpoint, or none does, and all give the same answer.",
+    (
+        "a rank that gives up aborts without the rename",
+        py("_settle_by_folder", swap("folder.to_trash(...)", "True")),
+        EVERY_ORDER,
+    ),
+    (
+        "a rank 0 that finds the folder gone does not look for it",
+        py("votes._published", swap("folder.is_published(...)", "False")),
+        EVERY_ORDER,
+    ),
+    (
+        "a rank that finds the folder gone does not look for it",
+        py("_settle_by_folder", swap("folder.is_published(...)", "False")),
+        EVERY_ORDER,
+    ),
+    (
+        "a checkpoint that a save was to replace stays aside",
+        py("_settle_by_folder", swap("folder.put_back(...)")),
+        EVERY_ORDER,
+    ),
+    ("a commit is told before its name is durable", py("votes._synced", swap("folder.sync(...)")), EVERY_ORDER),
+    (
+        "a rank does not tell that it failed",
+        py("Ballot._settle", swap("claim(self._round.outcome, record)", "record")),
+        EVERY_ORDER,
+    ),
+    (
+        "the cause of an abort is not kept",
+        py("Ballot._blame", swap("decode(told) or aborted", "aborted")),
+        "test_votes.py::test_a_rank_0_that_dies_before_the_rename_aborts_the_save_and_one_that_dies_later_does_not",
+    ),
+    (
+        "a job whose folder another one has taken publishes",
+        py("Ballot.decide", swap("folder.owner(...)")),
+        "test_votes.py::test_an_older_generation_publishes_nothing_once_a_new_one_has_read_the_folder",
+    ),
+    (
+        "the keys of all generations are the same",
+        py("Round.__init__", swap("f'{seat.run}/{seat.generation}/{name}'", "f'{seat.run}/{name}'")),
+        "test_votes.py::test_a_stale_rank_of_an_older_generation_has_no_vote",
+    ),
+    (
+        "ranks save different things together",
+        py("Ballot.staged_name", swap("record != self._begin", "False")),
+        "test_votes.py::test_ranks_that_save_different_things_are_both_named",
+    ),
+    (
+        "nobody watches the rank for which it waits",
+        py("Line.wait", swap("watch.check(...)")),
+        "test_job.py test_processes.py",
+    ),
+    (
+        "a watcher blames others for its own sleep",
+        py("Watch.check", swap("min(_, _)", "now - self._looked")),
+        "test_pulse.py",
+    ),
+    ("keys of settled saves stay", py("Round.finish", swap("delete(_)")), EVERY_ORDER),
+    (
+        "ranks may save into folders of their own",
+        py("job._check_same_folder", swap("not seen", "False")),
+        "test_job.py",
+    ),
+    ("a wait holds up other users of the store", py("TcpClient._connect", body("return self._store")), "test_store.py"),
+)
+
+promise(
+    DURABILITY,
+    "A sweep removes no folder of a job that is not proven dead, and everything of an older start of the same job.",
+    ("the lock of a shared folder is not heeded", py("owner.is_abandoned", swap("fcntl.flock(...)")), SHARED),
+    ("a lock on another node proves death", py("owner.is_abandoned", swap("is_local(...)", "True")), SHARED),
+    (
+        "an older start of the job keeps its folder",
+        py("owner.is_abandoned", swap("found.generation < by.generation", "False")),
+        SHARED,
+    ),
+    ("a forked child keeps the lock of a shared folder", py("commit.hold_lock", swap("_locks.add(...)")), SHARED),
+    ("a replaced checkpoint is not recovered", py("removal.put_back", swap("os.rename(...)")), SHARED),
 )
 
 promise(

@@ -12,7 +12,7 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt import RestoreError
-from lazyckpt.providers.module import ModuleProvider
+from lazyckpt.providers.module import ModuleProvider, _plain_state
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -121,3 +121,27 @@ def test_parameters_and_buffers_land() -> None:
     landings = ModuleProvider(model).landings(model.state_dict())
     live = [tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())]
     assert sorted(landing.live.untyped_storage()._cdata for landing in landings) == sorted(live)
+
+
+class Various(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+        self.again = self.first
+        self.none = None
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.first[0].weight  # type: ignore[assignment]
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        self.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+        self.register_buffer("lasting", torch.ones(1))
+        self.register_buffer("empty", None)
+
+
+def test_plain_state_is_what_state_dict_returns() -> None:
+    model = Various()
+    ours, theirs = _plain_state(model), model.state_dict()
+    assert ours is not None and list(ours) == list(theirs)
+    for mine, torchs in zip(ours.values(), theirs.values(), strict=True):
+        assert type(mine) is type(torchs) and mine.requires_grad is torchs.requires_grad is False
+        assert (mine.data_ptr(), mine.shape, mine.stride()) == (torchs.data_ptr(), torchs.shape, torchs.stride())

@@ -97,7 +97,8 @@ class World:
     def state(self) -> Hashable:
         actors = tuple((tuple(a.heard), a.dead) for a in self.actors)
         budget = (self.budget.kills, self.budget.suspicions, self.budget.losses, self.budget.lies)
-        return frozenset(self.keys.items()), frozenset(self.tree.items()), self.owner, self.lost, actors, budget
+        shared = (frozenset(self.keys.items()), frozenset(self.tree.items()), self.owner, self.lost)
+        return shared, actors, budget, frozenset(self.notes)
 
     @property
     def live(self) -> list[Actor]:
@@ -149,7 +150,7 @@ class FakeStore:
                 return [lambda: None]
             if key in world.keys:
                 return [lambda: world.keys[key]]
-            if world.actors[rank].dead or world.actors[rank].done:
+            if world.actors[rank].dead:
                 return [gone]
             return [suspect] if world.budget.suspicions > 0 else []
 

@@ -164,6 +164,16 @@ def test_one_process_restores_what_two_ranks_saved(two, tmp_path):
     assert equal(found, expected)
 
 
+def test_sharded_models_restore_what_one_process_saved(two, tmp_path):
+    path, expected, _ = save(0, tmp_path / "run", "plain")
+    assert sorted(os.listdir(path)) == ["manifest.json", "state.pt"]
+    for steps in (0, 1):
+        for kind in ("fsdp", "tp"):
+            for step, found in two.run(restore, tmp_path / "run", kind, steps):
+                assert step == 2
+                assert equal(found, expected), kind
+
+
 @pytest.mark.parametrize("world", [3, 4])
 def test_other_numbers_of_ranks_restore_it(two, tmp_path, world):
     (_, expected, _), _ = two.run(save, tmp_path / "run", "fsdp")

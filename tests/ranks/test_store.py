@@ -133,6 +133,7 @@ def test_a_released_request_gives_its_connection_back_and_leaves_no_key(tcp: Tcp
     for _ in range(20):
         reply = tcp.ask("key")
         assert reply.wait(0.001) is None
+        reply.abandon()
         tcp.release("key")
         assert reply.wait(5) is not None
         assert tcp.look("key") is None
@@ -144,6 +145,7 @@ def test_waiting_prints_nothing(tcp: TcpClient, capfd: pytest.CaptureFixture[str
     reply = tcp.ask("key")
     for _ in range(3):
         assert reply.wait(0.05) is None
+    reply.abandon()
     tcp.release("key")
     assert capfd.readouterr() == ("", "")
 
