@@ -24,7 +24,7 @@ from lazyckpt.reading.part import NoPart, part
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.restore_shards import load_shards
 from lazyckpt.storage import paths, removal
-from lazyckpt.storage.manifest import STATE, read_checkpoint
+from lazyckpt.storage.manifest import DCP_METADATA, MANIFEST, STATE, is_missing, read_checkpoint
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
@@ -66,8 +66,9 @@ def load(
     If ``map_location`` names a CUDA device, the file is read straight into its memory through a small buffer.
 
     Args:
-        path: A file, or the folder of a checkpoint. A safetensors file gives a dict of tensors.
-        map_location: As in ``torch.load``.
+        path: A file, or the folder of a checkpoint, be it ours or one of torch.distributed.checkpoint. A safetensors
+            file gives a dict of tensors, a sharded checkpoint whole tensors.
+        map_location: As in ``torch.load``; for a sharded checkpoint, a device.
         weights_only: As in ``torch.load``, and the same environment variables decide about None. A file may then hold
             the types that ``torch.load`` allows, those given to ``torch.serialization.add_safe_globals``, and a short
             list of our own: NumPy arrays and scalars, paths, dates.
@@ -99,8 +100,8 @@ def _load(path: str | os.PathLike[str], map_location: MapLocation, weights_only:
     paths.local(path)
     path = Path(path)
     if os.path.isdir(path):  # Path.is_dir() raises what load_error() is for
-        if read_checkpoint(path).is_sharded:
-            return load_shards(path, _device(map_location), choose)
+        if _is_sharded(path):
+            return load_shards(path, _device(map_location), choose, key=choose.key, weights_only=weights_only)
         path = path / STATE
     with FileReader(path) as file:
         kind = format_of(file)
@@ -114,6 +115,14 @@ def _load(path: str | os.PathLike[str], map_location: MapLocation, weights_only:
     except Exception as error:
         raise LoadError(f"torch.load: {error}", path=path) from error
     return choose(loaded)
+
+
+def _is_sharded(folder: Path) -> bool:
+    """Whether this is a folder of torch.distributed.checkpoint: a checkpoint of many ranks, or without a manifest.
+    Raises LoadError if it is neither that nor a checkpoint."""
+    if is_missing(folder / MANIFEST) and not is_missing(folder / DCP_METADATA):
+        return True
+    return read_checkpoint(folder).is_sharded
 
 
 def _device(map_location: MapLocation) -> torch.device:

@@ -52,6 +52,8 @@ class FileReader:
     Raises LoadError if ``path`` is missing, a folder, or unreadable, and CorruptFileError if it is empty.
     """
 
+    begin = 0  # where its first byte lies in the file ``path``
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         try:
@@ -122,7 +124,7 @@ class FileSlice(FileReader):
     def __init__(self, file: FileReader, begin: int, nbytes: int) -> None:
         self.path = file.path
         self._whole = file
-        self._begin = begin
+        self.begin = begin
         self.size = nbytes
         if begin < 0 or nbytes <= 0 or begin + nbytes > file.size:
             raise self.corrupt(f"no {nbytes} bytes at offset {begin}: the file has {file.size} bytes")
@@ -133,10 +135,10 @@ class FileSlice(FileReader):
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise self.corrupt(f"truncated: {nbytes} bytes at offset {offset} of an item of {self.size} bytes")
-        return self._whole.read(self._begin + offset, nbytes)
+        return self._whole.read(self.begin + offset, nbytes)
 
     def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
         pass  # an item is small, or is about to be read whole
 
     def corrupt(self, what: str) -> CorruptFileError:
-        return super().corrupt(f"item at offset {self._begin}: {what}")
+        return super().corrupt(f"item at offset {self.begin}: {what}")

@@ -164,25 +164,29 @@ def _collect(path: Path, value: Any, leaves: dict[Path, Any]) -> None:
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The nested dicts and lists whose leaves these are. Raises ValueError for paths that ``global_state`` never
-    makes."""
-    root: dict[str, Any] = {}
+    """The nested dicts and lists whose leaves these are, in any order. Raises ValueError for paths that contradict each
+    other, and for lists with gaps."""
+    root: dict[Any, Any] = {}
+    made: dict[int, tuple[dict[Any, Any], Any]] = {id(root): ({}, None)}  # container -> what holds it, and its key
     for path, value in leaves.items():
-        here: Any = root
-        for step, following in itertools.pairwise(path):
-            here = _child(here, step, [] if type(following) is int else {})
-        if _child(here, path[-1], value) is not value:
+        here = root
+        for step in path[:-1]:
+            if step not in here:
+                here[step] = new = {}
+                made[id(new)] = here, step
+            elif id(here[step]) not in made:
+                raise ValueError(f"{name_of(path)} is inside another entry")
+            here = here[step]
+        if path[-1] in here:
             raise ValueError(f"{name_of(path)} is there twice")
+        here[path[-1]] = value
+    for holder, key in reversed(made.values()):  # the inner ones first
+        inner = holder[key] if holder else root
+        if any(type(step) is int for step in inner):
+            if not holder or set(inner) != set(range(len(inner))):
+                raise ValueError(f"{list(inner)[:10]} number no list")
+            holder[key] = [inner[number] for number in range(len(inner))]
     return root
-
-
-def _child(container: Any, step: str | int, new: Any) -> Any:
-    if isinstance(container, dict) and type(step) is str:
-        return container.setdefault(step, new)
-    if isinstance(container, list) and type(step) is int and 0 <= step <= len(container):
-        container.extend([new] if step == len(container) else [])
-        return container[step]
-    raise ValueError(f"{step!r} is no place in a {type(container).__name__}")
 
 
 def is_dtensor(value: Any) -> bool:

@@ -56,7 +56,8 @@ class Slot:
 
 
 class Archive:
-    """An archive with its pickle read: ``tree`` is the saved object, ``slots`` are its storages by key.
+    """An archive with its pickle read: ``tree`` is the saved object, ``slots`` are its storages by key. ``file`` may be
+    a part of a larger one.
 
     With ``lands``, ``fill`` reads the storages, unless the pickle needed their bytes (``filled``). ``choose`` returns a
     part of the tree, which becomes ``tree``: only the storages that the part views are read, unless the pickle needs
@@ -83,7 +84,11 @@ class Archive:
         self._device = devices.target(map_location, engine)  # the device that every storage is read to
         with collector_paused():
             records = directory_of(file).records
-        self._data = {name[len("data/") :]: r for name, r in records.items() if name.startswith("data/")}
+        self._data = {
+            name[len("data/") :]: r._replace(offset=file.begin + r.offset) if file.begin else r
+            for name, r in records.items()
+            if name.startswith("data/")
+        }
         self._wanted = self._data
         self._read: ParallelRead | None = None
         verified = records["data.pkl"].crc32 is not None

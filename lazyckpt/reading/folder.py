@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from lazyckpt import _engine
-from lazyckpt.errors import CorruptFileError
+from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
 from lazyckpt.formats.distcp import Place
-from lazyckpt.formats.reader import FileReader
+from lazyckpt.formats.reader import FileReader, FileSlice
+from lazyckpt.reading.archive import Archive
+from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.shard_metadata import METADATA, read_metadata
-from lazyckpt.reading.shards import Part, read_bytes, read_parts
+from lazyckpt.reading.shards import Part, part_of, read_parts
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Entry:
     @property
     def is_tensor(self) -> bool:
         return hasattr(self.described, "chunks")
+
+    @property
+    def sameness(self) -> Any:
+        """Equal for two tensors that are one, under several names: all their bytes lie in the same items."""
+        return self.described.size, frozenset(self.items.items())
 
 
 class Target(NamedTuple):
@@ -49,7 +55,7 @@ class Folder:
         metadata = read_metadata(path / METADATA)
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         self.entries = {
-            name: Entry(tuple(paths.get(name, (name,))), described)
+            name: Entry(self._path_in_state(paths.get(name, (name,)), name), described)
             for name, described in metadata.state_dict_metadata.items()
         }
         for index, info in metadata.storage_data.items():
@@ -68,28 +74,23 @@ class Folder:
         for name, offsets, local in targets:
             entry = self.entries[name]
             wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
-            missing = local.numel()
             for item in create_read_items_for_chunk_list(name, entry.described, [wanted]):
-                target = local.detach()
-                for dimension, (begin, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-                    target = target.narrow(dimension, begin, length)
-                file, place = self._item(name, item.storage_index.offset)
+                target = part_of(local.detach(), item.dest_offsets, item.lengths)
+                file, place = entry.items[tuple(item.storage_index.offset)]
                 by_file.setdefault(file, []).append(Part(name, place, tuple(item.storage_offsets), target))
-                missing -= target.numel()
-            if missing:
-                raise CorruptFileError(f"{name}: {missing} elements of it are in no file", path=self.path / METADATA)
         for file, parts in by_file.items():
             read_parts(self.path / file, parts, engine)
 
-    def read_object(self, name: str) -> Any:
+    def read_object(self, name: str, *, weights_only: bool = True) -> Any:
         """Returns an object, verified. Raises LoadError; UnsupportedFormatError for a type that is not allowed."""
-        file, place = self._item(name, None)
+        file, place = self.entries[name].items[None]
         with FileReader(self.path / file) as reader:
-            data = read_bytes(reader, place, name, weights_only=True)
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            try:
+                return Archive(FileSlice(reader, *place), "cpu", weights_only, engine=process_engine()).tree
+            except (CorruptFileError, UnsupportedFormatError) as error:
+                raise type(error)(f"{name}: {error.what}", path=error.path) from error
 
-    def _item(self, name: str, offsets: Any) -> tuple[str, Place]:
-        try:
-            return self.entries[name].items[None if offsets is None else tuple(offsets)]
-        except KeyError:
-            raise CorruptFileError(f"{name}: a part of it is in no file", path=self.path / METADATA) from None
+    def _path_in_state(self, path: Any, name: str) -> tuple[str | int, ...]:
+        if isinstance(path, tuple | list) and path and all(type(step) in (str, int) for step in path):
+            return tuple(path)
+        raise CorruptFileError(f"{name}: {path!r} is no path in a state", path=self.path / METADATA)

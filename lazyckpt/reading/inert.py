@@ -18,15 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from lazyckpt.errors import CorruptFileError
+from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.dtypes import DTYPES, Dtype
 from lazyckpt.formats.reader import FileReader, Record, count_elements
 from lazyckpt.formats.torch_zip_reader import Directory
 
 _MAX_DIMENSIONS = 1000
 _MAX_NAMES = 10_000
+_MAX_PARTS = 4  # of a tensor, in a message
 # Python hashes nested tuples by recursion in C. Deep ones overflow the stack; shared ones take exponential time.
 _MAX_DEPTH = 100
 _MAX_TUPLES = 1_000_000
@@ -34,13 +36,41 @@ _MAX_TUPLES = 1_000_000
 _ITEMS, _ITEMS_PER_BYTE = 100_000, 4
 
 
+class InertPart(NamedTuple):
+    """A part of a tensor of a sharded checkpoint: an item of a ``.distcp`` file."""
+
+    file: Path
+    place: Place
+    offsets: tuple[int, ...]  # of the part in the whole tensor
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class InertShards:
+    """Where the parts of a tensor of ``shape`` are, each element once."""
+
+    shape: tuple[int, ...]
+    parts: tuple[InertPart, ...]
+
+    def __str__(self) -> str:
+        told = []
+        for part in self.parts[:_MAX_PARTS]:
+            cut = ", ".join(f"{at}:{at + n}" for at, n in zip(part.offsets, part.shape, strict=True))
+            told.append(part.file.name if part.shape == self.shape else f"[{cut}] {part.file.name}")
+        return ", ".join(told) + (f", … {len(self.parts)} parts" if len(self.parts) > _MAX_PARTS else "")
+
+
 @dataclass(frozen=True, eq=False)
 class InertStorage:
-    """A storage in a record of ``file``; ``dtype`` is None if only its tensors name one."""
+    """A storage in a record of ``file``; ``dtype`` is None if only its tensors name one.
+
+    With ``shards`` the storage is that of a dense tensor which no file holds in one piece: ``file`` is the ``.metadata``
+    of its folder, and of the record only name and length mean something."""
 
     record: Record
     dtype: Dtype | None
     file: Path
+    shards: InertShards | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lazyckpt import _engine
-from lazyckpt.errors import CorruptFileError, RestoreError
+from lazyckpt.errors import CorruptFileError, LoadError, RestoreError
 from lazyckpt.providers import global_state
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
@@ -24,6 +24,7 @@ from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
 from lazyckpt.reading.folder import Folder, Target
 from lazyckpt.reading.ranges import process_engine
+from lazyckpt.reading.shards import part_of
 from lazyckpt.reading.team import Team
 from lazyckpt.warn import warn
 
@@ -36,7 +37,7 @@ class Shards:
         fit."""
         self._folder = folder = Folder(path)
         own = _own_state(folder, fitting, team)
-        tree, self._names = _tree(folder, own)
+        tree, self._names = _tree(folder, own, folder.read_object)
         names = global_state.parameter_names(fitting.provider.parts)
         try:
             for name, part in fitting.provider.parts.items():
@@ -55,18 +56,42 @@ class Shards:
         hand_over(self._provider, self._tree, self._landed, self._folder.path)
 
 
-def load_shards(path: Path, device: torch.device, choose: Callable[[Any], Any]) -> Any:
+def load_shards(
+    path: Path, device: torch.device, choose: Callable[[Any], Any], *, key: str | None, weights_only: bool
+) -> Any:
     """Returns the part that ``choose`` takes of the saved state, its tensors whole and on ``device``. Reads only that
-    part. What each rank had of its own is a dict by rank. Raises LoadError, and what ``choose`` raises."""
+    part, which is at ``key`` or below. What each rank had of its own is a dict by rank. Raises LoadError, and what
+    ``choose`` raises."""
     folder = Folder(path)
-    tree, names = _tree(folder, {})
+
+    def is_needed(name: str) -> bool:
+        return key is None or f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")
+
+    tree, names = _tree(
+        folder, {}, lambda name: folder.read_object(name, weights_only=weights_only) if is_needed(name) else None
+    )
     holder = {"": choose(tree)}
-    places = {}
-    for inner, key, _ in _tensors_in(holder, ""):
-        if (saved := inner[key]).is_meta and id(saved) in names:
-            places[names[id(saved)]] = inner[key] = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-    folder.read([_target(name, place) for name, place in places.items()], process_engine())
+    made: dict[Any, torch.Tensor] = {}  # tensors that were one stay one
+    places: dict[str, torch.Tensor] = {}
+    for inner, at, _ in _tensors_in(holder, ""):
+        if (name := names.get(id(inner[at]))) is not None:
+            saved, same = inner[at], folder.entries[name].sameness
+            if same not in made:
+                made[same] = places[name] = _new(saved, device, path)
+            inner[at] = made[same]
+    if device.type != "meta":
+        folder.read([_target(name, place) for name, place in places.items()], process_engine())
     return holder[""]
+
+
+def _new(like: torch.Tensor, device: torch.device, path: Path) -> torch.Tensor:
+    """Raises LoadError if there is no memory on the host for a tensor of this shape and dtype."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise LoadError(f"torch cannot hold these tensors: {error}", path=path) from error
 
 
 def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:
@@ -97,7 +122,9 @@ def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:
     return taken
 
 
-def _tree(folder: Folder, own: dict[str, int]) -> tuple[dict[str, Any], dict[int, str]]:
+def _tree(
+    folder: Folder, own: dict[str, int], read_object: Callable[[str], Any]
+) -> tuple[dict[str, Any], dict[int, str]]:
     """The saved state, its tensors on the meta device, and the names of these by ``id``."""
     leaves: dict[global_state.Path, Any] = {}
     names: dict[int, str] = {}
@@ -105,9 +132,9 @@ def _tree(folder: Folder, own: dict[str, int]) -> tuple[dict[str, Any], dict[int
     for name, entry in folder.entries.items():
         if entry.path[0] in own:
             if entry.path[1:] == (str(own[entry.path[0]]),):
-                of_ranks[entry.path[0]] = folder.read_object(name)
+                of_ranks[entry.path[0]] = read_object(name)
         elif not entry.is_tensor:
-            leaves[entry.path] = folder.read_object(name)
+            leaves[entry.path] = read_object(name)
         else:
             size, dtype = entry.described.size, entry.described.properties.dtype
             leaves[entry.path] = tensor = torch.empty(size, dtype=dtype, device="meta")
@@ -174,10 +201,8 @@ def scatter(
 
 def _copy_part(whole: torch.Tensor, live: Any) -> None:
     chunk = global_state.chunk_of(live)
-    for dimension, (begin, length) in enumerate(zip(chunk.offsets, chunk.local.shape, strict=True)):
-        whole = whole.narrow(dimension, begin, length)
     with torch.no_grad():
-        chunk.local.copy_(whole)
+        chunk.local.copy_(part_of(whole, chunk.offsets, chunk.local.shape))
 
 
 def _live(part: StateProvider) -> Any:

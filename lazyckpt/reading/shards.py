@@ -23,6 +23,7 @@ from lazyckpt.formats.distcp import Place, item_directory
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.archive import check_small_records
+from lazyckpt.reading.inert import InertShards
 from lazyckpt.reading.ranges import ParallelRead
 from lazyckpt.reading.unpickle import load_errors
 
@@ -72,6 +73,25 @@ def read_parts(path: Path, parts: Iterable[Part], engine: _engine.Engine) -> Non
             _read(path, batch, engine)
 
 
+def read_whole(shards: InertShards, dtype: torch.dtype, engine: _engine.Engine) -> torch.Tensor:
+    """Returns a tensor of a sharded checkpoint as one. Verifies every checksum; raises what ``read_parts`` raises."""
+    whole = torch.empty(shards.shape, dtype=dtype)
+    by_file: dict[Path, list[Part]] = {}
+    for file, place, offsets, shape in shards.parts:
+        target = part_of(whole, offsets, shape)
+        by_file.setdefault(file, []).append(Part(f"offsets {offsets}", place, (0,) * len(shape), target))
+    for file, parts in by_file.items():
+        read_parts(file, parts, engine)
+    return whole
+
+
+def part_of(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """A view of a part of a tensor."""
+    for dimension, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
+        tensor = tensor.narrow(dimension, begin, length)
+    return tensor
+
+
 def read_bytes(file: FileReader, place: Place, name: str, *, weights_only: bool) -> bytes:
     """Returns a ready-made item. If it is an archive, verifies every checksum.
 
@@ -102,9 +122,7 @@ def _land(
     if not fits or any(a < 0 or a + n > size for a, n, size in zip(part.offsets, lengths, saved.shape, strict=True)):
         raise file.corrupt(f"{part.name}: is {tuple(saved.shape)}, without {lengths} at {part.offsets}")
     if isinstance(saved, torch.Tensor):
-        for dimension, (begin, length) in enumerate(zip(part.offsets, lengths, strict=True)):
-            saved = saved.narrow(dimension, begin, length)
-        part.target.copy_(saved)
+        part.target.copy_(part_of(saved, part.offsets, lengths))
         return None
     if not part.target.numel():
         return None

@@ -39,9 +39,9 @@ class Node:
         dtype: Element type of a tensor, such as "float32".
         shape: Shape of a tensor.
         text: A value, shortened; the class of an object with children.
-        note: How a tensor shares its memory, or what it is if not a plain tensor.
+        note: How a tensor shares its memory, what it is if not a plain tensor, or which files hold its parts.
         tied_to: The path of the tensor that this one is another name of.
-        storage: The file and record that hold a tensor's storage.
+        storage: The file and record that hold a tensor's storage, or its shards.
         value: What was saved, as ``read_inert`` returns it.
         stats: What a tensor holds (``tools.stats.Stats``), if it was asked for.
         children: What is in a module.
@@ -159,7 +159,9 @@ class Tree:
         if first is None:
             self._storages[place] = (path, view)
             node.nbytes = record.nbytes
-            if tensor.nbytes < record.nbytes and not tensor.kind:
+            if node.storage.shards is not None and not tensor.kind:
+                node.note = str(node.storage.shards)
+            elif tensor.nbytes < record.nbytes and not tensor.kind:
                 node.note = f"a view: {tensor.nbytes:,} bytes of {record.nbytes:,}"
         elif first[1] == view:
             node.tied_to = first[0]

@@ -76,6 +76,11 @@ class Checkpoint:
         """Whether this is a folder of torch.distributed.checkpoint, and not one file."""
         return any(file.name == DCP_METADATA for file in self.files)
 
+    @property
+    def state(self) -> Path:
+        """The file that holds the state, or says which files do."""
+        return self.path / (DCP_METADATA if self.is_sharded else STATE)
+
 
 def describe(
     *,

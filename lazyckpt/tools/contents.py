@@ -1,6 +1,7 @@
 """Finds the file that a path means, and describes what it holds without running its code or reading a tensor.
 
 A path names a file, the index of a model in several files (shards), a checkpoint, a run's folder or a trainer's folder.
+The index of a sharded checkpoint, a folder of torch.distributed.checkpoint (DCP), is its file ``.metadata``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from lazyckpt.reading.inert import InertStorage, InertTensor, dtype_name, read_i
 from lazyckpt.reading.tree import Node, Tree
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import STATE, Checkpoint, is_folder_name, read_checkpoint
+from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_checkpoint
 from lazyckpt.storage.paths import refuse_url
+from lazyckpt.tools.units import count
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
 _ANY_SUFFIX = "|".join(map(re.escape, SUFFIXES))
@@ -79,24 +81,27 @@ def documents_in(path: Path) -> dict[str, Path]:
     if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
-        return {STATE: checkpoint.path / STATE}
+        return {STATE: checkpoint.state}
     if found := files_in(path):
         return found
     raise nothing_in(path)
 
 
 def document_in(path: Path) -> Path:
-    """Returns the one document that ``path`` means. Raises LoadError that names them if there are several."""
+    """Returns the one document that ``path`` means; in a folder of DCP that is the state, whatever lies beside it.
+    Raises LoadError that names them if there are several."""
     found = documents_in(path)
+    if DCP_METADATA in found:
+        return found[DCP_METADATA]
     if len(found) > 1:
-        names = _few(sorted(file.name for file in found.values()))
+        names = _few(sorted(str(file.relative_to(path)) for file in found.values()))
         raise LoadError(f"holds several files; give one of them: {names}", path=path)
     return next(iter(found.values()))
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """Returns the documents in a trainer's folder by name. An index has the name that its model would have as one file,
-    and replaces its shards."""
+    """Returns the documents in a trainer's folder by name, those of its folders of DCP, too. An index has the name that
+    its model would have as one file, and replaces its shards."""
     entries = [entry for entry in sorted(folder.iterdir()) if not os.path.isdir(entry) and not _is_alias(entry)]
     found = {entry.name: entry for entry in entries if entry.suffix in SUFFIXES}
     for index in entries:
@@ -105,7 +110,8 @@ def files_in(folder: Path) -> dict[str, Path]:
                 for shard in shards_of(index):
                     found.pop(shard.name, None)
             found[index.name if name in found else name] = index
-    return found
+    indices = [folder / DCP_METADATA, *sorted(folder.glob(f"[!.]*/{DCP_METADATA}"))]
+    return found | {str(index.relative_to(folder)): index for index in indices if os.path.isfile(index)}
 
 
 def _is_alias(entry: Path) -> bool:
@@ -123,10 +129,9 @@ def model_of(file: Path) -> str | None:
 
 def nothing_in(folder: Path) -> LoadError:
     """Makes the error for a folder without a document."""
-    if is_distributed(folder):
-        how = f"use python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
-        what = f"a checkpoint of torch.distributed.checkpoint; to make one file of it, {how}"
-        return UnsupportedFormatError(what, path=folder)
+    if any(folder.glob("*.distcp")):
+        what = f"files of torch.distributed.checkpoint without {DCP_METADATA}: their save did not end, or it was removed"
+        return LoadError(what, path=folder)
     return LoadError(f"no checkpoint in this folder{hint_at_subfolders(folder)}", path=folder)
 
 
@@ -135,22 +140,23 @@ def hint_at_subfolders(folder: Path) -> str:
     found = []
     for sub in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):  # no folder, or one that cannot be read
-            if sub.name[0] != "." and any(e.suffix in SUFFIXES or is_folder_name(e.name) for e in sub.iterdir()):
+            if sub.name[0] != "." and any(map(_is_document, sub.iterdir())):
                 found.append(sub.name)
     return f"; there are some in its folders {_few(found)}" if found else ""
+
+
+def _is_document(entry: Path) -> bool:
+    return entry.suffix in SUFFIXES or entry.name == DCP_METADATA or is_folder_name(entry.name)
 
 
 def _few(names: list[str]) -> str:
     return ", ".join([*names[:_MAX_NAMES], "…"] if len(names) > _MAX_NAMES else names)
 
 
-def is_distributed(folder: Path) -> bool:
-    """Whether torch.distributed.checkpoint wrote it."""
-    return any(folder.glob("*.distcp"))
-
-
 def read(file: Path) -> Contents:
     """Describes a document. Raises LoadError if it is damaged, or cannot be described without loading it."""
+    if file.name == DCP_METADATA:
+        return _read_folder(file)
     return _read_file(file) if model_of(file) is None else _read_shards(file)
 
 
@@ -167,6 +173,20 @@ def _read_file(file: Path) -> Contents:
     except ValueError as error:
         raise UnsupportedFormatError(f"cannot be shown: {error}", path=file) from error
     return Contents(file, "safetensors", nbytes, tensors, header.metadata)
+
+
+def _read_folder(index: Path) -> Contents:
+    from lazyckpt.reading.folder import Folder  # imports torch, which takes seconds
+    from lazyckpt.reading.inert_folder import read_inert_folder
+
+    folder = Folder(index.parent)
+    files = {file for entry in folder.entries.values() for file, _ in entry.items.values()}
+    kind = f"torch.distributed.checkpoint in {count(len(files), 'file')}"
+    nbytes = 0
+    for file in [index, *(folder.path / name for name in files)]:
+        with FileReader(file) as reader:
+            nbytes += reader.size
+    return Contents(index, kind, nbytes, read_inert_folder(folder), None)
 
 
 def _inert(file: Path, info: safetensors.TensorInfo) -> InertTensor:

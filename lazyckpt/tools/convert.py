@@ -112,8 +112,8 @@ def convert(
         path=dst,
         files=tuple(file.name for file in written),
         bytes=sum(file.stat().st_size for file in written),
-        records=len(loader.records),
-        without_checksum=sum(record.crc32 is None for record in loader.records.values()),
+        records=len(loader.saved),
+        without_checksum=sum(saved.record.crc32 is None and saved.shards is None for saved in loader.saved.values()),
         metadata_left_out=() if to_safetensors else tuple(sorted(old_metadata.keys() - {"format", *ties})),
         tied=ties,
     )

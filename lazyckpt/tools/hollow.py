@@ -17,7 +17,7 @@ from lazyckpt.tools.stream import Origin
 class Hollow:
     """Turns inert objects into real ones with tensors of untouched memory, which costs nothing.
 
-    ``origins`` tells for each storage, by its ``_cdata``, where its bytes are; ``records`` holds every record used.
+    ``origins`` tells for each storage, by its ``_cdata``, where its bytes are; ``saved`` holds every storage used.
     """
 
     def __init__(self, file: Path, dtype: torch.dtype | None = None) -> None:
@@ -27,7 +27,7 @@ class Hollow:
         self.nbytes = 0  # of all storages that were made
         self._cast: dict[Any, torch.Tensor] = {}
         self.origins: dict[int, Origin] = {}
-        self.records: dict[tuple[Path, str], Any] = {}
+        self.saved: dict[tuple[Path, str], InertStorage] = {}
         self._storages: dict[tuple[Path, str], torch.UntypedStorage] = {}
         self._made: dict[int, Any] = {}
 
@@ -106,7 +106,7 @@ class Hollow:
         if 0 not in tensor.shape and (tensor.offset + last + 1) * dtype.itemsize > record.nbytes:
             raise CorruptFileError(f"record {record.name}: too short for a tensor that views it", path=self._file)
         place = tensor.storage.file, record.name
-        self.records[place] = record
+        self.saved[place] = tensor.storage
         if self._dtype is not None and dtype.is_floating_point and dtype is not self._dtype:
             if (made := self._cast.get((place, _shows(tensor)))) is None:
                 made = self._cast[place, _shows(tensor)] = self._dense(tensor, dtype, self._dtype)
@@ -115,7 +115,7 @@ class Hollow:
         if storage is None:
             self.nbytes += record.nbytes
             storage = self._storages[place] = torch.UntypedStorage(record.nbytes)
-            self.origins[storage._cdata] = Origin(tensor.storage.file, record)
+            self.origins[storage._cdata] = Origin(tensor.storage)
         return torch.empty(0, dtype=dtype).set_(storage, tensor.offset, tensor.shape, tensor.stride)
 
     def _dense(self, tensor: InertTensor, dtype: torch.dtype, target: torch.dtype) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Hollow:
         view = (dtype, tensor.offset, tensor.shape, tensor.stride)
         self.nbytes += made.nbytes
         storage = made.untyped_storage()
-        self.origins[storage._cdata] = Origin(tensor.storage.file, tensor.storage.record, view, target)
+        self.origins[storage._cdata] = Origin(tensor.storage, view, target)
         return made
 
     def _origin_of(self, tensor: torch.Tensor) -> Origin:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lazyckpt.reading.inert import InertTensor
 from lazyckpt.reading.tree import Node
-from lazyckpt.storage.manifest import STATE, Checkpoint
+from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read
 
@@ -19,7 +19,7 @@ class Inspection:
     """What a file or a checkpoint holds.
 
     Attributes:
-        path: The file, or the index of shards.
+        path: The file, or the index of shards: for a folder of torch.distributed.checkpoint its .metadata.
         format: For example "safetensors in 3 files".
         bytes: Length of the file, or of all shards.
         metadata: The metadata of a safetensors file; None in other formats.
@@ -61,7 +61,7 @@ def inspect(
     """
     path = as_path(path)
     checkpoint = checkpoint_in(path) if os.path.isdir(path) else None
-    contents = read(document_in(path) if checkpoint is None else checkpoint.path / STATE)
+    contents = read(document_in(path) if checkpoint is None else checkpoint.state)
     root = contents.tree()
     if filter is not None:
         _prune(root, filter if any(c in filter for c in "*?[") else f"*{filter}*")

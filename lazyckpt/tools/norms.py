@@ -12,7 +12,9 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.reading.inert import InertTensor
+from lazyckpt.reading.inert import InertStorage, InertTensor
+from lazyckpt.reading.ranges import process_engine
+from lazyckpt.reading.shards import read_whole
 
 _PIECE_BYTES = 4 << 20  # read from either file at once; comparing in float64 takes several times as much
 _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "u1": "uint8"} | {
@@ -119,6 +121,15 @@ def pieces(tensor: InertTensor, other: InertTensor) -> Iterator[torch.Tensor]:
     yield from whole.split(_PIECE_BYTES)
 
 
+def read_sharded(storage: InertStorage) -> torch.Tensor:
+    """Reads a tensor of a sharded checkpoint. Raises CorruptFileError that names it if a checksum does not match."""
+    assert storage.shards is not None and storage.dtype is not None
+    try:
+        return read_whole(storage.shards, getattr(torch, storage.dtype.name), process_engine())
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{storage.record.name}: {error.what}", path=error.path) from error
+
+
 def _steps(tensor: InertTensor) -> list[int]:
     return [step for n, step in zip(tensor.shape, tensor.stride, strict=True) if n != 1]
 
@@ -127,6 +138,10 @@ def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterato
     """Yields bytes of a tensor's storage; compares the checksum if they are all of it."""
     assert tensor.storage is not None
     record = tensor.storage.record
+    if tensor.storage.shards is not None:  # whole, since its parts may lie in any order
+        whole = read_sharded(tensor.storage).view(-1).view(torch.uint8)
+        yield from whole[begin : begin + nbytes].split(at_once)
+        return
     crc = 0
     with FileReader(tensor.storage.file) as file:
         for at in range(begin, begin + nbytes, at_once):

@@ -23,23 +23,25 @@ from pathlib import Path
 
 import torch
 
+from lazyckpt import _engine
 from lazyckpt.errors import SaveError, save_error
 from lazyckpt.formats.program import LITERAL, SOURCE, Extent
 from lazyckpt.formats.reader import Record
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
+from lazyckpt.reading.inert import InertStorage
 from lazyckpt.reading.ranges import CHUNK_BYTES, ParallelRead, process_engine
+from lazyckpt.tools.norms import read_sharded
 
 _BATCH_BYTES = 16 << 20  # a limit that only a single storage exceeds
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The record of ``file`` with the bytes of a storage. With ``view`` (dtype, offset, shape, strides) the bytes are
-    what that shows of the record, made dense and converted to ``dtype``."""
+    """Where the bytes of a storage are. With ``view`` (dtype, offset, shape, strides) they are what that shows of the
+    ``saved`` storage, made dense and converted to ``dtype``."""
 
-    file: Path
-    record: Record
+    saved: InertStorage
     view: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]] | None = None
     dtype: torch.dtype | None = None
 
@@ -170,10 +172,12 @@ def _read(wanted: list[tuple[int, Origin]], pointers: array[int]) -> dict[int, i
     crcs: dict[int, int] = {}
     by_file: dict[Path, list[tuple[int, Record]]] = defaultdict(list)
     for source, origin in wanted:
-        if origin.view is None:
-            by_file[origin.file].append((source, origin.record))
-        else:
+        if origin.view is not None:
             _read_view(origin, pointers[source])
+        elif origin.saved.shards is not None:
+            crcs[source] = _copy(read_sharded(origin.saved), pointers[source])
+        else:
+            by_file[origin.saved.file].append((source, origin.saved.record))
     for file, found in by_file.items():
         reading = ParallelRead(file, [record for _, record in found], process_engine())
         sums = reading.read_into([pointers[source] for source, _ in found])
@@ -184,7 +188,16 @@ def _read(wanted: list[tuple[int, Origin]], pointers: array[int]) -> dict[int, i
 def _read_view(origin: Origin, pointer: int) -> None:
     assert origin.view is not None
     dtype, offset, shape, stride = origin.view
-    storage = torch.UntypedStorage(origin.record.nbytes)
-    ParallelRead(origin.file, [origin.record], process_engine()).read_into([storage.data_ptr()])
-    dense = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).to(origin.dtype).contiguous()
+    record = origin.saved.record
+    if origin.saved.shards is not None:
+        storage = read_sharded(origin.saved).untyped_storage()
+    else:
+        storage = torch.UntypedStorage(record.nbytes)
+        ParallelRead(origin.saved.file, [record], process_engine()).read_into([storage.data_ptr()])
+    _copy(torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).to(origin.dtype).contiguous(), pointer)
+
+
+def _copy(dense: torch.Tensor, pointer: int) -> int:
+    """Copies the bytes of a tensor; returns their CRC-32."""
     ctypes.memmove(pointer, dense.data_ptr(), dense.nbytes)
+    return _engine.crc32_at(pointer, dense.nbytes)

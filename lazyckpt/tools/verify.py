@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
+from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.records import records_of, tensor_names
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import FileEntry, read_checkpoint
+from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_checkpoint
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import as_path, files_in, is_distributed, model_of, nothing_in, read_shard, shards_of
+from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read_shard, shards_of
 
 _READ_BYTES = 128 << 20  # read between two reports of progress
 
@@ -52,8 +53,9 @@ class Verification:
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Verification:
     """Reads files and checkpoints and compares every checksum in them.
 
-    ``path`` is a file, the index of shards, a checkpoint, or a folder, which means everything in it. Damage and files
-    that cannot be read are findings, not errors. Raises ConfigError for a URL.
+    ``path`` is a file, the index of shards, a checkpoint, a folder of torch.distributed.checkpoint, or another folder,
+    which means everything in it. Damage and files that cannot be read are findings, not errors. Raises ConfigError for
+    a URL.
     """
     return Verification(tuple(verify_each(as_path(path), progress)))
 
@@ -79,9 +81,9 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
     yield from (checkpoint.path for checkpoint in checkpoints)
     if checkpoints or catalog.broken:
         return
-    if is_distributed(path):
-        yield nothing_in(path)
     files = set(files_in(path).values())
+    if not files and any(path.glob("*.distcp")):
+        yield nothing_in(path)
     for entry in sorted(path.iterdir()):
         if entry in files:
             yield entry
@@ -96,7 +98,13 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
         if isinstance(target, LoadError):
             raise target
         if os.path.isdir(path):  # reading the manifest compares the lengths
-            parts = [_verify_file(path / entry.name, progress, entry) for entry in read_checkpoint(path).files]
+            checkpoint = read_checkpoint(path)
+            if checkpoint.is_sharded:
+                parts = _verify_folder(path, progress, {entry.name: entry for entry in checkpoint.files})
+            else:
+                parts = [_verify_file(path / entry.name, progress, entry) for entry in checkpoint.files]
+        elif path.name == DCP_METADATA:
+            parts = _verify_folder(path.parent, progress, {})
         elif model_of(path) is not None:
             parts = [_verify_shard(file, names, progress) for file, names in shards_of(path).items()]
         else:
@@ -134,6 +142,51 @@ def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:
         return Finding(file, "damaged", damage=(error.what,))
 
 
+def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileEntry]) -> list[Finding]:
+    """Verifies the files of a folder of torch.distributed.checkpoint, each item in them. ``entries``: their rows in the
+    manifest, by name, if there is one."""
+    from lazyckpt.reading.folder import Folder  # imports torch, which takes seconds
+
+    items: dict[str, dict[Place, str]] = {name: {} for name in entries}
+    index = folder / DCP_METADATA
+    damage: list[str] = []
+    try:
+        for name, entry in Folder(folder).entries.items():
+            for file, place in entry.items.values():
+                items.setdefault(file, {}).setdefault(place, name)
+    except (CorruptFileError, UnsupportedFormatError) as error:
+        if not entries:
+            raise
+        damage.append(error.what)
+    parts = [_compare(index, [], damage, progress, entries.get(DCP_METADATA))]
+    for name, places in items.items():
+        if name == DCP_METADATA:
+            continue
+        try:
+            records, damage = _records_of_items(folder / name, places)
+            parts.append(_compare(folder / name, records, damage, progress, entries.get(name)))
+        except ReadError:
+            raise
+        except LoadError as error:
+            parts.append(Finding(folder / name, "damaged", damage=(error.what,)))
+    return parts
+
+
+def _records_of_items(file: Path, places: Mapping[Place, str]) -> tuple[list[Record], list[str]]:
+    """The records of the items of a file, in file order, and what is wrong with items that have none."""
+    from lazyckpt.reading.inert_folder import records_at  # imports torch, which takes seconds
+
+    records: list[Record] = []
+    damage: list[str] = []
+    with FileReader(file) as reader:
+        for place, name in sorted(places.items()):
+            try:
+                records += records_at(reader, place, name).records.values()
+            except (CorruptFileError, UnsupportedFormatError) as error:
+                damage.append(error.what)
+    return sorted(records, key=lambda record: record.offset), damage
+
+
 def _verify_file(file: Path, progress: Progress, entry: FileEntry | None = None) -> Finding:
     """Verifies one file. ``entry`` is its row in the manifest. Raises LoadError if the file cannot be read, and
     CorruptFileError for a broken structure unless there is an ``entry``."""
@@ -145,14 +198,27 @@ def _verify_file(file: Path, progress: Progress, entry: FileEntry | None = None)
         if entry is None:
             raise
         damage.append(error.what)
+    return _compare(file, records, damage, progress, entry, names=lambda: tensor_names(file))
+
+
+def _compare(
+    file: Path,
+    records: list[Record],
+    damage: list[str],
+    progress: Progress,
+    entry: FileEntry | None,
+    names: Callable[[], dict[str, str]] = dict,
+) -> Finding:
+    """Reads a file, and compares the checksums of its records and that of ``entry``. ``damage`` is what is known to be
+    wrong, ``names`` tells what is in which record. Raises LoadError if the file cannot be read."""
     with FileReader(file) as opened:
         nbytes = opened.size
-    name = f"{file.parent.name}/{file.name}"
-    whole, found = _checksums(file, records, nbytes, lambda done: progress(name, done, nbytes))
+    shown = f"{file.parent.name}/{file.name}"
+    whole, found = _checksums(file, records, nbytes, lambda done: progress(shown, done, nbytes))
     damaged = [(r, crc) for r, crc in zip(records, found, strict=True) if r.crc32 is not None and r.crc32 != crc]
-    names = tensor_names(file) if damaged else {}
+    meanings = names() if damaged else {}
     for record, crc in damaged:
-        meaning = f" ({names[record.name]})" if record.name in names else ""
+        meaning = f" ({meanings[record.name]})" if record.name in meanings else ""
         damage.append(f"record {record.name}{meaning}: checksum {crc:08x}, written was {record.crc32:08x}")
     if entry is not None and whole != entry.crc32:
         where = "" if damaged else " (the damage is outside the records, or in the manifest)"
