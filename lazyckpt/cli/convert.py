@@ -38,7 +38,7 @@ def _renaming(text: str) -> tuple[str, str]:
 
 def convert(
     src: Annotated[Path, path_argument("SRC", "A file, an index of shards, a checkpoint or a folder.")],
-    dst: Annotated[Path, path_argument("DST", "A new .safetensors or .pt file; for shards a new folder.")],
+    dst: Annotated[Path, path_argument("DST", "A new .safetensors or .pt file, or a new folder.")],
     key: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +63,8 @@ def convert(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert between torch.save archives and safetensors files, one or several of either.
+    """Convert between torch.save archives, safetensors files, one or several of either, and folders of
+    torch.distributed.checkpoint (DCP).
 
     Streams the tensors, so that memory holds only the largest one, and compares every checksum in SRC. DST appears when
     it is whole and durable. Runs no code from SRC, and refuses anything but tensors and plain values.
@@ -71,7 +72,8 @@ def convert(
     safetensors holds only named tensors; --key takes them out of a checkpoint. A tied weight is written once. Its other
     names go into the metadata, as safetensors' own save_model writes them, and are tied again on the way back.
 
-    With --max-shard-size, DST is a new folder of safetensors files; archives go to DIR/pytorch_model.bin.
+    With --max-shard-size, DST is a new folder of safetensors files; archives go to DIR/pytorch_model.bin. Otherwise a
+    DST without a suffix is a new folder of DCP.
     """
     import torch  # which takes seconds
 

@@ -52,6 +52,8 @@ def _print(document: DocumentDifference, depth: int | None) -> None:
     numbers = Counter(str(change.change) for change in document.changes)
     summary = ", ".join([*(f"{n:,} {change}" for change, n in numbers.items()), f"{document.equal:,} the same"])
     say((f"{plain(document.a)}  {plain(document.b)}", "bold"), "  ", summary)
+    for note in document.notes:
+        say((plain(note), "yellow"))
     lines = [TreeLine(("REL L2", "MAX ABS"), 0, "NAME", ("", ""), style="bold")]
     for level, label, row in rows(document.root, depth):
         about, shown = plain(row.text), ("", "")
@@ -68,7 +70,7 @@ def _to_json(document: DocumentDifference, depth: int | None) -> dict[str, Any]:
     about: dict[str, Any] = {"name": document.name, "a": document.a, "b": document.b, "same": document.equal}
     numbers = Counter(change.change for change in document.changes)
     about |= {change: numbers[change] for change in ("changed", "only in A", "only in B")}
-    return about | {"entries": [_entry(row) for _, _, row in rows(document.root, depth)]}
+    return about | {"notes": document.notes, "entries": [_entry(row) for _, _, row in rows(document.root, depth)]}
 
 
 def _entry(row: Change) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def inspect(
     facts = [found.format, size(found.bytes), count(root.tensors, "tensor")]
     if (c := found.checkpoint) is not None:
         facts += [f"step {c.step}", f"sequence {c.sequence}", f"saved {age(c.created)} ago"]
+        facts += [f"by {c.world_size} ranks"] * (c.world_size > 1)
     say((plain(found.path), "bold"), "  ", ", ".join(facts))
     for key, text in (found.metadata or {}).items():
         say((plain(f"{key}: {short(text)}"), "dim"))
@@ -69,6 +70,7 @@ def _to_json(found: Inspection, depth: int | None) -> dict[str, Any]:
     about |= {"tensor_bytes": found.root.nbytes, "tensors": found.root.tensors}
     if found.checkpoint is not None:
         about |= {"step": found.checkpoint.step, "sequence": found.checkpoint.sequence}
+        about |= {"world_size": found.checkpoint.world_size}
     return {**about, "entries": [_entry(node) for _, _, node in rows(found.root, depth)]}
 
 
@@ -82,7 +84,12 @@ def _entry(node: Node) -> dict[str, Any]:
         entry["stats"] = asdict(node.stats)
     if node.text:
         entry["value"] = node.text
-    if node.storage is not None:
+    if node.storage is not None and (shards := node.storage.shards) is not None:
+        entry["parts"] = [
+            {"file": part.file.name, "item": part.place, "offsets": part.offsets, "shape": part.shape}
+            for part in shards.parts
+        ]
+    elif node.storage is not None:
         file, record = node.storage.file, node.storage.record
         crc32 = None if record.crc32 is None else f"{record.crc32:08x}"
         entry |= {"file": file.name, "record": record.name, "offset": record.offset, "crc32": crc32}

@@ -17,7 +17,7 @@ from lazyckpt.tools.listing import TrainerCheckpoint, list_run, list_trainer
 from lazyckpt.tools.units import size
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")
-_BLANK = dict.fromkeys(("sequence", "parent", "created", "metrics", "reason")) | {
+_BLANK = dict.fromkeys(("sequence", "parent", "created", "world_size", "metrics", "reason")) | {
     "ok": True,
     "newest": False,
     "unreadable": False,
@@ -30,7 +30,8 @@ _LEFTOVERS = {
 
 
 def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
-    """List the checkpoints of a run with the metrics given to save(), the one saved last first.
+    """List the checkpoints of a run with the metrics given to save(), the one saved last first; of sharded ones also
+    how many ranks saved them.
 
     A checkpoint is ok if its manifest is readable and its files have the lengths that it states. Only 'lazyckpt verify'
     reads the files. A folder of Lightning, Accelerate or the Hugging Face Trainer has no manifests: the order is that
@@ -52,16 +53,26 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
         say(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there{plain(where)}")
     else:
         has_metrics = any(c.metrics for c in listing.checkpoints)
-        table = columns(*_NUMBERS, *["metrics"] * has_metrics, "state", right=_NUMBERS, wrap=("metrics", "state"))
+        has_ranks = any(c.world_size > 1 for c in listing.checkpoints)
+        numbers = (*_NUMBERS, *["ranks"] * has_ranks)
+        table = columns(*numbers, *["metrics"] * has_metrics, "state", right=numbers, wrap=("metrics", "state"))
         for c in listing.checkpoints:
             parent = "-" if c.parent is None else str(c.parent)
             state = Text.assemble(("ok", "green"), ", newest" * (c is newest), ", pinned" * c.pinned)
             cells = (str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes))
-            table.add_row(*cells, *[_metrics(c)] * has_metrics, state, style="bold" if c is newest else None)
+            table.add_row(
+                *cells,
+                *[str(c.world_size)] * has_ranks,
+                *[_metrics(c)] * has_metrics,
+                state,
+                style="bold" if c is newest else None,
+            )
         for broken in listing.broken:
             word = ("unreadable: " if broken.unreadable else "broken: ", "bold red")
             state = Text.assemble(word, plain(broken.reason), ", pinned" * broken.pinned)
-            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), *["-"] * has_metrics, state)
+            table.add_row(
+                str(broken.step), "-", "-", "-", size(broken.bytes), *["-"] * (has_ranks + has_metrics), state
+            )
         show(table)
     for leftover in listing.leftovers:
         say((f"{plain(leftover.name)} ({size(leftover.bytes)}): {_LEFTOVERS[leftover.state]}", "yellow"))
@@ -84,7 +95,8 @@ def checkpoint_row(c: Checkpoint) -> dict[str, Any]:
     """Describes a checkpoint in JSON."""
     about = {"name": c.path.name, "step": c.step, "sequence": c.sequence, "parent": c.parent}
     metrics = {name: value if math.isfinite(value) else None for name, value in c.metrics.items()}
-    return about | {"created": c.created, "bytes": c.nbytes, "metrics": metrics, "pinned": c.pinned}
+    about |= {"created": c.created, "bytes": c.nbytes, "world_size": c.world_size}
+    return about | {"metrics": metrics, "pinned": c.pinned}
 
 
 def _metrics(c: Checkpoint) -> str:

@@ -14,7 +14,6 @@ nothing of them is lost.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple

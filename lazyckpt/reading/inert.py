@@ -64,8 +64,8 @@ class InertShards:
 class InertStorage:
     """A storage in a record of ``file``; ``dtype`` is None if only its tensors name one.
 
-    With ``shards`` the storage is that of a dense tensor which no file holds in one piece: ``file`` is the ``.metadata``
-    of its folder, and of the record only name and length mean something."""
+    With ``shards`` it is the storage of a dense tensor whose parts are apart: ``file`` is the ``.metadata`` of their
+    folder, and of the record only name and length mean something."""
 
     record: Record
     dtype: Dtype | None

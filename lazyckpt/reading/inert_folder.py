@@ -18,7 +18,15 @@ from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import Directory
 from lazyckpt.providers.global_state import unflatten
 from lazyckpt.reading.folder import Entry, Folder
-from lazyckpt.reading.inert import InertObject, InertPart, InertShards, InertStorage, InertTensor, read_inert, strides_of
+from lazyckpt.reading.inert import (
+    InertObject,
+    InertPart,
+    InertShards,
+    InertStorage,
+    InertTensor,
+    read_inert,
+    strides_of,
+)
 from lazyckpt.reading.shard_metadata import METADATA
 
 _ZIP = b"PK\3\4"

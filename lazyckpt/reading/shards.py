@@ -135,13 +135,13 @@ def _land(
     target = part.target
     at = devices.target(target.device, engine)
     same = target.dtype == saved.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    if same and _in_order(lengths, saved.stride) and (at != devices.HOST or target.is_cpu):
+    if same and in_order(lengths, saved.stride) and (at != devices.HOST or target.is_cpu):
         return _Landing(record, target, at, None, target)
     memory = torch.empty(count, dtype=saved.dtype)
     return _Landing(record, memory, devices.HOST, target, memory.as_strided(lengths, saved.stride))
 
 
-def _in_order(lengths: Sequence[int], stride: Sequence[int]) -> bool:
+def in_order(lengths: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether elements with these strides lie in memory in the order of a contiguous tensor."""
     expected = 1
     for n, step in zip(reversed(lengths), reversed(stride), strict=True):

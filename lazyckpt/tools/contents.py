@@ -130,7 +130,9 @@ def model_of(file: Path) -> str | None:
 def nothing_in(folder: Path) -> LoadError:
     """Makes the error for a folder without a document."""
     if any(folder.glob("*.distcp")):
-        what = f"files of torch.distributed.checkpoint without {DCP_METADATA}: their save did not end, or it was removed"
+        what = (
+            f"files of torch.distributed.checkpoint without {DCP_METADATA}: their save did not end, or it was removed"
+        )
         return LoadError(what, path=folder)
     return LoadError(f"no checkpoint in this folder{hint_at_subfolders(folder)}", path=folder)
 

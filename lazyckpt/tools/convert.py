@@ -1,10 +1,11 @@
-"""Converts between torch.save archives and safetensors files, one or several of either, whatever their size."""
+"""Converts between torch.save archives, safetensors files, one or several of either, and folders of
+torch.distributed.checkpoint, whatever their size."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,9 +18,11 @@ from lazyckpt.pipeline.plan import FilePlan, plan_for
 from lazyckpt.providers.rename import Rename, checked, renamed
 from lazyckpt.reading.part import NoPart, part
 from lazyckpt.storage import commit, folders
+from lazyckpt.storage.manifest import DCP_METADATA
 from lazyckpt.tools import Progress, stream
 from lazyckpt.tools.contents import SUFFIXES, as_path, document_in, read
 from lazyckpt.tools.hollow import Hollow
+from lazyckpt.tools.to_folder import FILE, FolderPlan
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ def convert(
 
     Args:
         src: What to convert; a run's folder means its newest checkpoint.
-        dst: A new .safetensors file, or a torch.save archive with another suffix of such files.
+        dst: A new .safetensors file, a torch.save archive with another suffix of such files, or, with a name without a
+            suffix, a folder of torch.distributed.checkpoint.
         key: The part to take, such as "model", or "a.b" for a part of a part.
         only: Takes only the entries whose names match one of these patterns, such as "encoder.*".
         rename: New names for the entries: prefixes and what replaces them, {"module.": ""}, or a function of a name.
@@ -90,10 +94,12 @@ def convert(
         raise ConfigError(f"dtype={dtype!r}: expected a floating-point dtype of torch")
     obj = _chosen(contents.obj, key, only, rename, contents.file)
     old_metadata = contents.metadata or {}
-    loader = Hollow(contents.file, dtype)
-    if to_safetensors := name.endswith(".safetensors"):
+    to_safetensors = name.endswith(".safetensors")
+    to_folder = not sharded and not dst.suffix
+    loader = Hollow(contents.file, dtype, dense=to_safetensors or to_folder)
+    if to_safetensors:
         saved, ties = loader.tensors(obj)
-    elif Path(name).suffix in SUFFIXES:
+    elif to_folder or Path(name).suffix in SUFFIXES:
         # The metadata says which missing names belong to which tensors.
         known = old_metadata if obj is contents.obj else {}
         ties = {tied: kept for tied, kept in known.items() if kept in obj and tied not in obj}
@@ -102,12 +108,22 @@ def convert(
             loader.check_named(whole, "a folder of shards")
         saved = loader.whole(whole)
     else:
-        raise ConfigError(f"{dst}: give it a name that ends in .safetensors or .pt, or a size of shards for a folder")
-    files, index = _shards(saved, name, max_shard_bytes) if max_shard_bytes is not None else ({name: saved}, {})
-    metadata = (contents.metadata or {"format": "pt"}) | ties
-    plans = {file: plan_for(file, tensors, metadata) for file, tensors in files.items()}
-    _write(dst, plans, index, loader, progress or (lambda name, done, total: None), folder=sharded)
-    written = sorted(dst.iterdir()) if sharded else [dst]
+        raise ConfigError(
+            f"{dst}: give it a name that ends in .safetensors or .pt, one without a suffix for a folder of "
+            "torch.distributed.checkpoint, or a size of shards for a folder"
+        )
+    plans: dict[str, FilePlan]
+    texts: Callable[[], dict[str, bytes]]
+    if to_folder:
+        plan = FolderPlan(saved, contents.file)
+        plans, texts = {FILE: plan}, lambda: {DCP_METADATA: plan.metadata()}
+    else:
+        files, index = _shards(saved, name, max_shard_bytes) if max_shard_bytes is not None else ({name: saved}, {})
+        metadata = (contents.metadata or {"format": "pt"}) | ties
+        plans, texts = {file: plan_for(file, tensors, metadata) for file, tensors in files.items()}, lambda: index
+    folder = sharded or to_folder
+    _write(dst, plans, texts, loader, progress or (lambda name, done, total: None), folder=folder)
+    written = sorted(dst.iterdir()) if folder else [dst]
     return Conversion(
         path=dst,
         files=tuple(file.name for file in written),
@@ -138,7 +154,7 @@ def _chosen(obj: Any, key: str | None, only: Sequence[str] | None, rename: Renam
 
 def _shards(
     tensors: dict[str, torch.Tensor], model: str, max_bytes: int
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, bytes]]:
     """Distributes tensors over files, named and filled as Hugging Face does it; returns the files, and the index by its
     name if there are several files. Tensors that share a storage go into one file."""
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -169,13 +185,20 @@ def _shards(
     files = {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
     places = {name: file for file, shard in files.items() for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    return files, {f"{model}.index.json": json.dumps(index, indent=2, sort_keys=True) + "\n"}
+    return files, {f"{model}.index.json": (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def _write(
-    dst: Path, plans: dict[str, FilePlan], texts: dict[str, str], loader: Hollow, progress: Progress, *, folder: bool
+    dst: Path,
+    plans: dict[str, FilePlan],
+    texts: Callable[[], dict[str, bytes]],
+    loader: Hollow,
+    progress: Progress,
+    *,
+    folder: bool,
 ) -> None:
-    """Writes ``dst``, which appears when all of it is durable. Raises SaveError."""
+    """Writes ``dst``, which appears when all of it is durable. ``texts``: small files beside those of ``plans``, known
+    when these are written. Raises SaveError."""
     nbytes = loader.nbytes
     done = 0
 
@@ -190,8 +213,8 @@ def _write(
         staging = commit.Staging(dst) if folder else commit.FileStaging(dst)
         try:
             stream.write({staging.path / name: plan for name, plan in plans.items()}, loader.origins, advance)
-            for name, text in texts.items():
-                (staging.path / name).write_text(text)
+            for name, text in texts().items():
+                (staging.path / name).write_bytes(text)
             staging.describe(None, plans)
             staging.publish()
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from lazyckpt.reading.tree import Kind, Node, short, shown_shape
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, documents_in, read
 from lazyckpt.tools.norms import Norms, compare
+from lazyckpt.tools.optimizers import align
 from lazyckpt.tools.units import count
 
 ChangeKind = Literal["changed", "only in A", "only in B"]
@@ -41,6 +42,7 @@ class DocumentDifference:
     b: Path
     equal: int  # tensors and values that are the same
     root: Change  # the module of all changes
+    notes: tuple[str, ...] = ()  # what could not be compared, one sentence each
 
     @property
     def changes(self) -> list[Change]:
@@ -79,8 +81,9 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Prog
     """Compares two files, checkpoints or folders, a few megabytes at a time; runs no code from them.
 
     Tensors are the same if their dtype, shape and bits are; values, if they are saved alike. A run's folder means its
-    newest checkpoint. Two single files are compared whatever their names, the files of folders by name. Raises
-    LoadError, and CorruptFileError if a checksum does not match.
+    newest checkpoint. Two single files are compared whatever their names, the files of folders by name; the tensors of
+    sharded checkpoints whole, whatever parts the ranks held. An optimizer state by numbers is compared with one by names
+    where the parameter groups tell which is which; ``notes`` tells where they do not. Raises LoadError, and CorruptFileError if a checksum does not match.
     """
     found_a, found_b = documents_in(as_path(a)), documents_in(as_path(b))
     if len(found_a) == len(found_b) == 1:
@@ -98,13 +101,15 @@ class _Comparison:
 
     def __init__(self, name: str, a: Path, b: Path, progress: Progress) -> None:
         contents_a, contents_b = read(a), read(b)
-        root_a, root_b = contents_a.tree(), contents_b.tree()
+        obj_a, obj_b, notes = align(contents_a.obj, contents_b.obj)
+        root_a, root_b = replace(contents_a, obj=obj_a).tree(), replace(contents_b, obj=obj_b).tree()
         self._name, self._total, self._progress = name, root_a.nbytes, progress
         self._equal = self._done = 0
         changes = [*self._compare_children(root_a, root_b)]
         if contents_a.metadata is not None and contents_b.metadata is not None:
             changes += _compare_metadata(contents_a.metadata, contents_b.metadata)
-        self.result = DocumentDifference(name, a, b, self._equal, Change(name, "", "module", children=tuple(changes)))
+        root = Change(name, "", "module", children=tuple(changes))
+        self.result = DocumentDifference(name, a, b, self._equal, root, tuple(notes))
 
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.reading.inert import InertObject, InertStorage, InertTensor
+from lazyckpt.reading.shards import in_order
 from lazyckpt.tools.stream import Origin
 
 
@@ -20,12 +22,13 @@ class Hollow:
     ``origins`` tells for each storage, by its ``_cdata``, where its bytes are; ``saved`` holds every storage used.
     """
 
-    def __init__(self, file: Path, dtype: torch.dtype | None = None) -> None:
-        """``dtype`` is what floating-point tensors become."""
+    def __init__(self, file: Path, dtype: torch.dtype | None = None, *, dense: bool = False) -> None:
+        """``dtype`` is what floating-point tensors become. With ``dense`` each tensor fills its storage, in order."""
         self._file = file
         self._dtype = dtype
+        self._dense_only = dense
         self.nbytes = 0  # of all storages that were made
-        self._cast: dict[Any, torch.Tensor] = {}
+        self._apart: dict[Any, torch.Tensor] = {}  # those that have storages of their own
         self.origins: dict[int, Origin] = {}
         self.saved: dict[tuple[Path, str], InertStorage] = {}
         self._storages: dict[tuple[Path, str], torch.UntypedStorage] = {}
@@ -51,10 +54,7 @@ class Hollow:
                     "cannot express; make a .pt file instead"
                 )
             owner[place] = name
-            tensor = self._tensor(value, name)
-            if self._origin_of(tensor).view is None and (not tensor.is_contiguous() or tensor.nbytes != record.nbytes):
-                tensor = self._dense(value, tensor.dtype, tensor.dtype)
-            made[name] = tensor
+            made[name] = self._tensor(value, name)
         return made, ties
 
     def check_named(self, obj: Any, target: str) -> None:
@@ -107,9 +107,12 @@ class Hollow:
             raise CorruptFileError(f"record {record.name}: too short for a tensor that views it", path=self._file)
         place = tensor.storage.file, record.name
         self.saved[place] = tensor.storage
-        if self._dtype is not None and dtype.is_floating_point and dtype is not self._dtype:
-            if (made := self._cast.get((place, _shows(tensor)))) is None:
-                made = self._cast[place, _shows(tensor)] = self._dense(tensor, dtype, self._dtype)
+        target = dtype if self._dtype is None or not dtype.is_floating_point else self._dtype
+        nbytes = math.prod(tensor.shape) * dtype.itemsize
+        fills = nbytes == record.nbytes and in_order(tensor.shape, tensor.stride)
+        if target is not dtype or (self._dense_only and not fills):
+            if (made := self._apart.get((place, _shows(tensor)))) is None:
+                made = self._apart[place, _shows(tensor)] = self._dense(tensor, dtype, target)
             return made
         storage = self._storages.get(place)
         if storage is None:
@@ -127,9 +130,6 @@ class Hollow:
         storage = made.untyped_storage()
         self.origins[storage._cdata] = Origin(tensor.storage, view, target)
         return made
-
-    def _origin_of(self, tensor: torch.Tensor) -> Origin:
-        return self.origins[tensor.untyped_storage()._cdata]
 
 
 def _shows(tensor: InertTensor) -> tuple[Any, ...]:

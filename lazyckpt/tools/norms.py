@@ -138,7 +138,7 @@ def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterato
     """Yields bytes of a tensor's storage; compares the checksum if they are all of it."""
     assert tensor.storage is not None
     record = tensor.storage.record
-    if tensor.storage.shards is not None:  # whole, since its parts may lie in any order
+    if tensor.storage.shards is not None and nbytes:  # whole, since its parts may lie in any order
         whole = read_sharded(tensor.storage).view(-1).view(torch.uint8)
         yield from whole[begin : begin + nbytes].split(at_once)
         return
