@@ -24,6 +24,7 @@ if not dist.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from processes import Died, Ranks, die  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import WriteItem  # noqa: E402
@@ -39,7 +40,6 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 
 import lazyckpt  # noqa: E402
 from lazyckpt.integrations.dcp import LazyStorageReader, LazyStorageWriter  # noqa: E402
-from ranks import Died, Ranks, die  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
