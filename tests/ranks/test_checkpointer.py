@@ -398,7 +398,7 @@ def test_a_rank_that_dies_or_sleeps_leaves_whole_checkpoints(ranks, tmp_path, vi
     except RankError:  # the one that sleeps never answers
         told = None
     if told is not None:
-        assert f"rank {victim}" in " ".join(told)
+        assert f"rank {victim}" in " ".join(told) or "lost the store" in " ".join(told)  # which rank 0 serves
     (step, _), (other, _) = ranks.run(2, restore, tmp_path / "run", "fsdp")
     assert step == other >= 3
     assert lazyckpt.verify(tmp_path / "run").ok
