@@ -72,6 +72,16 @@ def test_an_exchange_names_the_rank_that_has_left(tmp_path: Path) -> None:
         assert str(error) == f"{tmp_path}: the ranks do not agree on the layout: rank 2 has closed its Checkpointer"
 
 
+def test_an_exchange_of_different_things_is_told_to_all(tmp_path: Path) -> None:
+    found = joined(HashStore(), 3, tmp_path)
+    errors = run(3, lambda rank: found[rank].exchange("restore" if rank == 1 else "layout", b""))
+    assert [str(error).partition(": ")[2] for error in errors] == [
+        "the ranks do not agree on layout: rank 1 is at 'restore'",
+        "the ranks do not agree on restore: rank 0 is at 'layout'",
+        "the ranks do not agree on layout: rank 1 is at 'restore'",
+    ]
+
+
 def test_a_folder_that_only_one_node_sees_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
