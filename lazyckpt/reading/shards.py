@@ -103,7 +103,8 @@ def _land(
         raise file.corrupt(f"{part.name}: is {tuple(saved.shape)}, without {lengths} at {part.offsets}")
     if isinstance(saved, torch.Tensor):
         for dimension, (begin, length) in enumerate(zip(part.offsets, lengths, strict=True)):
-            saved = saved.narrow(dimension, begin, length)
+            if length != saved.shape[dimension]:  # sparse tensors can only be taken whole
+                saved = saved.narrow(dimension, begin, length)
         part.target.copy_(saved)
         return None
     if not part.target.numel():
