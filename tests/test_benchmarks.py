@@ -12,13 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from benchmarks import __main__ as command
 from benchmarks import ablation, frameworks, growth, latency, papers, tuning, verdict, witness, workload
 from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
 from benchmarks.gpu import restore, training
 from benchmarks.gpu.part import Part as GpuPart
+from benchmarks.paired import ArmFailed
 from benchmarks.parts import PARTS
+from benchmarks.ranks.member import Member, run_ranks
+from benchmarks.report import load_section
 from benchmarks.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -69,8 +73,8 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str | int
     return ended.value.code
 
 
-# Some start processes of their own, which takes half a minute. Trainers have a test of their own.
-ALL = [name for name in PARTS if name != "frameworks"]
+# Some start processes of their own, which takes half a minute. Trainers and many ranks have tests of their own.
+ALL = [name for name in PARTS if name not in ("frameworks", "ranks")]
 QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
 
 
@@ -101,6 +105,51 @@ def test_trainers_are_measured(names: list[str], tmp_path: Path, monkeypatch: py
         pairs=1, checkpoints=1, state_bytes=10_000_000, directory=tmp_path, progress=print, compute_s=0
     )
     assert len(table.rows) == 2 * len(names) and not any("missing" in row for row in table.rows)
+
+
+# Many ranks
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_rank_saves_and_loads(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--pairs", 1, "--steps", 4, "--train-gb", 0.001, "--arms", "floor,lazyckpt,dcp")
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--only", "ranks", *sizes, *folders) == 0
+    section = load_section(tmp_path / "report", "ranks")
+    assert section is not None
+    cost, agreement, load_on_two, load_on_one = section.tables
+    arms = ["floor", "lazyckpt", "dcp"]
+    assert [row[0] for row in cost.rows] == [row[0] for row in agreement.rows] == arms
+    collectives = {row[0]: row[agreement.columns.index("collectives")] for row in agreement.rows}
+    assert collectives["floor"] == collectives["lazyckpt"] == "0.0 (0.0..0.0)"
+    assert float(collectives["dcp"].split()[0]) > 0
+    loads = [[row[0] for row in table.rows if "missing" not in row] for table in (load_on_two, load_on_one)]
+    assert loads[0] == loads[1] and {"lazyckpt restore", "dcp, dcp.load"} <= set(loads[0])
+
+
+def _fail_on_the_last(member: Member, task: str) -> list[str]:
+    try:
+        member.together(lambda: 1 // (member.size - 1 - member.rank))
+    except ArmFailed as failed:
+        return member.gather(str(failed))
+    return []
+
+
+def _die_on_the_last(member: Member, task: str) -> None:
+    if member.rank == member.size - 1:
+        os._exit(3)
+    member.barrier()
+
+
+def test_an_arm_that_fails_on_one_rank_fails_on_all() -> None:
+    reasons = run_ranks(_fail_on_the_last, 2, "", print)
+    assert len(reasons) == 2 and len(set(reasons)) == 1
+    assert "ZeroDivisionError" in reasons[0] and reasons[0].endswith("(rank 1)")
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    with pytest.raises(ProcessExitedException, match="exit code 3"):
+        run_ranks(_die_on_the_last, 2, "", print)
 
 
 # On a GPU, rehearsed on the host
