@@ -13,7 +13,6 @@ from benchmarks import (
     latency,
     memory,
     papers,
-    ranks,
     restore,
     train,
     tuning,
@@ -22,6 +21,7 @@ from benchmarks import (
 )
 from benchmarks.arms import KINDS, ArmKind
 from benchmarks.paired import Progress
+from benchmarks.ranks import tables as ranks
 from benchmarks.ranks.arms import ARMS
 from benchmarks.report import Table
 from benchmarks.settings import Settings

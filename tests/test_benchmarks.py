@@ -12,16 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException
 
 from benchmarks import __main__ as command
 from benchmarks import ablation, frameworks, growth, latency, papers, tuning, verdict, witness, workload
 from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
 from benchmarks.gpu import restore, training
 from benchmarks.gpu.part import Part as GpuPart
-from benchmarks.paired import ArmFailed
 from benchmarks.parts import PARTS
-from benchmarks.ranks.member import Member, run_ranks
 from benchmarks.report import load_section
 from benchmarks.settings import Settings
 
@@ -125,31 +122,6 @@ def test_every_rank_saves_and_loads(small: None, tmp_path: Path, monkeypatch: py
     assert float(collectives["dcp"].split()[0]) > 0
     loads = [[row[0] for row in table.rows if "missing" not in row] for table in (load_on_two, load_on_one)]
     assert loads[0] == loads[1] and {"lazyckpt restore", "dcp, dcp.load"} <= set(loads[0])
-
-
-def _fail_on_the_last(member: Member, task: str) -> list[str]:
-    try:
-        member.together(lambda: 1 // (member.size - 1 - member.rank))
-    except ArmFailed as failed:
-        return member.gather(str(failed))
-    return []
-
-
-def _die_on_the_last(member: Member, task: str) -> None:
-    if member.rank == member.size - 1:
-        os._exit(3)
-    member.barrier()
-
-
-def test_an_arm_that_fails_on_one_rank_fails_on_all() -> None:
-    reasons = run_ranks(_fail_on_the_last, 2, "", print)
-    assert len(reasons) == 2 and len(set(reasons)) == 1
-    assert "ZeroDivisionError" in reasons[0] and reasons[0].endswith("(rank 1)")
-
-
-def test_a_rank_that_dies_ends_the_others() -> None:
-    with pytest.raises(ProcessExitedException, match="exit code 3"):
-        run_ranks(_die_on_the_last, 2, "", print)
 
 
 # On a GPU, rehearsed on the host

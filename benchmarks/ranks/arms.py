@@ -103,3 +103,10 @@ ARMS = {
         *(KINDS[name] for name in ("torchsnapshot", "torch_checkpointing")),
     ]
 }
+
+
+def make(kind: ArmKind, training: Training, directory: Path) -> Arm:
+    """An arm in a folder of its name below `directory`, which all ranks share."""
+    own = directory / kind.name
+    own.mkdir(parents=True, exist_ok=True)
+    return kind.make(training, own)

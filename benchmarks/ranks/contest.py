@@ -10,31 +10,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
 from benchmarks.arms import NONE, Arm, ArmKind
 from benchmarks.floor import Floor
 from benchmarks.paired import ArmFailed, interleaved, median
-from benchmarks.ranks.arms import ARMS
+from benchmarks.ranks.arms import ARMS, make
 from benchmarks.ranks.member import Member
 from benchmarks.ranks.phases import Phase, Phases, Traffic
 from benchmarks.ranks.sharded import ShardedTraining
-from benchmarks.settings import Compute
+from benchmarks.ranks.task import Task
 from benchmarks.train import COMPUTE_OVER_WRITE, MIN_COMPUTE_S, Block, durable_seconds, run_block
-
-
-@dataclass(frozen=True)
-class Task:
-    """What every rank is told."""
-
-    directory: Path  # empty, and the same for all ranks
-    arms: Sequence[str]  # of ARMS
-    state_bytes: int  # of all ranks together
-    pairs: int
-    steps: int  # in a block
-    intervals: Sequence[int]  # in steps, from one checkpoint to the next
-    compute: Compute
 
 
 @dataclass(frozen=True)
@@ -111,9 +97,7 @@ class Contest:
 
     def _make(self, kind: ArmKind) -> Arm:
         self._traffic.turn = kind.name
-        directory = self._task.directory / kind.name
-        directory.mkdir(exist_ok=True)
-        return kind.make(self._training, directory)
+        return make(kind, self._training, self._task.directory / "contest")
 
     def _sample(self, name: str, every: int) -> Sample:
         arm, gather, together = self._arms[name], self._member.gather, self._member.together

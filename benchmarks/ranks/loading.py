@@ -18,23 +18,17 @@ from benchmarks.arms import ArmKind
 from benchmarks.disk import RAW, timed
 from benchmarks.floor import CHUNK_BYTES, Floor
 from benchmarks.paired import ArmFailed, interleaved
-from benchmarks.ranks.arms import ARMS
+from benchmarks.ranks.arms import ARMS, make
 from benchmarks.ranks.member import Member
 from benchmarks.ranks.phases import Phases
 from benchmarks.ranks.sharded import ShardedTraining
+from benchmarks.ranks.task import Task
 from benchmarks.restore import drop_caches
 from benchmarks.workload import named_tensors
 
-SAVED_BY = ("lazyckpt", "lazyckpt-dcp", "dcp")
+LOADABLE = ("lazyckpt", "lazyckpt-dcp", "dcp")
+FOLDER = "loads"
 STEP = 1
-
-
-@dataclass(frozen=True)
-class Task:
-    directory: Path
-    state_bytes: int  # of all ranks together
-    rounds: int
-    saved: Saved | None = None  # None: nothing yet
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class Saved:
 
     nbytes: int
     digest: int
-    failures: dict[str, str]  # why an engine of SAVED_BY has none
+    failures: dict[str, str]  # why an engine has none
 
 
 @dataclass(frozen=True)
@@ -56,34 +50,32 @@ class Loads:
 
 
 def save(member: Member, task: Task) -> Saved:
-    """Leaves a checkpoint of each engine, and as many raw bytes."""
-    training = _training(member, task)
+    """Leaves a checkpoint of each engine that can load one, and as many raw bytes."""
+    training, directory = _training(member, task), task.directory / FOLDER
+    directory.mkdir(exist_ok=True)
     own_bytes = sum(t.nbytes for t in training.tensors().values())
     failures = {}
-    for name in SAVED_BY:
+    for name in (name for name in task.arms if name in LOADABLE):
         member.tell(f"{name} saves")
-        directory = task.directory / name
-        directory.mkdir(exist_ok=True)
         try:
             member.together(partial(_save, ARMS[name], training, directory))
         except ArmFailed as failed:
             failures[name] = str(failed)
     with Floor(2 * CHUNK_BYTES, copy_threads=0) as floor:
-        floor.raw_write(task.directory / f"raw-{member.rank}", own_bytes)
+        floor.raw_write(directory / f"raw-{member.rank}", own_bytes)
     return Saved(sum(member.gather(own_bytes)), _digest(training), failures)
 
 
 def _save(kind: ArmKind, training: ShardedTraining, directory: Path) -> None:
-    with closing(kind.make(training, directory)) as arm:
+    with closing(make(kind, training, directory)) as arm:
         arm.save(STEP)
         arm.drain()
 
 
-def load(member: Member, task: Task) -> Loads:
+def load(member: Member, task: Task, saved: Saved) -> Loads:
     """Loads what `save` left, from a cold page cache if the ranks may empty it."""
-    assert task.saved is not None
-    saved, training = task.saved, _training(member, task)
-    files = sorted(task.directory.glob("raw-*"))[member.rank :: member.size]
+    training, directory = _training(member, task), task.directory / FOLDER
+    files = sorted(directory.glob("raw-*"))[member.rank :: member.size]
 
     def seconds(read: Callable[[], object]) -> float:
         def measured() -> float:
@@ -105,12 +97,14 @@ def load(member: Member, task: Task) -> Loads:
         floor = stack.enter_context(Floor(2 * CHUNK_BYTES, copy_threads=0))
         arms = {RAW: partial(seconds, lambda: [floor.raw_read(file) for file in files])}
         missing = {}
-        for name, saved_by, read in _readers(training, task.directory, stack):
+        for name, saved_by, read in _readers(training, directory, stack):
+            if saved_by not in task.arms:
+                continue
             if saved_by in saved.failures:
                 missing[name] = f"nothing was saved: {saved.failures[saved_by]}"
             else:
                 arms[name] = partial(into_state, read)
-        times, failures = interleaved(arms, task.rounds, member.tell, prepare=partial(_drop_caches, member))
+        times, failures = interleaved(arms, task.pairs, member.tell, prepare=partial(_drop_caches, member))
     return Loads(times, missing | failures, _drop_caches(member))
 
 
