@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import machine
-from benchmarks.arms import BEST, KINDS, QUICK
+from benchmarks.arms import BEST, KINDS, QUICK, ArmKind
 from benchmarks.paired import reason
 from benchmarks.parts import PARTS
 from benchmarks.report import Section, load_section, show, write_report
@@ -50,12 +50,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help=f"all parts and arms, {FULL_PAIRS} pairs")
     parser.add_argument("--only", help="comma-separated parts, see below")
     parser.add_argument("--resume", action="store_true", help="leave out parts that the report has")
-    parser.add_argument("--arms", help=f"comma-separated; of {', '.join(KINDS)}")
+    parser.add_argument("--arms", help=f"comma-separated; of {', '.join(_all_arms())}")
     parser.add_argument("--pairs", type=int, help=f"default {QUICK_PAIRS}, with --full {FULL_PAIRS}")
     parser.add_argument("--steps", type=int, default=STEPS, help="in a block (default %(default)s; half outside train)")
     parser.add_argument("--train-gb", type=float, default=0.5, help="AdamW state of the training job")
     parser.add_argument("--disk-gb", type=float, default=1.0, help="tensors that are written and read without training")
     parser.add_argument("--largest-gb", type=float, help="the largest state; default 1, with --full what memory allows")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of a sharded job (default %(default)s)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--dir", type=Path, default=HERE / "build", help="where checkpoints go: the disk to test")
     parser.add_argument("--output", type=Path, default=HERE.parent / "build" / "benchmarks", help="the report's folder")
@@ -66,10 +67,14 @@ def _arguments() -> argparse.Namespace:
     arguments.dir.mkdir(parents=True, exist_ok=True)
     allowed = min(psutil.virtual_memory().available, psutil.disk_usage(str(arguments.dir)).free) / GB / 3
     arguments.largest_gb = arguments.largest_gb or (allowed if arguments.full else min(1.0, allowed))
-    arguments.arms = _choice(parser, arguments.arms, list(KINDS), [])
+    arguments.arms = _choice(parser, arguments.arms, _all_arms(), [])
     default = [name for name, part in PARTS.items() if part.quick or arguments.full]
     arguments.only = _choice(parser, arguments.only, list(PARTS), default)
     return arguments
+
+
+def _all_arms() -> list[str]:
+    return list(dict.fromkeys(name for part in PARTS.values() for name in part.arms))
 
 
 def _choice(parser: argparse.ArgumentParser, text: str | None, known: list[str], default: list[str]) -> list[str]:
@@ -79,31 +84,35 @@ def _choice(parser: argparse.ArgumentParser, text: str | None, known: list[str],
     return chosen
 
 
-def _arms(arguments: argparse.Namespace, part: str) -> Sequence[str]:
+def _arms(arguments: argparse.Namespace, part: str) -> list[ArmKind]:
+    known = PARTS[part].arms
+    names: Sequence[str] = BEST
     if arguments.arms:
-        chosen: list[str] = arguments.arms
-        return chosen
-    if part in EVERY_ENGINE:
-        return list(KINDS) if arguments.full else QUICK
-    return BEST
+        names = [name for name in arguments.arms if name in known]
+    elif known is not KINDS:
+        names = list(known)
+    elif part in EVERY_ENGINE:
+        names = list(KINDS) if arguments.full else QUICK
+    return [known[name] for name in names]
 
 
 def _measure(arguments: argparse.Namespace, name: str, directory: Path, progress: Progress) -> Section:
-    arms = _arms(arguments, name)
+    kinds = _arms(arguments, name)
     settings = Settings(
         directory=directory,
-        kinds=[KINDS[arm] for arm in arms],
+        kinds=kinds,
         pairs=arguments.pairs,
         steps=arguments.steps if name in ("train", "frameworks") else max(2, arguments.steps // 2),
         state_bytes=int(arguments.train_gb * GB),
         disk_bytes=int(arguments.disk_gb * GB),
         largest_bytes=int(arguments.largest_gb * GB),
+        ranks=arguments.ranks,
         full=arguments.full,
         device=arguments.device,
         compute={},
         output=arguments.output,
     )
-    packages = [*PARTS[name].packages, *(KINDS[arm].package for arm in arms)]
+    packages = [*PARTS[name].packages, *(kind.package for kind in kinds)]
     about = machine.describe(arguments.dir, packages)
     if settings.device.type == "cuda":
         about = {"GPU": torch.cuda.get_device_name(settings.device), **about}

@@ -6,8 +6,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 Progress = Callable[[str], None]  # told what is being measured
+Value = TypeVar("Value")
 
 
 def rounds(arms: Sequence[str], number: int) -> Iterator[list[str]]:
@@ -35,19 +37,19 @@ class Countdown:
 
 
 def interleaved(
-    arms: Mapping[str, Callable[[], float]],
+    arms: Mapping[str, Callable[[], Value]],
     number: int,
     progress: Progress,
     *,
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[], object] = lambda: None,
     warm_up: int = 1,
-) -> tuple[dict[str, list[float]], dict[str, str]]:
+) -> tuple[dict[str, list[Value]], dict[str, str]]:
     """What each arm returned in each of `number` rounds, by its name; and why arms failed, which are then out.
 
     The arms take turns in every round, in shuffled order; `prepare` is called before each. `warm_up` rounds more are
     run first, and dropped.
     """
-    values: dict[str, list[float]] = {name: [] for name in arms}
+    values: dict[str, list[Value]] = {name: [] for name in arms}
     failures: dict[str, str] = {}
     tell = Countdown(progress, len(arms) * (number + warm_up))
     for turn, names in enumerate(rounds(list(arms), number + warm_up)):
@@ -66,8 +68,14 @@ def interleaved(
     return values, failures
 
 
+class ArmFailed(RuntimeError):
+    """The message is a reason, from another process."""
+
+
 def reason(error: BaseException) -> str:
     """In one line, the last: peers with a child process put its whole traceback into the message."""
+    if isinstance(error, ArmFailed):
+        return str(error)
     return f"{type(error).__name__}: {error}".splitlines()[-1].strip()
 
 

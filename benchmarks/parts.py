@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from benchmarks import (
     ablation,
@@ -19,7 +19,10 @@ from benchmarks import (
     verdict,
     witness,
 )
+from benchmarks.arms import KINDS, ArmKind
 from benchmarks.paired import Progress
+from benchmarks.ranks import tables as ranks
+from benchmarks.ranks.arms import ARMS
 from benchmarks.report import Table
 from benchmarks.settings import Settings
 
@@ -30,6 +33,7 @@ class Part:
     measure: Callable[[Settings, Progress], Iterator[Table]]
     quick: bool = False  # in the run without --full, too
     packages: tuple[str, ...] = ("torch", "lazyckpt")  # whose versions the report quotes, besides those of the arms
+    arms: Mapping[str, ArmKind] = field(default_factory=lambda: KINDS)  # that it knows
 
 
 def _frameworks(settings: Settings, progress: Progress) -> Iterator[Table]:
@@ -55,6 +59,7 @@ PARTS = {
     "latency": Part("how soon save() returns", latency.measure, quick=True),
     "disk": Part("durable writes without training", disk.measure, quick=True),
     "restore": Part("into live parameters, from a cold and a warm page cache", restore.measure, quick=True),
+    "ranks": Part("a sharded job on several ranks, every engine that can save it", ranks.measure, arms=ARMS),
     "witness": Part("what the page witness adds to save() and to the next step", witness.measure),
     "verdict": Part("how long a checkpoint waits for a verdict, and how many do", verdict.measure),
     "ablation": Part("each part of the pipeline switched off alone", ablation.measure),

@@ -22,7 +22,7 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from lazyckpt.ranks.rounds import FAN_IN, Seat, children_of
+from lazyckpt.ranks.rounds import FAN_IN, Point, Seat, children_of
 from lazyckpt.ranks.votes import Ballot
 
 SIZES = (2, 4, 8, 64, 512, 1024, 4096, 16_384)
@@ -113,7 +113,7 @@ class SimulatedStore:
 
     release = delete
 
-    def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
+    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
         def begin(resume: Callable[[Any], None]) -> None:
             def look() -> None:
                 if key in self._simulation.keys:

@@ -24,7 +24,7 @@ from benchmarks.settings import Settings
 def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
     with Floor(4 * CHUNK_BYTES, copy_threads=0) as floor, _arms(settings, floor) as (arms, nbytes):
         for cache, prepare, how in (
-            ("a cold", _drop_caches, _drop_caches()),
+            ("a cold", drop_caches, drop_caches()),
             ("a warm", os.sync, "every arm has read its file before; the raw read is from the disk all the same"),
         ):
             seconds, failures = interleaved(
@@ -108,7 +108,7 @@ def _dcp(model: torch.nn.Module, path: Path) -> Callable[[], object]:
     return lambda: dcp.load(model.state_dict(), checkpoint_id=path, no_dist=True)
 
 
-def _drop_caches() -> str:
+def drop_caches() -> str:
     """Empty the page cache; returns how."""
     os.sync()
     try:

@@ -32,6 +32,7 @@ class Settings:
     state_bytes: int  # AdamW state of the training job
     disk_bytes: int  # tensors that are written and read without training
     largest_bytes: int  # the largest state of all
+    ranks: int  # of a sharded job
     full: bool
     device: torch.device
     compute: Compute

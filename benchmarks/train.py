@@ -33,6 +33,7 @@ MIN_COMPUTE_S = 0.5
 class Block:
     seconds: float
     blocked_s: list[float]  # per checkpoint
+    step_s: list[float]  # of each step, without what blocked it
 
 
 @dataclass
@@ -63,9 +64,11 @@ def run_block(training: Training, arm: Arm, steps: int, first: int, every: int =
     # Runs after the global pre-hooks, where lazyckpt's gate stands.
     hook = training.optimizer.register_step_pre_hook(optimizer_begins)
     waits: list[tuple[Mark, Mark]] = []
+    step_s: list[float] = []
     training.synchronize()
     start = time.perf_counter()
     for step in range(first, first + steps):
+        step_begun = time.perf_counter()
         called = training.mark()
         if (step - first) % every == 0:
             arm.save(step)
@@ -77,13 +80,15 @@ def run_block(training: Training, arm: Arm, steps: int, first: int, every: int =
         arm.after_step()
         waits.append((called, begun))
         training.synchronize()
+        step_s.append(time.perf_counter() - step_begun)
     arm.drain()
     seconds = time.perf_counter() - start
     hook.remove()
     blocked = [seconds_between(*wait) for wait in waits]
     by_step = [saving + gated for saving, gated in zip(blocked[::2], blocked[1::2], strict=True)]
+    step_s = differences(step_s, by_step)
     # What a step waits for belongs to the checkpoint before it.
-    return Block(seconds, [sum(by_step[at : at + every]) for at in range(0, steps, every)])
+    return Block(seconds, [sum(by_step[at : at + every]) for at in range(0, steps, every)], step_s)
 
 
 def durable_seconds(arm: Arm, step: int) -> float:

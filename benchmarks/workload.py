@@ -81,11 +81,14 @@ class Training:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        with self.device:  # on the host one thread would draw billions of random numbers
-            self.model = Gpt(_width_for(self.state_bytes, self.dtype)).to(self.dtype)
+        self.model = self.build()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.compute()
         self.optimizer.step()
+
+    def build(self) -> Gpt:
+        with self.device:  # on the host one thread would draw billions of random numbers
+            return Gpt(_width_for(self.state_bytes, self.dtype)).to(self.dtype)
 
     def compute(self) -> None:
         """Forward and backward, until they are done: what a checkpoint may hide behind. In bfloat16 on a GPU."""

@@ -399,7 +399,7 @@ class _Staged:
         self._shares = shared.shares
         tensors = dict(_tensors_in(state_dict, ""))
         self._common = {name for name, tensor in tensors.items() if _is_common(tensor)}
-        self._signature = tuple((name, tensors[name].shape, tensors[name].dtype) for name in sorted(self._common))
+        self._signature = _ranks(), *(_form(name, tensors[name]) for name in sorted(self._common))
         self._share = self._shares.get(self._signature)  # None: unknown yet
         self._captured: list[tuple[str, torch.Tensor]] = []
         self._copied: list[torch.Tensor] = []
@@ -518,7 +518,17 @@ def _is_common(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, DTensor):
         mesh = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
         return any(size > 1 and how.is_replicate() for size, how in mesh)
-    return dist.is_initialized() and dist.get_world_size() > 1
+    return _ranks() > 1
+
+
+def _form(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What decides which ranks hold a tensor."""
+    mesh = (tensor.device_mesh.shape, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return name, tensor.shape, tensor.dtype, *mesh
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _takes_part(tensor: torch.Tensor) -> bool:

@@ -202,6 +202,15 @@ def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch
     conjugated, or is neither on a CPU nor on CUDA.
     """
 
+def look_at_landings(
+    saved: list[torch.Tensor], live: list[torch.Tensor]
+) -> tuple[list[int], list[torch.UntypedStorage], list[int], bytes]:
+    """Looks at pairs of tensors in one pass.
+
+    Returns the _cdata of each saved tensor's storage; each live tensor's storage, and its offset there in bytes; and a
+    byte for each pair, 1 if both show the bytes of the saved storage, all of them, in order and as they are.
+    """
+
 def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes, list[torch.Tensor]]:
     """Finds the tensors with a storage in dicts, lists and tuples, at any depth.
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from duplicates import DUPLICATES
+from processes import Ranks
 
 import lazyckpt
 from fake_cuda import FakeCuda, compiler
@@ -26,7 +27,6 @@ from lazyckpt.capture import devices
 from lazyckpt.capture.gate import gate
 from lazyckpt.formats import safe_globals
 from lazyckpt.storage import commit
-from ranks import Ranks
 from trials import Trials
 
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.

@@ -1,108 +1,154 @@
-"""Several processes with a gloo group, which run one function after the other: to start them takes seconds."""
+"""The ranks of a job, as processes that are started once and run many cases.
+
+    def case(path: str) -> int:          # a function of a test file; all ranks call it, in a gloo group
+        return dist.get_rank()
+
+    def test_it(ranks: Ranks, tmp_path: Path) -> None:
+        assert ranks.run(2, case, str(tmp_path)) == [0, 1]
+
+Importing torch takes seconds in each process, a new group milliseconds. So each case gets a group of its own, of as
+many ranks as it asks for. Arguments and results are pickled. A rank may die in a case: its result is ``Died``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import multiprocessing
 import os
-import socket
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
-_TIMEOUT_S = 120.0
+_START_S = 60.0
 
 
-class Failed(AssertionError):
-    """What went wrong on which rank."""
+class Died(NamedTuple):
+    """The result of a rank whose process ended."""
+
+    exit_code: int | None
+
+
+class RankError(AssertionError):
+    """A case raised on some rank, or took too long."""
+
+
+class _Raised(NamedTuple):
+    trace: str
 
 
 class Ranks:
-    """``run`` calls a function of a test module on every rank: ``function(rank, *args)``. It may use torch.distributed,
-    whose default group is gloo."""
+    """The processes. The first ``run`` with so many ranks starts those that are missing, or that died."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, port, sys.path), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._members: dict[int, tuple[Any, Connection]] = {}
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = _TIMEOUT_S) -> list[Any]:
-        """Returns what the function returned, by rank. Raises Failed if it raised anywhere, or if a process died."""
-        self.start(function, *args)
-        return self.results(timeout_s)
-
-    def start(self, function: Callable[..., Any], *args: Any) -> None:
-        for pipe in self._pipes:
-            pipe.send((function, args))
-
-    def results(self, timeout_s: float = _TIMEOUT_S, *, ranks: Iterator[int] | list[int] | None = None) -> list[Any]:
-        """Returns the results of ``ranks``, all by default."""
-        answers = []
-        problems = []
-        for rank in range(self.world_size) if ranks is None else ranks:
-            try:
-                if not self._pipes[rank].poll(timeout_s):
-                    problems.append(f"rank {rank} did not answer within {timeout_s:g} s")
-                    continue
-                answer, problem = self._pipes[rank].recv()
-            except (EOFError, ConnectionResetError):
-                self.processes[rank].join(5)
-                problems.append(f"rank {rank} died with {self.processes[rank].exitcode}")
-                continue
-            answers.append(answer)
-            if problem is not None:
-                problems.append(f"rank {rank}:\n{problem}")
-        if problems:
-            raise Failed("\n".join(problems))
-        return answers
+    def run(self, world: int, case: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
+        """Calls ``case(*args)`` on ``world`` ranks; returns what they return. Raises RankError."""
+        for rank in range(world):
+            self._start(rank)
+        results: dict[int, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            waiting = {}
+            for rank in range(world):
+                process, pipe = self._members[rank]
+                pipe.send((rank, world, f"{folder}/port", case.__code__.co_filename, case.__qualname__, args))
+                waiting[pipe] = rank
+                waiting[process.sentinel] = rank
+            end = time.monotonic() + timeout_s
+            while len(results) < world:
+                ready = wait([key for key, rank in waiting.items() if rank not in results], end - time.monotonic())
+                if not ready:
+                    stuck = [rank for rank in range(world) if rank not in results]
+                    self.close()
+                    raise RankError(f"{case.__name__}: ranks {stuck} did not end in {timeout_s} s; others: {results}")
+                for rank in {waiting[key] for key in ready}:
+                    _, pipe = self._members[rank]
+                    try:
+                        results[rank] = pipe.recv() if pipe.poll() else self._died(rank)
+                    except (EOFError, ConnectionResetError):
+                        results[rank] = self._died(rank)
+        raised = {rank: result.trace for rank, result in results.items() if isinstance(result, _Raised)}
+        if raised:
+            raise RankError("\n".join(f"{case.__name__} on rank {rank}: {trace}" for rank, trace in raised.items()))
+        return [results[rank] for rank in range(world)]
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        for pipe in self._pipes:
+        for process, pipe in self._members.values():
             pipe.close()
+            process.kill()
+            process.join()
+        self._members.clear()
 
-    def __enter__(self) -> Ranks:
-        return self
+    def _start(self, rank: int) -> None:
+        if rank not in self._members:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,))  # no daemon: it may have children
+            process.start()
+            theirs.close()
+            self._members[rank] = process, ours
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _died(self, rank: int) -> Died:
+        process, pipe = self._members.pop(rank)
+        process.join(_START_S)
+        pipe.close()
+        return Died(process.exitcode)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int, path: list[str]) -> None:
-    sys.path[:] = path
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank)
-    )
+def _serve(pipe: Connection) -> None:
+    """Runs cases until the other end of the pipe is closed."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    while (task := pipe.recv()) is not None:
-        function, args = task
-        try:
-            pipe.send((function(rank, *args), None))
-        except BaseException:
-            pipe.send((None, traceback.format_exc()))
-    with contextlib.suppress(Exception):  # a rank may be dead
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            *job, file, name, args = pipe.recv()
+            try:
+                result = _run(*job, getattr(_module(file), name), args)
+            except BaseException:  # torch's CheckpointException is one
+                result = _Raised(traceback.format_exc())
+            pipe.send(result)
+            del result
+
+
+def _run(rank: int, world: int, port: str, case: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Rank 0 serves the store, and leaves its port in the file ``port``."""
+    import torch.distributed as dist
+
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        Path(f"{port}-new").write_text(str(store.port))
+        os.rename(f"{port}-new", port)
+    else:
+        while not os.path.exists(port):
+            time.sleep(0.002)
+        store = dist.TCPStore("127.0.0.1", int(Path(port).read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        return case(*args)
+    finally:
         dist.destroy_process_group()
+
+
+@functools.cache
+def _module(file: str) -> ModuleType:
+    """The test file, which is in no package."""
+    name = f"cases_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def die() -> None:
+    """Ends this rank as a lost machine does."""
+    os._exit(9)

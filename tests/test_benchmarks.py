@@ -19,6 +19,7 @@ from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
 from benchmarks.gpu import restore, training
 from benchmarks.gpu.part import Part as GpuPart
 from benchmarks.parts import PARTS
+from benchmarks.report import load_section
 from benchmarks.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -69,8 +70,8 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str | int
     return ended.value.code
 
 
-# Some start processes of their own, which takes half a minute. Trainers have a test of their own.
-ALL = [name for name in PARTS if name != "frameworks"]
+# Some start processes of their own, which takes half a minute. Trainers and many ranks have tests of their own.
+ALL = [name for name in PARTS if name not in ("frameworks", "ranks")]
 QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
 
 
@@ -101,6 +102,26 @@ def test_trainers_are_measured(names: list[str], tmp_path: Path, monkeypatch: py
         pairs=1, checkpoints=1, state_bytes=10_000_000, directory=tmp_path, progress=print, compute_s=0
     )
     assert len(table.rows) == 2 * len(names) and not any("missing" in row for row in table.rows)
+
+
+# Many ranks
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_rank_saves_and_loads(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--pairs", 1, "--steps", 4, "--train-gb", 0.001, "--arms", "floor,lazyckpt,dcp")
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--only", "ranks", *sizes, *folders) == 0
+    section = load_section(tmp_path / "report", "ranks")
+    assert section is not None
+    cost, agreement, load_on_two, load_on_one = section.tables
+    arms = ["floor", "lazyckpt", "dcp"]
+    assert [row[0] for row in cost.rows] == [row[0] for row in agreement.rows] == arms
+    collectives = {row[0]: row[agreement.columns.index("collectives")] for row in agreement.rows}
+    assert collectives["floor"] == collectives["lazyckpt"] == "0.0 (0.0..0.0)"
+    assert float(collectives["dcp"].split()[0]) > 0
+    loads = [[row[0] for row in table.rows if "missing" not in row] for table in (load_on_two, load_on_one)]
+    assert loads[0] == loads[1] and {"lazyckpt restore", "dcp, dcp.load"} <= set(loads[0])
 
 
 # On a GPU, rehearsed on the host

@@ -57,10 +57,16 @@ class ArmKind:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Make all below `directory` durable, for engines that never do: nobody is credited for dirty pages."""
+    """Make all below `directory` durable, for engines that never do: nobody is credited for dirty pages.
+
+    A file that vanishes belongs to another rank, which renames it and then syncs it.
+    """
     for root, _, files in os.walk(directory):
         for name in [*files, "."]:
-            descriptor = os.open(os.path.join(root, name), os.O_RDONLY)
+            try:
+                descriptor = os.open(os.path.join(root, name), os.O_RDONLY)
+            except FileNotFoundError:
+                continue
             try:
                 os.fsync(descriptor)
             finally:

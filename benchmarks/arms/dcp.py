@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint: `save`, and `async_save` in its best case.
+"""torch.distributed.checkpoint: `save` and `async_save`, both in their best case.
 
-The latter: one stager with reused buffers, staging awaited only before the step, the upload before the next save, plan
-caching, one writing thread per core, files synced; pinned memory and copies that do not block, for state on a GPU.
+Plan caching, one writing thread per core, files synced. `async_save`: one stager with reused buffers, staging awaited
+only before the step, the upload before the next save; pinned memory and copies that do not block, for state on a GPU.
+Several ranks share the cores, and `async_save` has a process group of its own.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ from benchmarks.workload import Training
 class Dcp(Arm):
     def __init__(self, training: Training, directory: Path) -> None:
         super().__init__(training, directory)
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
         _process_group()
         self._save = save
         self._writer = FileSystemWriter
-        self._threads = len(os.sched_getaffinity(0))
+        self._planner = DefaultSavePlanner(enable_plan_caching=True)
+        self._threads = max(1, len(os.sched_getaffinity(0)) // dist.get_world_size())
+
+    def writer(self, step: int) -> Any:
+        return self._writer(self.path(step), thread_count=self._threads, sync_files=True)
 
     def save(self, step: int) -> None:
-        writer = self._writer(self.path(step), thread_count=self._threads, sync_files=True)
-        self._save(self.training.state(), storage_writer=writer)
+        self._save(self.training.state(), storage_writer=self.writer(step), planner=self._planner)
 
 
-class DcpAsync(Arm):
+class DcpAsync(Dcp):
     """`process` writes from a child process over shared memory, otherwise from a thread."""
 
     def __init__(self, training: Training, directory: Path, *, process: bool) -> None:
         super().__init__(training, directory)
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-        _process_group()
         self._async_save = async_save
-        self._writer = FileSystemWriter
+        self._group = dist.new_group(backend="gloo")
         on_gpu = training.device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -54,18 +56,16 @@ class DcpAsync(Arm):
                 use_non_blocking_copy=on_gpu,
             )
         )
-        self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
-        self._threads = len(os.sched_getaffinity(0))
         self._pending: Any = None
 
     def save(self, step: int) -> None:
         self.drain()
-        writer = self._writer(self.path(step), thread_count=self._threads, sync_files=True)
         self._pending = self._async_save(
             self.training.state(),
-            storage_writer=writer,
+            storage_writer=self.writer(step),
             planner=self._planner,
+            process_group=self._group,
             async_checkpointer_type=self._kind,
             async_stager=self._stager,
         )

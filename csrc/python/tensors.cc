@@ -1,5 +1,5 @@
-// What save() asks of every tensor. With tens of thousands of tensors, a Python pass for each question would load each
-// tensor into the cache a dozen times, so one native pass asks all of them. Everything needs the GIL.
+// What save() and restore() ask of every tensor. With tens of thousands of tensors, a Python pass for each question
+// would load each tensor into the cache a dozen times, so one native pass asks all of them. Everything needs the GIL.
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -28,6 +28,7 @@ struct Questions {
   Question backward_hooks{tensor, "_backward_hooks"};
   Question data_ptr{tensor, "data_ptr"};
   Question dtype{tensor, "dtype"};
+  Question element_size{tensor, "element_size"};
   Question get_device{tensor, "get_device"};
   Question is_conj{tensor, "is_conj"};
   Question is_contiguous{tensor, "is_contiguous"};
@@ -170,6 +171,36 @@ std::optional<std::pair<py::bytes, py::dict>> LookAtTensors(const py::list& tens
   return std::pair(py::bytes(reinterpret_cast<const char*>(looks.data()), looks.size() * sizeof looks[0]), storages);
 }
 
+// Whether both show the bytes of the storage of `saved`, all of them, in order and as they are.
+bool ShowWhole(py::handle saved, py::handle live, const py::object& storage) {
+  const Questions& ask = Ask();
+  const int64_t nbytes = Integer(ask.storage_nbytes(storage));
+  return nbytes > 0 && Integer(ask.nbytes(saved)) == nbytes && Truth(ask.is_contiguous(saved)) &&
+         Truth(ask.is_contiguous(live)) && Truth(ask.is_conj(saved)) == Truth(ask.is_conj(live)) &&
+         Truth(ask.is_neg(saved)) == Truth(ask.is_neg(live));
+}
+
+// (identities, storages, offsets, whole): see _engine.pyi.
+py::tuple LookAtLandings(const py::list& saved, const py::list& live) {
+  if (saved.size() != live.size()) throw py::value_error("saved and live differ in length");
+  const Questions& ask = Ask();
+  py::list identities, storages, offsets;
+  std::string whole;
+  whole.reserve(saved.size());
+  const Prefetch prefetch_saved(saved), prefetch_live(live);
+  for (size_t i = 0; i < saved.size(); ++i) {
+    prefetch_saved(i);
+    prefetch_live(i);
+    const py::handle from = PyList_GET_ITEM(saved.ptr(), i), to = PyList_GET_ITEM(live.ptr(), i);
+    const py::object storage = ask.untyped_storage(from);
+    identities.append(ask.cdata(storage));
+    storages.append(ask.untyped_storage(to));
+    offsets.append(Integer(ask.storage_offset(to)) * Integer(ask.element_size(to)));
+    whole.push_back(ShowWhole(from, to, storage));
+  }
+  return py::make_tuple(identities, storages, offsets, py::bytes(whole));
+}
+
 // One level of nesting; throws RecursionError if there are too many.
 class Deeper {
  public:
@@ -233,6 +264,7 @@ py::tuple StoragesIn(const py::object& tree) {
 
 void DefineTensors(py::module_& m) {
   m.def("look_at_tensors", &LookAtTensors);
+  m.def("look_at_landings", &LookAtLandings);
   m.def("storages_in", &StoragesIn);
   m.def("prefetches_tensors", [] { return TheOnly<Anatomy>().in_implementation != 0; });
 }

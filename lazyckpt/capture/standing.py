@@ -60,6 +60,19 @@ class Standing:
             self._judged.remove(thread)
 
 
+def waits_for_future(thread: int | None) -> tuple[FrameType, int] | None:
+    """Where a thread waits for a future that is not ours, or for an event; None if it does not.
+
+    As long as the answer stays the same, the thread writes nothing."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    if frame is None or frame.f_code is not threading.Condition.wait.__code__ or frame.f_back is None:
+        return None
+    return (frame, frame.f_lasti) if frame.f_back.f_code in _OF_FUTURES else None
+
+
+_OF_FUTURES = (Future.result.__code__, Future.exception.__code__, threading.Event.wait.__code__)
+
+
 def _only_waits(stack: FrameType | None, call: Call) -> bool:
     """Whether a thread with this stack runs nothing but waiting code inside ``call``: a user's signal handler may
     write."""

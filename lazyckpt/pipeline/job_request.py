@@ -173,9 +173,9 @@ class JobRequest(CheckpointRequest):
         if self._ballot is None:
             return error
         what = error.what if isinstance(error, SaveError) else getattr(error, "strerror", None) or str(error)
-        refused = self._ballot.refuse(f"failed: {what}")
+        refused = self._ballot.refuse(what)
         return error if refused is None or refused.rank == self._rank else refused
 
     def abandon(self) -> None:
         if self._ballot is not None:
-            self._ballot.refuse("failed in save(); its own error says how")
+            self._ballot.refuse("in save(); its own error says how")

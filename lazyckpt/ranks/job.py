@@ -21,8 +21,8 @@ from torch import distributed
 
 from lazyckpt.errors import ConfigError, SaveError, save_error
 from lazyckpt.ranks.pulse import ABSENT, Pulse, Watch
-from lazyckpt.ranks.rounds import Seat, StoreLost, exchange
-from lazyckpt.ranks.store import Client, client_of
+from lazyckpt.ranks.rounds import Point, Seat, StoreLost, exchange
+from lazyckpt.ranks.store import Client, PollingClient, client_of
 from lazyckpt.ranks.votes import Ballot
 from lazyckpt.storage import folders, mounts, owner, removal
 from lazyckpt.storage.owner import Owner
@@ -39,27 +39,27 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0  # between two looks whether a save was 
 class Line:
     """The ``Store`` of the votes: the keys of the job, and a watch on the rank that somebody waits for."""
 
-    def __init__(self, client: Client, pulse: Pulse, keys: str = _KEYS) -> None:
-        self._client, self._pulse, self._keys = client, pulse, keys
+    def __init__(self, client: Client, pulse: Pulse) -> None:
+        self._client, self._pulse = client, pulse
 
     def claim(self, key: str, value: bytes) -> bytes:
-        return self._client.claim(f"{self._keys}/{key}", value)
+        return self._client.claim(f"{_KEYS}/{key}", value)
 
     def look(self, key: str) -> bytes | None:
-        return self._client.look(f"{self._keys}/{key}")
+        return self._client.look(f"{_KEYS}/{key}")
 
     def count(self, key: str) -> int:
-        return self._client.count(f"{self._keys}/{key}")
+        return self._client.count(f"{_KEYS}/{key}")
 
     def delete(self, key: str) -> None:
-        self._client.delete(f"{self._keys}/{key}")
+        self._client.delete(f"{_KEYS}/{key}")
 
     def release(self, key: str) -> None:
-        self._client.release(f"{self._keys}/{key}")
+        self._client.release(f"{_KEYS}/{key}")
 
-    def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
-        reply = self._client.ask(f"{self._keys}/{key}")
-        watch = Watch(self._pulse, rank, save)
+    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
+        reply = self._client.ask(f"{_KEYS}/{key}")
+        watch = Watch(self._pulse, rank, at)
         pause_s, longest_s = self._pulse.period_s, self._pulse.period_s
         if unless is not None:
             pause_s, longest_s = _FIRST_LOOK_S, min(_LAST_LOOK_S, longest_s)
@@ -88,7 +88,6 @@ class Job:
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
-        self._exchanges = 0
         # At exit, if nobody calls ``close``: after the threads that save, if this job was made before them.
         self._leave = weakref.finalize(self, _leave, pulse, client, mine if seat.rank == 0 else None, seat.directory)
         self.rank = seat.rank
@@ -111,7 +110,7 @@ class Job:
     def ballot(self, ordinal: int, step: int, layout: str, target: Path) -> Ballot:
         """Step 2. ``ordinal`` counts the saves of this Checkpointer from 1, also those that fail; ``layout`` is a hash
         of what the ranks must agree on; ``target`` is the final folder. Sends nothing."""
-        self._pulse.save = ordinal
+        self._pulse.reached["save"] = ordinal
         self._previous = Ballot(
             self._seat,
             ordinal,
@@ -134,9 +133,9 @@ class Job:
     def exchange(self, topic: str, value: bytes) -> list[bytes]:
         """Returns the values of all ranks, by rank. Every rank calls it, with the same topic, in the same order.
 
-        Raises RankError, on all ranks, if one is lost."""
-        self._exchanges += 1
-        return exchange(self._seat, self._exchanges, topic, value)
+        Raises RankError, on all ranks, if one is lost or has another topic."""
+        self._pulse.reached["exchange"] += 1
+        return exchange(self._seat, self._pulse.reached["exchange"], topic, value)
 
     def check_owner(self) -> None:
         """Raises SaveError if the folder belongs to another job by now: call it before something is removed there."""
@@ -167,11 +166,12 @@ def _leave(pulse: Pulse, client: Client, mine: Owner | None, directory: Path) ->
     client.close()
 
 
-def join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
-    """``shared`` is the store of the default group. It belongs to training too, so nothing here waits in it."""
-    begin = f"{_KEYS}/join/{shared.add(f'{_KEYS}/joined/{rank}', 1)}"
-    client = client_of(shared, timeout_s)
+def join(store: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
+    """``store`` is that of the default group. It belongs to training too, so nothing here waits in it."""
+    shared = PollingClient(store)
+    client = client_of(store, timeout_s)
     try:
+        begin = f"{_KEYS}/join/{shared.count(f'{_KEYS}/joined/{rank}')}"
         told = _found(client, shared, begin, directory) if rank == 0 else _awaited(shared, begin, timeout_s)
         if "error" in told:
             raise SaveError(f"rank 0 {told['error']}", path=directory, opening=True)
@@ -196,11 +196,12 @@ def join(shared: Any, rank: int, world_size: int, directory: Path, timeout_s: fl
             (directory / told["probe"]).unlink(missing_ok=True)
     pulse.complete = True
     if rank == 0:
-        shared.delete_key(begin)
+        with contextlib.suppress(StoreLost):
+            shared.delete(begin)
     return job
 
 
-def _found(client: Client, shared: Any, begin: str, directory: Path) -> dict[str, Any]:
+def _found(client: Client, shared: Client, begin: str, directory: Path) -> dict[str, Any]:
     """Rank 0: starts a new generation, in the folder and in the store."""
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
     run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
@@ -213,35 +214,35 @@ def _found(client: Client, shared: Any, begin: str, directory: Path) -> dict[str
         removal.sweep(directory, new)
         folders.create(directory / probe).close()
     except OSError as error:
-        shared.set(begin, json.dumps({"error": f"cannot write there: {error.strerror}"}))
+        shared.set(begin, json.dumps({"error": f"cannot write there: {error.strerror}"}).encode())
         raise save_error(error, path=directory, opening=True) from error
-    shared.set(begin, json.dumps(told))
+    shared.set(begin, json.dumps(told).encode())
     return told
 
 
-def _awaited(shared: Any, begin: str, timeout_s: float) -> dict[str, Any]:
+def _awaited(shared: Client, begin: str, timeout_s: float) -> dict[str, Any]:
     """Another rank: returns what rank 0 tells."""
     end = time.monotonic() + ABSENT * timeout_s
     pause_s = 0.001
-    while not shared.check([begin]):
+    while (found := shared.look(begin)) is None:
         if time.monotonic() > end:
             what = f"rank 0 has not opened a Checkpointer for {ABSENT * timeout_s:g} s. Does every rank open it?"
             raise ConfigError(what)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
-    told: dict[str, Any] = json.loads(shared.get(begin))
+    told: dict[str, Any] = json.loads(found)
     return told
 
 
 def _check_same_folder(job: Job, directory: Path, probe: str, theirs: str) -> None:
     """Raises ConfigError, on all ranks, unless every rank sees the file that rank 0 has made."""
     sees = _sees(directory / probe)
-    local = mounts.file_system(directory)[0] if directory.exists() else "no"
-    answers = job.exchange("one folder", json.dumps([sees, os.uname().nodename, str(directory), local]).encode())
-    for rank, (seen, host, path, kind) in enumerate(map(json.loads, answers)):
+    kind = mounts.file_system(directory)[0] if directory.exists() else "no"
+    answers = job.exchange("one folder", json.dumps([sees, os.uname().nodename, str(directory), kind]).encode())
+    for rank, (seen, host, path, on) in enumerate(map(json.loads, answers)):
         if not seen:
             raise ConfigError(
-                f"rank {rank} ({path} on {host}, {kind} file system) does not see the folder of rank 0 ({theirs}): "
+                f"rank {rank} ({path} on {host}, {on} file system) does not see the folder of rank 0 ({theirs}): "
                 "several ranks save into one folder, on a file system that all nodes share"
             )
 

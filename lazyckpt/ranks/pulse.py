@@ -7,11 +7,12 @@ count time in which it did not look, because then it slept itself.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
 
-from lazyckpt.ranks.rounds import RankLost, StoreLost
+from lazyckpt.ranks.rounds import Point, RankLost, StoreLost
 from lazyckpt.ranks.store import Client
 
 BEATS = 8  # in the timeout
@@ -31,7 +32,7 @@ class Pulse:
         self.timeout_s = timeout_s
         self.period_s = timeout_s / BEATS
         self.clock = clock
-        self.save = 0  # the number of the last save that this rank has reached
+        self.reached = {"save": 0, "exchange": 0}  # the number of the last one that this rank has reached
         self.complete = False  # all ranks have begun to beat
         self._beats = 0
         self._stop = threading.Event()
@@ -45,15 +46,12 @@ class Pulse:
 
     def beat(self) -> None:
         self._beats += 1
-        self._client.set(f"{self._keys}/{self._rank}", b"%d %d" % (self._beats, self.save))
+        self._client.set(f"{self._keys}/{self._rank}", json.dumps({"beats": self._beats, **self.reached}).encode())
 
-    def look(self, rank: int) -> tuple[int, int] | None:
-        """The number of beats of a rank, and its last save; None before it joins and once it has closed."""
+    def look(self, rank: int) -> dict[str, int] | None:
+        """The number of beats of a rank, and what it has reached; None before it joins and once it has closed."""
         told = self._client.look(f"{self._keys}/{rank}")
-        if told is None:
-            return None
-        beats, save = told.split()
-        return int(beats), int(save)
+        return None if told is None else json.loads(told)
 
     def stop(self) -> None:
         """Ends the thread, and tells the others that this rank does not take part any more."""
@@ -70,28 +68,29 @@ class Pulse:
 
 
 class Watch:
-    """Watches one rank, as long as somebody waits for what it has to do for a save, by number."""
+    """Watches one rank, as long as somebody waits for what it has to do at a save or an exchange."""
 
-    def __init__(self, pulse: Pulse, rank: int, save: float) -> None:
-        self._pulse, self._rank, self._save = pulse, rank, save
+    def __init__(self, pulse: Pulse, rank: int, at: Point) -> None:
+        self._pulse, self._rank, self._at = pulse, rank, at
         self._seen = 0
         self._looked = pulse.clock()
         self._silent_s = self._absent_s = 0.0
 
     def check(self) -> None:
-        """Raises RankLost if the rank has closed, gives no sign of life, or lives and does not reach the save."""
+        """Raises RankLost if the rank has closed, gives no sign of life, or lives and does not get there."""
         found = self._pulse.look(self._rank)
         now = self._pulse.clock()
         passed_s = min(now - self._looked, 2 * self._pulse.period_s)
         self._looked = now
         if found is None and self._pulse.complete:
             raise RankLost(self._rank, "has closed its Checkpointer")
-        beats, save = found or (0, 0)
-        self._silent_s = self._silent_s + passed_s if beats == self._seen > 0 else 0.0
-        self._seen = beats
+        found = found or dict.fromkeys(("beats", *self._pulse.reached), 0)
+        self._silent_s = self._silent_s + passed_s if found["beats"] == self._seen > 0 else 0.0
+        self._seen = found["beats"]
         if self._silent_s > self._pulse.timeout_s:
             raise RankLost(self._rank, f"has given no sign of life for {self._pulse.timeout_s:g} s (rank_timeout_s)")
-        self._absent_s += passed_s if save < self._save else 0.0
+        self._absent_s += passed_s if found[self._at.kind] < self._at.number else 0.0
         if self._absent_s > ABSENT * self._pulse.timeout_s:
-            what = f"lives, but does not reach this point for {ABSENT * self._pulse.timeout_s:g} s"
-            raise RankLost(self._rank, f"{what} ({ABSENT} times rank_timeout_s). Does every rank call save()?")
+            what = f"lives, but has not reached {self._at.kind} number {self._at.number} for"
+            limit = f"{ABSENT * self._pulse.timeout_s:g} s ({ABSENT} times rank_timeout_s)"
+            raise RankLost(self._rank, f"{what} {limit}. All ranks must make the same calls")

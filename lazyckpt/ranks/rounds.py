@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from lazyckpt.errors import RankError
 
@@ -33,6 +32,13 @@ class RankLost(Exception):
         self.why = why
 
 
+class Point(NamedTuple):
+    """A save or an exchange, by number: what every rank reaches at about the same time."""
+
+    kind: Literal["save", "exchange"]
+    number: int
+
+
 class Store(Protocol):
     """The keys of a job. Every call is one message. Raises StoreLost."""
 
@@ -42,10 +48,10 @@ class Store(Protocol):
     def look(self, key: str) -> bytes | None:
         """Returns the value of a key, or None, at once."""
 
-    def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
+    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
         """Returns the value of ``key`` once ``rank`` has set it, or None once ``unless`` is set.
 
-        Raises RankLost if ``rank`` gives no sign of life, or does not reach this save, by number."""
+        Raises RankLost if ``rank`` gives no sign of life, or does not reach the point ``at``."""
 
     def release(self, key: str) -> None:
         """Ends the request for ``key`` that a ``wait`` without an answer has left behind."""
@@ -93,6 +99,7 @@ class Aborted:
 
 
 _VALUES = b"+"  # before the result of an exchange
+_END = b"\0"  # of the topic, before a value
 
 
 def decode(answer: bytes) -> Aborted | None:
@@ -121,10 +128,10 @@ def unpack(packed: bytes) -> dict[int, bytes]:
 class Round:
     """One question that all ranks answer: its keys, and the way of the answers up the tree."""
 
-    def __init__(self, seat: Seat, name: str, save: float) -> None:
+    def __init__(self, seat: Seat, at: Point) -> None:
         self.seat = seat
-        self._prefix = f"{seat.run}/{seat.generation}/{name}"
-        self._save = save
+        self.at = at
+        self._prefix = f"{seat.run}/{seat.generation}/{at.kind}-{at.number}"
         self.outcome = self.key("outcome")
         self.cause = self.key("cause")  # of an abort, as the first rank saw it
         self.settled = self.key("settled")
@@ -141,7 +148,7 @@ class Round:
         for child in children_of(seat.rank, seat.world_size, seat.fan_in):
             told = None
             try:
-                told = seat.store.wait(self.key(child), rank=child, save=self._save, unless=self.outcome)
+                told = seat.store.wait(self.key(child), rank=child, at=self.at, unless=self.outcome)
             finally:
                 if told is None:
                     seat.store.release(self.key(child))
@@ -163,17 +170,22 @@ class Round:
 def exchange(seat: Seat, number: int, topic: str, value: bytes) -> list[bytes]:
     """Returns the values of all ranks, by rank. Every rank calls it with the same topic and a number that is new.
 
-    Raises RankError, on all ranks, if one of them is lost."""
-    round = Round(seat, f"exchange-{number}", math.inf)
+    Raises RankError, on all ranks, if one of them is lost or has another topic."""
+    round = Round(seat, Point("exchange", number))
     try:
-        told = _exchange(round, value)
+        told = _exchange(round, topic.encode() + _END + value)
     except StoreLost as error:
         told = Aborted(seat.rank, f"lost the store: {error}").encode()
     round.finish()
     if (aborted := decode(told)) is not None:
         raise RankError(aborted.why, rank=aborted.rank, path=seat.directory, agreeing_on=topic)
-    values = unpack(told.removeprefix(_VALUES))
-    return [values[rank] for rank in range(seat.world_size)]
+    values = []
+    for rank, entry in sorted(unpack(told.removeprefix(_VALUES)).items()):
+        theirs, _, found = entry.partition(_END)
+        if theirs.decode() != topic:
+            raise RankError(f"is at {theirs.decode()!r}", rank=rank, path=seat.directory, agreeing_on=topic)
+        values.append(found)
+    return values
 
 
 def _exchange(round: Round, value: bytes) -> bytes:
@@ -183,7 +195,7 @@ def _exchange(round: Round, value: bytes) -> bytes:
             if seat.rank == 0:
                 return seat.store.claim(round.outcome, _VALUES + pack(values))
             seat.store.claim(round.key(seat.rank), pack(values))
-        told = seat.store.wait(round.outcome, rank=0, save=math.inf)
+        told = seat.store.wait(round.outcome, rank=0, at=round.at)
         assert told is not None
         return told
     except RankLost as lost:

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
 from lazyckpt.errors import RankError
-from lazyckpt.ranks.rounds import Aborted, RankLost, Round, Seat, StoreLost, decode, pack
+from lazyckpt.ranks.rounds import Aborted, Point, RankLost, Round, Seat, StoreLost, decode, pack
 
 COMMITTED = json.dumps({"committed": True}).encode()
 
@@ -87,8 +86,7 @@ class Ballot:
         previous: Ballot | None = None,
     ) -> None:
         self._seat = seat
-        self._round = Round(seat, str(ordinal), ordinal)
-        self._ordinal = ordinal
+        self._round = Round(seat, Point("save", ordinal))
         self._begin: dict[str, object] = {"ordinal": ordinal, "step": step, "layout": layout}
         self._step = step
         self._target = target
@@ -114,7 +112,7 @@ class Ballot:
         """Returns the name of the staged folder and the note, once rank 0 has begun. Refuses another ordinal, step or
         layout."""
         with self._certain_abort():
-            told = self._seat.store.wait(self._round.key("begin"), rank=0, save=self._ordinal)
+            told = self._seat.store.wait(self._round.key("begin"), rank=0, at=self._round.at)
             assert told is not None
             if (aborted := decode(told)) is not None:
                 raise RankLost(aborted.rank, aborted.why)
@@ -197,7 +195,7 @@ class Ballot:
         """Other ranks: returns once the checkpoint is committed."""
         if self._answer is None:
             try:
-                told = self._seat.store.wait(self._round.outcome, rank=0, save=-math.inf)
+                told = self._seat.store.wait(self._round.outcome, rank=0, at=self._round.at)
                 assert told is not None
                 self._answered(decode(told) or True)
             except RankLost as lost:

@@ -18,7 +18,7 @@ from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import is_dtensor
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.reading.archive import Archive, Slot
+from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, Restored, hand_over, misfit
 from lazyckpt.reading.restore_shards import Shards, scatter
 from lazyckpt.reading.team import ALONE, Team
@@ -183,41 +183,27 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
     if archive.filled:
         return {}, {}
     keys = {slot.final._cdata: key for key, slot in archive.slots.items() if slot.final is not None}
-    found, storages, where = [], [], []
-    for landing in landings:  # once: most of the time goes into loading each tensor into the cache
-        saved, live = landing.saved, landing.live
-        if (key := keys.get(saved.untyped_storage()._cdata)) is not None:
-            storage = live.untyped_storage()
-            address = devices.data_ptr(storage) + int(live.storage_offset()) * live.element_size()
-            found.append((key, address, _is_whole(archive.slots[key], saved, live), landing))
-            storages.append(storage)
-            where.append(live.device)
-    located = devices.locate(storages, where, archive.engine) or [devices.HOST] * len(found)
+    saved, live = [landing.saved for landing in landings], [landing.live for landing in landings]
+    identities, storages, offsets, whole = _engine.look_at_landings(saved, live)
+    found = list(map(keys.get, identities))
+    where = [tensor.device for tensor in live]
+    located = devices.locate(storages, where, archive.engine) or [devices.HOST] * len(live)
     places: dict[str, tuple[int, int]] = {}
     owners: dict[tuple[int, int], str] = {}
     refused = set()
-    for (key, address, is_whole, _), device in zip(found, located, strict=True):
-        place = address, device
+    for key, storage, offset, is_whole, device in zip(found, storages, offsets, whole, located, strict=True):
+        if key is None:
+            continue
+        place = devices.data_ptr(storage) + offset, device
         owner = owners.setdefault(place, key)
         if not is_whole or device == devices.ELSEWHERE:
             refused.add(key)
         if owner != key or places.setdefault(key, place) != place:
             refused |= {owner, key}
-    times = Counter(key for key, *_ in found)
+    times = Counter(found)
     elsewhere = {
         key: place
         for key, place in places.items()
         if key not in refused and archive.slots[key].references == times[key]  # all that views it lands
     }
-    return elsewhere, {id(landing.saved): landing.live for key, *_, landing in found if key in elsewhere}
-
-
-def _is_whole(slot: Slot, saved: torch.Tensor, live: torch.Tensor) -> bool:
-    """Whether both tensors show the bytes of the storage, all of them, in order and as they are."""
-    return (
-        saved.nbytes == slot.record.nbytes > 0
-        and saved.is_contiguous()
-        and live.is_contiguous()
-        and saved.is_conj() == live.is_conj()
-        and saved.is_neg() == live.is_neg()
-    )
+    return elsewhere, {id(tensor): to for key, tensor, to in zip(found, saved, live, strict=True) if key in elsewhere}

@@ -88,7 +88,8 @@ def read_whole(shards: InertShards, dtype: torch.dtype, engine: _engine.Engine) 
 def part_of(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
     """A view of a part of a tensor."""
     for dimension, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
-        tensor = tensor.narrow(dimension, begin, length)
+        if length != tensor.shape[dimension]:  # sparse tensors can only be taken whole
+            tensor = tensor.narrow(dimension, begin, length)
     return tensor
 
 

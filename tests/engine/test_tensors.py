@@ -159,3 +159,30 @@ assert other.ident is not None, "nothing was looked up"
 other.join()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+PAIRS: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {
+    "alike": (torch.ones(2, 3), torch.zeros(2, 3), True),
+    "into a part of a buffer": (torch.ones(4), torch.zeros(9)[3:7], True),
+    "empty": (torch.ones(0), torch.zeros(0), False),
+    "a part of what was saved": (torch.ones(9)[:4], torch.zeros(4), False),
+    "saved in another order": (torch.ones(2, 3).t(), torch.zeros(3, 2), False),
+    "live in another order": (torch.ones(3, 2), torch.zeros(2, 3).t(), False),
+    "saved as a conjugate": (torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(2, dtype=torch.complex64), False),
+    "live negated": (torch.ones(2), torch._neg_view(torch.zeros(2)), False),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_where_a_saved_storage_can_be_read_to_whole(kind: str) -> None:
+    saved, live, expected = PAIRS[kind]
+    identities, storages, offsets, whole = _engine.look_at_landings([saved], [live])
+    assert identities == [saved.untyped_storage()._cdata] and list(whole) == [expected]
+    assert storages[0].data_ptr() + offsets[0] == live.data_ptr()
+
+
+def test_landings_are_pairs_of_tensors() -> None:
+    with pytest.raises(ValueError, match="length"):
+        _engine.look_at_landings([torch.ones(1)], [])
+    with pytest.raises(NotImplementedError):
+        _engine.look_at_landings([torch.ones(1)], [torch.ones(1).to_sparse()])

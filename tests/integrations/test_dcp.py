@@ -24,6 +24,7 @@ if not dist.is_available():
     pytest.skip("this torch has no distributed", allow_module_level=True)
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from processes import Died, Ranks, die  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import WriteItem  # noqa: E402
@@ -39,7 +40,6 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 
 import lazyckpt  # noqa: E402
 from lazyckpt.integrations.dcp import LazyStorageReader, LazyStorageWriter  # noqa: E402
-from ranks import Died, Ranks, die  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -203,6 +203,10 @@ def test_every_engine_reads_and_writes_what_plain_dcp_does(kind: str, world: int
     ranks.run(world, saves_as_plain_dcp, kind, str(tmp_path))
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {f"{engine}-{n}" for engine in ("plain", "sync", "async") for n in range(3)}
+
+
+def test_torchs_tools_convert_a_checkpoint_with_lazyckpt_uninstalled(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, saves_as_plain_dcp, "fsdp", str(tmp_path))
     converted = without_lazyckpt(
         "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save\n"
         "import torch\n"
@@ -347,6 +351,29 @@ def changes_everything(folder: str) -> None:
 
 def test_a_snapshot_is_of_its_moment_whatever_becomes_of_the_state(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, changes_everything, str(tmp_path))
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_without_a_page_witness_the_wait_for_the_future_gives_the_verdict(written: bool, tmp_path: Path) -> None:
+    """The main thread owes the verdict, and ``result()`` of torch's future is no call of ours."""
+    weight = torch.nn.Parameter(torch.randn(500, 500))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    before = weight.detach().clone()
+    with lazyckpt.Saver(witness="versions") as saver, torch.no_grad():
+        writer = LazyStorageWriter(tmp_path / "step", saver=saver)
+        future = dcp.async_save({"the weight": weight}, storage_writer=writer, no_dist=True)
+        if written:
+            weight.add_(1)
+        failed = why(lambda: future.result(timeout=60))
+    if failed:
+        assert written and "the weight was written to" in failed
+        assert not (tmp_path / "step").exists()
+    else:  # perhaps it was copied before the write
+        found = {"the weight": torch.zeros(500, 500)}
+        dcp.load(found, checkpoint_id=tmp_path / "step", no_dist=True)
+        assert torch.equal(found["the weight"], before)
 
 
 class Halving(DefaultSavePlanner):

@@ -161,7 +161,10 @@ promise(
     ),
     (
         "the keys of all generations are the same",
-        py("Round.__init__", swap("f'{seat.run}/{seat.generation}/{name}'", "f'{seat.run}/{name}'")),
+        py(
+            "Round.__init__",
+            swap("f'{seat.run}/{seat.generation}/{at.kind}-{at.number}'", "f'{seat.run}/{at.kind}-{at.number}'"),
+        ),
         "test_votes.py::test_a_stale_rank_of_an_older_generation_has_no_vote",
     ),
     (

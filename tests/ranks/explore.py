@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from lazyckpt.errors import RankError
-from lazyckpt.ranks.rounds import RankLost, Seat, StoreLost
+from lazyckpt.ranks.rounds import Point, RankLost, Seat, StoreLost
 from lazyckpt.ranks.votes import Ballot
 
 FINAL = "final"
@@ -133,7 +133,7 @@ class FakeStore:
 
     release = delete
 
-    def wait(self, key: str, *, rank: int, save: float, unless: str | None = None) -> bytes | None:
+    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
         world = self._world
 
         def gone() -> None:

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ranks
+from processes import RankError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,12 +28,6 @@ import lazyckpt
 from lazyckpt.pipeline import persist
 from lazyckpt.providers import rng, training
 from lazyckpt.ranks import store
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 class Net(torch.nn.Module):
@@ -105,7 +98,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def save(rank: int, folder: Path, kind: str, steps: int = 2) -> Any:
+def save(folder: Path, kind: str, steps: int = 2) -> Any:
     model, optimizer = built(kind)
     with lazyckpt.Checkpointer(folder) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
@@ -116,7 +109,7 @@ def save(rank: int, folder: Path, kind: str, steps: int = 2) -> Any:
         return str(handle.result()), expected, handle.metrics.eager_bytes / handle.metrics.bytes
 
 
-def restore(rank: int, folder: Path, kind: str, steps: int = 0) -> Any:
+def restore(folder: Path, kind: str, steps: int = 0) -> Any:
     """Restores into new objects, or into some that have trained."""
     model, optimizer = built(kind)
     trained(model, optimizer, steps)
@@ -125,8 +118,8 @@ def restore(rank: int, folder: Path, kind: str, steps: int = 0) -> Any:
         return ckpt.restore(), state_of(model, optimizer)
 
 
-def test_every_rank_gets_the_same_answer_and_torch_reads_it(two, tmp_path):
-    (path, expected, _), (path_1, _, _) = two.run(save, tmp_path / "run", "fsdp")
+def test_every_rank_gets_the_same_answer_and_torch_reads_it(ranks, tmp_path):
+    (path, expected, _), (path_1, _, _) = ranks.run(2, save, tmp_path / "run", "fsdp")
     assert path == path_1 == str(tmp_path / "run/step-00000002")
     assert sorted(os.listdir(path)) == sorted(
         (".metadata", ".lazyckpt-lock", "__0_0.distcp", "__1_0.distcp", "manifest.json")
@@ -148,51 +141,50 @@ dcp_to_torch_save(sys.argv[1], sys.argv[2])
 
 @pytest.mark.parametrize("saved", ["fsdp", "tp"])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_two_ranks_restore_what_two_ranks_saved(two, tmp_path, saved, steps):
-    (_, expected, _), _ = two.run(save, tmp_path / "run", saved)
+def test_two_ranks_restore_what_two_ranks_saved(ranks, tmp_path, saved, steps):
+    (_, expected, _), _ = ranks.run(2, save, tmp_path / "run", saved)
     for kind in ("fsdp", "tp", "plain"):
-        for step, found in two.run(restore, tmp_path / "run", kind, steps):
+        for step, found in ranks.run(2, restore, tmp_path / "run", kind, steps):
             assert step == 2
             assert equal(found, expected), kind
 
 
-def test_one_process_restores_what_two_ranks_saved(two, tmp_path):
-    (_, expected, _), _ = two.run(save, tmp_path / "run", "fsdp")
+def test_one_process_restores_what_two_ranks_saved(ranks, tmp_path):
+    (_, expected, _), _ = ranks.run(2, save, tmp_path / "run", "fsdp")
     with pytest.warns(UserWarning, match="was saved by 2 ranks"):
-        step, found = restore(0, tmp_path / "run", "plain")
+        step, found = restore(tmp_path / "run", "plain")
     assert step == 2
     assert equal(found, expected)
 
 
-def test_sharded_models_restore_what_one_process_saved(two, tmp_path):
-    path, expected, _ = save(0, tmp_path / "run", "plain")
+def test_sharded_models_restore_what_one_process_saved(ranks, tmp_path):
+    path, expected, _ = save(tmp_path / "run", "plain")
     assert sorted(os.listdir(path)) == ["manifest.json", "state.pt"]
     for steps in (0, 1):
         for kind in ("fsdp", "tp"):
-            for step, found in two.run(restore, tmp_path / "run", kind, steps):
+            for step, found in ranks.run(2, restore, tmp_path / "run", kind, steps):
                 assert step == 2
                 assert equal(found, expected), kind
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_other_numbers_of_ranks_restore_it(two, tmp_path, world):
-    (_, expected, _), _ = two.run(save, tmp_path / "run", "fsdp")
-    with Ranks(world) as ranks:
-        for step, found in ranks.run(restore, tmp_path / "run", "fsdp"):
-            assert step == 2
-            assert equal(found, expected)
-        if world == 4:
-            (path, expected, _), *_ = ranks.run(save, tmp_path / "hsdp", "hsdp")
-            sizes = [os.path.getsize(Path(path) / f"__{rank}_0.distcp") for rank in range(4)]
-            assert max(sizes) < 0.6 * sum(sizes)  # replicas share the work
+def test_other_numbers_of_ranks_restore_it(ranks, tmp_path, world):
+    (_, expected, _), _ = ranks.run(2, save, tmp_path / "run", "fsdp")
+    for step, found in ranks.run(world, restore, tmp_path / "run", "fsdp"):
+        assert step == 2
+        assert equal(found, expected)
     if world == 4:
-        for _, found in two.run(restore, tmp_path / "hsdp", "tp"):
+        (path, expected, _), *_ = ranks.run(4, save, tmp_path / "hsdp", "hsdp")
+        sizes = [os.path.getsize(Path(path) / f"__{rank}_0.distcp") for rank in range(4)]
+        assert max(sizes) < 0.6 * sum(sizes)  # replicas share the work
+        for _, found in ranks.run(2, restore, tmp_path / "hsdp", "tp"):
             assert equal(found, expected)
 
 
-def run_on(rank: int, folder: Path, steps: int, save_at: int | None) -> Any:
+def run_on(folder: Path, steps: int, save_at: int | None) -> Any:
     """Trains with random numbers and a loader of each rank's own, from the newest checkpoint on."""
     model, optimizer = built("fsdp")
+    rank = dist.get_rank()
     torch.manual_seed(100 + rank)
     data = torch.utils.data.TensorDataset(torch.randn(40, 33, generator=torch.Generator().manual_seed(rank)))
     losses = []
@@ -214,10 +206,10 @@ def run_on(rank: int, folder: Path, steps: int, save_at: int | None) -> Any:
     return losses, state_of(model, optimizer)
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(two, tmp_path):
-    whole_run = two.run(run_on, tmp_path / "whole", 8, None)
-    two.run(run_on, tmp_path / "run", 5, 4)
-    resumed = two.run(run_on, tmp_path / "run", 8, None)
+def test_a_resumed_run_equals_the_uninterrupted_one(ranks, tmp_path):
+    whole_run = ranks.run(2, run_on, tmp_path / "whole", 8, None)
+    ranks.run(2, run_on, tmp_path / "run", 5, 4)
+    resumed = ranks.run(2, run_on, tmp_path / "run", 8, None)
     for (losses, state), (rest, resumed_state) in zip(whole_run, resumed, strict=True):
         assert losses[4:] == rest
         for buffer in Net().norm.state_dict().keys() - dict(Net().norm.named_parameters()):
@@ -226,14 +218,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one(two, tmp_path):
     assert whole_run[0][0] != whole_run[1][0]  # each rank has numbers and batches of its own
 
 
-def test_steady_saves_use_no_collective_and_stay_lazy(two, tmp_path):
-    for collectives, calls, eager in two.run(count_calls, tmp_path / "run"):
+def test_steady_saves_use_no_collective_and_stay_lazy(ranks, tmp_path):
+    for collectives, calls, eager in ranks.run(2, count_calls, tmp_path / "run"):
         assert collectives == []
         assert calls == []
         assert eager < 0.03
 
 
-def count_calls(rank: int, folder: Path) -> Any:
+def count_calls(folder: Path) -> Any:
     """What ``save`` calls of torch.distributed and of its store, from the second save on."""
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -276,7 +268,7 @@ def count_calls(rank: int, folder: Path) -> Any:
 # what goes wrong
 
 
-def two_saves(rank: int, folder: Path, fault: str) -> Any:
+def two_saves(folder: Path, fault: str) -> Any:
     """A good save, one that fails on rank 1, and another good one. Returns what was told, by step."""
     model, optimizer = built("fsdp")
     told = {}
@@ -285,9 +277,10 @@ def two_saves(rank: int, folder: Path, fault: str) -> Any:
         for step in (1, 2, 3):
             trained(model, optimizer, 1)
             with pytest.MonkeyPatch.context() as patch:
-                if rank == 1 and step == 2:
+                faulty = dist.get_rank() == 1 and step == 2
+                if faulty:
                     FAULTS[fault](patch, ckpt)
-                handle = ckpt.save(step + 7 * (rank == 1 and step == 2 and fault == "another step"))
+                handle = ckpt.save(step + 7 * (faulty and fault == "another step"))
                 try:
                     told[step] = handle.result().name
                 except lazyckpt.SaveError as error:
@@ -318,8 +311,8 @@ FAULTS = {"full disk": _full_disk, "unpicklable": _unpicklable, "another step": 
         ("another step", "rank 1 saves step 9 .*rank 0 saves step 2"),
     ],
 )
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(two, tmp_path, fault, why):
-    for rank, told in enumerate(two.run(two_saves, tmp_path / "run", fault)):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(ranks, tmp_path, fault, why):
+    for rank, told in enumerate(ranks.run(2, two_saves, tmp_path / "run", fault)):
         assert told[1] == "step-00000001"
         assert re.search(why, told[2], re.DOTALL) or (rank == 1 and fault != "another step"), told[2]
         assert "Error" in told[2]
@@ -340,19 +333,19 @@ def damage(folder: Path, file: str) -> None:
         handle.write(bytes([byte[0] ^ 4]))
 
 
-def test_damage_that_one_rank_sees_makes_all_go_back(two, tmp_path):
-    two.run(save, tmp_path / "run", "fsdp", 2)
-    (_, expected, _), _ = two.run(save, tmp_path / "run", "fsdp", 3)
-    (path, _, _), _ = two.run(save, tmp_path / "run", "fsdp", 4)
+def test_damage_that_one_rank_sees_makes_all_go_back(ranks, tmp_path):
+    ranks.run(2, save, tmp_path / "run", "fsdp", 2)
+    (_, expected, _), _ = ranks.run(2, save, tmp_path / "run", "fsdp", 3)
+    (path, _, _), _ = ranks.run(2, save, tmp_path / "run", "fsdp", 4)
     damage(Path(path), "__1_0.distcp")
-    for step, found in two.run(restore, tmp_path / "run", "fsdp"):
+    for step, found in ranks.run(2, restore, tmp_path / "run", "fsdp"):
         assert step == 3
         assert equal(found, expected)
 
 
-def misfit(rank: int, folder: Path) -> str:
+def misfit(folder: Path) -> str:
     model, optimizer = built("fsdp")
-    if rank == 1:
+    if dist.get_rank() == 1:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     before = state_of(model, optimizer)
     with lazyckpt.Checkpointer(folder) as ckpt:
@@ -363,40 +356,53 @@ def misfit(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_does_not_fit_on_one_rank_touches_nothing_on_any(two, tmp_path):
-    two.run(save, tmp_path / "run", "fsdp")
-    told = two.run(misfit, tmp_path / "run")
+def test_what_does_not_fit_on_one_rank_touches_nothing_on_any(ranks, tmp_path):
+    ranks.run(2, save, tmp_path / "run", "fsdp")
+    told = ranks.run(2, misfit, tmp_path / "run")
     assert "parameter groups" in told[1]
     assert "rank 1" in told[0]
     assert "parameter groups" in told[0]
 
 
-def saves_until_killed(rank: int, folder: Path) -> None:
+def saves_until_killed(folder: Path, victim: int, sent: int) -> Any:
+    """Saves all the time. One rank gets a signal after the third checkpoint; returns what the other's saves came to."""
     model, optimizer = built("fsdp")
-    with lazyckpt.Checkpointer(folder, rank_timeout_s=2.0, on_error="warn", keep_last=2) as ckpt:
+    told = []
+    end = time.monotonic() + 5
+    with contextlib.suppress(lazyckpt.LazyCkptError), lazyckpt.Checkpointer(folder, rank_timeout_s=2.0) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
-        ckpt.restore()
         for step in range(1, 1000):
-            with contextlib.suppress(lazyckpt.SaveError):
+            if step == 3:
+                threading.Thread(target=_strike, args=(folder, victim, sent), daemon=True).start()
+            try:
                 ckpt.save(step)
+            except lazyckpt.SaveError as error:
+                told.append(str(error))
+                if time.monotonic() > end:
+                    break
+    return told
+
+
+def _strike(folder: Path, victim: int, sent: int) -> None:
+    while not (folder / "step-00000003").exists():
+        time.sleep(0.001)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), sent)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_sleeps_leaves_whole_checkpoints(two, tmp_path, victim, sent):
-    with Ranks(2) as ranks:
-        ranks.start(saves_until_killed, tmp_path / "run")
-        end = time.monotonic() + 60
-        while not (tmp_path / "run/step-00000003").exists() and time.monotonic() < end:
-            time.sleep(0.005)
-        os.kill(ranks.processes[victim].pid, sent)
-        time.sleep(3)
-        for process in ranks.processes:
-            process.kill()
-    (step, _), (other, _) = two.run(restore, tmp_path / "run", "fsdp")
-    assert step == other >= 2
+def test_a_rank_that_dies_or_sleeps_leaves_whole_checkpoints(ranks, tmp_path, victim, sent):
+    try:
+        told = ranks.run(2, saves_until_killed, tmp_path / "run", victim, sent, timeout_s=15)[1 - victim]
+    except RankError:  # the one that sleeps never answers
+        told = None
+    if told is not None:
+        assert f"rank {victim}" in " ".join(told) or "lost the store" in " ".join(told)  # which rank 0 serves
+    (step, _), (other, _) = ranks.run(2, restore, tmp_path / "run", "fsdp")
+    assert step == other >= 3
     assert lazyckpt.verify(tmp_path / "run").ok
     for name in os.listdir(tmp_path / "run"):
         if name.startswith("step-"):
-            told = json.loads((tmp_path / "run" / name / "manifest.json").read_text())
-            assert {file["writers"][0] for file in told["files"]} == {0, 1}
+            manifest = json.loads((tmp_path / "run" / name / "manifest.json").read_text())
+            assert {file["writers"][0] for file in manifest["files"]} == {0, 1}

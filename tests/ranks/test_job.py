@@ -15,7 +15,9 @@ from lazyckpt.errors import ConfigError, LazyCkptError, RankError, SaveError
 from lazyckpt.ranks import job as jobs
 from lazyckpt.ranks.job import Job, join
 from lazyckpt.storage import folders, owner
+from lazyckpt.storage.manifest import folder_name
 from lazyckpt.storage.owner import OWNER, Owner
+from ranks import actor
 
 Run = Callable[[Job], Any]
 
@@ -63,6 +65,33 @@ def test_every_rank_gets_the_values_of_all(tmp_path: Path) -> None:
     assert store.num_keys() == keys
 
 
+def test_no_key_is_left_of_many_saves_committed_or_not(tmp_path: Path) -> None:
+    store = HashStore()
+    found = joined(store, 3, tmp_path)
+    keys = store.num_keys()
+
+    def save(rank: int) -> list[str]:
+        answers = []
+        for ordinal in range(1, 61):
+            if rank == ordinal % 7:
+                ballot = found[rank].ballot(ordinal, ordinal % 2, "layout", tmp_path / folder_name(ordinal % 2))
+                ballot.refuse("no memory")
+                answers.append("aborted")
+                continue
+            try:
+                actor.save(found[rank], ordinal, ordinal % 2)
+                answers.append("committed")
+            except RankError as error:
+                assert error.rank == ordinal % 7 and "failed: no memory" in str(error)
+                answers.append("aborted")
+        return answers
+
+    answers = run(3, save)
+    assert answers == [["aborted" if ordinal % 7 < 3 else "committed" for ordinal in range(1, 61)]] * 3
+    assert store.num_keys() == keys
+    assert sorted(os.listdir(tmp_path)) == [OWNER, "step-00000000", "step-00000001"]
+
+
 def test_an_exchange_names_the_rank_that_has_left(tmp_path: Path) -> None:
     found = joined(HashStore(), 3, tmp_path, timeout_s=0.4)
     found[2].close()
@@ -70,6 +99,16 @@ def test_an_exchange_names_the_rank_that_has_left(tmp_path: Path) -> None:
     for error in errors:
         assert isinstance(error, RankError) and error.rank == 2
         assert str(error) == f"{tmp_path}: the ranks do not agree on the layout: rank 2 has closed its Checkpointer"
+
+
+def test_an_exchange_of_different_things_is_told_to_all(tmp_path: Path) -> None:
+    found = joined(HashStore(), 3, tmp_path)
+    errors = run(3, lambda rank: found[rank].exchange("restore" if rank == 1 else "layout", b""))
+    assert [str(error).partition(": ")[2] for error in errors] == [
+        "the ranks do not agree on layout: rank 1 is at 'restore'",
+        "the ranks do not agree on restore: rank 0 is at 'layout'",
+        "the ranks do not agree on layout: rank 1 is at 'restore'",
+    ]
 
 
 def test_a_folder_that_only_one_node_sees_is_refused_on_all_ranks(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from lazyckpt.ranks.pulse import ABSENT, BEATS, Pulse, Watch
-from lazyckpt.ranks.rounds import RankLost
+from lazyckpt.ranks.rounds import Point, RankLost
 from lazyckpt.ranks.store import PollingClient
 
 TIMEOUT_S = 80.0
 PERIOD_S = TIMEOUT_S / BEATS
+SAVE = Point("save", 0)
 
 
 class Machine:
@@ -37,19 +38,19 @@ def machine() -> Machine:
 
 
 def test_a_rank_that_beats_may_take_as_long_as_it_needs(machine: Machine) -> None:
-    machine.rank_0.save = 3
-    machine.watch(100 * TIMEOUT_S, Watch(machine.rank_1, 0, save=3), beats=True)
+    machine.rank_0.reached["save"] = 3
+    machine.watch(100 * TIMEOUT_S, Watch(machine.rank_1, 0, SAVE._replace(number=3)), beats=True)
 
 
 def test_a_rank_without_a_beat_is_lost_after_the_timeout(machine: Machine) -> None:
-    watch = Watch(machine.rank_1, 0, save=0)
+    watch = Watch(machine.rank_1, 0, SAVE._replace(number=0))
     machine.watch(TIMEOUT_S, watch, beats=False)
     with pytest.raises(RankLost, match="rank 0 has given no sign of life for 80 s"):
         machine.watch(2 * PERIOD_S, watch, beats=False)
 
 
 def test_one_beat_is_enough_to_be_alive(machine: Machine) -> None:
-    watch = Watch(machine.rank_1, 0, save=0)
+    watch = Watch(machine.rank_1, 0, SAVE._replace(number=0))
     for _ in range(5):
         machine.watch(TIMEOUT_S, watch, beats=False)
         machine.rank_0.beat()
@@ -57,31 +58,39 @@ def test_one_beat_is_enough_to_be_alive(machine: Machine) -> None:
 
 def test_a_rank_that_lives_and_does_not_save_is_lost_later(machine: Machine) -> None:
     """One that forgot to call save() would keep the others for ever."""
-    machine.rank_0.save = 2
-    watch = Watch(machine.rank_1, 0, save=3)
+    machine.rank_0.reached["save"] = 2
+    watch = Watch(machine.rank_1, 0, SAVE._replace(number=3))
     machine.watch(ABSENT * TIMEOUT_S, watch, beats=True)
-    with pytest.raises(RankLost, match="rank 0 lives, but does not reach this point for 400 s"):
+    with pytest.raises(RankLost, match="rank 0 lives, but has not reached save number 3 for 400 s"):
         machine.watch(2 * PERIOD_S, watch, beats=True)
+
+
+def test_a_rank_that_waits_in_the_same_exchange_is_not_blamed(machine: Machine) -> None:
+    """It waits for another one, and will blame that."""
+    machine.rank_0.reached["exchange"] = 1
+    machine.watch(10 * ABSENT * TIMEOUT_S, Watch(machine.rank_1, 0, Point("exchange", 1)), beats=True)
+    with pytest.raises(RankLost, match="has not reached exchange number 2"):
+        machine.watch(2 * ABSENT * TIMEOUT_S, Watch(machine.rank_1, 0, Point("exchange", 2)), beats=True)
 
 
 def test_a_rank_that_has_closed_is_lost_at_once(machine: Machine) -> None:
     machine.rank_0.stop()
     with pytest.raises(RankLost, match="rank 0 has closed its Checkpointer"):
-        Watch(machine.rank_1, 0, save=1).check()
+        Watch(machine.rank_1, 0, SAVE._replace(number=1)).check()
 
 
 def test_a_rank_that_has_not_joined_yet_is_not_taken_for_one_that_has_closed(machine: Machine) -> None:
     machine.rank_1.complete = False
     machine.rank_0.stop()
-    watch = Watch(machine.rank_1, 0, save=1)
+    watch = Watch(machine.rank_1, 0, SAVE._replace(number=1))
     machine.watch(ABSENT * TIMEOUT_S, watch, beats=False)
-    with pytest.raises(RankLost, match="does not reach this point"):
+    with pytest.raises(RankLost, match="has not reached save number 1"):
         machine.watch(2 * PERIOD_S, watch, beats=False)
 
 
 def test_a_watcher_that_slept_blames_nobody(machine: Machine) -> None:
     """A stopped job, or a process that a debugger held, wakes up before the others have beaten again."""
-    watch = Watch(machine.rank_1, 0, save=1)
+    watch = Watch(machine.rank_1, 0, SAVE._replace(number=1))
     for _ in range(3):
         machine.now += 1e6
         watch.check()

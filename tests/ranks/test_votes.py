@@ -142,7 +142,7 @@ def test_the_tree_reaches_every_rank_once_with_few_children() -> None:
 
 def voted(world: World, rank: int) -> bool:
     """Whether the vote of a rank has reached the store."""
-    return any(name == f"claim run/1/1/{rank}" for name, _ in world.actors[rank].heard)
+    return any(name == f"claim run/1/save-1/{rank}" for name, _ in world.actors[rank].heard)
 
 
 def test_a_rank_that_dies_before_its_vote_aborts_the_save_and_one_that_dies_later_does_not() -> None:
