@@ -78,7 +78,7 @@ class Folder:
             wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
             for item in create_read_items_for_chunk_list(name, entry.described, [wanted]):
                 target = part_of(local.detach(), item.dest_offsets, item.lengths)
-                file, place = entry.items[tuple(item.storage_index.offset)]
+                file, place = entry.items[tuple(item.storage_index.offset or ())]
                 by_file.setdefault(file, []).append(Part(name, place, tuple(item.storage_offsets), target))
         for file, parts in by_file.items():
             read_parts(self.path / file, parts, engine)

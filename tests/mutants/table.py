@@ -41,6 +41,7 @@ CRASHES = "test_in_place.py::test_a_crash_leaves_one_checkpoint_or_none_that_loa
 WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
 TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
 WITNESS = "test_page_witness.py::test_a_write_to_any_watched_page_fails_the_checkpoint"
+ITEMS = "test_folders.py::test_verify_names_the_file_and_the_item_of_every_flipped_bit"
 VERIFY = (
     "test_cli.py::test_verify_names_the_damaged_record_and_its_tensor "
     "test_cli.py::test_verify_of_damage_outside_the_records"
@@ -471,6 +472,11 @@ promise(
     README,
     "A flipped bit is found by lazyckpt.load, restore(), lazyckpt verify and unzip -t.",
     (
+        "an item that does not begin as an archive is taken for bytes without a checksum",
+        py("records_at", swap("is_archive(...)", "file.read(place.offset, 4) == b'PK\\3\\4'")),
+        ITEMS,
+    ),
+    (
         "a record's checksum is not compared",
         py("reading.ranges", swap("bad", "False")),
         "test_functional.py::test_a_damaged_record_is_named "
@@ -703,6 +709,41 @@ promise(
         "tensors of safetensors may overlap, with gaps between them",
         py("safetensors.read_header", swap("info.record.offset != end", "False")),
         "test_safetensors.py",
+    ),
+)
+
+promise(
+    SECURITY,
+    "The index of a sharded checkpoint is read without running code, and checked before anything is allocated.",
+    (
+        "the index may name any class",
+        py("shard_metadata._Unpickler.find_class", body("return super().find_class(module, name)")),
+        attacks("sharded.metadata_is_a_gadget"),
+    ),
+    (
+        "tuples of a pickle may be nested for ever",
+        py("BoundedUnpickler.load_any_tuple", body("load(self)")),
+        attacks("sharded.metadata_is_nested", "sharded.metadata_hashes_for_ever"),
+    ),
+    (
+        "items may overlap, and lie anywhere",
+        py("check_places", body("pass")),
+        "test_shard_checks.py::test_items_that_share_bytes_are_refused",
+    ),
+    (
+        "parts of a tensor may overlap",
+        py("shard_checks._overlap", body("return None")),
+        "test_shard_checks.py::test_a_part_that_is_missing_moved_or_there_twice_is_refused",
+    ),
+    (
+        "a tensor may be larger than the items that hold it",
+        py("check_tensor", never_raises("ValueError")),
+        "test_shard_checks.py::test_an_item_holds_as_many_bytes_as_its_part",
+    ),
+    (
+        "an item may lie in any file",
+        py("shard_metadata._is_in_folder", body("return True")),
+        "test_folders.py::test_an_index_leads_to_no_file_outside_of_its_folder",
     ),
 )
 

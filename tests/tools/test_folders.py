@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -226,6 +227,23 @@ def test_what_is_missing_or_cut_short_is_damage(copies: Path) -> None:
     (copies / "rows/.metadata").unlink()
     assert "their save did not end" in fails(2, "verify", copies / "rows")
     assert "their save did not end" in fails(2, "inspect", copies / "rows")
+
+
+def test_an_index_leads_to_no_file_outside_of_its_folder(copies: Path) -> None:
+    """Not even to one that is whole."""
+    (copies / "rows/__1_0.distcp").rename(copies / "__1_0.distcp")
+    index = copies / "rows/.metadata"
+    metadata = pickle.loads(index.read_bytes())
+    for name in ("../__1_0.distcp", str(copies / "__1_0.distcp"), "../rows/../__1_0.distcp"):
+        for info in metadata.storage_data.values():
+            if info.relative_path.endswith("__1_0.distcp"):
+                info.relative_path = name
+        index.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CorruptFileError, match=r"bytes at offset .* of file"):
+            lazyckpt.load(copies / "rows", key="model")
+        for words in (["inspect"], ["convert", copies / "x.pt"], ["diff", copies / "whole.pt"]):
+            assert "bytes at offset" in fails(2, words[0], copies / "rows", *words[1:])
+        assert lazyckpt.verify(index).findings[0].state == "damaged"
 
 
 # inspect
