@@ -49,6 +49,16 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of thi
 _READ_AHEAD_BYTES = 64 * MIB
 
 
+def _rank() -> int:
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if started else 0
+
+
+def _call(actions: list[Callable[[], None]]) -> None:
+    while actions:
+        actions.pop()()
+
+
 class _How(TypedDict, total=False):
     """The other arguments of ``Checkpointer.restore``."""
 
@@ -93,6 +103,8 @@ class Checkpointer(History):
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._auto = save_every == "auto"
         check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only")
+        self._leaving: list[Callable[[], None]] = []
+        weakref.finalize(self, _call, self._leaving)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
         self._launcher.owner = f"the Checkpointer of {self.directory}"
@@ -124,8 +136,9 @@ class Checkpointer(History):
     def _open_for_saves(self) -> None:
         try:
             folders.make_folder(self.directory)
-            removal.sweep(self.directory)
-            commit.Staging(self.directory / "writable").discard()
+            if _rank() == 0:  # for all ranks; the others may be saving there already
+                removal.sweep(self.directory)
+                commit.Staging(self.directory / "writable").discard()
         except OSError as error:
             if not self._holds_any():
                 raise save_error(error, path=self.directory, opening=True) from error
@@ -374,6 +387,7 @@ class Checkpointer(History):
         finds sharded state waits for the other ranks."""
         if self._crew is None and (self._tracks_shards or any(map(holds_shards, self._trained()))):
             self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s)
+            self._leaving.append(self._crew.close)
         return self._crew
 
     def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:
@@ -440,8 +454,7 @@ class Checkpointer(History):
         try:
             self._saver.close()
         finally:
-            if self._crew is not None:
-                self._crew.close()
+            _call(self._leaving)
 
     def __repr__(self) -> str:
         state = "read_only" if self._read_only else f"{len(self._saver.pending())} saves in flight"
@@ -462,5 +475,4 @@ class Checkpointer(History):
         try:
             return self._saver.__exit__(*raised)
         finally:
-            if self._crew is not None:
-                self._crew.close()
+            _call(self._leaving)

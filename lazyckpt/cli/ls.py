@@ -59,7 +59,7 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
         for c in listing.checkpoints:
             parent = "-" if c.parent is None else str(c.parent)
             state = Text.assemble(("ok", "green"), ", newest" * (c is newest), ", pinned" * c.pinned)
-            cells = [str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes))
+            cells = [str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes)]
             table.add_row(
                 *cells,
                 *[str(c.world_size)] * has_ranks,

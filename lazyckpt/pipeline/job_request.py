@@ -149,6 +149,9 @@ class JobRequest(CheckpointRequest):
             written.append((name, len(metadata), zlib.crc32(metadata)))
         return self._lineage.manifest(self._step, written, self._about, world_size=len(self._files), writers=writers)
 
+    def synced(self, files: list[str]) -> list[str]:
+        return [name for of_rank in self._files for name, _, _ in of_rank] or files
+
     def publish(self, staging: Staging) -> Path | None:
         if self._ballot is not None:
             if self._rank == 0:

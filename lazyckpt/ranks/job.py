@@ -90,6 +90,7 @@ class Job:
         self._previous: Ballot | None = None
         # At exit, if nobody calls ``close``: after the threads that save, if this job was made before them.
         self._leave = weakref.finalize(self, _leave, pulse, client, mine if seat.rank == 0 else None, seat.directory)
+        self._leave.atexit = False  # saves that are pending then still need the store
         self.rank = seat.rank
         self.world_size = seat.world_size
         self.generation = seat.generation
