@@ -60,19 +60,13 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
             parent = "-" if c.parent is None else str(c.parent)
             state = Text.assemble(("ok", "green"), ", newest" * (c is newest), ", pinned" * c.pinned)
             cells = [str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes)]
-            table.add_row(
-                *cells,
-                *[str(c.world_size)] * has_ranks,
-                *[_metrics(c)] * has_metrics,
-                state,
-                style="bold" if c is newest else None,
-            )
+            cells += [str(c.world_size)] * has_ranks + [_metrics(c)] * has_metrics
+            table.add_row(*cells, state, style="bold" if c is newest else None)
         for broken in listing.broken:
             word = ("unreadable: " if broken.unreadable else "broken: ", "bold red")
             state = Text.assemble(word, plain(broken.reason), ", pinned" * broken.pinned)
-            table.add_row(
-                str(broken.step), "-", "-", "-", size(broken.bytes), *["-"] * (has_ranks + has_metrics), state
-            )
+            blanks = ["-"] * (has_ranks + has_metrics)
+            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), *blanks, state)
         show(table)
     for leftover in listing.leftovers:
         say((f"{plain(leftover.name)} ({size(leftover.bytes)}): {_LEFTOVERS[leftover.state]}", "yellow"))

@@ -94,10 +94,27 @@ class _Form:
         self.source_at = [at + 2 for at in range(0, len(self.rows), 3) if self.rows[at] != LITERAL]
 
 
+def open_item(file: FileReader, place: Place) -> FileSlice:
+    """Returns the item at ``place``. Raises CorruptFileError unless it begins as an archive does."""
+    item = FileSlice(file, *place)
+    if item.read(0, min(place.nbytes, len(torch_zip.LOCAL_MAGIC))) != torch_zip.LOCAL_MAGIC:
+        raise item.corrupt("no archive of torch.save")
+    return item
+
+
 def item_directory(file: FileReader, place: Place) -> Directory:
     """Returns the records of the item at ``place``, with offsets in ``file``.
 
     Raises what ``torch_zip_reader.directory_of`` raises: CorruptFileError unless the item is exactly one archive."""
-    found = directory_of(FileSlice(file, place.offset, place.nbytes))
+    found = directory_of(open_item(file, place))
     records = {name: record._replace(offset=record.offset + place.offset) for name, record in found.records.items()}
     return Directory(records, found.archive_name)
+
+
+def is_archive(file: FileReader, place: Place) -> bool:
+    """Whether an item is an archive, be it damaged at one end."""
+    item = FileSlice(file, *place)
+    if place.nbytes < torch_zip.END.size:
+        return False
+    ends = item.read(place.nbytes - torch_zip.END.size, len(torch_zip.END_MAGIC)) == torch_zip.END_MAGIC
+    return ends or item.read(0, len(torch_zip.LOCAL_MAGIC)) == torch_zip.LOCAL_MAGIC

@@ -171,8 +171,8 @@ def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
         here = root
         for step in path[:-1]:
             if step not in here:
-                here[step] = new = {}
-                made[id(new)] = here, step
+                here[step] = {}
+                made[id(here[step])] = here, step
             elif id(here[step]) not in made:
                 raise ValueError(f"{name_of(path)} is inside another entry")
             here = here[step]

@@ -11,8 +11,8 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
-from lazyckpt.formats.distcp import Place
-from lazyckpt.formats.reader import FileReader, FileSlice
+from lazyckpt.formats.distcp import Place, open_item
+from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.shard_metadata import METADATA, read_metadata
@@ -86,7 +86,7 @@ class Folder:
         file, place = self.entries[name].items[None]
         with FileReader(self.path / file) as reader:
             try:
-                return Archive(FileSlice(reader, *place), "cpu", weights_only, engine=process_engine()).tree
+                return Archive(open_item(reader, place), "cpu", weights_only, engine=process_engine()).tree
             except (CorruptFileError, UnsupportedFormatError) as error:
                 raise type(error)(f"{name}: {error.what}", path=error.path) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
-from lazyckpt.formats.distcp import Place, item_directory
+from lazyckpt.formats.distcp import Place, is_archive, item_directory
 from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import Directory
@@ -28,8 +28,6 @@ from lazyckpt.reading.inert import (
     strides_of,
 )
 from lazyckpt.reading.shard_metadata import METADATA
-
-_ZIP = b"PK\3\4"
 
 
 class Bytes(InertObject):
@@ -60,7 +58,7 @@ def read_inert_folder(folder: Folder) -> dict[str, Any]:
 def records_at(file: FileReader, place: Place, name: str) -> Directory:
     """The records of an item, under names that are unique in the folder; those of the directory stay. An item that is
     no archive is one record without a checksum. Raises CorruptFileError, which names the item."""
-    if file.read(place.offset, min(place.nbytes, len(_ZIP))) != _ZIP:
+    if not is_archive(file, place):
         return Directory({name: Record(name, place.offset, place.nbytes, None)}, "")
     try:
         found = item_directory(file, place)

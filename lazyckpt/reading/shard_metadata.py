@@ -65,8 +65,8 @@ def _check(metadata: Any, path: Path) -> None:
         if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
             raise UnsupportedFormatError("its items are not in files of plain torch.distributed.checkpoint", path=path)
         facts = vars(info)
-        name, offset, nbytes = (facts.get(fact) for fact in ("relative_path", "offset", "length"))
-        if not _is_file_name(name) or type(offset) is not int or type(nbytes) is not int:
+        name, offset, nbytes = map(facts.get, ("relative_path", "offset", "length"))
+        if type(name) is not str or not _is_in_folder(name) or type(offset) is not int or type(nbytes) is not int:
             raise CorruptFileError(f"item {index.fqn}: {nbytes} bytes at offset {offset} of file {name!r}", path=path)
         if facts.get("transform_descriptors"):
             what = f"item {index.fqn} went through an extension ({facts['transform_descriptors']})"
@@ -85,8 +85,8 @@ def _check(metadata: Any, path: Path) -> None:
             raise CorruptFileError(f"{name}: {error}", path=path) from error
 
 
-def _is_file_name(name: Any) -> bool:
-    return type(name) is str and name == Path(name).name and name not in ("", ".", "..") and "\0" not in name
+def _is_in_folder(name: str) -> bool:
+    return name == Path(name).name and name not in ("", ".", "..") and "\0" not in name
 
 
 class _Forbidden(Exception):

@@ -83,7 +83,8 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Prog
     Tensors are the same if their dtype, shape and bits are, whatever parts of them the ranks held; values, if they are
     saved alike. A run's folder means its newest checkpoint. Two single files are compared whatever their names, the
     files of folders by name. Where one optimizer's state goes by numbers and the other's by names, the parameter groups
-    usually tell which is which; if not, ``notes`` says so. Raises LoadError, and CorruptFileError for damage.
+    usually tell which is which; if not, ``notes`` says so. Raises LoadError, and CorruptFileError if a checksum does
+    not match.
     """
     found_a, found_b = documents_in(as_path(a)), documents_in(as_path(b))
     if len(found_a) == len(found_b) == 1:

@@ -43,7 +43,7 @@ def _groups(value: Any) -> _Groups | None:
     """The parameters of an optimizer's state by group; None if this is none. It has no state before its first step."""
     if not isinstance(value, Mapping) or not isinstance(value.get("param_groups"), list):
         return None
-    groups = [group.get("params") for group in value["param_groups"] if isinstance(group, Mapping)]
+    groups: list[Any] = [isinstance(group, Mapping) and group.get("params") for group in value["param_groups"]]
     return groups if groups and all(type(params) is list for params in groups) else None
 
 

@@ -50,7 +50,7 @@ def _leaves(path: StatePath, value: Any) -> Iterator[tuple[StatePath, Any]]:
 def _payload(source: Path, path: StatePath, leaf: Any) -> torch.Tensor | bytes:
     if isinstance(leaf, torch.Tensor):
         return leaf
-    if any(tensors_in(leaf)):
+    if next(tensors_in(leaf), None) is not None:
         raise ConfigError(
             f"{source}: {name_of(path)}: a tensor inside a {type(leaf).__name__}, which DCP does not part"
         )
