@@ -88,7 +88,7 @@ class Config:
 
     trace: str | os.PathLike[str] | None = None
     """A file for the timeline of every checkpoint, beside the training steps (docs/metrics.md). One that is there is
-    added to, up to 256 MiB."""
+    added to, up to 256 MiB. Of several ranks each has its own: rank 3 writes runs/a.rank-3.json for runs/a.json."""
 
     on_done: Callable[[CheckpointMetrics, SaveError | None], None] | None = None
     """Called when a checkpoint is durable or has failed, on a thread of the background (in ``save()``, if it fails at

@@ -10,7 +10,7 @@ import typer
 
 from lazyckpt.cli.output import columns, plain, print_json, say, show, width
 from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument
-from lazyckpt.tools.trace import read_trace
+from lazyckpt.tools.trace import TracedCheckpoint, checkpoint_of_ranks, read_trace
 from lazyckpt.tools.units import count, size
 
 _NARROW = 55  # columns: less room shows how long the phases take, and nothing else
@@ -37,9 +37,11 @@ def trace(
 ) -> None:
     """Show where the time of one checkpoint went, and draw it beside the training.
 
-    The whole file opens in https://ui.perfetto.dev.
+    If several ranks saved it, each beside FILE into a trace of its own, the phases are those of rank 0, and a second
+    table has a row for each rank. The whole file opens in https://ui.perfetto.dev.
     """
-    checkpoint = read_trace(file).checkpoint(step)
+    by_rank = checkpoint_of_ranks(file, step)
+    checkpoint = by_rank[0]
     phases = checkpoint.phases()
     if output is not None:
         from lazyckpt.tools.timeline import draw  # imports matplotlib, which is optional
@@ -47,7 +49,8 @@ def trace(
         draw(checkpoint, output)
     if as_json:
         about = {name: getattr(checkpoint, name) for name in ("step", "path", "error", "iteration_s", "metrics")}
-        print_json({"trace": file, **about, "phases": list(map(asdict, phases)), "picture": output})
+        ranks = [{"rank": rank, "error": c.error, "metrics": c.metrics} for rank, c in by_rank.items()]
+        print_json({"trace": file, **about, "phases": list(map(asdict, phases)), "picture": output, "ranks": ranks})
         return
     facts = f"{size(checkpoint.metrics['bytes'])} in {count(checkpoint.metrics['chunks'], 'chunk')}"
     say((f"{plain(checkpoint.path)}: {facts}", "bold"))
@@ -64,5 +67,21 @@ def trace(
         cells = [phase.name, *moments, "waits" if phase.waits else "goes on", phase.note]
         table.add_row(*cells[: len(names)], style=style)
     show(table)
+    if len(by_rank) > 1:
+        print()
+        _show_ranks(by_rank)
     if output is not None:
         say(f"drawn: {plain(output)}")
+
+
+def _show_ranks(by_rank: dict[int, TracedCheckpoint]) -> None:
+    """A row for each rank: how much it saved, how long its training waited, and when it had got how far."""
+    heads = ("rank", "size", "eager", "blocked", "copied", "synced", "durable")
+    table = columns(*heads, "", right=heads, wrap=("",))
+    for rank, c in by_rank.items():
+        m = c.metrics
+        seconds = (m["save_blocked_s"] + m["gate_blocked_s"], m["captured_s"], m["synced_s"], m["durable_s"])
+        moments = (f"{s * 1e3:.1f} ms" for s in seconds)
+        sizes = (size(m["bytes"]), size(m["eager_bytes"]))
+        table.add_row(str(rank), *sizes, *moments, plain(c.error or ""), style="" if c.error is None else "red")
+    show(table)

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lazyckpt.config import PAGE_BYTES
 from lazyckpt.formats.program import SOURCE, Extent
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
-from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter
+from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter, file_of
 from lazyckpt.providers.base import TensorView, TensorViews
 
 LARGEST = 5  # tensors that get names, as in DataStates-LLM, figure 15
@@ -50,13 +50,14 @@ class Traced(NamedTuple):
 
 
 class Trace:
-    """Records into a trace file. Any thread may call; no failure here fails a checkpoint or the training.
+    """Records into a trace file, each rank of a job into its own (``trace_file.file_of``). Any thread may call; no
+    failure here fails a checkpoint or the training.
 
     Raises ConfigError if the file cannot be written, is no trace, or has another writer.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = TraceWriter(path)
+        self._file = TraceWriter(file_of(Path(path), _rank()))
         self._lock = threading.Lock()
         self._facts: list[tuple[list[str], list[int]]] = []  # keys and sizes of the last checkpoint's storages
         self._largest: list[dict[int, str]] = []  # their names, as in Traced
@@ -236,6 +237,14 @@ class Trace:
             self._ring_bytes += change
             if not self._ring or self._ring[0][0] != at:
                 self._file.put("C", "ring", 0, at, args={"bytes": self._ring_bytes})
+
+
+def _rank() -> int:
+    """The rank of this process in its job; that of the launcher, as long as the ranks have not met."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
+    return int(rank) if rank.isdecimal() else 0
 
 
 def _tensors_in(traced: Traced) -> Callable[[ChunkEvent], str | None]:

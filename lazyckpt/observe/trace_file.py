@@ -1,7 +1,8 @@
 """Appends Chrome trace events to the file of a timeline.
 
 The file is a JSON array with one event per line. Readers of the format accept a missing end, so they can read what a
-killed run left. Opening the file again appends to it; each writer begins with the event ``process_name``.
+killed run left. Opening the file again appends to it; each writer begins with the event ``process_name``. Each rank of
+a job has a file of its own: rank 0 the one that was named, and rank 3 ``runs/a.rank-3.json`` for ``runs/a.json``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -31,6 +33,21 @@ TRAINING, SAVES, RING, COPIES, WRITES, COMMITS = 1, 100, 200, 300, 400, 500  # i
 
 _FLUSH_S = 1.0  # the longest time that an event stays in memory
 _LONGEST_EVENT_BYTES = 1 << 20
+
+
+def file_of(path: Path, rank: int) -> Path:
+    """The file of a rank, for the name that all ranks are given."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+
+
+def files_of_ranks(path: Path) -> dict[int, Path]:
+    """The files that there are of the ranks but rank 0, by rank."""
+    named = re.compile(rf"{re.escape(path.stem)}\.rank-([0-9]+){re.escape(path.suffix)}")
+    try:
+        found = [(named.fullmatch(name), path.with_name(name)) for name in os.listdir(path.parent)]
+    except OSError:
+        return {}
+    return dict(sorted((int(match[1]), file) for match, file in found if match is not None))
 
 
 class TraceWriter:

@@ -142,31 +142,19 @@ def read_inert(path: str | os.PathLike[str], directory: Directory) -> Any:
 
 
 # Python's own unpickler: the one in C lets a pickle of a few bytes allocate gigabytes for its memo.
-class _Unpickler(pickle._Unpickler):
+class BoundedUnpickler(pickle._Unpickler):
+    """Reads a pickle that may be hostile, if ``find_class`` gives it nothing that does harm: it takes no more memory
+    than the pickle justifies, and no tuple is nested so deep that hashing it would end the process."""
+
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
     read: Callable[[int], bytes]
     append: Callable[[Any], None]
 
-    def __init__(self, data: bytes, path: str | os.PathLike[str], directory: Directory) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8", errors="replace")
+    def __init__(self, data: bytes, **options: Any) -> None:
+        super().__init__(io.BytesIO(data), **options)
         self._items = _ITEMS + _ITEMS_PER_BYTE * len(data)
-        self._path = path
-        self._records = directory.records
-        self._types: dict[str, type[InertObject]] = {}
         self._tuples: dict[int, tuple[int, int]] = {}  # id (may be stale) -> depth, number of nested tuples
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in _KNOWN:
-            return _KNOWN[full]
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if full not in self._types:
-            if len(self._types) == _MAX_NAMES:
-                raise ValueError(f"more than {_MAX_NAMES} names")
-            self._types[full] = type("InertObject", (InertObject,), {"global_name": full})
-        return self._types[full]
 
     def get_extension(self, code: int) -> None:
         """Refuses extension codes: they would call what this process has registered."""
@@ -181,14 +169,6 @@ class _Unpickler(pickle._Unpickler):
         super().load_reduce()  # type: ignore[misc]
 
     dispatch[pickle.REDUCE[0]] = load_reduce
-
-    def load_build(self) -> None:
-        """Sets the state of an InertObject. A tensor's fields stay as checked, and functions keep no attributes."""
-        state = self.stack.pop()
-        if isinstance(self.stack[-1], InertObject):
-            self.stack[-1].state = state
-
-    dispatch[pickle.BUILD[0]] = load_build
 
     def load_bytearray8(self) -> None:
         (nbytes,) = struct.unpack("<Q", self.read(8))
@@ -211,6 +191,42 @@ class _Unpickler(pickle._Unpickler):
             raise ValueError("its tuples are nested too deep")
         self._tuples[id(made)] = depth, number
 
+
+for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    BoundedUnpickler.dispatch[_opcode[0]] = partial(
+        BoundedUnpickler.load_any_tuple, load=BoundedUnpickler.dispatch[_opcode[0]]
+    )
+
+
+class _Unpickler(BoundedUnpickler):
+    dispatch: ClassVar[dict[int, Any]] = dict(BoundedUnpickler.dispatch)
+
+    def __init__(self, data: bytes, path: str | os.PathLike[str], directory: Directory) -> None:
+        super().__init__(data, encoding="utf-8", errors="replace")
+        self._path = path
+        self._records = directory.records
+        self._types: dict[str, type[InertObject]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _KNOWN:
+            return _KNOWN[full]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if full not in self._types:
+            if len(self._types) == _MAX_NAMES:
+                raise ValueError(f"more than {_MAX_NAMES} names")
+            self._types[full] = type("InertObject", (InertObject,), {"global_name": full})
+        return self._types[full]
+
+    def load_build(self) -> None:
+        """Sets the state of an InertObject. A tensor's fields stay as checked, and functions keep no attributes."""
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], InertObject):
+            self.stack[-1].state = state
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def persistent_load(self, saved_id: Any) -> InertStorage:
         if not isinstance(saved_id, tuple) or len(saved_id) != 5:
             raise CorruptFileError("record data.pkl: unknown persistent id", path=self._path)
@@ -220,10 +236,6 @@ class _Unpickler(pickle._Unpickler):
             raise CorruptFileError(f"record data/{key} is missing, the pickle refers to it", path=self._path)
         dtype = _STORAGE_DTYPES.get(getattr(kind, "global_name", "").rpartition(".")[2])
         return InertStorage(record, dtype, Path(self._path))
-
-
-for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-    _Unpickler.dispatch[_opcode[0]] = partial(_Unpickler.load_any_tuple, load=_Unpickler.dispatch[_opcode[0]])
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> InertTensor:

@@ -7,7 +7,6 @@ metadata, dtypes and paths, and it cannot change a class: each is replaced by a 
 from __future__ import annotations
 
 import collections
-import io
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
+from lazyckpt.reading.inert import BoundedUnpickler
 from lazyckpt.reading.shard_checks import check_places, check_tensor
 
 METADATA = ".metadata"
@@ -34,7 +34,7 @@ def read_metadata(path: Path) -> Any:
         data = file.read(0, file.size)
     try:
         with collector_paused():
-            metadata = _Unpickler(io.BytesIO(data)).load()
+            metadata = _Unpickler(data).load()
             _check(metadata, path)
     except LoadError:
         raise
@@ -93,7 +93,7 @@ class _Forbidden(Exception):
     """The pickle names something else."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found

@@ -117,6 +117,10 @@ class TraceFile:
 
     def checkpoint(self, step: int | None = None) -> TracedCheckpoint:
         """Returns the newest checkpoint, or the newest of ``step``. Raises LoadError if there is none."""
+        return self.traced(self.event(step))
+
+    def event(self, step: int | None = None) -> dict[str, Any]:
+        """The event of the newest checkpoint, or of the newest of ``step``. Raises LoadError if there is none."""
         known = self.checkpoints
         wanted = [c for c in known if step is None or c["args"]["step"] == step]
         if not wanted:
@@ -125,7 +129,10 @@ class TraceFile:
             raise LoadError(
                 f"no checkpoint of step {step}; {there}" if known else "no checkpoint ended in it", path=self._path
             )
-        chosen = wanted[-1]
+        return wanted[-1]
+
+    def traced(self, chosen: dict[str, Any]) -> TracedCheckpoint:
+        """The checkpoint of an event of ``checkpoints``."""
         about = chosen["args"]
         own: list[Span] = []
         others: list[Span] = []
@@ -176,6 +183,22 @@ def read_trace(path: Path) -> TraceFile:
                 break  # the process was killed while it wrote the last line
             raise CorruptFileError(f"line {number} is not an event", path=path) from error
     return TraceFile(path, events)
+
+
+def checkpoint_of_ranks(path: Path, step: int | None = None) -> dict[int, TracedCheckpoint]:
+    """Returns the newest checkpoint of rank 0's timeline, or the newest of ``step``, as every rank traced it, by rank.
+
+    ``path`` is the file that all ranks were given. A rank whose file does not have the checkpoint is missing. Raises
+    LoadError."""
+    ours = read_trace(path)
+    found = {0: ours.checkpoint(step)}
+    chosen = ours.event(step)
+    for rank, file in trace_file.files_of_ranks(path).items():
+        theirs = read_trace(file)
+        same = [c for c in theirs.checkpoints if c["args"]["path"] == chosen["args"]["path"]]
+        if same:  # the run may have been resumed, and the step saved again
+            found[rank] = theirs.traced(min(same, key=lambda c: abs(float(c["ts"]) - float(chosen["ts"]))))
+    return found
 
 
 def _kind(track: int) -> int:

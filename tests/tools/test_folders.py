@@ -48,7 +48,7 @@ def save_all(path: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(33, 77), torch.nn.Linear(77, 5, bias=False))
     fully_shard(model, mesh=(mesh := init_device_mesh("cpu", (2,))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with lazyckpt.Checkpointer(folder / "run") as ckpt:
+    with lazyckpt.Checkpointer(folder / "run", trace=folder / "trace.json") as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
         for step in (1, 2):
             model(torch.ones(3, 33)).square().sum().backward()
@@ -402,6 +402,21 @@ def test_runs_of_many_ranks_are_listed_and_pruned(copies: Path) -> None:
     assert run("prune", copies / "run", "--keep-last", "1", "--yes").exit_code == 0
     assert [name for name in os.listdir(copies / "run") if name.startswith(("step", ".t"))] == ["step-00000002"]
     assert lazyckpt.verify(copies / "run").ok
+
+
+# trace
+
+
+def test_each_rank_traces_into_a_file_of_its_own_and_trace_joins_them(made: Path) -> None:
+    told = run_json("trace", made / "trace.json")
+    assert (told["step"], [row["rank"] for row in told["ranks"]]) == (2, [0, 1])
+    sizes = {file.name: file.stat().st_size for file in (made / "run/step-00000002").glob("*.distcp")}
+    assert [row["metrics"]["bytes"] for row in told["ranks"]] == [sizes["__0_0.distcp"], sizes["__1_0.distcp"]]
+    assert told["ranks"][0]["metrics"] == told["metrics"]
+    lines = run("trace", made / "trace.json", "--step", "1").stdout.split("\n\n")[1].splitlines()
+    assert lines[0].split() == ["RANK", "SIZE", "EAGER", "BLOCKED", "COPIED", "SYNCED", "DURABLE"]
+    assert [line.split()[0] for line in lines[1:]] == ["0", "1"]
+    assert [row["rank"] for row in run_json("trace", made / "trace.rank-1.json")["ranks"]] == [0]  # as any other trace
 
 
 # trainers' folders
