@@ -133,8 +133,8 @@ class AttachedStaging(commit.Staging):
     def sync(self, written: Iterable[str]) -> None:
         """Makes durable what this rank has put there, except the contents of ``written``, which the engine has synced.
 
-        Rank 0 syncs the rest, in ``describe``. Where nodes share the file system it cannot sync what the cache of this one
-        holds."""
+        Rank 0 syncs the rest, in ``describe``. Where nodes share the file system, it cannot sync what the cache of this
+        one holds."""
         written = set(written)
         if owner.is_local(self.path):
             for folder in {(self.path / name).parent for name in written} | {self.path}:
