@@ -19,7 +19,7 @@ from lazyckpt.pipeline.crew import Crew
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage
+from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import TrackedLoader, track_loader
@@ -369,7 +369,7 @@ class Checkpointer(History):
             self._warn_of_metric(about.metrics, self._best)
         path = self.directory / manifest.folder_name(checked_step(step))
         self._last_save = step, object()
-        request: CheckpointRequest
+        request: Request
         plans: Mapping[str, FilePlan]
         if (crew := self._sharded()) is None:
             request = CheckpointRequest(path, step, self._lineage, about)
