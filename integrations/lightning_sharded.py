@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -62,12 +62,14 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._save_distributed_checkpoint:
-            return super().lightning_module_state_dict()
+            whole: dict[str, Any] = super().lightning_module_state_dict()
+            return whole
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if not self._save_distributed_checkpoint:
-            return super().optimizer_state(optimizer)
+            whole: dict[str, Any] = super().optimizer_state(optimizer)
+            return whole
         own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state_dict(self.model, own)
 
@@ -107,7 +109,8 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
         with self._on_all_ranks(path):
             self.checkpoint_io.wait()
         if not is_sharded(path):
-            return super().load_checkpoint(path, weights_only)
+            whole: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return whole
         lazyckpt.wait_captured()
         model = {_MODEL: get_model_state_dict(self.model)}
         self._read(model, path, weights_only)
@@ -121,7 +124,7 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
         return rest
 
     def _read(self, state: dict[str, Any], path: Path, weights_only: bool | None) -> None:
-        dcp.load(state, storage_reader=LazyStorageReader(path, weights_only=weights_only is not False))
+        state_dict_loader.load(state, storage_reader=LazyStorageReader(path, weights_only=weights_only is not False))
 
     def teardown(self) -> None:
         self.checkpoint_io.teardown()  # Lightning's strategy has none that it calls
