@@ -18,6 +18,8 @@ from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.shard_metadata import METADATA, read_metadata
 from lazyckpt.reading.shards import Part, part_of, read_parts
 
+_MAX_STEPS = 100  # of a path in the state: whoever walks a state calls itself for each
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -91,6 +93,6 @@ class Folder:
                 raise type(error)(f"{name}: {error.what}", path=error.path) from error
 
     def _path_in_state(self, path: Any, name: str) -> tuple[str | int, ...]:
-        if isinstance(path, tuple | list) and path and all(type(step) in (str, int) for step in path):
+        if isinstance(path, tuple | list) and 0 < len(path) <= _MAX_STEPS and {*map(type, path)} <= {str, int}:
             return tuple(path)
-        raise CorruptFileError(f"{name}: {path!r} is no path in a state", path=self.path / METADATA)
+        raise CorruptFileError(f"{name}: its path in the state is none", path=self.path / METADATA)

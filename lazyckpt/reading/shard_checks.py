@@ -20,10 +20,11 @@ _MAX_DIMENSIONS = 64  # what torch allows
 _MAX_OFFSET = 2**63 - 1
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of a tensor
+Place = tuple[str, int, int]  # file, offset and length of an item
 
 
-def check_places(places: dict[tuple[str, int, int], str]) -> None:
-    """Raises ValueError if two items share bytes of a file. ``places``: file, offset and length of each, and a name.
+def check_places(places: dict[Place, str]) -> None:
+    """Raises ValueError if two items share bytes of a file. ``places``: that of each, and a name.
 
     Several names may have one and the same item: their tensors were one."""
     by_file: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
@@ -37,10 +38,11 @@ def check_places(places: dict[tuple[str, int, int], str]) -> None:
                 raise ValueError(f"items {name} and {other} overlap in {file}")
 
 
-def check_tensor(described: Any, lengths: dict[tuple[int, ...] | None, int]) -> None:
-    """Raises ValueError unless the chunks of a tensor are the whole, each once, and their items can hold them.
+def check_tensor(described: Any, items: dict[tuple[int, ...] | None, Place], forms: dict[Place, Any]) -> None:
+    """Raises ValueError unless the chunks of a tensor are the whole, each in an item of its own that can hold it.
 
-    ``lengths``: the bytes of its items, by the offsets of the chunk in each."""
+    ``items``: the places of its items, by the offsets of the chunk in each. ``forms``: what other tensors said of their
+    items; this one adds to it."""
     facts = vars(described)
     size, chunks = facts.get("size"), facts.get("chunks")
     properties = vars(facts.get("properties"))
@@ -49,6 +51,7 @@ def check_tensor(described: Any, lengths: dict[tuple[int, ...] | None, int]) -> 
         raise ValueError("a tensor without a dtype or chunks")
     total = count_elements(_numbers(size))
     boxes: list[Box] = []
+    used: set[Place] = set()
     for chunk in chunks:
         told = vars(chunk)
         offsets, sizes = _numbers(told.get("offsets")), _numbers(told.get("sizes"))
@@ -58,10 +61,13 @@ def check_tensor(described: Any, lengths: dict[tuple[int, ...] | None, int]) -> 
             continue  # ranks without a part of a small tensor
         if any(at + n > whole for at, n, whole in zip(offsets, sizes, size, strict=True)):
             raise ValueError(f"a part {sizes} at {offsets} of a tensor of {tuple(size)}")
-        if (nbytes := lengths.get(offsets)) is None:
+        if (place := items.get(offsets)) is None:
             raise ValueError(f"the part {sizes} at {offsets} is in no file")
-        if layout is torch.strided and nbytes < math.prod(sizes) * dtype.itemsize:
-            raise ValueError(f"the part {sizes} of {dtype} at {offsets} cannot be in an item of {nbytes} bytes")
+        if layout is torch.strided and place[2] < math.prod(sizes) * dtype.itemsize:
+            raise ValueError(f"the part {sizes} of {dtype} at {offsets} cannot be in an item of {place[2]} bytes")
+        if place in used or forms.setdefault(place, (dtype, sizes)) != (dtype, sizes):
+            raise ValueError(f"the part {sizes} at {offsets} is in the item of another part")
+        used.add(place)
         boxes.append((offsets, sizes))
     if (missing := total - sum(math.prod(sizes) for _, sizes in boxes)) > 0:
         raise ValueError(f"{missing} elements of it are in no file")

@@ -20,7 +20,7 @@ from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.inert import BoundedUnpickler
-from lazyckpt.reading.shard_checks import check_places, check_tensor
+from lazyckpt.reading.shard_checks import Place, check_places, check_tensor
 
 METADATA = ".metadata"
 
@@ -59,8 +59,9 @@ def _check(metadata: Any, path: Path) -> None:
     items = getattr(metadata, "storage_data", None)
     if type(items) is not dict:
         raise UnsupportedFormatError("its items are not in files of plain torch.distributed.checkpoint", path=path)
-    places: dict[tuple[str, int, int], str] = {}
-    lengths: dict[str, dict[tuple[int, ...] | None, int]] = {}
+    names: dict[Place, str] = {}
+    places: dict[str, dict[tuple[int, ...] | None, Place]] = {}
+    forms: dict[Place, Any] = {}
     for index, info in items.items():
         if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
             raise UnsupportedFormatError("its items are not in files of plain torch.distributed.checkpoint", path=path)
@@ -71,14 +72,15 @@ def _check(metadata: Any, path: Path) -> None:
         if facts.get("transform_descriptors"):
             what = f"item {index.fqn} went through an extension ({facts['transform_descriptors']})"
             raise UnsupportedFormatError(f"{what}; torch's FileSystemReader reads it", path=path)
-        places[name, offset, nbytes] = index.fqn
-        lengths.setdefault(index.fqn, {})[None if index.offset is None else tuple(index.offset)] = nbytes
-    check_places(places)
+        names[name, offset, nbytes] = index.fqn
+        where = None if index.offset is None else tuple(index.offset)
+        places.setdefault(index.fqn, {})[where] = name, offset, nbytes
+    check_places(names)
     for name, described in metadata.state_dict_metadata.items():
-        found = lengths.get(name, {})
+        found = places.get(name, {})
         try:
             if type(described) is not BytesStorageMetadata:
-                check_tensor(described, found)
+                check_tensor(described, found, forms)
             elif None not in found:
                 raise ValueError("it is in no file")
         except (ValueError, TypeError) as error:

@@ -2,8 +2,8 @@
 
 An attack is a function that makes one hostile file or folder and says in one sentence what it hopes for.
 ``test_attacks.py`` gives each one to everything that reads. The modules are named after what they attack: ``zips``,
-``pickles``, ``headers`` (safetensors), ``folders``. To add an attack, write a row (``hostile``), or a function if it
-takes more than one expression; nothing else needs to know.
+``pickles``, ``headers`` (safetensors), ``folders``, ``sharded`` (folders of many ranks). To add an attack, write a row
+(``hostile``), or a function if it takes more than one expression; nothing else needs to know.
 
 ``test_fuzz.py`` gives nearly valid files (``mutate.py``) to everything that reads, and ``judge.py`` says what must hold
 for any bytes at all. ``make fuzz`` lets atheris look for inputs that reach new code (``explore.py``). Whatever it finds
@@ -69,5 +69,5 @@ def victim() -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "x": {}}
 
 
-for _module in ("zips", "pickles", "headers", "folders"):
+for _module in ("zips", "pickles", "headers", "folders", "sharded"):
     importlib.import_module(f"attacks.{_module}")

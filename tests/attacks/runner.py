@@ -115,10 +115,12 @@ def _assault_file(witness: Witness, path: Path) -> None:
 def _assault_folder(witness: Witness, run: Path) -> None:
     for command in (["ls"], ["ls", "--json"], ["inspect"], ["verify"]):
         _command(witness, *command, run)
-    for step in sorted(run.glob("step-*")):
-        with witness.watch("load(folder)"):
-            lazyckpt.load(step)
-        _command(witness, "verify", step)
+    for step in sorted([*run.glob("step-*"), *run.glob("plain")]):
+        for location in (None, "meta"):
+            with witness.watch("load(folder)"):
+                lazyckpt.load(step, location)
+        for command in (["verify"], ["inspect"], ["inspect", "--stats", "--json"]):
+            _command(witness, *command, step)
     for name in ("pytorch_model.bin", "optimizer.pt", "scheduler.pt", "random_states_0.pkl"):
         if os.path.lexists(run / name):
             with witness.watch(f"load({name})"):
