@@ -163,8 +163,9 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
         try:
             results = self._write(plan, planner, staged)
         except BaseException as error:
-            if staged is not None:
+            if staged is not None and staged.capture is not None:
                 staged.abandon(f"another part failed: {error}")
+                staged.capture.wait()  # the coordinator removes the folder soon
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -35,7 +35,7 @@ try:
     from lightning.pytorch.loggers import Logger
 
     from lazyckpt.integrations import lightning_last
-    from lazyckpt.integrations.lightning_last import local_path
+    from lazyckpt.integrations.lightning_last import META, local_path
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
 
@@ -81,6 +81,7 @@ class LazyCheckpointIO(StartsAnew, TorchCheckpointIO):
         self._link_numbers = itertools.count(1)
         self._lock = threading.Lock()  # of _linked
         self._saving = False
+        self.on_all_ranks = False  # each rank saves a part of every checkpoint, not rank 0 all of it
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Returns when ``checkpoint`` may change, apart from tensors that optimizers step; it is durable soon after.
@@ -110,6 +111,27 @@ class LazyCheckpointIO(StartsAnew, TorchCheckpointIO):
         handle = self._open_saver().save(checkpoint, target, step=step if isinstance(step, int) else None)
         if self._attended:
             self._unreported.append(handle)
+
+    def save_shards(self, sharded: dict[str, Any], rest: dict[str, Any], target: Path, *, first: bool) -> None:
+        """For ``LazyModelParallelStrategy``: saves what all ranks hold together, and the ``rest`` of the ``first``
+        rank, as a folder of torch.distributed.checkpoint with a file META."""
+        if target in self._removed:
+            self.wait()
+        blocking = self._attended is not True
+        with self._open_saver().stage(target, step=rest.get("global_step"), all_ranks=True) as staged:
+            staged.add_shards(".", sharded)
+            if first:
+                staged.add(META, rest)
+            handle = staged.save(blocking=blocking)
+        if blocking:
+            self._close_saver()  # ``teardown`` may not be called after this
+        else:
+            self._unreported.append(handle)
+
+    def check(self) -> None:
+        """Raises the first SaveError that was not raised yet, without waiting."""
+        if (saver := self._own_saver()) is not None:
+            saver.check()
 
     def _must_block(self, checkpoint: dict[str, Any]) -> bool:
         if self._attended is not None or _TRAINER_CHECKPOINT not in checkpoint:
@@ -186,20 +208,22 @@ class LazyCheckpointIO(StartsAnew, TorchCheckpointIO):
 
     def teardown(self) -> None:
         """Waits; stops the threads. The next save starts new ones."""
-        saver, attended = self._own_saver(), self._attended
-        self._attended = False
+        attended, self._attended = self._attended, False
         try:
             try:
                 self.wait()
             finally:
-                self._saver = None
-                if saver is not None:
-                    self._at_the_end.detach()
-                    saver.close()
+                self._close_saver()
         except lazyckpt.SaveError as error:
             if not attended:
                 raise
             self._failure = error  # the callback raises it on every rank
+
+    def _close_saver(self) -> None:
+        saver, self._saver = self._own_saver(), None
+        if saver is not None:
+            self._at_the_end.detach()
+            saver.close()
 
     # for the callback
 
@@ -313,7 +337,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
             after_save_checkpoint(callback)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._io is None or not trainer.is_global_zero:
+        if self._io is None or not (trainer.is_global_zero or self._io.on_all_ranks):
             return
         saver = self._io._open_saver()
         saver.watch(pl_module)

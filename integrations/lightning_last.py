@@ -21,6 +21,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 import lazyckpt
 from lazyckpt.integrations import wrap
 
+META = "meta.pt"  # what a sharded checkpoint holds beside the state of model and optimizers
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a folder is a sharded checkpoint. Lightning writes META last, lazyckpt all of it at once."""
+    return (path / META).is_file()
+
 
 def local_path(path: str | Path) -> Path | None:
     """Returns an absolute path, or None if ``path`` is not on a local file system."""
@@ -57,7 +64,8 @@ def _find_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Train
     folder = local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
     if folder is None or not os.path.isdir(folder):
         return found
-    files = [p for p in folder.glob(f"*{callback.FILE_EXTENSION}") if os.path.isfile(p) and not os.path.islink(p)]
+    found_there = folder.glob(f"*{callback.FILE_EXTENSION}")
+    files = [p for p in found_there if (os.path.isfile(p) or is_sharded(p)) and not os.path.islink(p)]
     newest = next(filter(_is_whole, sorted(files, key=os.path.getmtime, reverse=True)), None)
     if newest is None:
         return found
@@ -67,6 +75,8 @@ def _find_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Train
 
 def _is_whole(path: Path) -> bool:
     """Whether training can resume from a file: every checksum matches, and it holds the optimizers."""
+    if is_sharded(path):  # too large to read twice; it appears whole
+        return True
     try:
         checkpoint = lazyckpt.load(path, "cpu", weights_only=True)
         return isinstance(checkpoint, dict) and "optimizer_states" in checkpoint

@@ -19,7 +19,7 @@ from lazyckpt.pipeline.crew import Crew
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage
+from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import TrackedLoader, track_loader
@@ -47,6 +47,16 @@ if TYPE_CHECKING:
 RNG = "rng"
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of this process that are not read_only
 _READ_AHEAD_BYTES = 64 * MIB
+
+
+def _rank() -> int:
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if started else 0
+
+
+def _call(actions: list[Callable[[], None]]) -> None:
+    while actions:
+        actions.pop()()
 
 
 class _How(TypedDict, total=False):
@@ -93,6 +103,8 @@ class Checkpointer(History):
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._auto = save_every == "auto"
         check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only")
+        self._leaving: list[Callable[[], None]] = []
+        weakref.finalize(self, _call, self._leaving)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
         self._launcher.owner = f"the Checkpointer of {self.directory}"
@@ -124,8 +136,9 @@ class Checkpointer(History):
     def _open_for_saves(self) -> None:
         try:
             folders.make_folder(self.directory)
-            removal.sweep(self.directory)
-            commit.Staging(self.directory / "writable").discard()
+            if _rank() == 0:  # for all ranks; the others may be saving there already
+                removal.sweep(self.directory)
+                commit.Staging(self.directory / "writable").discard()
         except OSError as error:
             if not self._holds_any():
                 raise save_error(error, path=self.directory, opening=True) from error
@@ -356,7 +369,7 @@ class Checkpointer(History):
             self._warn_of_metric(about.metrics, self._best)
         path = self.directory / manifest.folder_name(checked_step(step))
         self._last_save = step, object()
-        request: CheckpointRequest
+        request: Request
         plans: Mapping[str, FilePlan]
         if (crew := self._sharded()) is None:
             request = CheckpointRequest(path, step, self._lineage, about)
@@ -374,6 +387,7 @@ class Checkpointer(History):
         finds sharded state waits for the other ranks."""
         if self._crew is None and (self._tracks_shards or any(map(holds_shards, self._trained()))):
             self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s)
+            self._leaving.append(self._crew.close)
         return self._crew
 
     def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:
@@ -440,8 +454,7 @@ class Checkpointer(History):
         try:
             self._saver.close()
         finally:
-            if self._crew is not None:
-                self._crew.close()
+            _call(self._leaving)
 
     def __repr__(self) -> str:
         state = "read_only" if self._read_only else f"{len(self._saver.pending())} saves in flight"
@@ -462,5 +475,4 @@ class Checkpointer(History):
         try:
             return self._saver.__exit__(*raised)
         finally:
-            if self._crew is not None:
-                self._crew.close()
+            _call(self._leaving)

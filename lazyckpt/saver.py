@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Hashable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,6 +17,7 @@ from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
+from lazyckpt.pipeline.crew import Crew
 from lazyckpt.pipeline.handle import SaveHandle, wait_for
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, CastPlan, plan_for
@@ -24,6 +26,9 @@ from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
 from lazyckpt.storage import folders, in_place, paths, removal
+from lazyckpt.storage.commit import Staging
+
+_MAX_CREWS = 8  # each has a thread and connections of its own
 
 
 class Saver:
@@ -48,6 +53,7 @@ class Saver:
         self._archives = ArchiveCache()  # of lone archives, whatever their names
         self._staged_archives: dict[str, ArchiveCache] = {}  # of archives in staged folders, by name
         self._prepared: set[Path] = set()  # folders
+        self._crews: dict[Path, Crew] = {}  # by the folder in which the ranks stage
         self._pid = os.getpid()
         self._ended = False  # all that was saved is durable
         self._trace = Trace(config.trace) if config.trace is not None else None
@@ -89,7 +95,12 @@ class Saver:
         return self.save_at(step, obj, path, step=step, dtype=dtype, blocking=blocking)
 
     def stage(
-        self, path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | None = None, step: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        inside: str | os.PathLike[str] | None = None,
+        step: int | None = None,
+        all_ranks: bool = False,
     ) -> StagedFolder:
         """Begin a folder that appears as ``path`` when everything in it is durable.
 
@@ -97,17 +108,42 @@ class Saver:
         replaces a folder of that name, but keeps files there that it lacks itself. A folder that cannot be renamed
         (a mount point, for example) is filled instead (in_place.py). A symbolic link is followed. Raises SaveError if
         the folder cannot be made.
+
+        With ``all_ranks``, the ranks of torch.distributed fill one folder together. Every rank calls this with the same
+        arguments, for the same folders in the same order, and then ``save`` of what it returns. It waits until rank 0
+        has made the temporary folder, which all see. The folder appears when the parts of all ranks are durable, or not
+        at all: then every rank gets a RankError. What differs: ``inside`` must be on the same mount, and a folder that
+        cannot be renamed is refused.
         """
         refuse("stage()")
         self.launcher.check_usable()
         target = paths.local(path)
+        folder = None if inside is None else paths.local(inside)
         try:
             if target.is_symlink() or target.name == "..":
                 target = Path(os.path.realpath(target, strict=True))
-            staging = in_place.stage(target, None if inside is None else paths.local(inside), self._prepare)
+            if all_ranks:
+                with gate.standing():  # the others may need this thread's verdict on an earlier save
+                    request: Request = self._crew(folder or target.parent).stage(
+                        target, step, alone=partial(self._stage_alone, target, folder), prepare=self._prepare
+                    )
+            else:
+                request = Request(target, step, self._stage_alone(target, folder))
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
-        return StagedFolder(self.launcher, staging, step, self._staged_archives)
+        return StagedFolder(self.launcher, request, self._staged_archives)
+
+    def _stage_alone(self, target: Path, inside: Path | None) -> Staging:
+        return in_place.stage(target, inside, self._prepare)
+
+    def _crew(self, folder: Path) -> Crew:
+        """The ranks that stage in a folder together. The first call for it waits for the other ranks."""
+        if folder not in self._crews:
+            if len(self._crews) == _MAX_CREWS:
+                self._background.drain()
+                self._crews.pop(next(iter(self._crews))).close()
+            self._crews[folder] = Crew.join(folder, timeout_s=self.config.rank_timeout_s)
+        return self._crews[folder]
 
     def _prepare(self, folder: Path) -> None:
         """Makes a folder to save into and removes what dead processes left in it, once. Raises OSError."""
@@ -181,6 +217,8 @@ class Saver:
             refuse("close()")
             raise other_thread("close()")
         self._background.close()
+        for crew in self._crews.values():
+            crew.close()
         if self._trace is not None:
             self._trace.close()
         self.launcher.modules.clear()

@@ -57,15 +57,20 @@ class ShardCapture:
 
     def result(self) -> Mapping[str, Place]:
         """Returns where each item lies, when the file is durable. Any thread, after ``open``. Raises SaveError."""
-        concurrent.futures.wait([self._handle])  # result() alone would lose patience with a thread that owes a verdict
+        self.wait()  # result() alone would lose patience with a thread that owes a verdict
         self._handle.result()
         return self._plan.places
 
     def abandon(self, why: str) -> None:
-        """Gives up a file that has no folder yet. Does nothing if it has."""
+        """Gives up a file that is not durable yet. Any thread."""
         self._handle._reported = True  # whoever abandons it knows
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._folder.set_exception(SaveError(why, path=self._handle.path))
+        self._handle._give_up(why)
+
+    def wait(self) -> None:
+        """Waits until nothing writes the file any more, after ``open`` or ``abandon``."""
+        concurrent.futures.wait([self._handle])
 
 
 class ShardSaver:

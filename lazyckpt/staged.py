@@ -8,60 +8,83 @@ from typing import Any, NoReturn
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.job_request import JobRequest
 from lazyckpt.pipeline.launch import Launcher
-from lazyckpt.pipeline.plan import ArchiveCache, plan_for
+from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, plan_for
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Request
-from lazyckpt.storage import commit
+from lazyckpt.providers.global_state import StateDict
 
 
 class StagedFolder:
-    """A folder on its way; made by ``Saver.stage``. As a context manager it discards what is not saved."""
+    """A folder on its way; made by ``Saver.stage``. As a context manager it discards what is not saved.
 
-    def __init__(
-        self, launcher: Launcher, staging: commit.Staging, step: int | None, archives: dict[str, ArchiveCache]
-    ) -> None:
+    If several ranks fill it, it is discarded on all of them as soon as one does not save it."""
+
+    def __init__(self, launcher: Launcher, request: Request, archives: dict[str, ArchiveCache]) -> None:
         """``archives``: what the archives of earlier folders left behind, by name."""
         self._launcher = launcher
         self._callers = launcher.callers
-        self._staging: commit.Staging | None = staging
-        self._step = step
+        self._request: Request | None = request
         self._archives = archives
         self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
-        self.path = staging.path
-        """Where any library may write small files. They become durable, too."""
+        self._shards: dict[str, Mapping[str, Any]] = {}
+        self.path = request.stage().path
+        """Where any library may write small files, on every rank. They become durable, too."""
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
         """Add a file, captured at ``save``. ``name`` is relative to the folder. A ``.safetensors`` file takes a dict of
-        tensors and ``metadata``; any other name gives what ``torch.save`` writes.
+        tensors and ``metadata``; any other name gives what ``torch.save`` writes. The file is this rank's own.
 
         Raises ConfigError for a name outside the folder or one that was added before, and after ``save``.
         """
-        if self._staging is None:
-            raise ConfigError(f"add: {name!r} comes too late: the folder was saved or discarded")
-        parts = Path(name).parts
-        if not parts or Path(name).is_absolute() or ".." in parts or name in self._files:
+        self._check_name("add", name)
+        if not Path(name).parts:
             raise ConfigError(f"add: {name!r} is not a new name inside the folder")
         self._files[name] = obj, metadata
+
+    def add_shards(self, name: str, state: Mapping[str, Any]) -> None:
+        """Add a state dict that the ranks hold together, captured at ``save``, as a folder of
+        torch.distributed.checkpoint: ``.metadata``, and a file of each rank. ``name`` is relative to the folder, "."
+        the folder itself.
+
+        Every rank adds the same names. Of a DTensor each rank writes its shard; of anything else, which should be equal
+        everywhere, rank 0's is saved, unless only another rank has it. Raises ConfigError as ``add`` does, and for a
+        folder that was staged without ``all_ranks``.
+        """
+        if self._request is not None and not isinstance(self._request, JobRequest):
+            raise ConfigError(f"add_shards: {name!r}: this takes a folder of stage(..., all_ranks=True)")
+        self._check_name("add_shards", name)
+        self._shards[name] = state
+
+    def _check_name(self, call: str, name: str) -> None:
+        if self._request is None:
+            raise ConfigError(f"{call}: {name!r} comes too late: the folder was saved or discarded")
+        outside = Path(name).is_absolute() or ".." in Path(name).parts
+        if outside or name in self._files or name in self._shards:
+            raise ConfigError(f"{call}: {name!r} is not a new name inside the folder")
 
     @alone("save()")
     def save(self, *, blocking: bool = False) -> SaveHandle:
         """Snapshot what was added; the folder gets its name when all in it is durable. See ``Saver.save``."""
-        staging, self._staging = self._staging, None
-        if staging is None:
+        request, self._request = self._request, None
+        if request is None:
             raise ConfigError("a staged folder is saved once")
-        plans = {
+        plans: dict[str, FilePlan] = {
             name: plan_for(name, obj, metadata, cache=self._archives.setdefault(name, ArchiveCache()), prefix=name)
             for name, (obj, metadata) in self._files.items()
         }
-        request = Request(staging.target, self._step, staging)
-        return self._launcher.launch(request, plans, blocking=blocking, training_step=self._step)
+        if isinstance(request, JobRequest):
+            plans.update(
+                request.plan("" if name == "." else name, StateDict(state)) for name, state in self._shards.items()
+            )
+        return self._launcher.launch(request, plans, blocking=blocking, training_step=request.step)
 
     def discard(self) -> None:
         """Remove what was staged, unless it was saved."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.discard()
+        request, self._request = self._request, None
+        if request is not None:
+            request.abandon()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +101,22 @@ def _execute(block: str, names: dict[str, Any], folder: Path, monkeypatch: pytes
     tracks = "ckpt.track(" in block
     if not tracks:
         ckpt.track(model=names["model"], optimizer=names["optimizer"])
-    exec(compile(block, "block", "exec"), names)
+    with one_rank() if "new_group" in block else contextlib.nullcontext():
+        exec(compile(block, "block", "exec"), names)
     if tracks and names["ckpt"] is ckpt:
         ckpt.save(1, blocking=True)
         assert ckpt.restore() == 1
     names["ckpt"].close()
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _given() -> dict[str, Any]:

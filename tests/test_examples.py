@@ -75,3 +75,15 @@ def test_training_stopped_between_two_checkpoints_resumes_bit_for_bit(tiny_gpt: 
     assert {**stopped, **resumed} == whole and stopped[5] == resumed[5]
     last = lazyckpt.load(tmp_path / "stopped" / "step-00000006")
     assert set(last) == {"model", "optimizer", "scheduler", "loader", "rng"}
+
+
+def test_train_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["train_fsdp.py", str(folder)])
+    runpy.run_path(str(EXAMPLES / "train_fsdp.py"), run_name="__main__")
+    shown = capfd.readouterr().out
+    assert "1 rank(s) go on from step 12" in shown
+    assert "step-00000015: .metadata, __0_0.distcp, manifest.json" in shown
+    assert sorted(path.name for path in (folder / "step-00000012").iterdir()) == [
+        ".lazyckpt-lock", ".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"
+    ]  # fmt: skip

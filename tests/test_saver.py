@@ -251,7 +251,7 @@ def test_a_folder_whose_save_is_interrupted_is_gone(
     with pytest.raises(KeyboardInterrupt), saver.stage(tmp_path / "c") as staged:
         staged.add("a.pt", 1)
         staged.save()
-    assert list(tmp_path.iterdir()) == [] and staged._staging is None
+    assert list(tmp_path.iterdir()) == [] and staged._request is None
 
 
 # what goes wrong

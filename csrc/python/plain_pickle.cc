@@ -24,7 +24,9 @@ void Succeed(int result) {
   if (result < 0) throw py::error_already_set();
 }
 
-bool Is(py::handle object, py::handle type) { return Py_IS_TYPE(object.ptr(), (PyTypeObject*)type.ptr()); }
+bool Is(py::handle object, py::handle type) {
+  return Py_IS_TYPE(object.ptr(), reinterpret_cast<PyTypeObject*>(type.ptr())) != 0;
+}
 
 struct Torch {
   py::object utils = py::module_::import("torch._utils");
@@ -156,7 +158,7 @@ int64_t Natural(PyObject* number) {
   return value;
 }
 
-// Makes tensors. Their first of each kind is made from an empty one, which is faster than from its description.
+// Makes tensors, each from an empty one of its kind: that is faster than from a dtype and a device.
 class Tensors {
  public:
   // `arguments` are those of _rebuild_tensor_v2; with `has_dtype`, of _rebuild_tensor_v3.

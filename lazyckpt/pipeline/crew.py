@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lazyckpt.pipeline.job_request import Inventories, JobRequest
+from lazyckpt.errors import save_error
+from lazyckpt.pipeline.job_request import JobCheckpointRequest, JobRequest, Member
 from lazyckpt.pipeline.plan import FilePlan
-from lazyckpt.pipeline.rank_plan import Contents, RankCache, RankPlan
 from lazyckpt.pipeline.request import About, Lineage
 from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.global_state import TrackedState
 from lazyckpt.ranks.job import Job
 from lazyckpt.reading.team import ALONE, JobTeam, Team
+from lazyckpt.storage.commit import Staging
 
 
 class Crew:
     """This rank's place among the ranks of its job, from save to save.
 
-    Every rank saves the same steps in the same order. No call of this class but ``join`` and ``close`` communicates;
-    a checkpoint's votes go over the background threads (ranks/)."""
+    Every rank saves the same steps in the same order. No call of this class but ``join``, ``stage`` and ``close``
+    communicates; a checkpoint's votes go over the background threads (ranks/)."""
 
     def __init__(self, job: Job | None) -> None:
         """``job``: None if this process is the only rank."""
         self._job = job
         self.rank = 0 if job is None else job.rank
         self.team: Team = ALONE if job is None else JobTeam(job)
-        self._saves = 0
-        self._cache = RankCache()
-        self._inventories = Inventories()
+        self._member = Member(job)
 
     @classmethod
     def join(cls, directory: Path, *, timeout_s: float) -> Crew:
@@ -35,29 +35,31 @@ class Crew:
         RankError if one does not come."""
         import torch.distributed as dist
 
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
         return cls(None if alone else Job.join(directory, timeout_s=timeout_s))
 
     def request(
         self, path: Path, step: int, lineage: Lineage, about: About, state: CompositeProvider
     ) -> tuple[JobRequest, Mapping[str, FilePlan]]:
         """A save of ``state`` as checkpoint ``path``, and the plan of this rank's file."""
-        self._saves += 1
-        file, contents = f"__{self.rank}_0.distcp", Contents()
-        request = JobRequest(
-            path,
-            step,
-            lineage,
-            about,
-            rank=self.rank,
-            contents={file: contents},
-            cache=self._cache,
-            inventories=self._inventories,
-            job=self._job,
-            number=self._saves,
-            layout=", ".join(state.parts),
-        )
-        return request, {file: RankPlan(state, self.rank, self._cache, contents)}
+        request = JobCheckpointRequest(path, step, lineage, about, member=self._member, layout=", ".join(state.parts))
+        name, plan = request.plan("", TrackedState(state.parts, self.rank))
+        return request, {name: plan}
+
+    def stage(
+        self, target: Path, step: int | None, *, alone: Callable[[], Staging], prepare: Callable[[Path], None]
+    ) -> JobRequest:
+        """Makes the folder of a save that the ranks fill before they save it, and waits until this rank knows its name.
+        ``alone`` makes it where this process is the only rank; ``prepare`` makes the folder above.
+
+        Raises SaveError, of rank 0 too; then all ranks raise."""
+        request = JobRequest(target, step, member=self._member, layout=target.name, alone=alone, prepare=prepare)
+        try:
+            request.stage()
+        except BaseException as error:
+            told = request.failed(error)
+            raise save_error(told, path=target, step=step) if isinstance(told, OSError) else told from None
+        return request
 
     def close(self) -> None:
         if self._job is not None:

@@ -1,4 +1,4 @@
-"""One checkpoint that many ranks write: each its own file, rank 0 also ``.metadata`` and the manifest.
+"""One checkpoint that many ranks write: each its own files, rank 0 also ``.metadata`` and the manifest.
 
 A rank tells rank 0 what its file holds (its *inventory*) at the first save and when that changes; later it sends only
 the hash. So from the second save on a checkpoint costs one small message for each rank, in the background.
@@ -10,19 +10,22 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lazyckpt.errors import SaveError
 from lazyckpt.formats.inventory import Inventory, Item, decode, encode, metadata_of
-from lazyckpt.pipeline.rank_plan import Contents, RankCache
-from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage
+from lazyckpt.pipeline.rank_plan import Contents, RankCache, RankPlan
+from lazyckpt.pipeline.request import About, Lineage, Request
+from lazyckpt.providers.global_state import Leaves
 from lazyckpt.ranks.job import Job
 from lazyckpt.storage.commit import Staging
-from lazyckpt.storage.manifest import DCP_METADATA
+from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA
+from lazyckpt.storage.shared import AttachedStaging
 
 Files = list[tuple[str, int, int]]  # name, bytes and CRC-32 of each
+Shared = Mapping[str, Sequence[str]]  # by folder: the names that rank 0 writes and other ranks may have, too
 
 
 class Inventories:
@@ -42,8 +45,8 @@ class Inventories:
         head = json.dumps({"files": files, "inventory": name}).encode()
         return head if name == self._told else head + b"\n" + encoded
 
-    def note(self, shared: Sequence[str]) -> str:
-        """Rank 0's message to the others: the names that it writes and other ranks may have, too; "" if they know."""
+    def note(self, shared: Shared) -> str:
+        """Rank 0's message to the others; "" if they know."""
         note = json.dumps(shared)
         return "" if note == self._noted else note
 
@@ -75,61 +78,90 @@ class Inventories:
         return files, self._metadata[1]
 
 
-class JobRequest(CheckpointRequest):
-    """A numbered checkpoint of a job, as one rank saves it."""
+class Member:
+    """What successive saves of one rank of a job share."""
+
+    def __init__(self, job: Job | None) -> None:
+        """``job``: None if this process is the only rank."""
+        self.job = job
+        self.rank = 0 if job is None else job.rank
+        self.saves = 0
+        self.inventories = Inventories()
+        self.caches: dict[str, RankCache] = {}  # by the name of the folder of torch.distributed.checkpoint
+        self.shared: Shared = {}  # rank 0: of the save before
+
+
+class JobRequest(Request):
+    """A folder that the ranks of a job fill together, as one rank saves it. It may have several folders of
+    torch.distributed.checkpoint, and any other files."""
+
+    keeps_others = True  # files of a folder that this one replaces stay, if this one has none of their name
 
     def __init__(
         self,
         path: Path,
-        step: int,
-        lineage: Lineage,
-        about: About,
+        step: int | None,
         *,
-        rank: int,
-        contents: Mapping[str, Contents],
-        cache: RankCache,
-        inventories: Inventories,
-        job: Job | None,
-        number: int,
+        member: Member,
         layout: str,
+        alone: Callable[[], Staging],
+        prepare: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """``contents``: of this rank's files, by name, filled in when they are laid out. ``job``: None if this process
-        is the only rank. ``number`` counts the saves of this rank, ``layout`` must be the same on all ranks."""
-        super().__init__(path, step, lineage, about)
-        self._rank = rank
-        self._contents = contents
-        self._cache = cache
-        self._inventories = inventories
-        self._job = job
-        self._ballot = None if job is None else job.ballot(number, step, layout, path)
+        """``layout`` must be the same on all ranks. ``alone`` makes the staged folder if this is the only rank. Rank 0
+        calls ``prepare`` with the folder above."""
+        super().__init__(path, step)
+        member.saves += 1
+        self._member = member
+        self._alone = alone
+        self._prepare = prepare
+        self._job, self._rank = member.job, member.rank
+        self._inventories = member.inventories
+        self._ballot = None if member.job is None else member.job.ballot(member.saves, step, layout, path)
+        self._contents: dict[str, Contents] = {}  # of this rank's sharded files, by name
         self._receipt, self._note = b"", ""
         self._files: list[Files] = []  # of all ranks
         self._metadata: dict[str, bytes] = {}
-        self._staging: Staging | None = None
+
+    def plan(self, folder: str, state: Leaves) -> tuple[str, RankPlan]:
+        """The name and the plan of the file with this rank's share of ``state``, in ``folder``, "" being the root."""
+        contents = Contents()
+        cache = self._member.caches.setdefault(folder, RankCache())
+        name = os.path.join(folder, f"__{self._rank}_0{DCP_FILE}")
+        self._contents[name] = contents
+        return name, RankPlan(state, self._rank, cache, contents)
 
     def stage(self) -> Staging:
-        if self._ballot is None:
-            self._staging = super().stage()
-        elif self._rank == 0:
-            assert self._job is not None
-            self._note = self._inventories.note([name for of in self._contents.values() for name in of.shared()])
-            self._staging = self._job.stage(self.path)
-            self._ballot.begin(self._staging.path.name, self._note)
-        else:
-            assert self._job is not None
-            name, note = self._ballot.staged_name()
-            self._staging = self._job.attach(self.path, name)
-            if note:
-                self._cache.elsewhere = frozenset(json.loads(note))
+        if self._staging is None:
+            self._staging = self._begin()
         return self._staging
+
+    def _begin(self) -> Staging:
+        if self._ballot is None or self._job is None:
+            return self._alone()
+        if self._rank == 0:
+            self._note = self._inventories.note(self._shared() or self._member.shared)
+            self._prepare(self.path.parent)
+            staging = self._staging = self._job.stage(self.path, keep_others=self.keeps_others)
+            self._ballot.begin(staging.path.name, self._note)
+            return staging
+        name, note = self._ballot.staged_name()
+        for folder, names in json.loads(note or "{}").items():
+            self._member.caches.setdefault(folder, RankCache()).elsewhere = frozenset(names)
+        return self._job.attach(self.path, name)
+
+    def _shared(self) -> Shared:
+        return {os.path.dirname(name): contents.shared() for name, contents in self._contents.items()}
 
     def agree(self, files: Files) -> None:
         """Votes that this rank's files are durable. Rank 0 returns when all have voted."""
         inventory = {file: contents.items() for file, contents in self._contents.items()}
         self._receipt = self._inventories.receipt(files, inventory)
+        if isinstance(self._staging, AttachedStaging):
+            self._staging.sync(name for name, _, _ in files)
         if self._ballot is not None:
             self._ballot.vote(self._receipt)
         if self._rank == 0:
+            self._member.shared = self._shared()
             receipts = [self._receipt] if self._ballot is None else self._ballot.receipts()
             try:
                 self._files, self._metadata = self._inventories.read(receipts)
@@ -137,17 +169,16 @@ class JobRequest(CheckpointRequest):
                 raise SaveError(str(error), path=self.path, step=self.step) from error
 
     def manifest(self, files: Files) -> dict[str, Any] | None:
-        if self._rank != 0:
-            return None
-        written = [file for of_rank in self._files for file in of_rank]
-        writers = {name: rank for rank, of_rank in enumerate(self._files) for name, _, _ in of_rank}
+        """Rank 0: writes the ``.metadata`` of each sharded state. There is no manifest."""
         for folder, metadata in self._metadata.items():
             name = os.path.join(folder, DCP_METADATA)
-            assert self._staging is not None
-            with open(self._staging.path / name, "xb") as file:
+            with open(self.stage().path / name, "xb") as file:
                 file.write(metadata)
-            written.append((name, len(metadata), zlib.crc32(metadata)))
-        return self._lineage.manifest(self._step, written, self._about, world_size=len(self._files), writers=writers)
+            self._files[0].append((name, len(metadata), zlib.crc32(metadata)))
+        return None
+
+    def synced(self, files: list[str]) -> list[str]:
+        return [name for of_rank in self._files for name, _, _ in of_rank] or files
 
     def publish(self, staging: Staging) -> Path | None:
         if self._ballot is not None:
@@ -159,15 +190,6 @@ class JobRequest(CheckpointRequest):
 
     def published(self) -> None:
         self._inventories.committed(self._receipt, self._note)
-        if self._rank == 0:
-            super().published()
-
-    def superfluous(self) -> Iterable[Path]:
-        if self._rank != 0:
-            return ()
-        if self._job is not None:
-            self._job.check_owner()
-        return super().superfluous()
 
     def failed(self, error: BaseException) -> BaseException:
         if self._ballot is None:
@@ -178,4 +200,37 @@ class JobRequest(CheckpointRequest):
 
     def abandon(self) -> None:
         if self._ballot is not None:
-            self._ballot.refuse("in save(); its own error says how")
+            self._ballot.refuse("gave it up before the end of save(); its own error says how")
+        super().abandon()
+
+
+class JobCheckpointRequest(JobRequest):
+    """A numbered checkpoint of a Checkpointer on every rank."""
+
+    keeps_others = False
+
+    def __init__(self, path: Path, step: int, lineage: Lineage, about: About, *, member: Member, layout: str) -> None:
+        super().__init__(path, step, member=member, layout=layout, alone=lambda: Staging(path))
+        self._about = about
+        self._number = step
+        self._lineage = lineage
+
+    def manifest(self, files: Files) -> dict[str, Any] | None:
+        super().manifest(files)
+        if self._rank != 0:
+            return None
+        written = [file for of_rank in self._files for file in of_rank]
+        writers = {name: rank for rank, of_rank in enumerate(self._files) for name, _, _ in of_rank}
+        return self._lineage.manifest(self._number, written, self._about, world_size=len(self._files), writers=writers)
+
+    def published(self) -> None:
+        super().published()
+        if self._rank == 0:
+            self._lineage.published()
+
+    def superfluous(self) -> Iterable[Path]:
+        if self._rank != 0:
+            return ()
+        if self._job is not None:
+            self._job.check_owner()
+        return self._lineage.superfluous()

@@ -115,7 +115,7 @@ def agree(flight: Flight, receipt: Receipt) -> None:
 
 def commit(flight: Flight, staging: Staging, receipt: Receipt) -> Path | None:
     """Steps 5 and 6. Returns the folder that the checkpoint replaced, under another name, or None. Raises OSError."""
-    staging.describe(flight.request.manifest(receipt.files), flight.files)
+    staging.describe(flight.request.manifest(receipt.files), flight.request.synced(flight.files))
     replaced = flight.request.publish(staging)
     flight.request.published()
     return replaced

@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,7 @@ from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.pipeline.shard_plan import ShardCache, ShardPlan
 from lazyckpt.providers.base import StorageTable, TensorViews
-from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.global_state import Path, chunk_of, global_state, is_dtensor, is_own, name_of
+from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, name_of
 from lazyckpt.providers.pickles import dump
 from lazyckpt.providers.restorable import refuse_unreadable
 from lazyckpt.ranks.shares import Held, writes
@@ -33,7 +32,7 @@ class Contents:
 
     parts: list[tuple[Path, Part | None]] = field(default_factory=list)
     places: Mapping[str, Place] = field(default_factory=dict)  # of the items, by name
-    own: frozenset[str] = frozenset()  # names of the tracked parts that every rank has of its own
+    own: Container[str | int] = ()  # see global_state.Leaves
 
     def items(self) -> list[Item]:
         return [Item(path, part, *self.places[name_of(path)]) for path, part in self.parts]
@@ -96,7 +95,7 @@ class RankPlan(FilePlan):
 
     any_order = True
 
-    def __init__(self, state: CompositeProvider, rank: int, cache: RankCache, contents: Contents) -> None:
+    def __init__(self, state: Leaves, rank: int, cache: RankCache, contents: Contents) -> None:
         """``contents`` is filled in when the file is laid out."""
         self._state = state
         self._rank = rank
@@ -107,13 +106,13 @@ class RankPlan(FilePlan):
     def gather(self) -> TensorViews:
         share = self._share()
         self._contents.parts = [(path, part) for path, part, _ in share]
-        self._contents.own = frozenset(name for name, part in self._state.parts.items() if is_own(part))
+        self._contents.own = self._state.own
         self._plan = ShardPlan([(name_of(path), payload) for path, _, payload in share], self._cache.shards)
         return self._plan.gather()
 
     def _share(self) -> list[tuple[Path, Part | None, torch.Tensor | bytes]]:
         """Path, part and payload of each item."""
-        leaves = global_state(self._state.parts, self._rank)
+        leaves = self._state.leaves()
         parts = self._cache.shards_of(leaves)
         share: list[tuple[Path, Part | None, torch.Tensor | bytes]] = []
         for path, value in leaves.items():
@@ -125,7 +124,7 @@ class RankPlan(FilePlan):
         return share
 
     def _is_mine(self, path: Path) -> bool:
-        return self._rank == 0 or is_own(self._state.parts[str(path[0])]) or name_of(path) not in self._cache.elsewhere
+        return self._rank == 0 or path[0] in self._state.own or name_of(path) not in self._cache.elsewhere
 
     def _whole(self, path: Path, value: Any) -> tuple[Path, Part | None, torch.Tensor | bytes]:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_nested:

@@ -40,6 +40,10 @@ class Request:
         """What the manifest says of the files (name, bytes, CRC-32), or None for no manifest."""
         return None
 
+    def synced(self, files: list[str]) -> list[str]:
+        """The files in the staged folder that are durable; ``files`` are those of this process."""
+        return files
+
     def publish(self, staging: Staging) -> Path | None:
         """Gives the files their final names. Returns what they replaced, under another name. Raises OSError, and
         RankError if another rank's part failed."""

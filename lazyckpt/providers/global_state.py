@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,50 @@ Path = tuple[str | int, ...]
 _SIMPLE = (int, float, bool, str, type(None))
 # What wrappers put into the names of parameters, but not into those of the state dict.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+class Leaves(Protocol):
+    """A state as its leaves: tensors, DTensors and objects, by path."""
+
+    own: Container[str | int]
+    """The first words of the paths whose state differs from rank to rank."""
+
+    def leaves(self) -> dict[Path, Any]:
+        """Asks for the state as it is now. Raises ConfigError for a DTensor inside an object."""
+
+
+class TrackedState:
+    """The tracked state of a Checkpointer."""
+
+    def __init__(self, parts: Mapping[str, StateProvider], rank: int) -> None:
+        self.own: Container[str | int] = frozenset(name for name, part in parts.items() if is_own(part))
+        self._parts = parts
+        self._rank = rank
+
+    def leaves(self) -> dict[Path, Any]:
+        return global_state(self._parts, self._rank)
+
+
+class StateDict:
+    """A state dict that is the same on all ranks, but for the shards of its DTensors. Its names are those that this
+    version of torch.distributed.checkpoint gives it, and looks for when it loads."""
+
+    own: Container[str | int] = ()
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def leaves(self) -> dict[Path, Any]:
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        try:
+            flat, paths = flatten_state_dict(dict(self._state))
+        except ValueError as error:
+            raise ConfigError(f"two entries of the state get one name: {error}") from error
+        for name, value in flat.items():
+            if not isinstance(value, torch.Tensor):
+                _refuse_hidden_shards(name, value)
+        return {paths[name]: value for name, value in flat.items()}
 
 
 class Chunk(NamedTuple):
@@ -153,13 +197,18 @@ def _collect(path: Path, value: Any, leaves: dict[Path, Any]) -> None:
         for number, inner in enumerate(value):
             _collect((*path, number), inner, leaves)
     else:
-        for inside, tensor in tensors_in(value, name_of(path)) if type(value) not in _SIMPLE else ():
-            if is_dtensor(tensor):
-                raise ConfigError(
-                    f"cannot save {inside}: a DTensor inside a {type(value).__name__}; keep DTensors in dicts with "
-                    "string keys, or in lists"
-                )
+        _refuse_hidden_shards(name_of(path), value)
         leaves[path] = value
+
+
+def _refuse_hidden_shards(name: str, value: Any) -> None:
+    """Raises ConfigError for a DTensor inside an object: every rank would save another one."""
+    for inside, tensor in tensors_in(value, name) if type(value) not in _SIMPLE else ():
+        if is_dtensor(tensor):
+            raise ConfigError(
+                f"cannot save {inside}: a DTensor inside a {type(value).__name__}; keep DTensors in dicts with "
+                "string keys, or in lists"
+            )
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:

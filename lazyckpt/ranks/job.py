@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -90,6 +91,7 @@ class Job:
         self._previous: Ballot | None = None
         # At exit, if nobody calls ``close``: after the threads that save, if this job was made before them.
         self._leave = weakref.finalize(self, _leave, pulse, client, mine if seat.rank == 0 else None, seat.directory)
+        self._leave.atexit = False  # saves that are pending then still need the store
         self.rank = seat.rank
         self.world_size = seat.world_size
         self.generation = seat.generation
@@ -107,9 +109,9 @@ class Job:
         shared = distributed.distributed_c10d._get_default_store()
         return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s)
 
-    def ballot(self, ordinal: int, step: int, layout: str, target: Path) -> Ballot:
-        """Step 2. ``ordinal`` counts the saves of this Checkpointer from 1, also those that fail; ``layout`` is a hash
-        of what the ranks must agree on; ``target`` is the final folder. Sends nothing."""
+    def ballot(self, ordinal: int, step: int | None, layout: str, target: Path) -> Ballot:
+        """Step 2. ``ordinal`` counts the saves of this job from 1, also those that fail; ``layout`` is what the ranks
+        must agree on; ``target`` is the final folder, on the file system of the job's folder. Sends nothing."""
         self._pulse.reached["save"] = ordinal
         self._previous = Ballot(
             self._seat,
@@ -117,18 +119,25 @@ class Job:
             step,
             layout,
             target=target,
-            folder=lambda name: SharedFolder(target, name, self._owner, self._pulse.timeout_s),
+            folder=lambda name: SharedFolder(target, self.directory / name, self._owner, self._pulse.timeout_s),
             previous=self._previous,
         )
         return self._previous
 
-    def stage(self, target: Path) -> SharedStaging:
-        """Rank 0: makes the staged folder of a checkpoint. Raises OSError."""
-        return SharedStaging(target, self._owner)
+    def stage(self, target: Path, *, keep_others: bool = False) -> SharedStaging:
+        """Rank 0: makes the staged folder of a checkpoint, in the job's folder. Raises OSError, also where the kernel
+        could not give it its final name."""
+        if mounts.is_fixed(target):
+            what = "several ranks cannot replace it (a mount point, the working folder); save into a folder below it"
+            raise OSError(errno.EBUSY, what, str(target))
+        if not mounts.on_one_mount(self.directory, target.parent):
+            raise OSError(errno.EXDEV, f"it is staged in {self.directory}, on another mount", str(target))
+        inside = None if target.parent == self.directory else self.directory
+        return SharedStaging(target, self._owner, inside, keep_others=keep_others)
 
     def attach(self, target: Path, name: str) -> AttachedStaging:
         """Other ranks: finds the staged folder by its name."""
-        return AttachedStaging(target, name)
+        return AttachedStaging(target, self.directory / name)
 
     def exchange(self, topic: str, value: bytes) -> list[bytes]:
         """Returns the values of all ranks, by rank. Every rank calls it, with the same topic, in the same order.

@@ -170,7 +170,10 @@ class TcpClient(PollingClient):
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = _Connection(self._connect)
+            try:
+                connection = _Connection(self._connect)
+            except RuntimeError as error:  # no thread
+                raise StoreLost(_first_line(error)) from error
         return connection.do(call, self._back)
 
     def _back(self, connection: _Connection) -> None:
@@ -183,14 +186,10 @@ class TcpClient(PollingClient):
         if hasattr(self._store, "clone"):
             store = self._store.clone()
         else:  # torch 2.6
-            store = TCPStore(
-                self._store.host, self._store.port, is_master=False, wait_for_workers=False, timeout=self._patience()
-            )
+            patience = timedelta(seconds=self._timeout_s)
+            store = TCPStore(self._store.host, self._store.port, None, False, patience, wait_for_workers=False)
         store.set_timeout(_FOREVER)
         return store
-
-    def _patience(self) -> timedelta:
-        return timedelta(seconds=self._timeout_s)
 
     def result(self, future: Future[Result], seconds: float) -> Result:
         """Returns what a connection answers. Raises StoreLost if it fails, or after so many seconds."""

@@ -78,7 +78,7 @@ class Ballot:
         self,
         seat: Seat,
         ordinal: int,
-        step: int,
+        step: int | None,
         layout: str,
         *,
         target: Path,

@@ -44,12 +44,11 @@ class Exchange(Protocol):
 class JobTeam(Team):
     """The ranks of a job. All of them restore at the same time, as all of them save."""
 
-    _rounds = itertools.count()
-
     def __init__(self, job: Exchange) -> None:
         self.rank = job.rank
         self.world_size = job.world_size
         self._job = job
+        self._rounds = itertools.count()
 
     def follow(self, act: Callable[[], Answer]) -> Answer:
         value, error = _outcome(act) if self.rank == 0 else (None, None)

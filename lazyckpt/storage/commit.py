@@ -21,13 +21,13 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
 from lazyckpt import _engine
 from lazyckpt.storage import folders, removal
-from lazyckpt.storage.manifest import MANIFEST
+from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA, MANIFEST
 
 # Errors of flock where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
 # valid, so EINVAL means the same. No other process can lock there either, so none sweeps there.
@@ -123,12 +123,7 @@ class Staging:
         synced = {self.path / name for name in written}
         if manifest is not None:
             synced.add(self._write_manifest(manifest))
-        for folder, _, names in os.walk(self.path, topdown=False):
-            for name in names:
-                file = Path(folder, name)
-                if file not in synced and not file.is_symlink():
-                    folders.sync_path(file)
-            folders.sync_path(folder)
+        sync_all(self.path, synced)
 
     def _write_manifest(self, manifest: dict[str, Any]) -> Path:
         path = self.path / MANIFEST
@@ -146,10 +141,10 @@ class Staging:
             if not self._replaces:
                 raise FileExistsError(errno.EEXIST, "another program made it during the save", str(self.target))
             if self._keep_others:
-                _carry_over(self.target, self.path)
+                carry_over(self.target, self.path)
             replaced = self._exchange()
             if self._keep_others and replaced is not None:
-                _carry_over(replaced, self.target)  # files that came in between
+                carry_over(replaced, self.target)  # files that came in between
         else:
             os.rename(self.path, self.target)
         self._published = True
@@ -201,8 +196,18 @@ class Staging:
         drop_lock(fd)
 
 
-def _carry_over(old: Path, new: Path) -> None:
-    """Links what the folder ``old`` holds and ``new`` lacks into ``new``."""
+def sync_all(root: Path, synced: Container[Path]) -> None:
+    """Syncs the files and folders below ``root``, except the files in ``synced``. Raises OSError."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            file = Path(folder, name)
+            if file not in synced and not file.is_symlink():
+                folders.sync_path(file)
+        folders.sync_path(folder)
+
+
+def carry_over(old: Path, new: Path) -> None:
+    """Links what the folder ``old`` holds and ``new`` lacks into ``new``, except parts of an older sharded state."""
     if old.is_symlink() or not old.is_dir():
         return
     changed = []
@@ -212,8 +217,9 @@ def _carry_over(old: Path, new: Path) -> None:
             subfolders.clear()
             continue
         into.mkdir(exist_ok=True)
+        sharded = os.path.lexists(into / DCP_METADATA)
         for name in (*names, *(name for name in subfolders if Path(folder, name).is_symlink())):
-            if os.path.lexists(into / name):
+            if os.path.lexists(into / name) or (sharded and name.endswith(DCP_FILE)):
                 continue
             try:
                 os.link(Path(folder, name), into / name, follow_symlinks=False)

@@ -62,6 +62,11 @@ def fresh_name(prefix: str, target: Path) -> Path:
     return target.with_name(f"{prefix}{name}-{uuid.uuid4().hex}")
 
 
+def is_whole(name: str) -> bool:
+    """Whether this is all of a name that ``fresh_name`` was given, which cuts longer ones."""
+    return len(os.fsencode(name)) < _NAME_BYTES
+
+
 def is_unfinished(name: str) -> bool:
     """Whether this is one of our temporary, trash, publish or replaced names."""
     return _UNFINISHED.fullmatch(name) is not None

@@ -23,6 +23,7 @@ from lazyckpt.formats.reader import FileReader, unique_keys
 MANIFEST = "manifest.json"
 FORMAT = 1
 STATE = "state.pt"
+DCP_FILE = ".distcp"  # how the files that it describes end
 DCP_METADATA = ".metadata"  # in the place of STATE: many ranks wrote the state, as torch.distributed.checkpoint does
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _MAX_MANIFEST_BYTES = 16 << 20

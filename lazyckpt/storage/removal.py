@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lazyckpt.storage import folders, mounts, owner
-from lazyckpt.storage.manifest import MANIFEST, is_folder_name
+from lazyckpt.storage.manifest import MANIFEST
 from lazyckpt.storage.owner import Owner
 
 # Endings of the files without which a framework does not recognize a checkpoint.
@@ -115,7 +115,9 @@ def sweep(root: Path, by: Owner | None = None) -> list[Path]:
     """Removes what dead processes left in ``root``: trash and staged folders. Gives a checkpoint that was to be
     replaced its name back. ``by``: also removes what older generations of this job have staged."""
     asides = _unfinished(root, folders.REPLACED)
-    replaced = [path for path in asides if is_folder_name(_name_of(path)) and not put_back(path, root / _name_of(path))]
+    replaced = [
+        path for path in asides if folders.is_whole(_name_of(path)) and not put_back(path, root / _name_of(path))
+    ]
     trash = [*_unfinished(root, folders.TRASH), *filter(None, map(hide, replaced))]
     staged = sweep_staged(root, by)
     for path in trash:

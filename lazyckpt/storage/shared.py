@@ -25,14 +25,14 @@ _LOOK_S = 0.05  # between two looks at the folder
 class SharedFolder:
     """The staged folder ``name`` of the checkpoint ``target``, seen from any rank: the ``Folder`` of ranks/votes.py."""
 
-    def __init__(self, target: Path, name: str, owner: Owner, timeout_s: float) -> None:
-        self._target, self._name, self._owner, self._timeout_s = target, name, owner, timeout_s
-        self._path = target.with_name(name)
-        self._trash = _renamed(self._path, folders.TRASH)
-        self._aside = _renamed(self._path, folders.REPLACED)
+    def __init__(self, target: Path, path: Path, owner: Owner, timeout_s: float) -> None:
+        """``path``: of the staged folder, which is beside ``target`` or in another folder of the same file system."""
+        self._target, self._path, self._owner, self._timeout_s = target, path, owner, timeout_s
+        self._trash = path.with_name(_renamed(path, folders.TRASH))
+        self._aside = target.with_name(_renamed(path, folders.REPLACED))
 
     def owner(self) -> str | None:
-        return owner.other_owner(self._target.parent, self._owner)
+        return owner.other_owner(self._path.parent, self._owner)
 
     def to_final(self) -> Literal["done", "gone", "occupied"]:
         try:
@@ -60,10 +60,11 @@ class SharedFolder:
         removal.put_back(self._aside, self._target)
 
     def is_published(self) -> bool:
-        return owner.staged_name(self._target) == self._name
+        return owner.staged_name(self._target) == self._path.name
 
     def sync(self) -> None:
-        folders.sync_path(self._target.parent)
+        for parent in dict.fromkeys((self._target.parent, self._path.parent)):
+            folders.sync_path(parent)
 
     def await_decision(self) -> None:
         end = time.monotonic() + self._timeout_s
@@ -77,11 +78,12 @@ class SharedFolder:
 class SharedStaging(commit.Staging):
     """A checkpoint folder that several ranks fill, in the process of rank 0. It holds the lock of the folder's file."""
 
-    def __init__(self, target: Path, owner: Owner) -> None:
+    def __init__(self, target: Path, owner: Owner, inside: Path | None = None, *, keep_others: bool = False) -> None:
+        """``inside`` and ``keep_others``: as in ``Staging``."""
         self._owner = owner
         self._lock_file = -1
         while True:
-            super().__init__(target)
+            super().__init__(target, inside, keep_others=keep_others)
             try:
                 self._lock_it()
                 return
@@ -98,12 +100,22 @@ class SharedStaging(commit.Staging):
         os.write(self._lock_file, owner.describe_staged(self._owner, self.path.name))
         os.rename(unfinished, self.path / LOCK)
 
+    def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
+        if self._keep_others:  # now, since ``Ballot.decide`` moves the old folder away before it publishes this one
+            commit.carry_over(self.target, self.path)
+        super().describe(manifest, written)
+
     def publish(self) -> Path | None:
         """Lets go of the folder, which ``Ballot.decide`` has published. Returns what it replaced, as in ``Staging``."""
         self._published = True
         self._unlock()
-        replaced = _renamed(self.path, folders.REPLACED)
-        return replaced if os.path.lexists(replaced) else None
+        replaced = self.target.with_name(_renamed(self.path, folders.REPLACED))
+        if not os.path.lexists(replaced):
+            return None
+        if self._keep_others:
+            with contextlib.suppress(OSError):  # the checkpoint is committed
+                commit.carry_over(replaced, self.target)  # files that came in between
+        return replaced
 
     def _unlock(self) -> None:
         fd, self._lock_file = self._lock_file, -1
@@ -114,14 +126,24 @@ class SharedStaging(commit.Staging):
 class AttachedStaging(commit.Staging):
     """The same folder in the process of another rank, which neither publishes nor removes it."""
 
-    def __init__(self, target: Path, name: str) -> None:
+    def __init__(self, target: Path, path: Path) -> None:
         self.target = target
-        self.path = target.with_name(name)
+        self.path = path
+
+    def sync(self, written: Iterable[str]) -> None:
+        """Makes durable what this rank has put there, except the contents of ``written``, which the engine has synced.
+
+        Rank 0 syncs the rest, in ``describe``. Where nodes share the file system, it cannot sync what the cache of this
+        one holds."""
+        written = set(written)
+        if owner.is_local(self.path):
+            for folder in {(self.path / name).parent for name in written} | {self.path}:
+                folders.sync_path(folder)
+        else:
+            commit.sync_all(self.path, {self.path / name for name in written})
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
-        """Syncs the names of the files that this rank has created; ``written`` are all of them."""
-        for folder in {(self.path / name).parent for name in written} | {self.path}:
-            folders.sync_path(folder)
+        """Rank 0 does."""
 
     def publish(self) -> Path | None:
         return None
@@ -130,5 +152,5 @@ class AttachedStaging(commit.Staging):
         """The ranks decide about the folder (``Ballot.refuse``)."""
 
 
-def _renamed(staged: Path, prefix: str) -> Path:
-    return staged.with_name(prefix + staged.name.removeprefix(folders.TEMPORARY))
+def _renamed(staged: Path, prefix: str) -> str:
+    return prefix + staged.name.removeprefix(folders.TEMPORARY)

@@ -521,6 +521,27 @@ def test_if_one_rank_fails_there_is_no_folder_and_the_next_save_works(
         assert found == ["1"]
 
 
+def captured_in_vain(folder: str) -> tuple[str, list[str]]:
+    """Rank 1 fails when its captured file is being written."""
+    training = Training("fsdp", 3001)
+    training.step()
+    state = {**training.state(), f"only rank {dist.get_rank()}": "has this"}
+    module = sys.modules[LazyStorageWriter.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(module, "write_shard", lambda *_, **__: Failing(f"{folder}/1")._fail())
+        failed = why(lambda: save("async", state, f"{folder}/1"))
+    found = names(folder)
+    save("async", training.state(), f"{folder}/2")
+    assert load(f"{folder}/2", training.state()) == content(training.state())
+    return failed, found
+
+
+def test_what_was_captured_in_vain_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    for failed, found in ranks.run(2, captured_in_vain, str(tmp_path)):
+        assert "the disk of rank 1" in failed and found == []
+
+
 def overwrites(writer: str, folder: str) -> str:
     """Saves step 1, then step 2 under the same name while a rank fails; returns what loads afterwards."""
     path = f"{folder}/latest"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.pipeline.shard_plan import Item, ShardCache, ShardPlan
 from lazyckpt.reading.ranges import process_engine
+from lazyckpt.shards import ShardSaver
 
 
 def saved(items: list[Item], path: Path, cache: ShardCache | None = None) -> dict[str, bytes]:
@@ -158,12 +160,26 @@ def test_the_part_that_an_optimizer_owns_is_lazy(witness: str, tmp_path: Path) -
 def test_a_write_to_the_lazy_part_fails_the_save_by_name(witness: str, tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(5_000_000)[:4_000_000])
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    with lazyckpt.Saver(witness=witness, copy_threads=1, chunk_bytes=1 << 20, on_error="warn") as saver:
-        weight.grad = torch.ones_like(weight)
+    weight.grad = torch.ones_like(weight)
+    # The staging buffer is smaller than the weight: some of it is not copied before the file has a folder.
+    with lazyckpt.Saver(witness=witness, host_buffer_bytes=2 << 20, chunk_bytes=1 << 20) as saver, torch.no_grad():
         optimizer.step()
-        plan = ShardPlan([("the weight", weight)])
-        with torch.no_grad(), pytest.warns(UserWarning, match="the weight"):
-            handle = saver.launcher.launch(Request(tmp_path / "f", None), {"f": plan}, blocking=False)
-            weight.add_(1)
-            assert handle.exception(timeout=30) is not None
-            saver.wait()
+        capture = ShardSaver(saver).capture([("the weight", weight)], "f", target=tmp_path / "step")
+        weight.add_(1)
+        capture.open(tmp_path)
+        with pytest.raises(lazyckpt.TornSnapshotError, match="the weight was written to"):
+            capture.result()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_abandoned_lets_training_go_on(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(5_000_000))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    with lazyckpt.Saver(host_buffer_bytes=2 << 20, chunk_bytes=1 << 20) as saver:
+        optimizer.step()
+        capture = ShardSaver(saver).capture([("w", weight)], "f", target=tmp_path / "step")
+        threading.Timer(0.3, capture.abandon, ["nobody wants it"]).start()
+        optimizer.step()  # waits for copies that wait for a folder
+        with pytest.raises(lazyckpt.SaveError, match="nobody wants it"):
+            capture.result()

@@ -26,7 +26,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def seen(staging: SharedStaging, timeout_s: float = 5.0) -> SharedFolder:
-    return SharedFolder(staging.target, staging.path.name, ME, timeout_s)
+    return SharedFolder(staging.target, staging.path, ME, timeout_s)
 
 
 def checkpoint(folder: Path, text: str = "old") -> Path:
@@ -130,11 +130,12 @@ def test_a_crash_while_a_step_is_replaced_loses_neither_checkpoint(target: Path)
 
 
 def test_nothing_else_that_looks_moved_aside_is_touched(tmp_path: Path) -> None:
-    for name in (".replaced-theirs", f".replaced-notes-{HEX}", ".replaced-step-00000001"):
+    cut = f".replaced-{'x' * 100}-{HEX}"  # whatever the rest of its name was
+    for name in (".replaced-theirs", cut, ".replaced-step-00000001"):
         (tmp_path / name).mkdir()
     removal.sweep(tmp_path)
     assert len(os.listdir(tmp_path)) == 3
-    assert [(found.name, found.state) for found in leftovers(tmp_path)] == [(f".replaced-notes-{HEX}", "unknown")]
+    assert [(found.name, found.state) for found in leftovers(tmp_path)] == [(cut, "unknown")]
 
 
 def test_the_name_is_synced_before_a_commit_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +149,10 @@ def test_another_rank_syncs_the_names_of_its_files_and_removes_nothing(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staging = SharedStaging(target, ME)
-    attached = AttachedStaging(target, staging.path.name)
+    attached = AttachedStaging(target, staging.path)
     synced: list[Path] = []
     monkeypatch.setattr(folders, "sync_path", lambda path: synced.append(Path(path)))
-    attached.describe(None, ["__1_0.distcp", "sub/file"])
+    attached.sync(["__1_0.distcp", "sub/file"])
     assert set(synced) == {staging.path, staging.path / "sub"}
     attached.discard()
     assert attached.publish() is None

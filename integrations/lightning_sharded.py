@@ -1,0 +1,131 @@
+"""Lightning with FSDP2 and tensor parallelism: ``Trainer(strategy=LazyModelParallelStrategy())`` saves lazily.
+
+``ModelParallelStrategy`` writes sharded checkpoints by itself, past the CheckpointIO, and first copies the state of
+every rank to host memory. This strategy hands out the live state, and stages the folder on all ranks: the files of
+torch.distributed.checkpoint and ``meta.pt``, as Lightning lays them out. What the Trainer and ModelCheckpoint expect of
+a pending checkpoint is in ``LazyCheckpointIO`` and its callback (lightning.py), which serve this strategy, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import lazyckpt
+from lazyckpt.integrations.dcp import LazyStorageReader
+from lazyckpt.integrations.lightning import LazyCheckpointIO
+from lazyckpt.integrations.lightning_last import META, is_sharded, local_path
+
+try:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+except ImportError as error:
+    raise ImportError(
+        'lazyckpt.integrations.lightning_sharded needs Lightning: pip install "lightning>=2.6"'
+    ) from error
+
+_MODEL = "state_dict"  # where Lightning keeps it; that of optimizer i is under optimizer_i
+_STRATEGY = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint")
+_GROUP = ("process_group_backend", "timeout")
+
+
+class LazyModelParallelStrategy(ModelParallelStrategy):
+    """Lightning's ``ModelParallelStrategy``, but checkpoints are lazy and durable, and appear whole or not at all.
+
+    Keyword arguments are those of ModelParallelStrategy and the fields of ``Config``, except ``keep_last`` and
+    ``keep_every``: retention is ``ModelCheckpoint(save_top_k=…)``. Raises ConfigError for an invalid one.
+
+    Saves block outside ``fit`` and its like, and after an exception. A save that fails raises SaveError on every rank,
+    at the next save or load, or at the end of ``fit``; ``on_error="warn"`` makes it a warning. Plain
+    ModelParallelStrategy loads what this saves, and this loads what that saved. With
+    ``save_distributed_checkpoint=False`` the file with the whole state goes through LazyCheckpointIO.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        own = {name: options.pop(name) for name in (*_STRATEGY, *_GROUP) if name in options}
+        super().__init__(**own)
+        # Beside a plugin of the Trainer, Lightning refuses it.
+        self._checkpoint_io = LazyCheckpointIO(**options)
+        self._checkpoint_io.on_all_ranks = self._save_distributed_checkpoint
+
+    # the state as it is, not a copy
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._save_distributed_checkpoint:
+            whole: dict[str, Any] = super().lightning_module_state_dict()
+            return whole
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if not self._save_distributed_checkpoint:
+            whole: dict[str, Any] = super().optimizer_state(optimizer)
+            return whole
+        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return get_optimizer_state_dict(self.model, own)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Returns, on every rank, when the state is captured or guarded; the folder appears when it is durable.
+
+        Raises SaveError, of this or an earlier save, on every rank."""
+        path = local_path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint or storage_options is not None or path is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with self._on_all_ranks(path):
+            self.checkpoint_io.check()
+        sharded = {_MODEL: checkpoint.pop(_MODEL)}
+        for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            sharded[f"optimizer_{number}"] = state
+        with self._on_all_ranks(path):
+            self.checkpoint_io.save_shards(sharded, checkpoint, path, first=self.is_global_zero)
+
+    @contextlib.contextmanager
+    def _on_all_ranks(self, path: Path) -> Iterator[None]:
+        """A context that raises on all ranks if it fails on one. They would wait for it otherwise."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self.reduce_boolean_decision(failure is not None, all=False):
+            if failure is None:
+                self.checkpoint_io.wait()  # usually raises: a save fails on all ranks, but they hear of it one by one
+            raise failure or lazyckpt.SaveError("another rank says why", path=path)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Waits for pending saves, then loads in parallel, and verifies the checksum of every tensor that a rank reads
+        whole. Raises LoadError, or the SaveError of a save that failed."""
+        path = Path(self.broadcast(checkpoint_path))
+        with self._on_all_ranks(path):
+            self.checkpoint_io.wait()
+        if not is_sharded(path):
+            whole: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return whole
+        lazyckpt.wait_captured()
+        model = {_MODEL: get_model_state_dict(self.model)}
+        self._read(model, path, weights_only)
+        self.model.load_state_dict(model[_MODEL], strict=self.lightning_module.strict_loading)
+        for number, optimizer in enumerate(self.optimizers):
+            name = f"optimizer_{number}"
+            state = {name: get_optimizer_state_dict(self.model, optimizer)}
+            self._read(state, path, weights_only)
+            set_optimizer_state_dict(self.model, optimizer, state[name], options=StateDictOptions())
+        rest: dict[str, Any] = self.checkpoint_io.load_checkpoint(path / META, weights_only=weights_only)
+        return rest
+
+    def _read(self, state: dict[str, Any], path: Path, weights_only: bool | None) -> None:
+        state_dict_loader.load(state, storage_reader=LazyStorageReader(path, weights_only=weights_only is not False))
+
+    def teardown(self) -> None:
+        self.checkpoint_io.teardown()  # Lightning's strategy has none that it calls
+        super().teardown()
