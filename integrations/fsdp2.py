@@ -16,13 +16,19 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
 from accelerate.utils import fsdp_utils
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 import lazyckpt
 
 _SHARDED = "SHARDED_STATE_DICT"
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @contextlib.contextmanager
@@ -62,6 +68,7 @@ def _model(
     if not _is_ours(plugin, use_dcp):
         own(plugin, accelerator, model, output_dir, model_index, adapter_only=adapter_only, **_unless_dcp(use_dcp))
         return
+    os.makedirs(output_dir, exist_ok=True)  # where other files follow
     state = fsdp_utils._get_model_state_dict(model, adapter_only=adapter_only, sd_options=_live(plugin))
     add(os.path.join(output_dir, f"{FSDP_MODEL_NAME}_{model_index}"), {"model": state})
 
