@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -75,3 +76,17 @@ def test_training_stopped_between_two_checkpoints_resumes_bit_for_bit(tiny_gpt: 
     assert {**stopped, **resumed} == whole and stopped[5] == resumed[5]
     last = lazyckpt.load(tmp_path / "stopped" / "step-00000006")
     assert set(last) == {"model", "optimizer", "scheduler", "loader", "rng"}
+
+
+@pytest.mark.parametrize(
+    ("script", "resumed"), [("lightning_fsdp.py", "step 6: loss"), ("accelerate_fsdp.py", "goes on from step 6")]
+)
+def test_sharded_training_in_a_trainer_goes_on_where_it_ended(tmp_path: Path, script: str, resumed: str) -> None:
+    def run(steps: int) -> str:
+        command = [sys.executable, str(EXAMPLES / script), str(tmp_path / "run"), str(steps)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
+
+    assert "step 0: loss" in run(6) or script.startswith("accelerate")
+    again = run(9)
+    assert resumed in again and "step 0: loss" not in again and "step 3: loss" not in again
+    assert [path.name for path in (tmp_path / "run").rglob(".metadata")]
