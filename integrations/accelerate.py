@@ -4,6 +4,9 @@ Accelerate's own ``save_state`` still decides what to save, and runs the hooks, 
 saves lazily what passes ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered
 objects), and what hooks write with safetensors. Accelerate writes the small rest at once (scaler, loader and random
 states, other files of hooks). The folder gets its name when all of it is durable; ``load_state`` needs no lazyckpt.
+
+Under FSDP2 every rank saves its shards of model and optimizer (fsdp2.py) into that folder; otherwise the main process
+saves.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from lazyckpt.storage import folders, in_place
 from lazyckpt.warn import warn
 
 try:
-    import accelerate
+    import accelerate.accelerator
     from accelerate import Accelerator, checkpointing
     from accelerate.commands.config import config_args
     from accelerate.utils import DistributedType, clean_state_dict_for_safetensors
+
+    from lazyckpt.integrations.fsdp2 import shards_into
 
     if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 9):
         raise ImportError(f"there is accelerate {accelerate.__version__}")
@@ -56,7 +61,7 @@ def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     beside accelerate's ``default_config.yaml``. A second call replaces the settings of the first.
 
     Returns None and changes nothing if ``enabled`` is false and, with a warning, where accelerate writes sharded
-    checkpoints by itself (FSDP, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
+    checkpoints by itself (FSDP 1, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
     setting.
     """
     knobs = settings.gather(default_settings_file(), config)
@@ -78,7 +83,7 @@ def default_settings_file() -> Path:
 
 def _unsupported(accelerator: Accelerator) -> str | None:
     kind = DistributedType(accelerator.distributed_type).value
-    if kind in _SHARDED:
+    if kind in _SHARDED and not accelerator.is_fsdp2:
         return f"{kind} writes its checkpoints by itself"
     if accelerator.project_configuration.save_on_each_node and _on_several_nodes(accelerator):
         return "save_on_each_node is set"
@@ -93,15 +98,16 @@ def _on_several_nodes(accelerator: Accelerator) -> bool:
 class StateSaver(StartsAnew):
     """Replaces ``save_state``, ``load_state``, ``end_training`` and ``free_memory`` of one Accelerator; see ``enable``.
 
-    The main process saves. All ranks take part in every ``save_state`` and ``load_state``: all raise the failure of
-    one, and those that wait for a dead rank raise too. Ranks do not communicate in the background.
+    The main process saves; under FSDP2 every rank does. All ranks take part in every ``save_state`` and ``load_state``:
+    all raise the failure of one, and those that wait for a dead rank raise too. Only the votes of FSDP2's ranks travel
+    in the background.
 
     An Accelerator that is pickled comes back enabled, with the same settings. Its threads and its group start at its
     first ``save_state``; every rank must unpickle one.
     """
 
     last_save: lazyckpt.SaveHandle | None
-    """The handle of the last ``save_state``; None on ranks other than the main one."""
+    """The handle of the last ``save_state``; None on ranks that do not save."""
 
     def __init__(self, accelerator: Accelerator, **knobs: Any) -> None:
         self._accelerator = accelerator
@@ -137,8 +143,8 @@ class StateSaver(StartsAnew):
         return self._replaced.get(name) or functools.partial(getattr(type(self._accelerator), name), self._accelerator)
 
     def _open_saver(self) -> lazyckpt.Saver | None:
-        """Returns the Saver of the main process; None on the others."""
-        if self._saver is None and self._accelerator.is_main_process:
+        """Returns the Saver of a rank that saves; None on the others."""
+        if self._saver is None and (self._accelerator.is_main_process or self._accelerator.is_fsdp2):
             self._saver = lazyckpt.Saver(**self._knobs)
             # For a script that does not call end_training().
             self._at_the_end = weakref.finalize(self._accelerator, close_and_warn, self._saver)
@@ -181,6 +187,9 @@ class StateSaver(StartsAnew):
                 saver = self._open_saver()
                 if saver is not None:
                     saver.check()  # what failed before is told before anything is written
+                    self._check_new(target, saver)
+            with self._on_all_ranks(target):  # not above: ranks that stage together wait for each other
+                if saver is not None:
                     staged = unless_saved.enter_context(self._stage(target, saver))
             folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
             with self._on_all_ranks(target):
@@ -192,7 +201,8 @@ class StateSaver(StartsAnew):
             with self._on_all_ranks(target):
                 if staged is not None and saver is not None:
                     self.last_save = staged.save()
-                    self._prune(target, saver)
+                    if self._accelerator.is_main_process:
+                        self._prune(target, saver)
                     if not self.last_save.in_training:
                         self.wait()
         return target
@@ -233,11 +243,11 @@ class StateSaver(StartsAnew):
     # of a Saver
 
     def pending(self) -> list[lazyckpt.SaveHandle]:
-        """Returns the saves that are not durable yet, oldest first; none on ranks other than the main one."""
+        """Returns the saves that are not durable yet, oldest first; none on ranks that do not save."""
         return self._saver.pending() if self._saver is not None else []
 
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Waits until nothing is pending, or nothing under ``path``; returns at once on ranks other than the main one.
+        """Waits until nothing is pending, or nothing under ``path``; returns at once on ranks that do not save.
 
         Raises the first SaveError that was not raised yet.
         """
@@ -261,22 +271,31 @@ class StateSaver(StartsAnew):
             raise lazyckpt.ConfigError("save_state: give an output_dir, or use automatic_checkpoint_naming")
         return Path(output_dir)
 
-    def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
+    def _check_new(self, target: Path, saver: lazyckpt.Saver) -> None:
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming and os.path.exists(target):
             saver.wait()  # total_limit may be about to remove it; accelerate removes at once
             if os.path.exists(target):
                 what = "exists already; set accelerator.project_configuration.iteration to what comes after it"
                 raise ValueError(f"{target} {what}")
+
+    def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
         for model in self._accelerator._models:
             saver.watch(model)
         # Not beside the checkpoints: load_state() takes the highest number of the names there, and fails on a name
         # without one.
         inside = Path(self._accelerator.project_dir or target.parent).resolve()
-        return saver.stage(target, inside=inside if inside in target.parent.resolve().parents else None)
+        return saver.stage(
+            target.absolute(),
+            inside=inside if inside in target.parent.resolve().parents else None,
+            all_ranks=self._accelerator.is_fsdp2,
+        )
 
     def _write(self, folder: Path, staged: lazyckpt.StagedFolder | None, *args: Any, **kwargs: Any) -> None:
         """Makes accelerate save into ``folder``."""
+        main, sharded = (
+            staged if which else None for which in (self._accelerator.is_main_process, self._accelerator.is_fsdp2)
+        )
         accelerates_own = checkpointing.save
         hooks = self._accelerator._save_model_state_pre_hook.values()
         namespaces = [hook.__globals__ for hook in hooks if hasattr(hook, "__globals__")]
@@ -293,7 +312,10 @@ class StateSaver(StartsAnew):
         project.automatic_checkpoint_naming = False  # or it would choose the folder
         checkpointing.save = save
         try:
-            with safetensors_into(staged, folder, *namespaces) as redirected:
+            with (
+                shards_into(sharded, folder, accelerate.accelerator),
+                safetensors_into(main, folder, *namespaces) as redirected,
+            ):
                 self._own("save_state")(str(folder), *args, **kwargs)
         finally:
             checkpointing.save = accelerates_own
@@ -329,6 +351,8 @@ class StateSaver(StartsAnew):
             raise failure
         for rank, what in enumerate(told):
             if what is not None:
+                if self._accelerator.is_fsdp2:
+                    self.wait()  # usually raises: a save fails on all ranks, but they hear of it one by one
                 raise lazyckpt.SaveError(f"rank {rank}: {what}", path=path)
 
     def _from_main(self, value: str) -> str:

@@ -9,8 +9,9 @@ staged folder, and a ``Saver`` takes the large objects (weights, optimizer). Cod
 callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``) runs when the folder is durable, at the beginning of the
 next training step or at the end of training.
 
-Supported: transformers 5.23 and newer 5.x, in one process or under DistributedDataParallel. With FSDP, DeepSpeed, XLA,
-SageMaker model parallelism or ``save_on_each_node`` the Trainer saves as it does without the callback.
+Supported: transformers 5.23 and newer 5.x, in one process, under DistributedDataParallel, or under FSDP2, where every
+rank saves its shards (fsdp2.py). With FSDP 1, DeepSpeed, XLA, SageMaker model parallelism or ``save_on_each_node`` the
+Trainer saves as it does without the callback.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lazyckpt.warn import warn
 
 try:
     import transformers.trainer
-    from accelerate.utils import broadcast_object_list
+    from accelerate.utils import broadcast_object_list, gather_object
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_callback import CallbackHandler
@@ -47,6 +48,8 @@ try:
     from transformers.training_args import ParallelMode
     from transformers.utils import WEIGHTS_NAME
     from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
+
+    from lazyckpt.integrations.fsdp2 import is_sharded, shards_into
 
     if not hasattr(Trainer, "_finalize_training"):
         raise ImportError(f"there is transformers {transformers.__version__}")
@@ -106,10 +109,11 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     # What the Trainer calls
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **objects: Any) -> None:
-        if args.should_save:
+        if args.should_save or is_sharded(objects["model"]):
             saver = self._open(objects["model"])  # now: it has to see the optimizer's steps
             if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
                 saver.expect(objects["model"], objects["optimizer"])
+        if args.should_save:
             _tidy(_staging_folder(args))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -124,25 +128,38 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             return
         begin = time.perf_counter()
         self._announce()
-        if self._saver is not None:
-            self._saver.check()  # before the work is done, if there is an earlier failure to tell of
         state = trainer.state
         target = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        sharded = trainer.is_fsdp_enabled
+        with self._on_all_ranks(target, sharded):
+            if self._saver is not None:
+                self._saver.check()  # before the work is done, if there is an earlier failure to tell of
         trainer.accelerator.wait_for_everyone()  # every rank has made its sentinel
+        blocking = False
+        if trainer.args.should_save:
+            blocking = _is_just_in_time(Path(target))
+            self._inside = _staging_folder(trainer.args)
+        if sharded:
+            (blocking,) = broadcast_object_list([blocking])
         with contextlib.ExitStack() as stack:
             staged = None
-            if trainer.args.should_save:
-                blocking = _is_just_in_time(Path(target))
-                self._inside = _staging_folder(trainer.args)
-                saver = self._open(trainer.model)
-                staging = saver.stage(Path(target).absolute(), inside=self._inside, step=state.global_step)
-                staged = stack.enter_context(staging)
+            with self._on_all_ranks(target, sharded):
+                if trainer.args.should_save or sharded:
+                    staging = self._open(trainer.model).stage(
+                        Path(target).absolute(),
+                        inside=_staging_folder(trainer.args),
+                        step=state.global_step,
+                        all_ranks=sharded,
+                    )
+                    staged = stack.enter_context(staging)
             self._write(trainer, staged, target, write)
             if staged is None:
                 return
-            handle = self.newest = staged.save(blocking=blocking)
+            with self._on_all_ranks(target, sharded):
+                handle = self.newest = staged.save(blocking=blocking)
         blocked_s = time.perf_counter() - begin
-        self._saves.append(_Save(trainer, copy.copy(state), target, handle, blocked_s))
+        if trainer.args.should_save:
+            self._saves.append(_Save(trainer, copy.copy(state), target, handle, blocked_s))
         if blocking:
             self._announce()
 
@@ -169,6 +186,21 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
 
     # The parts
 
+    @contextlib.contextmanager
+    def _on_all_ranks(self, target: str, sharded: bool) -> Iterator[None]:
+        """A context that raises on all ranks if it fails on one, and they save together."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if sharded and any(gather_object([failure is not None])) and failure is None:
+            if self._saver is not None:
+                self._saver.wait()  # usually raises: a save fails on all ranks, but they hear of it one by one
+            raise lazyckpt.SaveError("another rank says why", path=target)
+        if failure is not None:
+            raise failure
+
     def _open(self, model: Any) -> lazyckpt.Saver:
         if self._saver is None:
             self._saver = lazyckpt.Saver(**self._knobs)
@@ -178,8 +210,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     def _write(
         self, trainer: Any, staged: lazyckpt.StagedFolder | None, target: str, write: Callable[[], None]
     ) -> None:
-        """Redirects ``write`` into the staged folder, which rank 0 has."""
+        """Redirects ``write`` into the staged folder, which rank 0 has, and under FSDP2 every rank."""
         state = trainer.state
+        main, sharded = (staged if which else None for which in (trainer.args.should_save, trainer.is_fsdp_enabled))
         (folder,) = broadcast_object_list([staged and str(staged.path)])
         written = os.path.join(folder, os.path.basename(target))
         # _save_checkpoint would do this if it did not look in the staged folder.
@@ -189,17 +222,20 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         self._saving = trainer
         try:
             # A rank that does not see the folder is on another node: what it writes stays there.
-            with _writing_into(folder, staged, trainer) if os.path.isdir(folder) else contextlib.nullcontext():
+            with (
+                _writing_into(folder, main, trainer) if os.path.isdir(folder) else contextlib.nullcontext(),
+                shards_into(sharded, written, transformers.trainer),
+            ):
                 write()
         finally:
             self._saving = None
         trainer.accelerator.wait_for_everyone()  # every rank has written its part
-        if staged is not None:
+        if main is not None:
             if state.best_model_checkpoint == written:
                 state.best_model_checkpoint = target
                 state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
             for entry in list(Path(written).iterdir()):
-                entry.rename(staged.path / entry.name)
+                entry.rename(main.path / entry.name)
             os.rmdir(written)
         # Only rank 0 knows of pending folders, and all ranks will load the best one.
         (state.best_model_checkpoint,) = broadcast_object_list([state.best_model_checkpoint])
@@ -352,12 +388,12 @@ def _is_just_in_time(target: Path) -> bool:
 
 
 def _is_supported(trainer: Trainer) -> bool:
-    """Whether one process writes the weights and the optimizer, with torch.save and safetensors."""
+    """Whether one process writes the weights and the optimizer, with torch.save and safetensors, or FSDP2 does."""
     alone = trainer.args.world_size == 1 and trainer.args.parallel_mode is not ParallelMode.TPU
     data_parallel = trainer.args.parallel_mode is ParallelMode.DISTRIBUTED and not trainer.args.save_on_each_node
-    return (alone or data_parallel) and not (
-        trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
-    )
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
+        return False
+    return (alone or data_parallel) and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_xla_enabled)
 
 
 # The way in

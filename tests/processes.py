@@ -135,7 +135,8 @@ def _run(rank: int, world: int, port: str, case: Callable[..., Any], args: tuple
     try:
         return case(*args)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a trainer may have ended it
+            dist.destroy_process_group()
 
 
 @functools.cache

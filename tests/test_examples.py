@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -87,3 +88,17 @@ def test_train_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert sorted(path.name for path in (folder / "step-00000012").iterdir()) == [
         ".lazyckpt-lock", ".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "resumed"), [("lightning_fsdp.py", "step 6: loss"), ("accelerate_fsdp.py", "goes on from step 6")]
+)
+def test_sharded_training_in_a_trainer_goes_on_where_it_ended(tmp_path: Path, script: str, resumed: str) -> None:
+    def run(steps: int) -> str:
+        command = [sys.executable, str(EXAMPLES / script), str(tmp_path / "run"), str(steps)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
+
+    assert "step 0: loss" in run(6) or script.startswith("accelerate")
+    again = run(9)
+    assert resumed in again and "step 0: loss" not in again and "step 3: loss" not in again
+    assert [path.name for path in (tmp_path / "run").rglob(".metadata")]

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -708,9 +709,10 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
         enable(run.accelerator, **wrong)
 
 
-def test_sharded_checkpoints_are_left_to_accelerate() -> None:
+def test_sharded_checkpoints_of_fsdp_1_are_left_to_accelerate() -> None:
     run = Run()
     run.accelerator.state.distributed_type = DistributedType.FSDP
+    run.accelerator.state.fsdp_plugin = types.SimpleNamespace(fsdp_version=1)
     with pytest.warns(UserWarning, match="FSDP"):
         assert enable(run.accelerator) is None
     assert not isinstance(getattr(run.accelerator.save_state, "__self__", None), StateSaver)

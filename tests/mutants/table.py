@@ -48,6 +48,7 @@ VERIFY = (
 )
 EVERY_ORDER = "test_votes.py::test_two_ranks_keep_every_promise_in_every_order_of_events"
 SHARED = "test_shared.py"
+STAGED = "test_staged.py"
 DEVICES = "test_cuda.py gpu/test_training.py"
 
 # Durable, and whole or not there
@@ -182,6 +183,21 @@ promise(
         "a watcher blames others for its own sleep",
         py("Watch.check", swap("min(_, _)", "now - self._looked")),
         "test_pulse.py",
+    ),
+    (
+        "a rank votes before its files have durable names",
+        py("JobRequest.agree", swap("self._staging.sync(...)")),
+        STAGED,
+    ),
+    (
+        "a folder that ranks replace loses the files of others",
+        py("SharedStaging.describe", swap("carry_over(...)")),
+        STAGED,
+    ),
+    (
+        "parts of an older sharded state stay in a replaced folder",
+        py("commit.carry_over", swap("name.endswith(...)", "False")),
+        STAGED,
     ),
     ("keys of settled saves stay", py("Round.finish", swap("delete(_)")), EVERY_ORDER),
     (

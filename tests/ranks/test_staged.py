@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lazyckpt
+from lazyckpt.ranks.votes import Ballot
+from lazyckpt.storage.shared import AttachedStaging
 
 
 def built(width: int = 65) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -165,6 +167,24 @@ def test_from_the_second_save_on_nearly_everything_is_copied_later(ranks: Ranks,
         assert sorted(blocked for _, blocked, _ in told[1:])[1] < 0.1  # milliseconds, on a machine that is not busy
     sizes = [os.path.getsize(tmp_path / "step5/optimizer_0" / name) for name in FILES[:2]]
     assert max(sizes) < 0.55 * sum(sizes)
+
+
+def order(folder: Path) -> list[str]:
+    """What a rank does at the end of a save."""
+    told: list[str] = []
+
+    def noted(name: str, call: Any) -> Any:
+        return lambda *args: (told.append(name), call(*args))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttachedStaging, "sync", noted("sync", AttachedStaging.sync))
+        patch.setattr(Ballot, "vote", noted("vote", Ballot.vote))
+        all_of_it(folder)
+    return told
+
+
+def test_a_rank_votes_when_its_files_and_their_names_are_durable(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, order, tmp_path / "state") == [["vote"], ["sync", "vote"]]
 
 
 # what goes wrong
