@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from duplicates import DUPLICATES
+from hypothesis import settings
 from processes import Ranks
 
 import lazyckpt
@@ -29,6 +30,8 @@ from lazyckpt.formats import safe_globals
 from lazyckpt.storage import commit
 from trials import Trials
 
+settings.register_profile("lazyckpt", deadline=None)  # how long an example takes says more of the machine
+settings.load_profile("lazyckpt")
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
 torch.set_num_threads(1)
 

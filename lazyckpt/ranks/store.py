@@ -12,6 +12,7 @@ in them.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -145,6 +146,7 @@ class TcpClient(PollingClient):
         super().__init__(store)  # rank 0's own serves the others, as long as it exists
         self._timeout_s = timeout_s
         self._idle: collections.deque[_Connection] = collections.deque()
+        self._abandoned: dict[str, list[Future[bytes]]] = {}
         self._lost: str | None = None
 
     def ask(self, key: str) -> Reply:
@@ -152,7 +154,13 @@ class TcpClient(PollingClient):
 
     def release(self, key: str) -> None:
         self.claim(key, _RELEASED)
+        # A request that has not reached the store yet must find the key, or it would wait for ever.
+        concurrent.futures.wait(self._abandoned.pop(key, ()), self._timeout_s)
         self.delete(key)
+
+    def abandon(self, key: str, request: Future[bytes]) -> None:
+        """Notes a request that nobody waits for any more, until ``release`` ends it."""
+        self._abandoned.setdefault(key, []).append(request)
 
     def close(self) -> None:
         self._lost = self._lost or "it was closed"
@@ -216,6 +224,7 @@ class _Asked:
 
     def abandon(self) -> None:
         self._abandoned = True
+        self._client.abandon(self._key, self._future)
 
     def wait(self, seconds: float) -> bytes | None:
         done = threading.Event()

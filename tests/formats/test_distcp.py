@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyckpt.errors import LoadError
@@ -36,6 +36,7 @@ def make(sizes: list[int], contents: list[bytes]) -> tuple[bytes, list[Place], l
         return file.read(), [*layout.places, *places], sources
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(SIZES), max_size=6), st.lists(st.binary(min_size=1, max_size=5000), max_size=3))
 def test_torch_loads_each_item_from_its_place(sizes: list[int], contents: list[bytes]) -> None:
     data, places, sources = make(sizes, contents)

@@ -58,7 +58,7 @@ promise(
     "A handle resolves after fsync of the file, rename, fsync of the folder.",
     ("files and folders are not synced", py("sync_path", swap("os.fsync(...)")), ORDER),
     ("the manifest is not synced", py("Staging._write_manifest", swap("os.fsync(...)")), ORDER),
-    ("the staged folder is not synced", py("Staging.describe", swap("sync_path(folder)")), ORDER),
+    ("the staged folder is not synced", py("sync_all", swap("sync_path(folder)")), ORDER),
     ("the folder above a checkpoint is not synced", py("Staging.publish", swap("sync_path(...)")), ORDER),
     ("the folder above a lone file is not synced", py("publish_file", swap("sync_path(...)")), LONE_FILE),
     (
@@ -503,7 +503,7 @@ promise(
         py("FileReader.read_record", swap("record.crc32 not in _", "False")),
         "test_archive.py::test_a_damaged_pickle_is_found_by_its_checksum",
     ),
-    ("verify compares no record", py("verify._verify_file", swap("r.crc32 != crc", "False")), VERIFY),
+    ("verify compares no record", py("verify._compare", swap("r.crc32 != crc", "False")), VERIFY),
     (
         "a checksum is of the source, which may change before it is copied",
         cc("StreamBlock", "Crc32(crc, copy.data(), kStrideBytes)", "Crc32(crc, from, kStrideBytes)"),

@@ -273,7 +273,7 @@ sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.paren
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
-from test_checkpointer import built, trained
+from test_crew import built, trained
 model, optimizer = built("fsdp")
 ckpt = lazyckpt.Checkpointer({str(folder)!r})
 ckpt.track(model=model, optimizer=optimizer)
