@@ -57,7 +57,7 @@ promise(
     "A handle resolves after fsync of the file, rename, fsync of the folder.",
     ("files and folders are not synced", py("sync_path", swap("os.fsync(...)")), ORDER),
     ("the manifest is not synced", py("Staging._write_manifest", swap("os.fsync(...)")), ORDER),
-    ("the staged folder is not synced", py("Staging.describe", swap("sync_path(folder)")), ORDER),
+    ("the staged folder is not synced", py("commit.sync_all", swap("sync_path(folder)")), ORDER),
     ("the folder above a checkpoint is not synced", py("Staging.publish", swap("sync_path(...)")), ORDER),
     ("the folder above a lone file is not synced", py("publish_file", swap("sync_path(...)")), LONE_FILE),
     (
