@@ -192,7 +192,7 @@ promise(
     (
         "a folder that ranks replace loses the files of others",
         py("SharedStaging.describe", swap("carry_over(...)")),
-        STAGED,
+        SHARED,
     ),
     (
         "parts of an older sharded state stay in a replaced folder",

@@ -104,6 +104,45 @@ def test_a_replaced_checkpoint_is_moved_aside_and_handed_over(target: Path) -> N
     assert (replaced / "file").read_text() == "old"
 
 
+def test_files_of_others_are_in_the_new_folder_before_it_replaces_the_old_one(target: Path) -> None:
+    """Or a crash right after the decision would lose them."""
+    checkpoint(target)
+    staging = SharedStaging(target, ME, keep_others=True)
+    staging.describe(None, [])
+    assert (staging.path / "file").read_text() == "old"
+    (target / "late").write_text("came in between")
+    folder = seen(staging)
+    folder.set_aside()
+    assert folder.to_final() == "done"
+    staging.publish()
+    assert (target / "late").exists() and (target / "file").exists()
+
+
+def test_a_folder_staged_elsewhere_is_aborted_and_published_as_one_beside_the_target(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = target.parent / "inside"
+    inside.mkdir()
+    checkpoint(target)
+    first = SharedStaging(target, ME, inside)
+    assert first.path.parent == inside
+    folder = seen(first)
+    folder.set_aside()
+    assert sorted(os.listdir(inside)) == [first.path.name]  # what is replaced stays beside its name
+    assert folder.to_trash()
+    folder.put_back()
+    folder.remove_trash()
+    first.discard()
+    assert (target / "file").exists() and os.listdir(inside) == []
+    second = SharedStaging(target.with_name("step-00000008"), ME, inside)
+    synced: list[Path] = []
+    monkeypatch.setattr(folders, "sync_path", lambda path: synced.append(Path(path)))
+    assert seen(second).to_final() == "done"
+    seen(second).sync()
+    assert synced == [target.parent, inside]
+    second.publish()
+
+
 def test_an_abort_gives_a_replaced_checkpoint_its_name_back(target: Path) -> None:
     checkpoint(target)
     staging = SharedStaging(target, ME)
