@@ -252,7 +252,9 @@ void Engine::Release(Chunk* chunk) {
   chunk->pieces = {};
   if (chunk->edges.capacity() > 0) {
     chunk->edges.clear();
-    idle_edges_.push_back(std::exchange(chunk->edges, {}));
+    const auto larger = [](size_t capacity, const auto& idle) { return capacity < idle.capacity(); };
+    const auto at = std::upper_bound(idle_edges_.begin(), idle_edges_.end(), chunk->edges.capacity(), larger);
+    idle_edges_.insert(at, std::exchange(chunk->edges, {}));
     --used_edges_;
   }
   chunk->state = Chunk::State::kDone;

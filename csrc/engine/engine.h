@@ -235,9 +235,10 @@ class Engine {
   std::byte* bounce_ = nullptr;           // copies_in_flight pinned chunks, if the ring could not be pinned
   std::vector<std::byte*> idle_bounces_;  // those of them that hold nothing
 
-  PageWitness* witness_ = nullptr;                  // with watch_pages
-  std::vector<std::vector<std::byte>> idle_edges_;  // reused for Chunk::edges, since new memory is slow
-  size_t used_edges_ = 0;                           // by chunks
+  PageWitness* witness_ = nullptr;  // with watch_pages
+  // Reused for Chunk::edges, since new memory is slow; by capacity, so that the chunks of the next job find theirs.
+  std::vector<std::vector<std::byte>> idle_edges_;
+  size_t used_edges_ = 0;  // by chunks
 
   std::vector<std::thread> copiers_;
   unsigned copying_ = 0;  // copy threads that copy now

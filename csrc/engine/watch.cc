@@ -60,8 +60,11 @@ void Engine::KeepEdges(Chunk* chunk) {
   if (bytes == 0) return;
   idle_edges_.reserve(++used_edges_ + idle_edges_.size());  // Release() allocates nothing
   if (!idle_edges_.empty()) {
-    chunk->edges = std::move(idle_edges_.back());
-    idle_edges_.pop_back();
+    auto fits = std::lower_bound(idle_edges_.begin(), idle_edges_.end(), bytes,
+                                 [](const auto& idle, size_t needed) { return idle.capacity() < needed; });
+    if (fits == idle_edges_.end()) --fits;  // it grows
+    chunk->edges = std::move(*fits);
+    idle_edges_.erase(fits);
   }
   chunk->edges.reserve(bytes);
   for (const Piece& p : chunk->pieces)

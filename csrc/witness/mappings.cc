@@ -36,7 +36,7 @@ std::vector<PageWitness::Mapping> PageWitness::ReadMappings() {
     }
     // Not shared memory: the kernel does not report what another process writes.
     if (fields != 7 || flags[1] != 'w' || flags[3] != 'p') continue;
-    mappings.push_back({{begin, end}, inode == 0 ? Kind::kAnonymous : Kind::kFile});
+    mappings.push_back({{begin, end}, inode == 0 ? PageKind::kAnonymous : PageKind::kFile});
   }
   std::fclose(maps);
   return mappings;
@@ -49,7 +49,8 @@ bool PageWitness::Register(PageRange pages, const std::vector<Mapping>& mappings
   const auto ends_before = [](const Mapping& m, uintptr_t address) { return m.pages.end <= address; };
   auto at = std::lower_bound(mappings.begin(), mappings.end(), covered, ends_before);
   for (; covered < pages.end && at != mappings.end() && at->pages.begin <= covered; ++at) {
-    if (at->kind == Kind::kFile && mode_ == WitnessMode::kCopy) break;  // the kernel supports files for kReport alone
+    if (at->kind == PageKind::kFile && mode_ == WitnessMode::kCopy)
+      break;  // the kernel supports files for kReport alone
     PageWitness* const other = OfOtherMode();
     int error = uffd_.Register(at->pages);
     if (error == EBUSY && other != nullptr && other->Yield(at->pages)) error = uffd_.Register(at->pages);
@@ -77,7 +78,7 @@ bool PageWitness::Register(PageRange pages, const std::vector<Mapping>& mappings
   return true;
 }
 
-std::optional<PageWitness::Kind> PageWitness::Registered(PageRange pages) {
+std::optional<PageKind> PageWitness::Registered(PageRange pages) {
   const std::lock_guard lock(Registering());
   const auto after = registered_.upper_bound(pages.begin);
   if (after == registered_.begin() || std::prev(after)->second.pages.end < pages.end) return std::nullopt;

@@ -80,7 +80,7 @@ Status PageWitness::TryOnOwnPages() {
   if (!Register(pages, ReadMappings()) || uffd_.WriteProtect(pages, true) != 0)
     status = Status(errno, "userfaultfd", "");
   (void)bytes[2 * kPageBytes];  // a read, even of a page that was never touched, is not a write
-  if (const int error = status.ok() ? uffd_.Scan(pages, false, count) : 0; error != 0)
+  if (const int error = status.ok() ? uffd_.Scan(pages, PageKind::kAnonymous, false, count) : 0; error != 0)
     status = Status(error, "PAGEMAP_SCAN (Linux 6.7 has it)", "");
   if (status.ok() && written != 0)
     status = Status(ENOTSUP, "write protection that reports a write that did not happen", "");
@@ -90,7 +90,7 @@ Status PageWitness::TryOnOwnPages() {
   const int error = got < 0 ? errno : 0;
   if (zeros >= 0) close(zeros);
   if (status.ok() && got != 1) status = Status(error, "userfaultfd for system calls", "");
-  if (status.ok() && (uffd_.Scan(pages, false, count) != 0 || written != 2 * kPageBytes))
+  if (status.ok() && (uffd_.Scan(pages, PageKind::kAnonymous, false, count) != 0 || written != 2 * kPageBytes))
     status = Status(ENOTSUP, "write protection that misses a write", "");
   munmap(memory, kBytes);
   ForgetAll();
@@ -99,13 +99,14 @@ Status PageWitness::TryOnOwnPages() {
 
 // kReport protects by the scan, since UFFDIO_WRITEPROTECT takes ten times as long (14 ms for 512 MiB of small pages).
 // The scan refuses memory of kCopy.
-int PageWitness::ProtectAll(PageRange pages, Kind kind) const {
+int PageWitness::ProtectAll(PageRange pages, PageKind kind) const {
   if (mode_ == WitnessMode::kCopy) return uffd_.WriteProtect(pages, true);
   bool of_file = false;
-  const int error = uffd_.Scan(pages, true, [&](PageRange, uint64_t categories) {
+  const auto look = [&of_file](PageRange, uint64_t categories) {
     const bool has_memory = (categories & (kPageIsPresent | kPageIsSwapped)) != 0;
-    of_file = of_file || (categories & kPageIsFile) != 0 || (kind == Kind::kFile && !has_memory);
-  });
+    of_file = of_file || (categories & kPageIsFile) != 0 || !has_memory;
+  };
+  const int error = kind == PageKind::kFile ? uffd_.Scan(pages, kind, true, look) : uffd_.Protect(pages);
   if (error == 0 && !of_file) return 0;
   (void)uffd_.WriteProtect(pages, false);
   if (of_file) return EACCES;
@@ -147,11 +148,12 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
     if (theirs.pages != ours->pages || !theirs.is_protected) return false;
     if (mode_ == WitnessMode::kCopy) continue;  // protecting them again loses nothing
     // Writes until now are evidence for the other window alone; later writes, for both.
-    const int error = uffd_.Scan(ours->pages, true, [&](PageRange run, uint64_t) {
+    const int error = uffd_.Scan(ours->pages, theirs.kind, true, [&](PageRange run, uint64_t) {
       for (uintptr_t page = run.begin; page < run.end && !theirs.written; page += kPageBytes)
         theirs.written = !other->IsDone(theirs, page);
     });
     if (error != 0) return false;
+    ours->kind = theirs.kind;
     ours->is_protected = true;
   }
   return true;
@@ -179,11 +181,11 @@ void PageWitness::Protect(PageWindow* window) {
     end = first + 1;
     if (range(first).refused || range(first).is_protected) continue;  // protected for another window
     PageRange step = range(first).pages;
-    std::optional<Kind> kind;
+    std::optional<PageKind> kind;
     for (; end < order.size() && !range(end).refused && !range(end).is_protected; ++end) {
       const PageRange next = range(end).pages;
       if (!IsBridge({step.end, next.begin})) break;
-      const std::optional<Kind> with_next = Registered({step.begin, next.end});
+      const std::optional<PageKind> with_next = Registered({step.begin, next.end});
       if (!with_next) break;
       kind = with_next;
       step.end = next.end;
@@ -191,22 +193,27 @@ void PageWitness::Protect(PageWindow* window) {
     const bool together = kind && ProtectAll(step, *kind) == 0;
     for (size_t at = first; at < end; ++at) {
       PageWindow::Watched& w = range(at);
-      const bool done = together || ProtectOne(w.pages, &mappings);
+      PageKind of = kind.value_or(PageKind::kFile);
+      const bool done = together || ProtectOne(w.pages, &mappings, &of);
       const std::lock_guard changing(window->mutex_);
+      w.kind = of;
       w.is_protected = done;
       w.refused = !done;
     }
   }
 }
 
-bool PageWitness::ProtectOne(PageRange pages, std::vector<Mapping>* mappings) {
-  const std::optional<Kind> known = Registered(pages);
-  const int error = known ? ProtectAll(pages, *known) : ENOENT;
+// Also tells their kind.
+bool PageWitness::ProtectOne(PageRange pages, std::vector<Mapping>* mappings, PageKind* kind) {
+  const auto protect = [&](std::optional<PageKind> known) {
+    *kind = known.value_or(PageKind::kFile);
+    return known ? ProtectAll(pages, *known) : ENOENT;
+  };
+  const int error = protect(Registered(pages));
   if (error != ENOENT) return error == 0;
   if (mappings->empty()) *mappings = ReadMappings();  // new memory, perhaps at an old address
   if (!Register(pages, *mappings)) return false;
-  const std::optional<Kind> kind = Registered(pages);  // none if it spans mappings of different kinds
-  return kind && ProtectAll(pages, *kind) == 0;
+  return protect(Registered(pages)) == 0;  // unknown if it spans mappings of different kinds
 }
 
 // Whether another window has yet to copy some of these pages. The ranges of a window do not overlap, so all that reach
@@ -260,7 +267,11 @@ bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, 
         piece.written = w.saved.empty() || !w.saved[(page - w.pages.begin) / kPageBytes];
     }
   };
-  const int error = inside.empty() ? 0 : uffd_.Scan(inside, false, check);
+  const bool anonymous = std::all_of(pieces.begin(), pieces.end(), [window](const Copied& piece) {
+    return window->watched_[piece.watched].kind == PageKind::kAnonymous;
+  });
+  const PageKind kind = anonymous ? PageKind::kAnonymous : PageKind::kFile;
+  const int error = inside.empty() ? 0 : uffd_.Scan(inside, kind, false, check);
   if (error != 0 && pieces.size() > 1) return false;
   for (Copied& piece : pieces) {
     const PageWindow::Watched& w = window->watched_[piece.watched];
@@ -293,7 +304,7 @@ void PageWitness::CheckRest(PageWindow* window) {
   for (PageWindow::Watched& w : window->watched_) {
     const std::lock_guard changing(window->mutex_);
     if (w.is_protected && w.done.empty() && w.saved.empty())
-      (void)uffd_.Scan(w.pages, false, [&w](PageRange, uint64_t) { w.written = true; });
+      (void)uffd_.Scan(w.pages, w.kind, false, [&w](PageRange, uint64_t) { w.written = true; });
   }
 }
 

@@ -33,6 +33,7 @@ class PageWindow {
   friend class PageWitness;
   struct Watched {
     PageRange pages;
+    PageKind kind = PageKind::kFile;
     bool is_protected = false;
     bool refused = false;         // these pages cannot be watched
     bool written = false;         // before they were copied
@@ -93,12 +94,9 @@ class PageWitness {
   std::vector<size_t> Written(PageWindow* window);
 
  private:
-  // A private mapping of a file, such as safetensors makes of weights, may change with the file, except pages that this
-  // process has written.
-  enum class Kind { kAnonymous, kFile };
   struct Mapping {
     PageRange pages;
-    Kind kind;
+    PageKind kind;
   };
 
   explicit PageWitness(WitnessMode mode) : mode_(mode) {}
@@ -114,14 +112,14 @@ class PageWitness {
   // mappings.cc
   static std::vector<Mapping> ReadMappings();  // all that may be watched, by address
   bool Register(PageRange pages, const std::vector<Mapping>& mappings);
-  std::optional<Kind> Registered(PageRange pages);
+  std::optional<PageKind> Registered(PageRange pages);
   bool Yield(PageRange pages);
   void ForgetRegistered(PageRange pages);
   void ForgetAll();
 
   // 0 or an errno value: ENOENT if it is not registered, EACCES if some of it belongs to a file.
-  int ProtectAll(PageRange pages, Kind kind) const;
-  bool ProtectOne(PageRange pages, std::vector<Mapping>* mappings);
+  int ProtectAll(PageRange pages, PageKind kind) const;
+  bool ProtectOne(PageRange pages, std::vector<Mapping>* mappings, PageKind* kind);
   bool IsBridge(PageRange gap) const;
   static PageRange Touched(const PageWindow& window, const Copied& piece);
   bool CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around);

@@ -88,7 +88,18 @@ int Uffd::WriteProtect(PageRange pages, bool on) const {
   return 0;
 }
 
-int Uffd::ScanStep(uintptr_t* at, uintptr_t end, bool protect, std::span<Run> runs, size_t* count) const {
+int Uffd::Protect(PageRange pages) const {
+  for (uintptr_t at = pages.begin; at < pages.end;) {
+    size_t count = 0;
+    if (const int error = ScanStep(&at, pages.end, PageKind::kAnonymous, true, {}, &count); error != 0) return error;
+  }
+  return 0;
+}
+
+// For anonymous memory it asks no more than whether a page was written, and without `runs` not even that: the kernel
+// then does not look at the descriptor of each page, which is not in a cache.
+int Uffd::ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, std::span<Run> runs,
+                   size_t* count) const {
   ScanArguments call{};
   call.size = sizeof call;
   call.flags = (mode_ == WitnessMode::kReport ? kScanCheckAsync : 0) | (protect ? kScanProtectMatching : 0);
@@ -96,8 +107,12 @@ int Uffd::ScanStep(uintptr_t* at, uintptr_t end, bool protect, std::span<Run> ru
   call.end = end;
   call.vec = reinterpret_cast<uint64_t>(runs.data());
   call.vec_len = runs.size();
-  call.category_anyof_mask = kPageIsWritten | kPageIsFile;
-  call.return_mask = kPageIsFile | kPageIsPresent | kPageIsSwapped;
+  if (kind == PageKind::kAnonymous) {
+    call.category_mask = call.return_mask = kPageIsWritten;
+  } else {
+    call.category_anyof_mask = kPageIsWritten | kPageIsFile;
+    call.return_mask = kPageIsFile | kPageIsPresent | kPageIsSwapped;
+  }
   int found = 0;
   while ((found = ioctl(pagemap_, LAZYCKPT_PAGEMAP_SCAN, &call)) < 0)
     if (errno != EINTR) return errno;

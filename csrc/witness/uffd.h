@@ -50,6 +50,10 @@ inline std::array<std::span<const std::byte>, 2> EdgesOf(std::span<const std::by
 
 enum class WitnessMode { kReport, kCopy };  // see PageWitness
 
+// What lies behind a private mapping. One of a file, such as safetensors makes of weights, may change with the file,
+// except pages that this process has written.
+enum class PageKind { kAnonymous, kFile };
+
 // What Scan says of a run of pages, as bits (linux/fs.h has them from 6.7 on).
 inline constexpr uint64_t kPageIsWritten = 1 << 1;
 inline constexpr uint64_t kPageIsFile = 1 << 2;
@@ -66,19 +70,22 @@ class Uffd {
   int Unregister(PageRange mapping) const;
   int WriteProtect(PageRange pages, bool on) const;
 
-  // Calls found(pages, categories) for each run of pages that were written or belong to a file. `protect` protects
-  // these in the same step. EPERM: the memory is not, or no longer, registered with kReport.
+  // Calls found(pages, categories) for each run of pages that were written and, of kFile, that belong to the file.
+  // `protect` protects these in the same step. EPERM: the memory is not, or no longer, registered with kReport.
   template <class F>
-  int Scan(PageRange pages, bool protect, F found) const {
+  int Scan(PageRange pages, PageKind kind, bool protect, F found) const {
     std::array<Run, 64> runs;
     for (uintptr_t at = pages.begin; at < pages.end;) {
       size_t count = 0;
-      const int error = ScanStep(&at, pages.end, protect, runs, &count);
+      const int error = ScanStep(&at, pages.end, kind, protect, runs, &count);
       if (error != 0) return error;
       for (size_t i = 0; i < count; ++i) found(PageRange{runs[i].start, runs[i].end}, runs[i].categories);
     }
     return 0;
   }
+
+  // kReport: protects anonymous pages, as Scan does, but asks nothing of them: that takes a third of the time.
+  int Protect(PageRange pages) const;
 
   // kCopy: blocks until threads wait to write to protected pages; returns the number of pages stored in `pages`.
   size_t AwaitFaults(std::span<uintptr_t> pages) const;
@@ -87,7 +94,7 @@ class Uffd {
   struct Run {
     uint64_t start, end, categories;
   };
-  int ScanStep(uintptr_t* at, uintptr_t end, bool protect, std::span<Run> runs, size_t* count) const;
+  int ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, std::span<Run> runs, size_t* count) const;
 
   WitnessMode mode_ = WitnessMode::kReport;
   int uffd_ = -1;
