@@ -219,6 +219,13 @@ def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], by
     (wrappers.py).
     """
 
+def add_leaves(path: tuple[Any, ...], value: Any, leaves: dict[tuple[Any, ...], Any]) -> list[tuple[Any, ...]]:
+    """Adds the leaves of ``value`` to ``leaves``, by path, each path beginning with ``path``.
+
+    Mappings whose keys are all strings have leaves, and so have lists that hold a tensor, a mapping or a list. An empty
+    mapping is a leaf, and so is everything else. Returns the paths of the leaves that are no tensors.
+    """
+
 def prefetches_tensors() -> bool:
     """Returns whether the pass over all tensors loads them into the cache ahead, for tests."""
 

@@ -104,6 +104,7 @@ PYBIND11_MODULE(_engine, m) {
   DefineJob(m, engine_class);
   DefinePlainPickle(m);
   DefineRangeReader(m);
+  DefineLeaves(m);
   DefineTensors(m);
   DefineVersions(m);
 

@@ -10,7 +10,7 @@ from lazyckpt.pipeline.job_request import JobCheckpointRequest, JobRequest, Memb
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.pipeline.request import About, Lineage
 from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.global_state import TrackedState
+from lazyckpt.providers.global_state import NameCache, TrackedState
 from lazyckpt.ranks.job import Job
 from lazyckpt.reading.team import ALONE, JobTeam, Team
 from lazyckpt.storage.commit import Staging
@@ -28,6 +28,7 @@ class Crew:
         self.rank = 0 if job is None else job.rank
         self.team: Team = ALONE if job is None else JobTeam(job)
         self._member = Member(job)
+        self._names = NameCache()
 
     @classmethod
     def join(cls, directory: Path, *, timeout_s: float) -> Crew:
@@ -43,7 +44,7 @@ class Crew:
     ) -> tuple[JobRequest, Mapping[str, FilePlan]]:
         """A save of ``state`` as checkpoint ``path``, and the plan of this rank's file."""
         request = JobCheckpointRequest(path, step, lineage, about, member=self._member, layout=", ".join(state.parts))
-        name, plan = request.plan("", TrackedState(state.parts, self.rank))
+        name, plan = request.plan("", TrackedState(state.parts, self.rank, self._names))
         return request, {name: plan}
 
     def stage(

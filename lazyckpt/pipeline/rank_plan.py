@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import math
@@ -128,7 +129,7 @@ class RankPlan(FilePlan):
 
     def _whole(self, path: Path, value: Any) -> tuple[Path, Part | None, torch.Tensor | bytes]:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_nested:
-            return path, _part(value, tuple(value.shape), (0,) * value.dim()), value
+            return path, _whole(value.dtype, value.shape), value
         return path, None, self._cache.frozen(name_of(path), value)
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
@@ -139,6 +140,11 @@ class RankPlan(FilePlan):
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         return None if self._plan is None else self._plan.name_of(storage)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _whole(dtype: torch.dtype, size: torch.Size) -> Part:
+    return Part(str(dtype).removeprefix("torch."), tuple(size), (0,) * len(size), tuple(size))
 
 
 def _part(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...]) -> Part:

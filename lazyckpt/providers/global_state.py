@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from lazyckpt import _engine
 from lazyckpt.errors import ConfigError
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.naming import tensors_in
@@ -47,13 +48,14 @@ class Leaves(Protocol):
 class TrackedState:
     """The tracked state of a Checkpointer."""
 
-    def __init__(self, parts: Mapping[str, StateProvider], rank: int) -> None:
+    def __init__(self, parts: Mapping[str, StateProvider], rank: int, names: NameCache) -> None:
         self.own: Container[str | int] = frozenset(name for name, part in parts.items() if is_own(part))
         self._parts = parts
         self._rank = rank
+        self._names = names
 
     def leaves(self) -> dict[Path, Any]:
-        return global_state(self._parts, self._rank)
+        return global_state(self._parts, self._rank, self._names)
 
 
 class StateDict:
@@ -111,27 +113,52 @@ def is_own(part: StateProvider) -> bool:
     return isinstance(part, RngProvider | LoaderProvider)
 
 
-def global_state(parts: Mapping[str, StateProvider], rank: int) -> dict[Path, Any]:
+class NameCache:
+    """The names of the parameters of all tracked modules, from save to save. Holds no tensor."""
+
+    def __init__(self) -> None:
+        self._facts: Any = None
+        self._names: dict[int, str] = {}
+
+    def names(self, parts: Mapping[str, StateProvider], states: Mapping[str, Any]) -> dict[int, str]:
+        """As ``parameter_names``. ``states`` are those of the parts: while the modules have the same parameters under
+        the same names there, nothing is asked again."""
+        modules = [name for name, part in parts.items() if isinstance(part, ModuleProvider)]
+        if not all(_shows_parameters(parts[name]) for name in modules):
+            return parameter_names(parts)
+        facts = [(name, list(states[name]), list(map(id, states[name].values()))) for name in modules]
+        if facts != self._facts:
+            self._facts, self._names = facts, parameter_names(parts)
+        return self._names
+
+
+def global_state(parts: Mapping[str, StateProvider], rank: int, cache: NameCache | None = None) -> dict[Path, Any]:
     """The leaves of the tracked state: tensors, DTensors and objects, by path. Raises ConfigError for a DTensor inside
     an object."""
-    names = parameter_names(parts)
+    states = {name: part.state() if is_own(part) else _state_of(part) for name, part in parts.items()}
+    names = (cache or NameCache()).names(parts, states)
     leaves: dict[Path, Any] = {}
     for name, part in parts.items():
+        state = states[name]
         if is_own(part):
-            leaves[name, str(rank)] = part.state()
+            leaves[name, str(rank)] = state
             continue
-        state = _state_of(part)
         if isinstance(part, OptimizerProvider) and is_of_torch(state):
             state = _by_name(state, part.obj, names)
-        _collect((name,), state, leaves)
+        for path in _engine.add_leaves((name,), state, leaves):
+            _refuse_hidden_shards(name_of(path), leaves[path])
     return leaves
 
 
 def _state_of(part: StateProvider) -> Any:
-    module = part.obj if type(part) is ModuleProvider else None
-    if module is not None and type(module).state_dict is torch.nn.Module.state_dict:
-        return module.state_dict(keep_vars=True)  # to detach a DTensor takes 15 us
+    if isinstance(part, ModuleProvider) and _shows_parameters(part):
+        return part.obj.state_dict(keep_vars=True)  # to detach a DTensor takes 15 us
     return part.state()
+
+
+def _shows_parameters(part: StateProvider) -> bool:
+    """Whether the state of a module can have its parameters themselves."""
+    return type(part) is ModuleProvider and type(part.obj).state_dict is torch.nn.Module.state_dict
 
 
 def parameter_names(parts: Mapping[str, StateProvider]) -> dict[int, str]:
@@ -184,21 +211,6 @@ def by_number(state: dict[str, Any], optimizer: Any, names: dict[int, str]) -> d
             for group in state["param_groups"]
         ],
     }
-
-
-def _collect(path: Path, value: Any, leaves: dict[Path, Any]) -> None:
-    """Adds the leaves of ``value`` to ``leaves``."""
-    if isinstance(value, torch.Tensor):
-        leaves[path] = value
-    elif isinstance(value, Mapping) and value and all(type(key) is str for key in value):
-        for key, inner in value.items():
-            _collect((*path, key), inner, leaves)
-    elif type(value) is list and any(isinstance(inner, torch.Tensor | Mapping | list) for inner in value):
-        for number, inner in enumerate(value):
-            _collect((*path, number), inner, leaves)
-    else:
-        _refuse_hidden_shards(name_of(path), value)
-        leaves[path] = value
 
 
 def _refuse_hidden_shards(name: str, value: Any) -> None:

@@ -62,8 +62,13 @@ def storages_in(tree: Any) -> list[Storages]:
         inside: dict[int, torch.Tensor] = {}
         for wrapper in wrappers:
             for link in links_of(wrapper):
-                inside[id(link.inner)] = link.inner
-                below.setdefault(id(link.inner), []).extend((link, *above.get(id(wrapper), ())))
+                key = id(link.inner)
+                inside[key] = link.inner
+                through = [link, *above[id(wrapper)]] if id(wrapper) in above else [link]
+                if key in below:
+                    below[key] += through
+                else:
+                    below[key] = through
         above, tree = below, list(inside.values())
     return found
 
