@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from lazyckpt.formats import torch_zip
-from lazyckpt.formats.program import LITERAL, PAGE_BYTES, Extent
+from lazyckpt.formats.program import CRC32_LE, LITERAL, PAGE_BYTES, SOURCE, Extent
 from lazyckpt.formats.reader import FileReader, FileSlice
 from lazyckpt.formats.torch_zip_reader import Directory, directory_of
 
@@ -92,6 +93,41 @@ class _Form:
             self.rows += (LITERAL, padding, blob_at + len(self.blob))
             self.blob += bytes(padding)
         self.source_at = [at + 2 for at in range(0, len(self.rows), 3) if self.rows[at] != LITERAL]
+
+
+class Frame:
+    """What an item of ``Layout`` holds around the storage of its tensor, so that a reader who expects such an item can
+    read all of it at once, and compare. ``nbytes``: of the storage."""
+
+    def __init__(self, nbytes: int, data_pkl: bytes) -> None:
+        form = _Form(nbytes, data_pkl, blob_at=0)
+        self.nbytes = form.nbytes  # of the item
+        self.head = b""  # before the storage
+        self._tail: list[bytes | int] = []  # behind it; a kind stands for the storage's CRC-32
+        found = False
+        left = form.nbytes
+        for at in range(0, len(form.rows), 3):
+            kind, size, arg = form.rows[at : at + 3]
+            if left == 0:
+                break  # only padding follows
+            left -= size
+            if kind == SOURCE:
+                found = True
+            elif not found:
+                self.head += form.blob[arg : arg + size]
+            else:
+                self._tail.append(form.blob[arg : arg + size] if kind == LITERAL else kind)
+        self.tail_bytes = form.nbytes - len(self.head) - nbytes
+
+    def tail(self, crc32: int) -> bytes:
+        """The bytes behind a storage with this CRC-32."""
+        written = {CRC32_LE: crc32.to_bytes(4, "little")}
+        return b"".join(written.get(row, b"%08x" % crc32) if isinstance(row, int) else row for row in self._tail)
+
+
+@lru_cache(maxsize=1 << 14)
+def frame_of(nbytes: int, data_pkl: bytes) -> Frame:
+    return Frame(nbytes, data_pkl)
 
 
 def open_item(file: FileReader, place: Place) -> FileSlice:

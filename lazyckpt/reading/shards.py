@@ -3,6 +3,9 @@
 Of each tensor it reads only the bytes between the first and the last element that is wanted: for a shard along the
 first dimension, that is the shard. They land in the target if they have its form; otherwise they are copied there.
 Checksums are verified wherever a tensor is read whole. It also reads the files of plain torch.distributed.checkpoint.
+
+An item that is wanted whole is read whole, in the expectation that lazyckpt wrote it: then everything around its tensor
+is known but the checksum (``distcp.Frame``). If it differs by one byte, the item is read again, step by step.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ from lazyckpt import _engine
 from lazyckpt.capture import devices
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError
-from lazyckpt.formats.distcp import Place, item_directory
+from lazyckpt.formats.distcp import STORAGE_KEY, Frame, Place, frame_of, item_directory
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.reader import FileReader, Record
+from lazyckpt.providers.pickles import PLAIN_DTYPES, tensor_pickle
 from lazyckpt.reading.archive import check_small_records
 from lazyckpt.reading.inert import InertShards
 from lazyckpt.reading.ranges import ParallelRead
 from lazyckpt.reading.unpickle import load_errors
 
 _MAX_ASIDE_BYTES = 256 << 20  # memory for bytes that do not land in their target at once
+_FRAMES_AT_ONCE = 4096  # a few KiB each
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _ZIP = b"PK\3\4"
 
 
@@ -66,11 +72,76 @@ def read_parts(path: Path, parts: Iterable[Part], engine: _engine.Engine) -> Non
     Raises CorruptFileError, which names the file and the item, if the file is damaged, hostile or not as ``parts`` say;
     LoadError if it cannot be read. Targets may hold some of the new bytes then."""
     with FileReader(path) as file, torch.no_grad():
+        parts = _read_framed(path, list(parts), engine)
         saved: dict[Place, _Saved | torch.Tensor] = {}
         with collector_paused():
             landings = [_land(file, part, saved, engine) for part in parts]
         for batch in _batches([landing for landing in landings if landing is not None]):
             _read(path, batch, engine)
+
+
+def _read_framed(path: Path, parts: list[Part], engine: _engine.Engine) -> list[Part]:
+    """Reads the parts that are whole items, and as expected. Returns the others, of which some may have been read into
+    their targets."""
+    framed: list[tuple[Part, Frame, int]] = []
+    others: list[Part] = []
+    with collector_paused():
+        for part in parts:
+            at = devices.target(part.target.device, engine)
+            frame = _frame_around(part) if at != devices.HOST or part.target.is_cpu else None
+            if frame is None:
+                others.append(part)
+            else:
+                framed.append((part, frame, at))
+    for first in range(0, len(framed), _FRAMES_AT_ONCE):
+        others += _read_frames(path, framed[first : first + _FRAMES_AT_ONCE], engine)
+    return others
+
+
+def _frame_around(part: Part) -> Frame | None:
+    """What lazyckpt would have written around the tensor; None if this is not the whole of an item."""
+    target = part.target
+    if any(part.offsets) or not target.numel() or target.dtype not in PLAIN_DTYPES:
+        return None
+    if type(target) not in _PLAIN or not target.is_contiguous() or target.is_conj() or target.is_neg():
+        return None
+    pickled = tensor_pickle(target.dtype, target.shape, target.stride(), target.nbytes, STORAGE_KEY)
+    frame = frame_of(target.nbytes, pickled)
+    return frame if frame.nbytes == part.place.nbytes else None
+
+
+def _read_frames(path: Path, framed: list[tuple[Part, Frame, int]], engine: _engine.Engine) -> list[Part]:
+    """Returns the parts that are not as expected."""
+    aside = bytearray(sum(len(frame.head) + frame.tail_bytes for _, frame, _ in framed))
+    address = torch.frombuffer(aside, dtype=torch.uint8).data_ptr()
+    records: list[Record] = []
+    pointers: list[int] = []
+    ordinals: list[int] = []
+    for part, frame, at in framed:
+        offset = part.place.offset
+        memory = ((len(frame.head), None), (part.target.nbytes, part.target), (frame.tail_bytes, None))
+        for nbytes, target in memory:
+            records.append(Record(part.name, offset, nbytes, None))
+            pointers.append(address if target is None else devices.address(target))
+            ordinals.append(devices.HOST if target is None else at)
+            offset += nbytes
+            address += nbytes if target is None else 0
+    try:
+        read = ParallelRead(path, records, engine)
+        try:
+            crcs = read.read_into(pointers, ordinals)
+        finally:
+            read.close()
+    except CorruptFileError:  # too short: whoever reads them one by one says which
+        return [part for part, _, _ in framed]
+    others = []
+    begin = 0
+    for (part, frame, _), crc in zip(framed, crcs[1::3], strict=True):
+        end = begin + len(frame.head) + frame.tail_bytes
+        if aside[begin:end] != frame.head + frame.tail(crc):
+            others.append(part)
+        begin = end
+    return others
 
 
 def read_whole(shards: InertShards, dtype: torch.dtype, engine: _engine.Engine) -> torch.Tensor:
