@@ -88,7 +88,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
     def __init__(self, path: str | os.PathLike[str], *, saver: lazyckpt.Saver | None = None) -> None:
         self.path = paths.local(path)
         self._saver = saver
-        self._save_id = ""
+        self.save_id = str(uuid.uuid4())
         self._staged: _Staged | None = None
         self._folder: _NewFolder | None = None  # on the coordinator
 
@@ -120,17 +120,17 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = paths.local(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
         self._hear()
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # DCP gives rank and use_collectives only to a parameter of this name; older versions give neither.
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False is not supported: every rank would commit for itself")
         self._hear()
-        self._save_id = str(uuid.uuid4())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if os.path.lexists(self.path):
@@ -260,14 +260,14 @@ class LazyStorageReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> None:
         self.path = paths.local(path)
         self._weights_only = weights_only
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._items: Mapping[MetadataIndex, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._items = {}
         if checkpoint_id is not None:
             self.path = paths.local(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # DCP gives the rank where it looks for a checkpoint that ranks committed by themselves.
@@ -276,7 +276,7 @@ class LazyStorageReader(StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self._load_id
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

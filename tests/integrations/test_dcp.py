@@ -682,6 +682,29 @@ def test_nothing_of_ours_stands_in_the_metadata(folder: Path) -> None:
     assert metadata.storage_meta.checkpoint_id == str(folder)
 
 
+class Noting(DefaultSavePlanner):
+    """Keeps what DCP tells a planner about the storage."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.told = storage_meta
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def test_the_planner_the_writer_and_the_metadata_know_a_save_and_a_load_by_the_same_id(tmp_path: Path) -> None:
+    """Regression: the planner heard of no id at the first save, and of the last save's at the next one."""
+    writer, planner, seen = LazyStorageWriter(tmp_path / "0"), Noting(), set()
+    for name in ("0", "1"):
+        if name != "0":
+            writer.reset(tmp_path / name)
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner, no_dist=True)
+        reader = LazyStorageReader(tmp_path / name)
+        found = reader.read_metadata().storage_meta
+        assert found is not None and found.load_id == reader.load_id
+        assert planner.told.save_id == found.save_id == writer.save_id
+        seen.add(found.save_id)
+    assert len(seen) == 2 and "" not in seen
+
+
 def test_a_damaged_file_is_named_with_its_tensor(folder: Path) -> None:
     data = bytearray((folder / "__0_0.distcp").read_bytes())
     at = data.index(torch.tensor(1234.0).numpy().tobytes())
