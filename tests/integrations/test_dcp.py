@@ -459,6 +459,55 @@ def test_a_folder_that_exists_is_refused_before_anything_is_written(engine: str,
         assert "step exists" in failed and intact
 
 
+def fills(kind: str, path: Path) -> None:
+    if kind == "file":
+        path.write_text("")
+    elif kind == "link":
+        path.with_name("elsewhere").mkdir()
+        path.symlink_to("elsewhere")
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    else:
+        path.mkdir(exist_ok=True)
+        (path / "note").write_text("")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling", "folder"])
+def test_only_an_empty_folder_is_replaced(kind: str, late: bool, tmp_path: Path) -> None:
+    """torch's own writer asks for an empty folder or none; a job often makes it first."""
+
+    class Late(LazyStorageWriter):
+        def finish(self, *args: Any, **others: Any) -> None:
+            if late:
+                self.path.rmdir()
+                fills(kind, self.path)
+            super().finish(*args, **others)
+
+    path = tmp_path / "step"
+    path.mkdir() if late else fills(kind, path)
+    before = None if late else path.lstat()
+    failed = why(lambda: dcp.save({"w": torch.ones(3)}, storage_writer=Late(path), no_dist=True))
+    assert ("another program made it" if late else "step exists") in failed
+    assert before is None or (path.lstat().st_ino, path.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert not (path / ".metadata").exists()
+
+
+def saves_into_empty(engine: str, folder: str) -> None:
+    os.makedirs(f"{folder}/step", exist_ok=True)  # as every rank of a job may do
+    dist.barrier()
+    state = {"w": torch.full((1000,), 3.0)}
+    save(engine, state, f"{folder}/step")
+    assert load(f"{folder}/step", state) == content(state)
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_an_empty_folder_is_replaced(engine: str, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, saves_into_empty, engine, str(tmp_path))
+    assert os.listdir(tmp_path) == ["step"]
+
+
 class Failing(LazyStorageWriter):
     """Fails on rank 1, when the others have written."""
 
