@@ -731,6 +731,20 @@ def test_nothing_of_ours_stands_in_the_metadata(folder: Path) -> None:
     assert metadata.storage_meta.checkpoint_id == str(folder)
 
 
+def test_a_checkpoint_of_an_old_torch_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones describe tensors by a class of ShardedTensor's. Regression: it was not to be unpickled."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.metadata.TensorProperties", TensorProperties)
+        patch.setattr("torch.distributed.checkpoint.planner_helpers.TensorProperties", TensorProperties)
+        dcp.save({"w": torch.arange(7.0)}, checkpoint_id=tmp_path / "old", no_dist=True)
+    assert b"torch.distributed._shard" in (tmp_path / "old" / ".metadata").read_bytes()
+    state = {"w": torch.zeros(7)}
+    dcp.load(state, storage_reader=LazyStorageReader(tmp_path / "old"), no_dist=True)
+    assert torch.equal(state["w"], torch.arange(7.0))
+
+
 class Noting(DefaultSavePlanner):
     """Keeps what DCP tells a planner about the storage."""
 
