@@ -8,7 +8,7 @@ DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside clean
 setup: $(READY)
 
 # Builds the engine with fault injection; `pip install .` builds it without.
@@ -90,6 +90,17 @@ $(ECO)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt t
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation \
 	    --config-settings=cmake.define.LAZYCKPT_FAULTS=ON --editable .
 	touch $@
+
+# Runs torch's own tests of torch.distributed.checkpoint, in TORCH_TESTS, with torch's storage and then with ours.
+# OUTSIDE holds further arguments: `make outside TORCH_TESTS=… OUTSIDE='-k resharding'`.
+TORCH_TESTS = $(error TORCH_TESTS is not set: give the folder test/distributed/checkpoint of a checkout of torch)
+RUN_OUTSIDE = PYTHONPATH=$(CURDIR)/tests OMP_NUM_THREADS=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=60 $(BIN)/python -m pytest \
+    -c /dev/null --rootdir $(TORCH_TESTS) -p outside.plugin -p no:cacheprovider -W ignore -q --tb=short -o timeout=120 \
+    --outside-control build/outside.json $(TORCH_TESTS) $(OUTSIDE)
+outside: setup
+	mkdir -p build && rm -f build/outside.json
+	-$(RUN_OUTSIDE) --outside-storage torch
+	$(RUN_OUTSIDE)
 
 clean:
 	rm -rf $(VENV) $(ECO) build dist

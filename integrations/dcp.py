@@ -4,8 +4,8 @@ parallel. Plain DCP reads what this writes, and this reads what plain DCP wrote.
 DCP plans on every rank, gathers the plans, and scatters what each rank must write; then it gathers the results and
 calls ``finish`` on the coordinator. These steps are the commit:
 
-    1. plan       every rank refuses a folder that exists; the coordinator stages one under a temporary name, and the
-                  scattered plans carry that name
+    1. plan       every rank refuses a folder that holds anything; the coordinator stages one under a temporary name,
+                  and the scattered plans carry that name
     2. write      every rank writes its files into it, and syncs them
     3. finish     only if no rank failed: the coordinator writes ``.metadata``, syncs it and the folder, renames the
                   folder, and syncs the folder above
@@ -78,7 +78,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
 
     ``save`` returns when the checkpoint is durable, and the future is done when it is. ``async_save`` returns when
     everything is copied or guarded: an optimizer's next step waits for what it owns, as after ``Saver.save``. Both
-    raise ConfigError, wrapped in DCP's CheckpointException, if ``path`` exists.
+    raise ConfigError, wrapped in DCP's CheckpointException, if ``path`` is more than an empty folder.
 
     Args:
         path: The folder, on a file system that all ranks share. Its parent is made.
@@ -88,7 +88,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
     def __init__(self, path: str | os.PathLike[str], *, saver: lazyckpt.Saver | None = None) -> None:
         self.path = paths.local(path)
         self._saver = saver
-        self._save_id = ""
+        self.save_id = str(uuid.uuid4())
         self._staged: _Staged | None = None
         self._folder: _NewFolder | None = None  # on the coordinator
 
@@ -120,23 +120,23 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = paths.local(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
         self._hear()
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # DCP gives rank and use_collectives only to a parameter of this name; older versions give neither.
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False is not supported: every rank would commit for itself")
         self._hear()
-        self._save_id = str(uuid.uuid4())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if os.path.lexists(self.path):
+        if _is_taken(self.path):
             raise ConfigError(
-                f"{self.path} exists. A checkpoint is never written into a folder that exists: a rank that died could "
-                "leave a mixture of two; remove the folder first, or choose another name"
+                f"{self.path} exists. A checkpoint replaces nothing but an empty folder: a rank that died could leave "
+                "a mixture of two; remove what is there first, or choose another name"
             )
         if not getattr(plan, "usable", True):  # torch 2.7 and newer
             raise ConfigError("enable_plan_caching is not supported: make the planner without it")
@@ -260,14 +260,14 @@ class LazyStorageReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> None:
         self.path = paths.local(path)
         self._weights_only = weights_only
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._items: Mapping[MetadataIndex, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._items = {}
         if checkpoint_id is not None:
             self.path = paths.local(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # DCP gives the rank where it looks for a checkpoint that ranks committed by themselves.
@@ -276,7 +276,7 @@ class LazyStorageReader(StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self._load_id
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -350,6 +350,14 @@ class _NewFolder:
             os.fsync(file.fileno())
         self.staging.describe(None, {*written, METADATA})
         self.staging.publish()
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether the name has more than an empty folder, which a rename replaces."""
+    try:
+        return path.is_symlink() or path.is_mount() or any(path.iterdir())
+    except OSError:  # no folder, or none that this process may read
+        return os.path.lexists(path)
 
 
 def _discard(staging: Staging, pid: int) -> None:

@@ -43,13 +43,13 @@ def _behind_copy(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
 
 def _behind_copies(load: Callable[..., Any], known: Container[Any], gate: Gate) -> Callable[..., Any]:
     @functools.wraps(load)
-    def wait_and_load(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def wait_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:  # torch passes self= by name, too
         try:
-            is_known = owner in known
+            is_known = self in known
         except Exception:  # it has no hash, or none that works
             is_known = False
         if is_known:
             gate.wait_all()
-        return load(owner, *args, **kwargs)
+        return load(self, *args, **kwargs)
 
     return wait_and_load

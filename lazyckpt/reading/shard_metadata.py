@@ -139,6 +139,7 @@ class _Call:
 
 @cache
 def _allowed() -> dict[tuple[str, str], Any]:
+    from torch.distributed._shard.sharded_tensor import metadata as sharded
     from torch.distributed.checkpoint import filesystem, metadata
 
     dataclasses = [
@@ -148,11 +149,13 @@ def _allowed() -> dict[tuple[str, str], Any]:
         metadata.BytesStorageMetadata,
         metadata.ChunkStorageMetadata,
         metadata.TensorProperties,
+        sharded.TensorProperties,  # in checkpoints of older versions of torch
         metadata.StorageMeta,
         filesystem._StorageInfo,
     ]
     calls: dict[tuple[str, str], Callable[..., Any]] = {
         (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+        (sharded.__name__, "MEM_FORMAT_ENCODING"): sharded.MEM_FORMAT_ENCODING,
         ("torch.serialization", "_get_layout"): _layout,
     }
     # Python 3.13 keeps them in pathlib._local.

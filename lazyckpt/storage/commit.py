@@ -67,7 +67,7 @@ class Staging:
 
     It is made beside ``target``, or in the folder ``inside``, which must be on the same file system. With
     ``keep_others``, files that others put into a replaced folder stay, if the new one has none of their name. Without
-    ``replaces``, it is not published where something has its name.
+    ``replaces``, it is not published where anything but an empty folder has its name.
     """
 
     def __init__(
@@ -137,16 +137,20 @@ class Staging:
     def publish(self) -> Path | None:
         """Step 6. Returns the folder that this one replaced, which now has another name, or None."""
         replaced = None
-        if os.path.lexists(self.target):
-            if not self._replaces:
-                raise FileExistsError(errno.EEXIST, "another program made it during the save", str(self.target))
+        if self._replaces and os.path.lexists(self.target):
             if self._keep_others:
                 carry_over(self.target, self.path)
             replaced = self._exchange()
             if self._keep_others and replaced is not None:
                 carry_over(replaced, self.target)  # files that came in between
         else:
-            os.rename(self.path, self.target)
+            try:
+                os.rename(self.path, self.target)  # also onto an empty folder
+            except OSError as error:
+                if self._replaces or error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+                what = "another program made it during the save"
+                raise FileExistsError(errno.EEXIST, what, str(self.target)) from error
         self._published = True
         try:
             folders.sync_path(self.target.parent)

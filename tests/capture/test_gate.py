@@ -368,13 +368,19 @@ def load_optimizer(run: Any) -> None:
     torch._foreach_mul_(list(run.model.parameters()), 2.0)
 
 
+def load_optimizer_by_name(run: Any) -> None:
+    """As torch calls it after _patch_optimizer_state_dict. Regression: it raised TypeError."""
+    torch.optim.Optimizer.load_state_dict(self=run.optimizer, state_dict=run.optimizer.state_dict())
+    torch._foreach_mul_(list(run.model.parameters()), 2.0)
+
+
 def wait_and_write(run: Any) -> None:
     lazyckpt.wait_captured()
     with torch.no_grad():
         torch._foreach_add_(list(run.model.parameters()), 1.0)
 
 
-CHANGES = {f.__name__: f for f in (load_module, load_submodule, load_optimizer, wait_and_write)}
+CHANGES = {f.__name__: f for f in (load_module, load_submodule, load_optimizer, load_optimizer_by_name, wait_and_write)}
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -459,6 +459,55 @@ def test_a_folder_that_exists_is_refused_before_anything_is_written(engine: str,
         assert "step exists" in failed and intact
 
 
+def fills(kind: str, path: Path) -> None:
+    if kind == "file":
+        path.write_text("")
+    elif kind == "link":
+        path.with_name("elsewhere").mkdir()
+        path.symlink_to("elsewhere")
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    else:
+        path.mkdir(exist_ok=True)
+        (path / "note").write_text("")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling", "folder"])
+def test_only_an_empty_folder_is_replaced(kind: str, late: bool, tmp_path: Path) -> None:
+    """torch's own writer asks for an empty folder or none; a job often makes it first."""
+
+    class Late(LazyStorageWriter):
+        def finish(self, *args: Any, **others: Any) -> None:
+            if late:
+                self.path.rmdir()
+                fills(kind, self.path)
+            super().finish(*args, **others)
+
+    path = tmp_path / "step"
+    path.mkdir() if late else fills(kind, path)
+    before = None if late else path.lstat()
+    failed = why(lambda: dcp.save({"w": torch.ones(3)}, storage_writer=Late(path), no_dist=True))
+    assert ("another program made it" if late else "step exists") in failed
+    assert before is None or (path.lstat().st_ino, path.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert not (path / ".metadata").exists()
+
+
+def saves_into_empty(engine: str, folder: str) -> None:
+    os.makedirs(f"{folder}/step", exist_ok=True)  # as every rank of a job may do
+    dist.barrier()
+    state = {"w": torch.full((1000,), 3.0)}
+    save(engine, state, f"{folder}/step")
+    assert load(f"{folder}/step", state) == content(state)
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_an_empty_folder_is_replaced(engine: str, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, saves_into_empty, engine, str(tmp_path))
+    assert os.listdir(tmp_path) == ["step"]
+
+
 class Failing(LazyStorageWriter):
     """Fails on rank 1, when the others have written."""
 
@@ -680,6 +729,43 @@ def test_nothing_of_ours_stands_in_the_metadata(folder: Path) -> None:
     assert not [text for text in texts if "lazyckpt" in text and text != str(folder)]
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     assert metadata.storage_meta.checkpoint_id == str(folder)
+
+
+def test_a_checkpoint_of_an_old_torch_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones describe tensors by a class of ShardedTensor's. Regression: it was not to be unpickled."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.metadata.TensorProperties", TensorProperties)
+        patch.setattr("torch.distributed.checkpoint.planner_helpers.TensorProperties", TensorProperties)
+        dcp.save({"w": torch.arange(7.0)}, checkpoint_id=tmp_path / "old", no_dist=True)
+    assert b"torch.distributed._shard" in (tmp_path / "old" / ".metadata").read_bytes()
+    state = {"w": torch.zeros(7)}
+    dcp.load(state, storage_reader=LazyStorageReader(tmp_path / "old"), no_dist=True)
+    assert torch.equal(state["w"], torch.arange(7.0))
+
+
+class Noting(DefaultSavePlanner):
+    """Keeps what DCP tells a planner about the storage."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.told = storage_meta
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def test_the_planner_the_writer_and_the_metadata_know_a_save_and_a_load_by_the_same_id(tmp_path: Path) -> None:
+    """Regression: the planner heard of no id at the first save, and of the last save's at the next one."""
+    writer, planner, seen = LazyStorageWriter(tmp_path / "0"), Noting(), set()
+    for name in ("0", "1"):
+        if name != "0":
+            writer.reset(tmp_path / name)
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner, no_dist=True)
+        reader = LazyStorageReader(tmp_path / name)
+        found = reader.read_metadata().storage_meta
+        assert found is not None and found.load_id == reader.load_id
+        assert planner.told.save_id == found.save_id == writer.save_id
+        seen.add(found.save_id)
+    assert len(seen) == 2 and "" not in seen
 
 
 def test_a_damaged_file_is_named_with_its_tensor(folder: Path) -> None:
