@@ -58,9 +58,9 @@ class LazyCheckpointManager(CheckpointManager):
     """torchtitan's ``CheckpointManager``, but saves are lazy and durable, and appear whole or not at all.
 
     Plain ``CheckpointManager`` loads what this saves, and this loads what that saved. All options of its Config hold.
-    A save that fails in the background raises SaveError on every rank, at the next save or load or at the end of
-    training; ``on_error="warn"`` of the settings makes it a warning. Raises ConfigError for a folder that is not local,
-    and for settings that torchtitan has options for (``keep_last``).
+    A save that fails in the background raises SaveError at the next save or load or at the end of training, on each
+    rank as soon as it has heard of it; ``on_error="warn"`` of the settings makes it a warning. Raises ConfigError for a
+    folder that is not local, and for settings that torchtitan has options for (``keep_last``).
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -134,7 +134,9 @@ class LazyCheckpointManager(CheckpointManager):
         ``async_mode`` is DISABLED. Raises SaveError."""
         target = Path(checkpoint_id).absolute()
         step = int(match[1]) if (match := _STEP.fullmatch(target.name)) else None
-        with self._saver.stage(target, inside=self._folder / STAGING, step=step, all_ranks=True) as staged:
+        with self._saver.stage(
+            target, inside=self._folder / STAGING, step=step, all_ranks=True, keep_others=False
+        ) as staged:
             if to_hf:
                 super().dcp_save(state_dict, str(staged.path), AsyncMode.DISABLED, enable_garbage_collection, to_hf)
             else:
