@@ -12,12 +12,13 @@ ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 setup: $(READY)
 
 # Builds the engine with fault injection; `pip install .` builds it without.
-$(READY): pyproject.toml constraints.txt scripts/system-packages.sh $(ENGINE)
+$(READY): pyproject.toml constraints.txt tests/requirements-no-deps.txt scripts/system-packages.sh $(ENGINE)
 	sh scripts/system-packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) scikit-build-core pybind11 cmake ninja torch==2.13.0
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
 	    --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-deps -r tests/requirements-no-deps.txt
 	touch $@
 
 demo: setup

@@ -101,13 +101,14 @@ class Saver:
         inside: str | os.PathLike[str] | None = None,
         step: int | None = None,
         all_ranks: bool = False,
+        keep_others: bool = True,
     ) -> StagedFolder:
         """Begin a folder that appears as ``path`` when everything in it is durable.
 
         Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount. It
-        replaces a folder of that name, but keeps files there that it lacks itself. A folder that cannot be renamed
-        (a mount point, for example) is filled instead (in_place.py). A symbolic link is followed. Raises SaveError if
-        the folder cannot be made.
+        replaces a folder of that name, but keeps files there that it lacks itself, unless ``keep_others`` is false. A
+        folder that cannot be renamed (a mount point, for example) is filled instead, and keeps them (in_place.py). A
+        symbolic link is followed. Raises SaveError if the folder cannot be made.
 
         With ``all_ranks``, the ranks of torch.distributed fill one folder together. Every rank calls this with the same
         arguments, for the same folders in the same order, and then ``save`` of what it returns. It waits until rank 0
@@ -125,16 +126,20 @@ class Saver:
             if all_ranks:
                 with gate.standing():  # the others may need this thread's verdict on an earlier save
                     request: Request = self._crew(folder or target.parent).stage(
-                        target, step, alone=partial(self._stage_alone, target, folder), prepare=self._prepare
+                        target,
+                        step,
+                        alone=partial(self._stage_alone, target, folder, keep_others),
+                        prepare=self._prepare,
+                        keep_others=keep_others,
                     )
             else:
-                request = Request(target, step, self._stage_alone(target, folder))
+                request = Request(target, step, self._stage_alone(target, folder, keep_others))
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         return StagedFolder(self.launcher, request, self._staged_archives)
 
-    def _stage_alone(self, target: Path, inside: Path | None) -> Staging:
-        return in_place.stage(target, inside, self._prepare)
+    def _stage_alone(self, target: Path, inside: Path | None, keep_others: bool) -> Staging:
+        return in_place.stage(target, inside, self._prepare, keep_others=keep_others)
 
     def _crew(self, folder: Path) -> Crew:
         """The ranks that stage in a folder together. The first call for it waits for the other ranks."""

@@ -48,13 +48,28 @@ class Crew:
         return request, {name: plan}
 
     def stage(
-        self, target: Path, step: int | None, *, alone: Callable[[], Staging], prepare: Callable[[Path], None]
+        self,
+        target: Path,
+        step: int | None,
+        *,
+        alone: Callable[[], Staging],
+        prepare: Callable[[Path], None],
+        keep_others: bool,
     ) -> JobRequest:
         """Makes the folder of a save that the ranks fill before they save it, and waits until this rank knows its name.
-        ``alone`` makes it where this process is the only rank; ``prepare`` makes the folder above.
+        ``alone`` makes it where this process is the only rank; ``prepare`` makes the folder above. ``keep_others``: see
+        ``Saver.stage``.
 
         Raises SaveError, of rank 0 too; then all ranks raise."""
-        request = JobRequest(target, step, member=self._member, layout=target.name, alone=alone, prepare=prepare)
+        request = JobRequest(
+            target,
+            step,
+            member=self._member,
+            layout=target.name,
+            alone=alone,
+            prepare=prepare,
+            keep_others=keep_others,
+        )
         try:
             request.stage()
         except BaseException as error:

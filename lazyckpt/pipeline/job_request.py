@@ -95,8 +95,6 @@ class JobRequest(Request):
     """A folder that the ranks of a job fill together, as one rank saves it. It may have several folders of
     torch.distributed.checkpoint, and any other files."""
 
-    keeps_others = True  # files of a folder that this one replaces stay, if this one has none of their name
-
     def __init__(
         self,
         path: Path,
@@ -106,14 +104,16 @@ class JobRequest(Request):
         layout: str,
         alone: Callable[[], Staging],
         prepare: Callable[[Path], None] = lambda folder: None,
+        keep_others: bool = False,
     ) -> None:
         """``layout`` must be the same on all ranks. ``alone`` makes the staged folder if this is the only rank. Rank 0
-        calls ``prepare`` with the folder above."""
+        calls ``prepare`` with the folder above. ``keep_others``: as in ``Staging``."""
         super().__init__(path, step)
         member.saves += 1
         self._member = member
         self._alone = alone
         self._prepare = prepare
+        self._keep_others = keep_others
         self._job, self._rank = member.job, member.rank
         self._inventories = member.inventories
         self._ballot = None if member.job is None else member.job.ballot(member.saves, step, layout, path)
@@ -141,7 +141,7 @@ class JobRequest(Request):
         if self._rank == 0:
             self._note = self._inventories.note(self._shared() or self._member.shared)
             self._prepare(self.path.parent)
-            staging = self._staging = self._job.stage(self.path, keep_others=self.keeps_others)
+            staging = self._staging = self._job.stage(self.path, keep_others=self._keep_others)
             self._ballot.begin(staging.path.name, self._note)
             return staging
         name, note = self._ballot.staged_name()
@@ -206,8 +206,6 @@ class JobRequest(Request):
 
 class JobCheckpointRequest(JobRequest):
     """A numbered checkpoint of a Checkpointer on every rank."""
-
-    keeps_others = False
 
     def __init__(self, path: Path, step: int, lineage: Lineage, about: About, *, member: Member, layout: str) -> None:
         super().__init__(path, step, member=member, layout=layout, alone=lambda: Staging(path))

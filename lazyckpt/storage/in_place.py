@@ -29,16 +29,19 @@ from lazyckpt.storage import commit, folders, mounts
 MARKER = ".lazyckpt-marker"  # in the temporary folder: the name of the marker
 
 
-def stage(target: Path, inside: Path | None, prepare: Callable[[Path], None]) -> commit.Staging:
+def stage(
+    target: Path, inside: Path | None, prepare: Callable[[Path], None], *, keep_others: bool = True
+) -> commit.Staging:
     """Makes the temporary folder of ``target``: beside it, in ``inside`` if that is on the same mount, or in a target
-    that cannot be renamed. Calls ``prepare`` with each folder that it makes something in. Raises OSError."""
+    that cannot be renamed. Calls ``prepare`` with each folder that it makes something in. ``keep_others``: as in
+    ``Staging``; a target that cannot be renamed keeps them always. Raises OSError."""
     if not mounts.is_fixed(target):
         prepare(target.parent)
         if inside is not None:
             prepare(inside)
             if not mounts.on_one_mount(inside, target.parent):
                 inside = None
-        staging = commit.Staging(target, inside, keep_others=True)
+        staging = commit.Staging(target, inside, keep_others=keep_others)
         try:
             if not target.is_dir() or staging.may_replace():
                 return staging

@@ -89,7 +89,8 @@ class Copy:
         self._runs = 0
         skip = ["_engine*.so", "__pycache__"]
         shutil.copytree(ROOT / "lazyckpt", folder / "lazyckpt", ignore=shutil.ignore_patterns(*skip, "integrations"))
-        for name, copy in (("tests", "tests"), ("csrc", "csrc"), ("integrations", "lazyckpt/integrations")):
+        copied = {"tests": "tests", "csrc": "csrc", "examples": "examples", "integrations": "lazyckpt/integrations"}
+        for name, copy in copied.items():
             shutil.copytree(ROOT / name, folder / copy, ignore=shutil.ignore_patterns(*skip))
         shutil.copy(ROOT / "pyproject.toml", folder)
         (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)

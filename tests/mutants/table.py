@@ -676,6 +676,35 @@ promise(
     ),
 )
 
+promise(
+    "docs/torchtitan.md",
+    "A run that is killed goes on from the newest whole checkpoint; old ones stay until newer ones are durable.",
+    (
+        "checkpoints are staged where torchtitan looks for them",
+        py("LazyCheckpointManager.dcp_save", swap("self._folder / STAGING", "None")),
+        "integrations/test_torchtitan.py::test_a_staged_folder_is_never_taken_for_a_checkpoint",
+    ),
+    (
+        "what a crash left half replaced stays away",
+        py("LazyCheckpointManager._load", swap("removal.sweep(...)")),
+        "integrations/test_torchtitan.py::test_what_a_crash_left_is_put_back_before_it_loads",
+    ),
+    (
+        "old checkpoints go at once",
+        py(
+            "LazyCheckpointManager._purge_stale_checkpoints",
+            swap("self._saver.remove(...)", "removal.remove(self._folder / name)"),
+        ),
+        "integrations/test_torchtitan.py::"
+        "test_training_goes_on_with_a_warning_if_so_wished_and_the_older_checkpoints_stay",
+    ),
+    (
+        "what was just saved goes, if its step is lower than others",
+        py("LazyCheckpointManager._purge_stale_checkpoints", swap("name != newest", "True")),
+        "integrations/test_torchtitan.py::test_the_checkpoint_that_was_saved_last_stays",
+    ),
+)
+
 # Files from somebody else
 
 promise(

@@ -148,6 +148,22 @@ def test_an_existing_folder_is_replaced_and_other_files_in_it_stay(ranks: Ranks,
     assert os.listdir(tmp_path) == ["state"]
 
 
+def replaced_whole(target: Path) -> None:
+    with lazyckpt.Saver() as saver, saver.stage(target, all_ranks=True, keep_others=False) as staged:
+        staged.add(f"random_{rank_here()}.txt", {})
+        staged.save()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_files_go_if_so_wished(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    target = tmp_path / "state"
+    target.mkdir()
+    (target / "notes.txt").write_text("theirs")
+    ranks.run(world, replaced_whole, target)
+    assert sorted(set(os.listdir(target)) - {".lazyckpt-lock"}) == [f"random_{rank}.txt" for rank in range(world)]
+    assert os.listdir(tmp_path) == ["state"]
+
+
 def steady(folder: Path) -> Any:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(6)))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
