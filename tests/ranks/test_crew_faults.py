@@ -37,7 +37,7 @@ class Case:
         self.rank = dist.get_rank()
         self.folder = folder
         self.training = Training(self.rank, dist.get_world_size())
-        self.knobs = {**KNOBS, "rank_timeout_s": 10.0, "on_error": "warn", **knobs}
+        self.knobs = {**KNOBS, "rank_timeout_s": 3.0, "on_error": "warn", **knobs}
         self.fault = fault
         self.answers: dict[int, Answer] = {}
 

@@ -95,11 +95,16 @@ class Run:
     def checkpoints(self) -> list[Path]:
         return [self.folder / name for name in os.listdir(self.folder) if manifest.is_folder_name(name)]
 
-    def end(self, processes: list[BaseProcess], dead: int | None = None) -> None:
-        """Waits until the ranks end by themselves, after ``dead`` was killed."""
+    def end(self, orders: Orders, processes: list[BaseProcess], dead: int | None = None) -> None:
+        """Waits until the ranks end by themselves; after ``dead`` was killed, until the others were told, as an agent
+        does that then ends them."""
+        ends = {0} if dead is None else {0, -signal.SIGKILL}
         for rank, process in enumerate(processes):
+            wait_until(lambda p=process, r=rank: not p.is_alive() or (dead is not None and _was_told(orders, r)))
+            if dead is not None:
+                process.kill()
             process.join(60)
-            assert process.exitcode == (0 if rank != dead else -signal.SIGKILL), (rank, process.exitcode)
+            assert process.exitcode in ({-signal.SIGKILL} if rank == dead else ends), (rank, process.exitcode)
 
     def check(self, orders: Orders, victim: int | None = None, struck_at: float = 0.0) -> None:
         """Checks what the ranks have told against each other and against the folder."""
@@ -152,12 +157,16 @@ class Run:
     def finish(self, ticks: int = 3, **how: Any) -> None:
         """The job starts once more, saves and ends, and leaves nothing behind."""
         orders, processes = self.begin(2, ticks=ticks, **how)
-        self.end(processes)
+        self.end(orders, processes)
         self.check(orders)
         assert [len(told(orders, rank, "done")) for rank in range(2)] == [ticks] * 2
         assert self.unfinished() == set()
         assert len(self.checkpoints()) <= 2
         assert sorted(set(os.listdir(self.folder)) - {folder.name for folder in self.checkpoints()}) == []
+
+
+def _was_told(orders: Orders, rank: int) -> bool:
+    return bool(told(orders, rank, "probed", "refused"))
 
 
 def phase(run: Run, orders: Orders, victim: int) -> str:
@@ -205,7 +214,7 @@ def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
     phases: Counter[str] = Counter()
     slowest_s = 0.0
     run: Run | None = None
-    count = trials.count(5, 300)
+    count = trials.count(3, 300)
     for trial in range(count):
         if run is None or run.newest > MAX_TICK - 150:
             run = Run(tmp_path / f"kills-{trial}", ranks, store.port)
@@ -214,7 +223,7 @@ def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         processes[victim].kill()
-        run.end(processes, dead=victim)
+        run.end(orders, processes, dead=victim)
         run.check(orders, victim, struck_at)
         slowest_s = max(slowest_s, run.slowest_s)
         if trial == count - 1 or run.newest > MAX_TICK - 150:
@@ -232,7 +241,7 @@ def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
     """It wakes up after a while, which may be too late, and training goes on."""
     phases: Counter[str] = Counter()
     run: Run | None = None
-    count = trials.count(3, 200)
+    count = trials.count(2, 200)
     for trial in range(count):
         if run is None or run.newest > MAX_TICK - 150:
             run = Run(tmp_path / f"stops-{trial}", ranks, store.port)
@@ -247,7 +256,7 @@ def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.3)
         (run.logs / f"{orders.attempt}-enough").touch()
-        run.end(processes)
+        run.end(orders, processes)
         run.check(orders, victim, struck_at)
         phases["aborted"] += any(told(orders, rank, "failed") for rank in range(orders.world_size))
         if trial == count - 1 or run.newest > MAX_TICK - 150:
@@ -315,7 +324,7 @@ def struck(run: Run, **how: Any) -> None:
     orders, processes = run.begin(2, **how)
     processes[orders.victim].join(60)
     struck_at = time.monotonic()
-    run.end(processes, dead=orders.victim)
+    run.end(orders, processes, dead=orders.victim)
     run.check(orders, orders.victim, struck_at)
 
 
@@ -327,7 +336,7 @@ def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
 ) -> None:
     def record(run: Run, how: dict[str, Any]) -> list[Point]:
         orders, processes = run.begin(2, record=True, **how)
-        run.end(processes)
+        run.end(orders, processes)
         run.check(orders)
         return points(run.logs / f"{orders.attempt}-operations")
 
@@ -358,9 +367,9 @@ def test_a_second_job_takes_the_folder_and_the_first_is_told(ranks: Start, tmp_p
     first, processes = run.begin(2, port=None)
     wait_until(lambda: all(len(told(first, rank, "done")) > 1 for rank in range(2)))
     second, others = run.begin(2, port=None, ticks=5)
-    run.end(others)
+    run.end(second, others)
     (run.logs / f"{first.attempt}-enough").touch()
-    run.end(processes)
+    run.end(first, processes)
     for rank in range(2):
         assert re.search(r"rank 0 finds that .*/run belongs to the job ", told(first, rank, "failed")[0].text)
         assert len(told(second, rank, "done")) == 5
