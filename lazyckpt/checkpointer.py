@@ -364,14 +364,20 @@ class Checkpointer(History):
         at once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
         self._refuse_read_only("save()")
-        about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
+        path = self.directory / manifest.folder_name(checked_step(step))
+        crew = self._sharded()
+        try:
+            about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
+        except ConfigError as error:
+            if crew is not None:
+                crew.refused(path, step, str(error))
+            raise
         if self._best is not None and about.metrics and self._best.metric not in about.metrics:
             self._warn_of_metric(about.metrics, self._best)
-        path = self.directory / manifest.folder_name(checked_step(step))
         self._last_save = step, object()
         request: Request
         plans: Mapping[str, FilePlan]
-        if (crew := self._sharded()) is None:
+        if crew is None:
             request = CheckpointRequest(path, step, self._lineage, about)
             plans = {STATE: StatePlan(self._provider, self._archive)}
         else:

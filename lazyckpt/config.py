@@ -84,7 +84,7 @@ class Config:
 
     rank_timeout_s: float = 120.0
     """With several ranks: how long the others wait without a sign of life from one before they give up the checkpoint.
-    A rank that lives may take as long as it needs to write, but must call ``save()`` within five times this."""
+    A rank that lives may take as long as it needs to write, but must get through ``save()`` within five times this."""
 
     trace: str | os.PathLike[str] | None = None
     """A file for the timeline of every checkpoint, beside the training steps (docs/metrics.md). One that is there is

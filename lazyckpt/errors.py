@@ -145,3 +145,8 @@ def save_error(
         return NoSpaceError(what, path=path, step=step, opening=opening)
     where = f" ({error.filename})" if error.filename and str(error.filename) != os.fspath(path) else ""
     return SaveError(f"{error.strerror or error}{where}", path=path, step=step, opening=opening)
+
+
+def described(error: BaseException) -> str:
+    """What went wrong, without the place: for the message of another rank, which names that itself."""
+    return error.what if isinstance(error, SaveError) else getattr(error, "strerror", None) or str(error)

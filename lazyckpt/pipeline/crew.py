@@ -20,7 +20,8 @@ class Crew:
     """This rank's place among the ranks of its job, from save to save.
 
     Every rank saves the same steps in the same order. No call of this class but ``join``, ``stage`` and ``close``
-    communicates; a checkpoint's votes go over the background threads (ranks/)."""
+    communicates, and ``request`` after a save that was refused; a checkpoint's votes go over the background threads
+    (ranks/)."""
 
     def __init__(self, job: Job | None) -> None:
         """``job``: None if this process is the only rank."""
@@ -29,6 +30,7 @@ class Crew:
         self.team: Team = ALONE if job is None else JobTeam(job)
         self._member = Member(job)
         self._names = NameCache()
+        self._refused: tuple[Path, int, str] | None = None  # the last call of ``save`` whose arguments made no sense
 
     @classmethod
     def join(cls, directory: Path, *, timeout_s: float) -> Crew:
@@ -43,9 +45,23 @@ class Crew:
         self, path: Path, step: int, lineage: Lineage, about: About, state: CompositeProvider
     ) -> tuple[JobRequest, Mapping[str, FilePlan]]:
         """A save of ``state`` as checkpoint ``path``, and the plan of this rank's file."""
+        self._give_up_refused(step)
         request = JobCheckpointRequest(path, step, lineage, about, member=self._member, layout=", ".join(state.parts))
         name, plan = request.plan("", TrackedState(state.parts, self.rank, self._names))
         return request, {name: plan}
+
+    def refused(self, path: Path, step: int, why: str) -> None:
+        """Notes that the arguments of a save were refused, before anything was counted. The caller may correct them and
+        save this step. If it goes on to another one instead, the other ranks learn then that this one was given up."""
+        self._give_up_refused(step)
+        self._refused = path, step, why
+
+    def _give_up_refused(self, step: int) -> None:
+        refused, self._refused = self._refused, None
+        if self._job is not None and refused is not None and refused[1] != step:
+            path, given_up, why = refused
+            self._member.saves += 1
+            self._job.ballot(self._member.saves, given_up, "", path).refuse(why)
 
     def stage(
         self,
@@ -75,6 +91,7 @@ class Crew:
         except BaseException as error:
             told = request.failed(error)
             raise save_error(told, path=target, step=step) if isinstance(told, OSError) else told from None
+        request.reached()  # the caller may have large files to write before it saves
         return request
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.errors import SaveError
+from lazyckpt.errors import SaveError, described
 from lazyckpt.formats.inventory import Inventory, Item, decode, encode, metadata_of
 from lazyckpt.pipeline.rank_plan import Contents, RankCache, RankPlan
 from lazyckpt.pipeline.request import About, Lineage, Request
@@ -110,13 +110,14 @@ class JobRequest(Request):
         calls ``prepare`` with the folder above. ``keep_others``: as in ``Staging``."""
         super().__init__(path, step)
         member.saves += 1
+        self._ordinal = member.saves
         self._member = member
         self._alone = alone
         self._prepare = prepare
         self._keep_others = keep_others
         self._job, self._rank = member.job, member.rank
         self._inventories = member.inventories
-        self._ballot = None if member.job is None else member.job.ballot(member.saves, step, layout, path)
+        self._ballot = None if member.job is None else member.job.ballot(self._ordinal, step, layout, path)
         self._contents: dict[str, Contents] = {}  # of this rank's sharded files, by name
         self._receipt, self._note = b"", ""
         self._files: list[Files] = []  # of all ranks
@@ -129,6 +130,10 @@ class JobRequest(Request):
         name = os.path.join(folder, f"__{self._rank}_0{DCP_FILE}")
         self._contents[name] = contents
         return name, RankPlan(state, self._rank, cache, contents)
+
+    def reached(self) -> None:
+        if self._job is not None:
+            self._job.reach(self._ordinal)
 
     def stage(self) -> Staging:
         if self._staging is None:
@@ -151,6 +156,10 @@ class JobRequest(Request):
 
     def _shared(self) -> Shared:
         return {os.path.dirname(name): contents.shared() for name, contents in self._contents.items()}
+
+    def check(self) -> None:
+        if self._ballot is not None and (aborted := self._ballot.aborted()) is not None:
+            raise aborted
 
     def agree(self, files: Files) -> None:
         """Votes that this rank's files are durable. Rank 0 returns when all have voted."""
@@ -194,13 +203,15 @@ class JobRequest(Request):
     def failed(self, error: BaseException) -> BaseException:
         if self._ballot is None:
             return error
-        what = error.what if isinstance(error, SaveError) else getattr(error, "strerror", None) or str(error)
+        what = described(error)
         refused = self._ballot.refuse(what)
-        return error if refused is None or refused.rank == self._rank else refused
+        if refused is None or refused.what == f"rank {self._rank} failed: {what}":
+            return error
+        return refused  # the save was aborted before; this error may be a consequence, since the staged folder is gone
 
-    def abandon(self) -> None:
+    def abandon(self, why: str = "") -> None:
         if self._ballot is not None:
-            self._ballot.refuse("gave it up before the end of save(); its own error says how")
+            self._ballot.refuse(why or "gave it up before save()")
         super().abandon()
 
 

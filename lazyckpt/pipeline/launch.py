@@ -33,7 +33,15 @@ from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.torn import TornStorages
 from lazyckpt.collector import collector_paused
 from lazyckpt.config import Config
-from lazyckpt.errors import ClosedError, ConfigError, NoSpaceError, SaveError, SerializationError, save_error
+from lazyckpt.errors import (
+    ClosedError,
+    ConfigError,
+    NoSpaceError,
+    SaveError,
+    SerializationError,
+    described,
+    save_error,
+)
 from lazyckpt.formats.program import Extent
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
@@ -94,6 +102,7 @@ class Launcher:
         ``Saver.save`` raises. A request that does not reach the background is abandoned."""
         begin = time.perf_counter()
         handle = SaveHandle(request.step, request.path)
+        why = ""  # as text, because the error refers to this frame
         try:
             self._wait_for_room()
             handle.metrics.in_flight_wait_s = time.perf_counter() - begin
@@ -101,11 +110,15 @@ class Launcher:
                 with gate.arming(handle.path, handle.step):
                     self._launch(handle, request, plans, begin, training_step)
             except (SaveError, OSError) as error:
+                why = described(error)
                 self._background.fail(handle, as_save_error(error, handle))
                 blocking = True  # it has failed already, so this call raises, not the next
+        except BaseException as error:
+            why = why or f"save() raised {type(error).__name__}: {described(error)}"
+            raise
         finally:
             if handle._snapshot is None:
-                request.abandon()
+                request.abandon(why)
         if blocking:
             wait_for([handle])
         handle.metrics.save_blocked_s = time.perf_counter() - begin
@@ -152,6 +165,7 @@ class Launcher:
             # has created the files.
             eager_copied = job.wait_eager(_EAGER_FIRST_S)
             self._background.launch(flight)  # step 6
+            request.reached()
             handle.metrics.plan_s = time.perf_counter() - started
             job.go()
             if not eager_copied:

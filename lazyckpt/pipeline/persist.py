@@ -26,6 +26,8 @@ from lazyckpt.pipeline.request import Request
 from lazyckpt.storage.commit import Staging
 from lazyckpt.warn import warn_in_background
 
+_CHECK_S = 2.0  # between two looks whether another rank has aborted
+
 
 @dataclass
 class Flight:
@@ -52,9 +54,10 @@ def create_files(flight: Flight) -> Staging:
     flight.staging = staging = flight.request.stage()
     begin = time.perf_counter()
     for number, (name, nbytes) in enumerate(zip(flight.files, flight.nbytes, strict=True)):
-        file = staging.path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        flight.job.open(number, file, nbytes)
+        # Never the staged folder itself: another rank may have aborted, and moved it away.
+        for folder in reversed(Path(name).parents[:-1]):
+            (staging.path / folder).mkdir(exist_ok=True)
+        flight.job.open(number, staging.path / name, nbytes)
     flight.created = begin, time.perf_counter()
     return staging
 
@@ -70,16 +73,18 @@ def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> Receipt:
     """Step 3. Returns when the files are durable and, with ``read_back``, compared with what was copied. Lets go of the
     training state as soon as that is copied.
 
-    Raises TornSnapshotError if the snapshot is known to be torn, and OSError."""
+    Raises TornSnapshotError if the snapshot is known to be torn, OSError, and RankError if another rank has aborted."""
     job, snapshot = flight.job, flight.snapshot
-    job.wait_released()
+    while not job.wait_released(_CHECK_S):
+        flight.request.check()
     snapshot.verify_pages()
     snapshot.verify_frozen()
     snapshot.note_copied()
     if not snapshot.verdict.owed:
         snapshot.verify()
         _let_go(snapshot)
-    job.wait_settled()
+    while not job.wait_settled(_CHECK_S):
+        flight.request.check()
     _raise_torn(flight)
     job.raise_error()
     if read_back:

@@ -20,7 +20,8 @@ class Request:
     """One save: of a lone file, or of the folder ``staging``. Holds no tensor: the plans (plan.py) hold the state, and
     only until it is copied.
 
-    Except ``abandon``, the methods run on a background thread, those of different saves in the order of the saves.
+    Except ``reached`` and ``abandon``, the methods run on a background thread, those of different saves in the order
+    of the saves.
     """
 
     def __init__(self, path: Path, step: int | None, staging: Staging | None = None) -> None:
@@ -28,9 +29,15 @@ class Request:
         self.step = step
         self._staging = staging
 
+    def reached(self) -> None:
+        """Notes that the rest of the save may take as long as it needs. The thread that saves calls it."""
+
     def stage(self) -> Staging:
         """Returns the temporary folder. Saves may be staged in any order. Raises OSError."""
         return self._staging or FileStaging(self.path)
+
+    def check(self) -> None:
+        """Called now and then while the files are copied and written. Raises RankError if another rank has aborted."""
 
     def agree(self, files: list[tuple[str, int, int]]) -> None:
         """Returns when every part of the checkpoint is durable; ``files`` (name, bytes, CRC-32) are those of this
@@ -60,8 +67,8 @@ class Request:
         """Called if a step raised, before what was staged is discarded. Returns the error to report."""
         return error
 
-    def abandon(self) -> None:
-        """Called instead of ``stage`` if the save failed before the background had it."""
+    def abandon(self, why: str = "") -> None:
+        """Called if the save failed before the background had it. ``why`` is for other ranks."""
         if self._staging is not None:
             self._staging.discard()
 

@@ -112,7 +112,6 @@ class Job:
     def ballot(self, ordinal: int, step: int | None, layout: str, target: Path) -> Ballot:
         """Step 2. ``ordinal`` counts the saves of this job from 1, also those that fail; ``layout`` is what the ranks
         must agree on; ``target`` is the final folder, on the file system of the job's folder. Sends nothing."""
-        self._pulse.reached["save"] = ordinal
         self._previous = Ballot(
             self._seat,
             ordinal,
@@ -123,6 +122,11 @@ class Job:
             previous=self._previous,
         )
         return self._previous
+
+    def reach(self, ordinal: int) -> None:
+        """Tells the others that this rank saves its part, so that they wait for as long as it lives. Before that they
+        give it up after ``ABSENT`` timeouts: it may hang in training, or in ``save()``."""
+        self._pulse.reached["save"] = max(self._pulse.reached["save"], ordinal)
 
     def stage(self, target: Path, *, keep_others: bool = False) -> SharedStaging:
         """Rank 0: makes the staged folder of a checkpoint, in the job's folder. Raises OSError, also where the kernel

@@ -11,7 +11,7 @@ from mutants.anchors import Change, Native, Python, body, never_raises, swap
 
 MUTANTS: list[Mutant] = []
 
-README, DURABILITY = "README.md", "docs/durability.md"
+README, DURABILITY, RANKS = "README.md", "docs/durability.md", "docs/many-ranks.md"
 CONSISTENCY, SECURITY, SETTINGS = "docs/consistency.md", "SECURITY.md", "docs/settings.md"
 
 
@@ -49,6 +49,7 @@ VERIFY = (
 EVERY_ORDER = "test_votes.py::test_two_ranks_keep_every_promise_in_every_order_of_events"
 SHARED = "test_shared.py"
 STAGED = "test_staged.py"
+CREW_FAULTS = "test_crew_faults.py"
 DEVICES = "test_cuda.py gpu/test_training.py"
 
 # Durable, and whole or not there
@@ -206,6 +207,52 @@ promise(
         "test_job.py",
     ),
     ("a wait holds up other users of the store", py("TcpClient._connect", body("return self._store")), "test_store.py"),
+)
+
+promise(
+    RANKS,
+    "If a rank fails, dies or hangs, every rank gets a RankError that names it and the cause, in time.",
+    (
+        "a rank that lives and does not save is waited for for ever",
+        py("Watch.check", swap("found[self._at.kind] < self._at.number", "False")),
+        "test_pulse.py",
+    ),
+    (
+        "a rank that hangs in save() is waited for for ever",
+        py(
+            "JobRequest.__init__",
+            swap(
+                "member.job.ballot(...)",
+                "member.job.reach(member.saves) or member.job.ballot(member.saves, step, layout, path)",
+            ),
+        ),
+        f"{CREW_FAULTS}::test_a_rank_that_hangs_is_named_within_five_timeouts",
+    ),
+    (
+        "a rank whose save() refused its arguments does not tell that it has gone on",
+        py("Crew._give_up_refused", body("pass")),
+        f"{CREW_FAULTS}::test_a_rank_that_saves_something_else_is_named_at_once",
+    ),
+    (
+        "a save() that is repeated with good arguments counts twice",
+        py("Crew._give_up_refused", swap("refused[1] != step", "True")),
+        f"{CREW_FAULTS}::test_a_call_with_bad_arguments_may_be_repeated_with_good_ones",
+    ),
+    (
+        "a rank writes on after another has aborted",
+        py("JobRequest.check", body("pass")),
+        f"{CREW_FAULTS}::test_a_rank_in_a_long_write_learns_that_another_has_aborted",
+    ),
+    (
+        "a rank that comes late makes the staged folder of an aborted save again",
+        py("persist.create_files", swap("reversed(Path(name).parents[:-1])", "reversed(Path(name).parents)")),
+        f"{CREW_FAULTS}::test_a_rank_that_hangs_is_named_within_five_timeouts",
+    ),
+    (
+        "a rank whose disk is full is not named",
+        py("JobRequest.failed", swap("refuse(...)")),
+        f"{CREW_FAULTS}::test_a_disk_that_fails_one_rank_fails_that_save_on_all",
+    ),
 )
 
 promise(

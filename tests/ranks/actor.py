@@ -21,8 +21,8 @@ from lazyckpt.storage import removal
 from lazyckpt.storage.manifest import folder_name
 
 STEPS = 3  # a run saves these again and again
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["lazyckpt.ranks.job"])  # with torch, which takes seconds to import
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["lazyckpt.ranks.job"])  # with torch, which takes seconds to import
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Orders:
 def start(orders: Orders) -> list[BaseProcess]:
     """Starts all ranks."""
     orders.logs.mkdir(exist_ok=True)
-    ranks: list[BaseProcess] = [_FORKS.Process(target=_run, args=(rank, orders)) for rank in range(orders.world_size)]
+    ranks: list[BaseProcess] = [FORKS.Process(target=_run, args=(rank, orders)) for rank in range(orders.world_size)]
     for process in ranks:
         process.start()
     return ranks
@@ -98,6 +98,7 @@ def save(job: Job, ordinal: int, step: int) -> None:
     """One save, as the pipeline does it. Raises RankError."""
     target = job.directory / folder_name(step)
     ballot = job.ballot(ordinal, step, "layout", target)
+    job.reach(ordinal)
     name = f"rank-{job.rank}"
     try:
         if job.rank == 0:

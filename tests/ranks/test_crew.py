@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Died
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lazyckpt
-from lazyckpt.pipeline import persist
-from lazyckpt.providers import rng, training
 from lazyckpt.ranks import store
 
 
@@ -294,61 +285,6 @@ def test_a_save_that_is_pending_at_exit_is_committed(tmp_path):
 # what goes wrong
 
 
-def two_saves(folder: Path, fault: str) -> Any:
-    """A good save, one that fails on rank 1, and another good one. Returns what was told, by step."""
-    model, optimizer = built("fsdp")
-    told = {}
-    with contextlib.suppress(lazyckpt.SaveError), lazyckpt.Checkpointer(folder, on_error="warn") as ckpt:
-        ckpt.track(model=model, optimizer=optimizer)
-        for step in (1, 2, 3):
-            trained(model, optimizer, 1)
-            with pytest.MonkeyPatch.context() as patch:
-                faulty = dist.get_rank() == 1 and step == 2
-                if faulty:
-                    FAULTS[fault](patch, ckpt)
-                handle = ckpt.save(step + 7 * (faulty and fault == "another step"))
-                try:
-                    told[step] = handle.result().name
-                except lazyckpt.SaveError as error:
-                    told[step] = f"{type(error).__name__}: {error}"
-    return told
-
-
-def _full_disk(patch: pytest.MonkeyPatch, ckpt: lazyckpt.Checkpointer) -> None:
-    def refuse(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    patch.setattr(persist, "prepare", refuse)
-
-
-def _unpicklable(patch: pytest.MonkeyPatch, ckpt: lazyckpt.Checkpointer) -> None:
-    patch.setattr(rng, "capture_rng", lambda: {"generator": (x for x in ())})
-    patch.setattr(training, "capture_rng", lambda: {"generator": (x for x in ())})
-
-
-FAULTS = {"full disk": _full_disk, "unpicklable": _unpicklable, "another step": lambda patch, ckpt: None}
-
-
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        ("full disk", "rank 1 failed: No space left"),
-        ("unpicklable", "rank 1"),
-        ("another step", "rank 1 saves step 9 .*rank 0 saves step 2"),
-    ],
-)
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(ranks, tmp_path, fault, why):
-    for rank, told in enumerate(ranks.run(2, two_saves, tmp_path / "run", fault)):
-        assert told[1] == "step-00000001"
-        assert re.search(why, told[2], re.DOTALL) or (rank == 1 and fault != "another step"), told[2]
-        assert "Error" in told[2]
-        assert told[3] == "step-00000003"
-    assert {name for name in os.listdir(tmp_path / "run") if not name.startswith(".lazyckpt")} == {
-        "step-00000001",
-        "step-00000003",
-    }
-
-
 def damage(folder: Path, file: str) -> None:
     """Flips a bit in the middle of the largest item of a file."""
     with open(folder / file, "r+b") as handle:
@@ -388,45 +324,3 @@ def test_what_does_not_fit_on_one_rank_touches_nothing_on_any(ranks, tmp_path):
     assert "parameter groups" in told[1]
     assert "rank 1" in told[0]
     assert "parameter groups" in told[0]
-
-
-def saves_until_killed(folder: Path, victim: int, sent: int) -> Any:
-    """Saves all the time. One rank gets a signal after the third checkpoint; returns what the other's saves came to."""
-    model, optimizer = built("fsdp")
-    told = []
-    end = time.monotonic() + 5
-    with contextlib.suppress(lazyckpt.LazyCkptError), lazyckpt.Checkpointer(folder, rank_timeout_s=2.0) as ckpt:
-        ckpt.track(model=model, optimizer=optimizer)
-        for step in range(1, 1000):
-            if step == 3:
-                threading.Thread(target=_strike, args=(folder, victim, sent), daemon=True).start()
-            try:
-                ckpt.save(step)
-            except lazyckpt.SaveError as error:
-                told.append(str(error))
-                if time.monotonic() > end:
-                    break
-    return told
-
-
-def _strike(folder: Path, victim: int, sent: int) -> None:
-    while not (folder / "step-00000003").exists():
-        time.sleep(0.001)
-    if dist.get_rank() == victim:
-        subprocess.Popen(["sh", "-c", f"sleep 5; kill -9 {os.getpid()}"])  # one that sleeps would never answer
-        os.kill(os.getpid(), sent)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_sleeps_leaves_whole_checkpoints(ranks, tmp_path, victim, sent):
-    told = ranks.run(2, saves_until_killed, tmp_path / "run", victim, sent)
-    assert isinstance(told[victim], Died)
-    assert f"rank {victim}" in " ".join(told[1 - victim]) or "lost the store" in " ".join(told[1 - victim])
-    (step, _), (other, _) = ranks.run(2, restore, tmp_path / "run", "fsdp")
-    assert step == other >= 3
-    assert lazyckpt.verify(tmp_path / "run").ok
-    for name in os.listdir(tmp_path / "run"):
-        if name.startswith("step-"):
-            manifest = json.loads((tmp_path / "run" / name / "manifest.json").read_text())
-            assert {file["writers"][0] for file in manifest["files"]} == {0, 1}

@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
 ) -> None:
     """The next start of the job, perhaps with fewer ranks, removes what was staged and saves on."""
     kills: dict[str, int] = {}
-    count = trials.count(3, 500)
+    count = trials.count(1, 500)
     for trial in range(count):
         orders = _orders(tmp_path, trial, trials.random, store.port)
         processes = ranks(orders)
@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
 def test_a_rank_that_is_stopped_anywhere_and_wakes_up_answers_as_the_others(
     store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
 ) -> None:
-    count = trials.count(3, 500)
+    count = trials.count(1, 500)
     late = 0
     for trial in range(count):
         orders = _orders(tmp_path, trial, trials.random, store.port)

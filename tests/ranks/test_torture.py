@@ -1,0 +1,379 @@
+"""Kills and stops ranks of a training that saves, at any instant, and starts it again (training.py).
+
+What must hold each time: every checkpoint folder is whole and no mixture; the next start restores the same tick on all
+ranks, no older than the newest that any rank was told is durable; what was staged is gone; training goes on and saves;
+and the ranks that live get an error in time that names the rank that does not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch.distributed import TCPStore
+
+from crash.actor import role
+from lazyckpt import _engine
+from lazyckpt.ranks.pulse import ABSENT
+from lazyckpt.storage import folders, manifest
+from ranks.actor import wait_until
+from ranks.training import MAX_TICK, PROBE, Orders, start, tick_of, told
+from trials import Trials
+
+Start = Callable[[Orders], list[BaseProcess]]
+TIMEOUT_S = 1.5
+SLACK_S = 5.0  # of a busy machine
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """The store of the job, in this process, as torchrun has it in its agent."""
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Start]:
+    """A function that starts the ranks of a job. Those that still run at the end are killed."""
+    started: list[BaseProcess] = []
+
+    def begin(orders: Orders) -> list[BaseProcess]:
+        found = start(orders)
+        started.extend(found)
+        return found
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.join()
+
+
+class Run:
+    """One folder, and the job that is started in it again and again."""
+
+    def __init__(self, root: Path, start: Start, port: int) -> None:
+        self.folder, self.logs = root / "run", root / "logs"
+        self.logs.mkdir(parents=True)
+        self.start_ranks, self.port = start, port
+        self.acknowledged = 0  # the newest tick that some rank was told is durable
+        self.newest = 0  # the newest that was saved
+        self.attempts = 0
+        self.laps: int | None = None
+        self.slowest_s = 0.0  # until a rank that lives had its error
+
+    def copy(self, root: Path) -> Run:
+        """Another folder with the same checkpoints, of the same job."""
+        other = Run(root, self.start_ranks, self.port)
+        other.acknowledged, other.newest = self.acknowledged, self.newest
+        if self.folder.exists():
+            shutil.copytree(self.folder, other.folder)
+        return other
+
+    def begin(self, world_size: int, **how: Any) -> tuple[Orders, list[BaseProcess]]:
+        self.attempts += 1
+        attempt = f"{self.folder.parent.name}-{self.attempts}"
+        orders = Orders(self.folder, self.logs, world_size, port=self.port, attempt=attempt)
+        orders = replace(orders, **how)
+        self.before = self.unfinished()
+        return orders, self.start_ranks(orders)
+
+    def unfinished(self) -> set[str]:
+        names = os.listdir(self.folder) if self.folder.exists() else []
+        return {name for name in names if folders.is_unfinished(name)}
+
+    def checkpoints(self) -> list[Path]:
+        return [self.folder / name for name in os.listdir(self.folder) if manifest.is_folder_name(name)]
+
+    def end(self, orders: Orders, processes: list[BaseProcess], dead: int | None = None) -> None:
+        """Waits until the ranks end by themselves; after ``dead`` was killed, until the others were told, as an agent
+        does that then ends them."""
+        ends = {0} if dead is None else {0, -signal.SIGKILL}
+        for rank, process in enumerate(processes):
+            wait_until(lambda p=process, r=rank: not p.is_alive() or (dead is not None and _was_told(orders, r)))
+            if dead is not None:
+                process.kill()
+            process.join(60)
+            assert process.exitcode in ({-signal.SIGKILL} if rank == dead else ends), (rank, process.exitcode)
+
+    def check(self, orders: Orders, victim: int | None = None, struck_at: float = 0.0) -> None:
+        """Checks what the ranks have told against each other and against the folder."""
+        alive = [rank for rank in range(orders.world_size) if rank != victim]
+        answers: dict[int, set[str]] = {}
+        restored = {}
+        for rank in range(orders.world_size):
+            lines = told(orders, rank)
+            for line in lines:
+                assert line.event != "raised", (rank, line)
+                assert not (line.event == "done" and line.tick == PROBE), "a rank commits alone"
+                if line.event in ("done", "failed"):
+                    answers.setdefault(line.tick, set()).add(line.event)
+                if line.event == "restored":
+                    restored[rank] = line.tick
+        assert all(len(answer) == 1 for answer in answers.values()), answers
+        assert len(set(restored.values())) <= 1, restored
+        for tick in restored.values():
+            assert self.acknowledged <= tick <= self.newest, (self.acknowledged, tick, self.newest)
+        if restored:
+            assert not self.before & self.unfinished(), "an older attempt's folder was not swept"
+        saved = [line.tick for rank in range(orders.world_size) for line in told(orders, rank, "saving")]
+        self.newest = max([self.newest, *saved])
+        self.acknowledged = max([self.acknowledged, *(tick for tick, answer in answers.items() if answer == {"done"})])
+        for rank in alive:
+            self.check_errors(orders, rank, victim, struck_at)
+        ticks = {folder: tick_of(folder) for folder in self.checkpoints()}
+        assert not ticks or self.acknowledged <= max(ticks.values()) <= self.newest, (self.acknowledged, ticks)
+        failed = {tick for tick, answer in answers.items() if answer == {"failed"}}
+        assert not failed & set(ticks.values()), (failed, ticks)
+        for folder, tick in ticks.items():
+            assert folder.name == manifest.folder_name(tick if orders.laps is None else tick % orders.laps)
+
+    def check_errors(self, orders: Orders, rank: int, victim: int | None, struck_at: float) -> None:
+        """A rank that lives was told soon, by an error that names the victim, or another that was told before."""
+        errors = told(orders, rank, "failed", "probed", "refused")
+        if victim is None:
+            assert not errors, (rank, errors)
+            return
+        for line in errors:
+            served = victim == 0 and orders.port is None and "store" in line.text
+            others = re.search(r"rank \d+ (failed: save\(\) raised RankError|saves step)", line.text)
+            # A rank waits for its children in turn: a third one that hangs in a collective comes before a dead one.
+            others = others or (orders.world_size > 2 and "lives, but has not reached" in line.text)
+            assert f"rank {victim} " in line.text or served or others, (rank, victim, line)
+            late_s = line.at - struck_at
+            patience_s = TIMEOUT_S * (1 if "no sign of life" in line.text else ABSENT) + SLACK_S
+            assert late_s < patience_s, (rank, victim, late_s, line)
+        if errors:
+            self.slowest_s = max(self.slowest_s, errors[0].at - struck_at)
+
+    def finish(self, ticks: int = 3, **how: Any) -> None:
+        """The job starts once more, saves and ends, and leaves nothing behind."""
+        orders, processes = self.begin(2, ticks=ticks, **how)
+        self.end(orders, processes)
+        self.check(orders)
+        assert [len(told(orders, rank, "done")) for rank in range(2)] == [ticks] * 2
+        assert self.unfinished() == set()
+        assert len(self.checkpoints()) <= 2
+        assert sorted(set(os.listdir(self.folder)) - {folder.name for folder in self.checkpoints()}) == []
+
+
+def _was_told(orders: Orders, rank: int) -> bool:
+    return bool(told(orders, rank, "probed", "refused"))
+
+
+def phase(run: Run, orders: Orders, victim: int) -> str:
+    """What the victim is about, as its log and the folder show."""
+    lines = told(orders, victim)
+    if not lines:
+        return "starting"
+    if not any(line.event == "restored" for line in lines):
+        return "opening"
+    names = run.unfinished()
+    if any(name.startswith((folders.TRASH, folders.REPLACED)) for name in names):
+        return "replacing"
+    for name in names:
+        files = os.listdir(run.folder / name) if (run.folder / name).exists() else []
+        if files:
+            return "committing" if manifest.MANIFEST in files else "writing"
+    return "saving" if lines[-1].event == "saving" else "training"
+
+
+def attempt(run: Run, chance: random.Random) -> tuple[Orders, list[BaseProcess], int]:
+    """Starts the job anew, with another number of ranks, another store and other settings. Returns at a random instant
+    of opening or saving, with the rank to be struck."""
+    world_size = chance.choice((2, 2, 2, 3))
+    knobs = {
+        "on_error": chance.choice(("raise", "warn")),
+        "max_in_flight": chance.choice((1, 2)),
+        "io_backend": chance.choice(("io_uring", "posix")),
+    }
+    served = chance.choice((run.port, run.port, None))
+    orders, processes = run.begin(world_size, knobs=knobs, port=served, laps=run.laps)
+    victim = chance.randrange(world_size)
+    if chance.random() < 0.25:
+        wait_until(lambda: told(orders, victim, "started"))
+        time.sleep(chance.uniform(0, 0.3))
+    else:
+        wait_until(lambda: all(told(orders, rank, "done") for rank in range(world_size)))
+        time.sleep(chance.uniform(0, 0.2))
+    return orders, processes, victim
+
+
+@pytest.mark.timeout(60 * 60)
+def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
+    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+) -> None:
+    phases: Counter[str] = Counter()
+    slowest_s = 0.0
+    run: Run | None = None
+    count = trials.count(3, 300)
+    for trial in range(count):
+        if run is None or run.newest > MAX_TICK - 150:
+            run = Run(tmp_path / f"kills-{trial}", ranks, store.port)
+            run.laps = trials.random.choice((None, 2))
+        orders, processes, victim = attempt(run, trials.random)
+        phases[phase(run, orders, victim)] += 1
+        struck_at = time.monotonic()
+        processes[victim].kill()
+        run.end(orders, processes, dead=victim)
+        run.check(orders, victim, struck_at)
+        slowest_s = max(slowest_s, run.slowest_s)
+        if trial == count - 1 or run.newest > MAX_TICK - 150:
+            run.finish(laps=run.laps)
+            shutil.rmtree(run.folder)
+    trials.report(
+        "random SIGKILLs of a training rank", count, tmp_path, **phases, seconds_to_the_error=round(slowest_s, 1)
+    )
+
+
+@pytest.mark.timeout(60 * 60)
+def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
+    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+) -> None:
+    """It wakes up after a while, which may be too late, and training goes on."""
+    phases: Counter[str] = Counter()
+    run: Run | None = None
+    count = trials.count(2, 200)
+    for trial in range(count):
+        if run is None or run.newest > MAX_TICK - 150:
+            run = Run(tmp_path / f"stops-{trial}", ranks, store.port)
+            run.laps = trials.random.choice((None, 2))
+        orders, processes, victim = attempt(run, trials.random)
+        phases[phase(run, orders, victim)] += 1
+        struck_at = time.monotonic()
+        pid = processes[victim].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(trials.random.choice((0.1, 1.0, 2 * TIMEOUT_S)))
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+        (run.logs / f"{orders.attempt}-enough").touch()
+        run.end(orders, processes)
+        run.check(orders, victim, struck_at)
+        phases["aborted"] += any(told(orders, rank, "failed") for rank in range(orders.world_size))
+        if trial == count - 1 or run.newest > MAX_TICK - 150:
+            run.finish(laps=run.laps)
+            shutil.rmtree(run.folder)
+    trials.report("random SIGSTOPs of a training rank", count, tmp_path, **phases)
+
+
+# at the instants that a random delay misses
+
+
+class Point(NamedTuple):
+    """An operation before which a rank is killed, and the orders for that."""
+
+    name: str
+    how: dict[str, Any]
+
+
+def points(trace: Path) -> list[Point]:
+    """The operations of a recorded rank while it was armed."""
+    found = []
+    armed, calls = False, 0
+    counts: Counter[str] = Counter()
+    for words in map(str.split, trace.read_text().splitlines()):
+        if words[0] in ("armed", "disarmed"):
+            armed = words == ["armed"]
+        if words[0] != "begin":
+            continue
+        number, operation, *paths = words[1:]
+        by_engine = not number.startswith("py")
+        counts[operation] += by_engine
+        calls += armed and not by_engine
+        if armed:
+            target = role(paths[1] if operation == "rename" else paths[0])
+            how = {"fault": f"{operation}:{counts[operation]}:kill"} if by_engine else {"kill_at": calls}
+            found.append(Point(f"{operation} {target}", how))
+    return found
+
+
+# After ticks 1 and 2, which are steps 1 and 0, a save that replaces step 1 and drops step 0.
+SAVING: dict[str, Any] = {"ticks": 1, "laps": 2, "armed_at": 3, "knobs": {"keep_last": 1}}
+# Orders, and operations that a recording of them must show: otherwise the test misses them.
+SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "rank 0 saves": (
+        {"victim": 0, **SAVING},
+        [
+            *("create .lazyckpt-lock-unfinished", "rename .lazyckpt-lock", "create __0_0.distcp", "sync __0_0.distcp"),
+            *("create manifest.json", "fsync manifest.json", "rename .replaced-step-00000001", "rename step-00000001"),
+            *("fsync run", "rename .trash-step-00000000", "unlink manifest.json"),
+        ],
+    ),
+    "rank 1 saves": (
+        {"victim": 1, **SAVING},
+        ["create __1_0.distcp", "write __1_0.distcp", "sync __1_0.distcp", "fsync .tmp-step-00000001"],
+    ),
+    "rank 0 opens": (
+        {"victim": 0, "ticks": 1, "laps": 2, "knobs": {"keep_last": 1}},
+        ["rename .lazyckpt-owner", "rename step-00000001", "create .lazyckpt-probe"],
+    ),
+}
+
+
+def struck(run: Run, **how: Any) -> None:
+    """One attempt, in which a rank is killed."""
+    orders, processes = run.begin(2, **how)
+    processes[orders.victim].join(60)
+    struck_at = time.monotonic()
+    run.end(orders, processes, dead=orders.victim)
+    run.check(orders, orders.victim, struck_at)
+
+
+@pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without faults")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.timeout(60 * 60)
+def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
+    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials, scenario: str
+) -> None:
+    def record(run: Run, how: dict[str, Any]) -> list[Point]:
+        orders, processes = run.begin(2, record=True, **how)
+        run.end(orders, processes)
+        run.check(orders)
+        return points(run.logs / f"{orders.attempt}-operations")
+
+    how, needed = SCENARIOS[scenario]
+    begun = Run(tmp_path / "begun", ranks, store.port)
+    begun.finish(ticks=2, laps=2)
+    if scenario == "rank 0 opens":  # after a crash between the two renames of a replaced checkpoint
+        saving, _ = SCENARIOS["rank 0 saves"]
+        renames = [p for p in record(begun.copy(tmp_path / "saved"), saving) if p.name == "rename step-00000001"]
+        decision = renames[-1]  # the first one finds the name taken
+        _, processes = begun.begin(2, **saving, **decision.how)
+        processes[0].join(60)
+        processes[1].kill()  # it would give the checkpoint its name back
+        processes[1].join()
+    found = record(begun.copy(tmp_path / "recorded"), how)
+    assert {point.name for point in found} >= set(needed), sorted({point.name for point in found})
+    count = trials.count(1, len(found))
+    for number, point in enumerate(trials.random.sample(found, count)):
+        run = begun.copy(tmp_path / str(number))
+        struck(run, **how, **point.how)
+        run.finish(laps=2)
+        shutil.rmtree(run.folder)
+    trials.report(f"SIGKILL at each operation: {scenario}", count, tmp_path)
+
+
+def test_a_second_job_takes_the_folder_and_the_first_is_told(ranks: Start, tmp_path: Path) -> None:
+    run = Run(tmp_path, ranks, port=0)
+    first, processes = run.begin(2, port=None)
+    wait_until(lambda: all(len(told(first, rank, "done")) > 1 for rank in range(2)))
+    second, others = run.begin(2, port=None, ticks=5)
+    run.end(second, others)
+    (run.logs / f"{first.attempt}-enough").touch()
+    run.end(first, processes)
+    for rank in range(2):
+        assert re.search(r"rank 0 finds that .*/run belongs to the job ", told(first, rank, "failed")[0].text)
+        assert len(told(second, rank, "done")) == 5
+    assert all(tick_of(checkpoint) for checkpoint in run.checkpoints())
+    assert run.unfinished() == set()
