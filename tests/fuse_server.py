@@ -2,7 +2,8 @@
 
 It speaks the protocol of /dev/fuse (linux/fuse.h, 7.31) itself, one request at a time. With ``short`` it writes half of
 what it is given, and says so, as write(2) may. With ``rot`` it changes a byte of large writes, and the page cache
-keeps what was right.
+keeps what was right. With ``remembers`` the kernel remembers for a second which names were missing, as a client of NFS
+does; two mounts of one folder are then like two nodes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Server:
         self._ids = {shown: 1}
         self._short = "short" in options
         self._rot = "rot" in options
+        self._missing_s = 1 if "remembers" in options else 0
 
     def serve(self, device: int) -> None:
         while True:
@@ -81,7 +83,10 @@ class Server:
         return struct.pack("<4I2H2I2H8I", 7, 31, 1 << 17, flags, 16, 12, MAX_WRITE, 1, 32, 0, *(0,) * 8)
 
     def lookup(self, node: int, data: bytes) -> bytes:
-        return self._entry(self._below(node, data))
+        path = self._below(node, data)
+        if self._missing_s and not os.path.lexists(path):
+            return struct.pack("<4Q2I", 0, 0, self._missing_s, 0, 0, 0) + bytes(88)
+        return self._entry(path)
 
     def getattr(self, node: int, data: bytes) -> bytes:
         return struct.pack("<Q2I", 0, 0, 0) + self._attributes(self._paths[node])

@@ -32,7 +32,6 @@ from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
 TIMEOUT_S = 120.0
 _KEYS = "lazyckpt"
 _PROBE = ".lazyckpt-probe-"
-_PROBE_S = 65.0  # how long a network file system may remember that a name was missing
 _LINGER_S = 5.0  # how long rank 0, whose process may serve the store, waits for the others at the end
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0  # between two looks whether a save was aborted
 
@@ -262,7 +261,7 @@ def _check_same_folder(job: Job, directory: Path, probe: str, theirs: str) -> No
 
 def _sees(probe: Path) -> bool:
     patient = not owner.is_local(probe.parent)
-    end = time.monotonic() + (_PROBE_S if patient else 0)
+    end = time.monotonic() + (owner.STALE_S if patient else 0)
     while not probe.exists():
         if time.monotonic() > end:
             return False

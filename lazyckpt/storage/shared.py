@@ -60,7 +60,16 @@ class SharedFolder:
         removal.put_back(self._aside, self._target)
 
     def is_published(self) -> bool:
-        return owner.staged_name(self._target) == self._path.name
+        """Whether the final name is that of the staged folder. The node may remember that the name was missing, or
+        the checkpoint that had it: so on a network file system a no takes ``STALE_S``, unless the trash is there."""
+        end = time.monotonic() + (0 if owner.is_local(self._target.parent) else owner.STALE_S)
+        while owner.staged_name(self._target) != self._path.name:
+            if os.path.lexists(self._trash) or time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_S)
+            with contextlib.suppress(OSError):
+                os.listdir(self._target.parent)  # some clients then forget what they remember
+        return True
 
     def sync(self) -> None:
         for parent in dict.fromkeys((self._target.parent, self._path.parent)):

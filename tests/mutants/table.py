@@ -142,6 +142,11 @@ promise(
         EVERY_ORDER,
     ),
     (
+        "a rank believes its node that the final name is missing",
+        py("SharedFolder.is_published", swap("os.path.lexists(...)", "True")),
+        "storage/test_shared.py::test_a_node_that_remembers_that_the_name_was_missing_finds_the_checkpoint",
+    ),
+    (
         "a checkpoint that a save was to replace stays aside",
         py("_settle_by_folder", swap("folder.put_back(...)")),
         EVERY_ORDER,

@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import fuse_server
 from lazyckpt.storage import commit, folders, owner, removal
 from lazyckpt.storage.owner import LOCK, Owner
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
@@ -206,6 +208,52 @@ def test_a_rank_waits_for_the_decision_no_longer_than_it_must(target: Path) -> N
     late = SharedStaging(target.with_name("step-00000008"), ME)
     seen(late, timeout_s=0.1).await_decision()
     assert late.path.exists()
+
+
+# Two nodes, which remember what they saw
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """One folder as two nodes have it mounted, each of which remembers for a second which names were missing."""
+    (tmp_path / "served").mkdir()
+    mounts = tmp_path / "here", tmp_path / "there"
+    stops = [fuse_server.serve(mount, tmp_path / "served", "remembers") for mount in mounts]
+    yield mounts
+    for stop in stops:
+        stop()
+
+
+def test_a_node_that_remembers_that_the_name_was_missing_finds_the_checkpoint(nodes: tuple[Path, Path]) -> None:
+    """Regression: its rank took the checkpoint of the others for aborted."""
+    here, there = nodes
+    staging = SharedStaging(here / "step-00000007", ME)
+    other = SharedFolder(there / "step-00000007", there / staging.path.name, ME, 5)
+    assert not (there / "step-00000007").exists()
+    assert seen(staging).to_final() == "done"
+    assert not (there / "step-00000007").exists(), "this kernel remembers nothing, so the test shows nothing"
+    assert not other.to_trash()
+    assert other.is_published()
+    staging.publish()
+
+
+def test_a_node_waits_for_a_checkpoint_that_nothing_shows(
+    nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not once it sees the trash of the rank that aborted."""
+    here, there = nodes
+    staging = SharedStaging(here / "step-00000007", ME)
+    other = SharedFolder(there / "step-00000007", there / staging.path.name, ME, 5)
+    assert seen(staging).to_trash()
+    begin = time.monotonic()
+    assert not other.to_trash() and not other.is_published()
+    assert time.monotonic() - begin < owner.STALE_S / 2
+    seen(staging).remove_trash()
+    monkeypatch.setattr(owner, "STALE_S", 1.5)
+    begin = time.monotonic()
+    assert not other.is_published()
+    assert time.monotonic() - begin >= 1.5
+    staging.discard()
 
 
 # Who may remove it
