@@ -104,8 +104,8 @@ def _safetensors(model: torch.nn.Module, path: Path) -> Callable[[], object]:
 def _dcp(model: torch.nn.Module, path: Path) -> Callable[[], object]:
     from torch.distributed import checkpoint as dcp
 
-    dcp.save(model.state_dict(), checkpoint_id=path, no_dist=True)
-    return lambda: dcp.load(model.state_dict(), checkpoint_id=path, no_dist=True)
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    return lambda: dcp.load(model.state_dict(), checkpoint_id=path)
 
 
 def drop_caches() -> str:

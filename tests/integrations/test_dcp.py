@@ -363,7 +363,7 @@ def test_without_a_page_witness_the_wait_for_the_future_gives_the_verdict(writte
     before = weight.detach().clone()
     with lazyckpt.Saver(witness="versions") as saver, torch.no_grad():
         writer = LazyStorageWriter(tmp_path / "step", saver=saver)
-        future = dcp.async_save({"the weight": weight}, storage_writer=writer, no_dist=True)
+        future = dcp.async_save({"the weight": weight}, storage_writer=writer)
         if written:
             weight.add_(1)
         failed = why(lambda: future.result(timeout=60))
@@ -372,7 +372,7 @@ def test_without_a_page_witness_the_wait_for_the_future_gives_the_verdict(writte
         assert not (tmp_path / "step").exists()
     else:  # perhaps it was copied before the write
         found = {"the weight": torch.zeros(500, 500)}
-        dcp.load(found, checkpoint_id=tmp_path / "step", no_dist=True)
+        dcp.load(found, checkpoint_id=tmp_path / "step")
         assert torch.equal(found["the weight"], before)
 
 
@@ -608,7 +608,7 @@ def overwrites(writer: str, folder: str) -> str:
 def steps_in(path: Path) -> set[float]:
     """What plain DCP loads, in one process."""
     state = {"w": torch.zeros(2000)}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    dcp.load(state, checkpoint_id=path)
     return set(state["w"].tolist())
 
 
@@ -715,7 +715,7 @@ def test_what_cannot_work_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> No
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     state = {"w": torch.arange(60_000.0).reshape(300, 200), "b": torch.ones(3), "n": {"x": 1}}
-    dcp.save(state, storage_writer=LazyStorageWriter(tmp_path / "step"), no_dist=True)
+    dcp.save(state, storage_writer=LazyStorageWriter(tmp_path / "step"))
     return tmp_path / "step"
 
 
@@ -773,7 +773,7 @@ def test_a_damaged_file_is_named_with_its_tensor(folder: Path) -> None:
     at = data.index(torch.tensor(1234.0).numpy().tobytes())
     data[at] ^= 1
     (folder / "__0_0.distcp").write_bytes(data)
-    assert (failed := why(lambda: dcp.load(state_like(), storage_reader=LazyStorageReader(folder), no_dist=True)))
+    assert (failed := why(lambda: dcp.load(state_like(), storage_reader=LazyStorageReader(folder))))
     assert "CorruptFileError" in failed and "__0_0.distcp" in failed and ": w" in failed
 
 
@@ -794,9 +794,9 @@ def test_a_hostile_pickle_runs_nothing(where: str, folder: Path, tmp_path: Path)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         with open(folder / info.relative_path, "ab") as file:
             file.write(out.getvalue())
-    failed = why(lambda: dcp.load(state_like(), storage_reader=LazyStorageReader(folder), no_dist=True))
+    failed = why(lambda: dcp.load(state_like(), storage_reader=LazyStorageReader(folder)))
     assert "not to be unpickled" in failed
     assert not (tmp_path / "was here").exists()
     if where == "item":
-        why(lambda: dcp.load(state_like(), storage_reader=LazyStorageReader(folder, weights_only=False), no_dist=True))
+        why(lambda: dcp.load(state_like(), storage_reader=LazyStorageReader(folder, weights_only=False)))
         assert (tmp_path / "was here").exists(), "this test proves nothing"

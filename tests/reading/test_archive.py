@@ -57,7 +57,8 @@ def test_bytes_land_where_they_are_told_to(plain: Path) -> None:
 def test_what_looks_at_bytes_while_it_is_unpickled_finds_them(tmp_path: Path) -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
     lazyckpt.save({"n": nested, "t": torch.ones(3)}, tmp_path / "a.pt")
-    archive = landing(tmp_path / "a.pt")
+    with torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor]):  # torch 2.15 no longer trusts it
+        archive = landing(tmp_path / "a.pt")
     assert archive.filled
     assert all(torch.equal(a, b) for a, b in zip(archive.tree["n"].unbind(), nested.unbind(), strict=True))
     archive.fill({})

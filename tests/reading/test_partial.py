@@ -291,7 +291,8 @@ def test_a_damaged_optimizer_does_not_keep_the_model_from_being_loaded(saved: An
 def test_a_pickle_that_needs_bytes_is_read_whole(tmp_path: Path) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     lazyckpt.save({"a": nested, "b": torch.arange(3.0)}, tmp_path / "x.pt")
-    assert torch.equal(lazyckpt.load(tmp_path / "x.pt", key="b"), torch.arange(3.0))
+    with torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor]):  # torch 2.15 no longer trusts it
+        assert torch.equal(lazyckpt.load(tmp_path / "x.pt", key="b"), torch.arange(3.0))
 
 
 def test_load_renames_and_converts(saved: Any, tmp_path: Path) -> None:

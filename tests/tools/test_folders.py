@@ -355,7 +355,7 @@ state = torch.load(sys.argv[2])
 blank = lambda x: {k: blank(v) for k, v in x.items()} if isinstance(x, dict) else (
     torch.zeros_like(x) if isinstance(x, torch.Tensor) else x)
 found = blank(state)
-dcp.load(found, checkpoint_id=sys.argv[1], no_dist=True)
+dcp.load(found, checkpoint_id=sys.argv[1])
 torch.save(found, sys.argv[3])
 """
 
