@@ -113,7 +113,7 @@ class SimulatedStore:
 
     release = delete
 
-    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
+    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None, others: object = None) -> bytes | None:
         def begin(resume: Callable[[Any], None]) -> None:
             def look() -> None:
                 if key in self._simulation.keys:

@@ -15,6 +15,7 @@ import os
 import time
 import uuid
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import distributed
 
 from lazyckpt.errors import ConfigError, SaveError, save_error
 from lazyckpt.ranks.pulse import ABSENT, Pulse, Watch
-from lazyckpt.ranks.rounds import Point, Seat, StoreLost, exchange
+from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
 from lazyckpt.ranks.store import Client, PollingClient, client_of
 from lazyckpt.ranks.votes import Ballot
 from lazyckpt.storage import folders, mounts, owner, removal
@@ -57,9 +58,11 @@ class Line:
     def release(self, key: str) -> None:
         self._client.release(f"{_KEYS}/{key}")
 
-    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
+    def wait(
+        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NOBODY
+    ) -> bytes | None:
         reply = self._client.ask(f"{_KEYS}/{key}")
-        watch = Watch(self._pulse, rank, at)
+        watches = {other: Watch(self._pulse, other, at) for other in (rank, *others)}
         pause_s, longest_s = self._pulse.period_s, self._pulse.period_s
         if unless is not None:
             pause_s, longest_s = _FIRST_LOOK_S, min(_LAST_LOOK_S, longest_s)
@@ -70,7 +73,13 @@ class Line:
                 if unless is not None and self.look(unless) is not None:
                     return None
                 if time.monotonic() >= next_watch:
-                    watch.check()
+                    for other, watch in list(watches.items()):
+                        try:
+                            watch.check()
+                        except RankLost:
+                            if other == rank or self.look(others[other]) is None:
+                                raise
+                            del watches[other]  # it has set its key
                     next_watch = time.monotonic() + self._pulse.period_s
                 pause_s = min(2 * pause_s, longest_s)
             return told

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from lazyckpt.errors import RankError
 
 FAN_IN = 8  # ranks below one rank, at each level of the tree: usually those of one node
+NOBODY: Mapping[int, str] = MappingProxyType({})
 _ENTRY = struct.Struct("<II")  # rank, bytes
 
 
@@ -48,10 +51,14 @@ class Store(Protocol):
     def look(self, key: str) -> bytes | None:
         """Returns the value of a key, or None, at once."""
 
-    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
-        """Returns the value of ``key`` once ``rank`` has set it, or None once ``unless`` is set.
+    def wait(
+        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NOBODY
+    ) -> bytes | None:
+        """Returns the value of ``key`` once ``rank`` has set it, or None once ``unless`` is set. ``others``: the ranks
+        that the caller waits for next, and their keys.
 
-        Raises RankLost if ``rank`` gives no sign of life, or does not reach the point ``at``."""
+        Raises RankLost if ``rank``, or one of the others that has not set its key, gives no sign of life or does not
+        reach the point ``at``."""
 
     def release(self, key: str) -> None:
         """Ends the request for ``key`` that a ``wait`` without an answer has left behind."""
@@ -145,10 +152,13 @@ class Round:
         Raises RankLost and StoreLost."""
         seat = self.seat
         values = {seat.rank: own}
-        for child in children_of(seat.rank, seat.world_size, seat.fan_in):
+        waiting = {child: self.key(child) for child in children_of(seat.rank, seat.world_size, seat.fan_in)}
+        while waiting:
+            child = next(iter(waiting))
+            del waiting[child]
             told = None
             try:
-                told = seat.store.wait(self.key(child), rank=child, at=self.at, unless=self.outcome)
+                told = seat.store.wait(self.key(child), rank=child, at=self.at, unless=self.outcome, others=waiting)
             finally:
                 if told is None:
                     seat.store.release(self.key(child))

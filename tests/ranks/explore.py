@@ -9,7 +9,7 @@ every path, and skips states that it has seen: what the store and the folder hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from lazyckpt.errors import RankError
-from lazyckpt.ranks.rounds import Point, RankLost, Seat, StoreLost
+from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost
 from lazyckpt.ranks.votes import Ballot
 
 FINAL = "final"
@@ -133,11 +133,17 @@ class FakeStore:
 
     release = delete
 
-    def wait(self, key: str, *, rank: int, at: Point, unless: str | None = None) -> bytes | None:
+    def wait(
+        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NOBODY
+    ) -> bytes | None:
         world = self._world
 
+        def dead() -> list[int]:
+            missing = [other for other, its in others.items() if its not in world.keys]
+            return [other for other in (rank, *missing) if world.actors[other].dead]
+
         def gone() -> None:
-            raise RankLost(rank, "has given no sign of life")
+            raise RankLost(next(iter(dead()), rank), "has given no sign of life")
 
         def suspect() -> None:
             world.budget.suspicions -= 1
@@ -150,7 +156,7 @@ class FakeStore:
                 return [lambda: None]
             if key in world.keys:
                 return [lambda: world.keys[key]]
-            if world.actors[rank].dead:
+            if dead():
                 return [gone]
             return [suspect] if world.budget.suspicions > 0 else []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +100,31 @@ def test_an_exchange_names_the_rank_that_has_left(tmp_path: Path) -> None:
     for error in errors:
         assert isinstance(error, RankError) and error.rank == 2
         assert str(error) == f"{tmp_path}: the ranks do not agree on the layout: rank 2 has closed its Checkpointer"
+
+
+def test_a_dead_rank_is_named_although_a_hanging_one_stands_before_it(tmp_path: Path) -> None:
+    """Rank 1 hangs in a collective because rank 2 is dead; rank 0 asked for the vote of rank 1 alone."""
+    found = joined(HashStore(), 3, tmp_path, timeout_s=0.8)
+    found[2]._pulse._stop.set()  # no more signs of life, and no good-bye
+    with pytest.raises(RankError, match="rank 2 has given no sign of life"):
+        found[0].exchange("layout", b"")
+    for job in found[:2]:
+        job.close()
+
+
+def test_a_rank_that_has_given_its_value_may_die(tmp_path: Path) -> None:
+    found = joined(HashStore(), 3, tmp_path, timeout_s=0.8)
+
+    def exchange(rank: int) -> Any:
+        if rank == 1:
+            time.sleep(1.5)  # longer than the timeout
+        if rank == 2:
+            found[2]._pulse._stop.set()
+        return found[rank].exchange("layout", b"%d" % rank)
+
+    assert run(3, exchange) == [[b"0", b"1", b"2"]] * 3
+    for job in found:
+        job.close()
 
 
 def test_an_exchange_of_different_things_is_told_to_all(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ class Run:
         for line in errors:
             served = victim == 0 and orders.port is None and "store" in line.text
             others = re.search(r"rank \d+ (failed: save\(\) raised RankError|saves step)", line.text)
-            # A rank waits for its children in turn: a third one that hangs in a collective comes before a dead one.
-            others = others or (orders.world_size > 2 and "lives, but has not reached" in line.text)
+            # All wait for rank 0 to begin, which may hang in a collective with the dead one.
+            others = others or (orders.world_size > 2 and "rank 0 lives, but has not reached" in line.text)
             assert f"rank {victim} " in line.text or served or others, (rank, victim, line)
             late_s = line.at - struck_at
             patience_s = TIMEOUT_S * (1 if "no sign of life" in line.text else ABSENT) + SLACK_S
