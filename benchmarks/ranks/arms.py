@@ -51,12 +51,12 @@ class LazyDcp(Arm):
 
     def __init__(self, training: Training, directory: Path) -> None:
         super().__init__(training, directory)
-        from lazyckpt.integrations.dcp import LazyStorageWriter
+        from lazyckpt.integrations.dcp import LazySavePlanner, LazyStorageWriter
 
-        self._writer = LazyStorageWriter
+        self._writer, self._planner = LazyStorageWriter, LazySavePlanner()
 
     def save(self, step: int) -> None:
-        save(self.training.state(), storage_writer=self._writer(self.path(step)))
+        save(self.training.state(), storage_writer=self._writer(self.path(step)), planner=self._planner)
 
 
 class LazyDcpAsync(LazyDcp):
@@ -74,7 +74,8 @@ class LazyDcpAsync(LazyDcp):
     def save(self, step: int) -> None:
         self._wait()
         writer = self._writer(self.path(step), saver=self._saver)
-        self._pending = async_save(self.training.state(), storage_writer=writer, process_group=self._group)
+        state = self.training.state()
+        self._pending = async_save(state, storage_writer=writer, planner=self._planner, process_group=self._group)
         self._metrics += [handle.metrics for handle in self._saver.pending()]
 
     def drain(self) -> None:
