@@ -32,12 +32,17 @@ struct Torch {
   py::object dispatch_modes = module.attr("_C").attr("_len_torch_dispatch_stack");
   py::object no_torch_function = module.attr("_C").attr("DisableTorchFunction");
   py::object version = module.attr("Tensor").attr("_version");
-  py::object apply = module.attr("autograd").attr("Function").attr("apply").attr("__func__").attr("__code__");
+  // The code that runs custom functions. None from torch 2.15 on, where that is native and leaves no frame.
+  py::object apply =
+      py::getattr(py::getattr(module.attr("autograd").attr("Function").attr("apply"), "__func__", py::none()),
+                  "__code__", py::none());
 };
 
 // Whether Python runs in the middle of an operation, because of a custom function or a dispatch mode: the bytes may be
-// new and the version old. Also true in a backward pass, where other threads of autograd may write.
+// new and the version old. Also true in a backward pass, where other threads of autograd may write, and where nothing
+// tells whether a custom function runs: then the verdict comes at the gate, or in a call that waits.
 bool InsideAnOperation(const Torch& ask) {
+  if (ask.apply.is_none()) return true;
   if (ask.graph_task().cast<int64_t>() != -1 || ask.dispatch_modes().cast<int64_t>() != 0) return true;
   const auto own = [](auto* object) { return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object)); };
   for (py::object frame = own(PyThreadState_GetFrame(PyThreadState_Get())); frame;) {

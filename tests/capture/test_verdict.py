@@ -225,6 +225,32 @@ def test_nothing_is_published_inside_an_operation(inside: Callable[[Callable[[],
     assert soon(saved.done)
 
 
+def test_where_custom_functions_are_native_the_verdict_comes_at_the_gate(tmp_path: Path) -> None:
+    """From torch 2.15 on no frame tells that a custom function runs. Regression: save() raised AttributeError."""
+    script = f"""
+import time, torch
+torch.autograd.Function.apply = len  # a builtin, as there
+import lazyckpt
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def step():
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+with lazyckpt.Checkpointer({str(tmp_path / "run")!r}, witness="versions") as ckpt:
+    ckpt.track(model=model, optimizer=optimizer)
+    step()
+    handle = ckpt.save(1)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:  # thousands of bytecodes
+        assert not handle.done()
+    step()
+    while not handle.done():
+        assert time.monotonic() < end + 20
+    handle.result()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 class Counting(torch.overrides.TorchFunctionMode):
     calls = 0
 
