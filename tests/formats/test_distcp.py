@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ def test_torch_loads_each_item_from_its_place(sizes: list[int], contents: list[b
         assert loaded.numpy().tobytes() == source
     for place, content in zip(places[len(sizes) :], contents, strict=True):
         assert data[place.offset : place.offset + place.nbytes] == content
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([size for size in SIZES if size]), min_size=1, max_size=6))
+def test_a_frame_is_what_an_item_holds_around_its_tensor(sizes: list[int]) -> None:
+    data, places, sources = make(sizes, [])
+    for place, source in zip(places, sources, strict=True):
+        frame = distcp.frame_of(len(source), pickle_of(len(source)))
+        assert frame.head + source + frame.tail(zlib.crc32(source)) == data[place.offset :][: place.nbytes]
+        assert (frame.nbytes, frame.tail_bytes) == (place.nbytes, len(frame.tail(0)))
 
 
 def test_large_tensors_begin_on_a_page_of_the_file(tmp_path: Path) -> None:

@@ -545,6 +545,11 @@ promise(
         ITEMS,
     ),
     (
+        "an item that is read in one piece is believed",
+        py("_read_frames", swap("frame.tail(crc)", "aside[begin + len(frame.head) : end]")),
+        "test_shards.py::test_every_bit_of_an_item_is_checked_although_it_is_read_in_one_piece",
+    ),
+    (
         "a record's checksum is not compared",
         py("reading.ranges", swap("bad", "False")),
         "test_functional.py::test_a_damaged_record_is_named "

@@ -77,6 +77,37 @@ def test_any_part_lands_in_any_tensor(saved: tuple[Path, dict[str, Place]], data
         assert torch.equal(part.target.resolve_conj(), wanted), part
 
 
+def test_whole_items_of_ours_are_read_in_one_piece_and_others_step_by_step(
+    saved: tuple[Path, dict[str, Place]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, places = saved
+    stepwise: list[str] = []
+    parse = reading._parse
+    monkeypatch.setattr(reading, "_parse", lambda file, part: stepwise.append(part.name) or parse(file, part))
+    names = ["matrix", "cube", "scalar", "bfloat16", "complex"]
+    parts = [Part(n, places[n], (0,) * SAVED[n].dim(), torch.zeros_like(SAVED[n])) for n in names]
+    read_parts(path, parts)
+    assert all(torch.equal(part.target, SAVED[part.name]) for part in parts)
+    assert stepwise == ([] if path.name == "a.distcp" else names)
+
+
+def test_every_bit_of_an_item_is_checked_although_it_is_read_in_one_piece(tmp_path: Path) -> None:
+    """Those of the padding between records, too: then it is not what lazyckpt writes, and is read step by step."""
+    tensor = torch.arange(5000.0)
+    place = write_shard([("tensor", tensor)], tmp_path, "a.distcp", target=tmp_path)["tensor"]
+    sound = (tmp_path / "a.distcp").read_bytes()
+    for at in (*range(80), *range(80, place.nbytes, 997), *range(place.nbytes - 300, place.nbytes)):
+        damaged = bytearray(sound)
+        damaged[place.offset + at] ^= 16
+        (tmp_path / "a.distcp").write_bytes(damaged)
+        found = torch.zeros(5000)
+        try:
+            read_parts(tmp_path / "a.distcp", [Part("tensor", place, (0,), found)])
+        except (CorruptFileError, UnsupportedFormatError):
+            continue
+        assert torch.equal(found, tensor), at  # a field that says nothing
+
+
 def test_a_sparse_tensor_is_read_whole(saved: tuple[Path, dict[str, Place]]) -> None:
     path, places = saved
     if "sparse" in places:
