@@ -128,7 +128,7 @@ def test_kills_find_mutants(
     """A protocol with a step in the wrong place fails at the failpoints of that step."""
     points = [p for p in failpoints(server, tmp_path / "recorded", scenario) if p.name.startswith(after)]
     if mutant == "rename_first":  # of the operations counted, the rename comes before the manifest now
-        points = [Failpoint("fsync", "describe", kill_at) for kill_at in (4, 5)]
+        points = [Failpoint("fsync", "describe", kill_at) for kill_at in (3, 4)]
     if mutant == "retain_early":
         points = [Failpoint("after", "publish", point.kill_at + 1) for point in points]
     assert points
