@@ -275,7 +275,7 @@ class LazySavePlanner(DefaultSavePlanner):
         if not all(changed) and len(self._of_ranks) != len(all_plans):
             raise ConfigError("a rank keeps a plan that this coordinator does not have: one planner, one process group")
         if any(changed):
-            known = self._of_ranks or all_plans
+            known = all_plans if all(changed) else self._of_ranks  # also after a change of the group
             plans = [new if is_new else old for new, old, is_new in zip(all_plans, known, changed, strict=True)]
             self._of_ranks = [dataclasses.replace(plan, storage_data=None) for plan in plans]
             offers = (plan.storage_data for plan in all_plans)
