@@ -60,10 +60,11 @@ class Rounds:
         wait = Snapshot._wait
 
         def wait_at_the_gate(snapshot: Snapshot, owners: int, **where: Any) -> None:
-            if snapshot.job is not None and snapshot.job.pending_chunks(owners) > 0:
-                self._pending_at_the_gate = True
+            pending = snapshot.job is not None and snapshot.job.pending_chunks(owners) > 0
+            self._pending_at_the_gate |= pending
             if self._gate:
-                disk.release(after_s=chance.choice((0.0, chance.random() / 1000)))
+                if pending:
+                    disk.release(after_s=chance.choice((0.0, chance.random() / 1000)))
                 wait(snapshot, owners, **where)
 
         monkeypatch.setattr(Snapshot, "_wait", wait_at_the_gate)

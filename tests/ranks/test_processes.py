@@ -164,11 +164,9 @@ def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
     orders = Orders(tmp_path / "run", tmp_path / "logs", 2, saves=10_000, port=store.port, timeout_s=20)
     processes = ranks(orders)
     wait_until(lambda: len(told(orders, 0)) > 5)
-    staged = []
 
-    def is_staged() -> bool:
-        staged[:] = [name for name in os.listdir(orders.folder) if name.startswith(folders.TEMPORARY)]
-        return bool(staged)
+    def is_staged() -> bool:  # without its lock, a folder is of rank 0 alone, and stays as long as that process exists
+        return any(orders.folder.glob(f"{folders.TEMPORARY}*/{LOCK}"))
 
     while True:
         wait_until(is_staged)
