@@ -30,6 +30,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -59,6 +60,7 @@ from torch.futures import Future
 import lazyckpt
 from lazyckpt import shards
 from lazyckpt.capture.gate import gate
+from lazyckpt.collector import collector_paused
 from lazyckpt.errors import ConfigError, save_error
 from lazyckpt.shards import METADATA, Place, ShardCapture, ShardSaver, write_shard
 from lazyckpt.storage import folders, paths, removal
@@ -424,6 +426,7 @@ def _discard(staging: Staging, pid: int) -> None:
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_SIMPLE = frozenset((int, float, bool, str, type(None)))
 
 
 class _Shared:
@@ -464,6 +467,12 @@ class _Staged:
         self._begun = time.monotonic()
         self._target = target
         self._shares = shared.shares
+        with collector_paused():
+            self._freeze(state_dict)
+        if self._captured:
+            self.capture = shared.saver.capture(self._captured, _file_name(0), target=target, look=self._look)
+
+    def _freeze(self, state_dict: dict[str, Any]) -> None:
         tensors = dict(_tensors_in(state_dict, ""))
         self._common = {name for name, tensor in tensors.items() if _is_common(tensor)}
         self._signature = _ranks(), *(_form(name, tensors[name]) for name in sorted(self._common))
@@ -476,8 +485,6 @@ class _Staged:
             if id(tensor) not in memo:
                 memo[id(tensor)] = self._stand_in(name, tensor)
         self.state = _State(_frozen(state_dict, memo), self._refuse_process)
-        if self._captured:
-            self.capture = shared.saver.capture(self._captured, _file_name(0), target=target, look=self._look)
 
     def _stand_in(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What the staged state has instead: the same memory, whatever ``tensor`` is given later, or a copy."""
@@ -568,11 +575,24 @@ def _frozen(state: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     frozen = {}
     for key, value in state.items():
         try:
-            frozen[key] = copy.deepcopy(value, memo)
+            frozen[key] = _copied(value, memo)
         except Exception as error:  # code of a class of the user's
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(f"state[{key!r}] cannot be copied, so async_save cannot freeze it: {what}") from error
     return frozen
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """As ``copy.deepcopy``, which takes many times as long for nested dicts and lists."""
+    if type(value) in _SIMPLE:
+        return value
+    if (known := memo.get(id(value))) is not None:
+        return known
+    if type(value) in (dict, OrderedDict):
+        return {key: _copied(inner, memo) for key, inner in value.items()}
+    if type(value) is list:
+        return [_copied(inner, memo) for inner in value]
+    return copy.deepcopy(value, memo)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -590,8 +610,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _is_common(tensor: torch.Tensor) -> bool:
     """Whether several ranks may hold the same of it."""
     if isinstance(tensor, DTensor):
-        mesh = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        return any(size > 1 and how.is_replicate() for size, how in mesh)
+        spec = tensor._spec
+        replicated = [axis for axis, how in enumerate(spec.placements) if how.is_replicate()]
+        return any(spec.mesh.size(axis) > 1 for axis in replicated)
     return _ranks() > 1
 
 

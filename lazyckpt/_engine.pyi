@@ -211,12 +211,14 @@ def look_at_landings(
     byte for each pair, 1 if both show the bytes of the saved storage, all of them, in order and as they are.
     """
 
-def storages_in(tree: Any) -> tuple[list[torch.Tensor], list[int], list[int], bytes, list[torch.Tensor]]:
+def storages_in(
+    tree: Any, inside_dtensors: bool = False
+) -> tuple[list[torch.Tensor], list[int], list[int], bytes, list[torch.Tensor]]:
     """Finds the tensors with a storage in dicts, lists and tuples, at any depth.
 
     Returns the tensors; the _cdata and the bytes of their storages; a byte for each tensor, 1 if it is contiguous,
     fills its storage and is no inference tensor; and the wrapper subclasses, which hold other tensors instead of memory
-    (wrappers.py).
+    (wrappers.py). With inside_dtensors, the tensor inside a DTensor takes its place, unless it is a wrapper, too.
     """
 
 def add_leaves(path: tuple[Any, ...], value: Any, leaves: dict[tuple[Any, ...], Any]) -> list[tuple[Any, ...]]:

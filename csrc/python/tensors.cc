@@ -18,6 +18,7 @@ struct Questions {
   py::object torch = py::module_::import("torch");
   py::object dict = Returned(PyUnicode_InternFromString("__dict__"));
   py::object flatten = Returned(PyUnicode_InternFromString("__tensor_flatten__"));
+  py::object local_tensor = Returned(PyUnicode_InternFromString("_local_tensor"));
 
   py::object storage = torch.attr("UntypedStorage");
   Question cdata{storage, "_cdata"};
@@ -211,11 +212,15 @@ class Deeper {
   Deeper(const Deeper&) = delete;
 };
 
+bool IsOfTorch(py::handle object) {
+  const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())));
+  return type.is(Ask().tensor) || type.is(Ask().parameter);
+}
+
 // Appends the tensors in `value`, and instances of subclasses to a list of their own. Runs no Python code, which could
 // change the containers.
 void Collect(PyObject* value, py::list& tensors, py::list& of_subclasses) {
-  const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(value)));
-  const bool is_plain = type.is(Ask().tensor) || type.is(Ask().parameter);
+  const bool is_plain = IsOfTorch(value);
   if (is_plain || IsTensor(value)) return (is_plain ? tensors : of_subclasses).append(py::handle(value));
   const bool is_dict = PyDict_Check(value);
   if (!is_dict && !PyList_Check(value) && !PyTuple_Check(value)) return;
@@ -236,12 +241,22 @@ bool IsWrapper(py::handle tensor) {
   return !address || !Truth(address);
 }
 
+// The tensor inside a DTensor; no object if that is a wrapper, too, or for any other wrapper.
+py::object LocalTensor(py::handle wrapper) {
+  py::object local = py::getattr(wrapper, Ask().local_tensor, py::none());
+  return IsOfTorch(local) ? local : py::object();
+}
+
 // (tensors, identities, sizes, whole, wrappers): see _engine.pyi.
-py::tuple StoragesIn(const py::object& tree) {
+py::tuple StoragesIn(const py::object& tree, bool inside_dtensors) {
   const Questions& ask = Ask();
   py::list found, of_subclasses, wrappers, tensors, identities, sizes;
   Collect(tree.ptr(), found, of_subclasses);
-  for (const py::handle tensor : of_subclasses) (IsWrapper(tensor) ? wrappers : found).append(tensor);
+  for (const py::handle tensor : of_subclasses) {
+    const bool is_wrapper = IsWrapper(tensor);
+    const py::object local = is_wrapper && inside_dtensors ? LocalTensor(tensor) : py::object();
+    (is_wrapper && !local ? wrappers : found).append(local ? local : tensor);
+  }
   std::string whole;
   whole.reserve(found.size());
   const Prefetch prefetch(found);
@@ -263,9 +278,10 @@ py::tuple StoragesIn(const py::object& tree) {
 }  // namespace
 
 void DefineTensors(py::module_& m) {
+  using namespace pybind11::literals;
   m.def("look_at_tensors", &LookAtTensors);
   m.def("look_at_landings", &LookAtLandings);
-  m.def("storages_in", &StoragesIn);
+  m.def("storages_in", &StoragesIn, "tree"_a, "inside_dtensors"_a = false);
   m.def("prefetches_tensors", [] { return TheOnly<Anatomy>().in_implementation != 0; });
 }
 

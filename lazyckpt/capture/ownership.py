@@ -48,7 +48,7 @@ class Ownership:
         self.lazy_owners: dict[int, int] = {}  # the bits of the owners that wait for a storage; 0: it is eager
         self.covered: dict[int, int] = {}  # the first bytes of a storage that its owners have, if not all of it
         self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
-        self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage
+        self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage, if the engine does not watch all
         self.guarded: set[int] = set()  # storages of guarded objects
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
         if gate is None:
@@ -70,9 +70,11 @@ class Ownership:
                 if not guarded:
                     eager.update(self._eager(gate, owner, parameters, described[1], bit))
                 owned = _storages_of(owner, parameters)
+                if not (seen := watched and _are_on_host(owned)):  # versions are the witness
+                    owned = _storages_of(owner, parameters, links=True)
                 # If an optimizer does not step, something else may train its parameters. Hardly anything else writes to
                 # a known average, however seldom it is updated, and the kernel finds such writes.
-                gated = steps != steps_before.get(id(owner), 0) or (known and watched and _are_on_host(owned))
+                gated = steps != steps_before.get(id(owner), 0) or (known and seen)
                 gated = gated and not inside_step and gate.replayed.get(owner, True) and not _writes_outside_step(owner)
             except Exception as error:  # it may own anything, so it makes nothing lazy
                 warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
@@ -151,11 +153,11 @@ def _parameters(owner: Any) -> list[torch.Tensor]:
     return list(holder.parameters()) if isinstance(holder, torch.nn.Module) else []
 
 
-def _storages_of(owner: Any, parameters: list[torch.Tensor]) -> list[Storages]:
+def _storages_of(owner: Any, parameters: list[torch.Tensor], *, links: bool = False) -> list[Storages]:
     """The storages that an optimizer, an average or a guarded object owns."""
     guarded = _guarded(owner)
     if guarded is None:
-        return storages_in([parameters, getattr(owner, "state", None)])
+        return storages_in([parameters, getattr(owner, "state", None)], links=links)
     holder = averages.holder_of(guarded)
     has_parameters = holder is None or isinstance(holder, torch.nn.Module)
-    return storages_in(parameters if has_parameters else holder.state_dict())
+    return storages_in(parameters if has_parameters else holder.state_dict(), links=links)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import math
 import pickle
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +18,12 @@ from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.pipeline.shard_plan import ShardCache, ShardPlan
 from lazyckpt.providers.base import StorageTable, TensorViews
-from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, name_of
+from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, is_dtensor_type, is_simple, name_of
 from lazyckpt.providers.pickles import dump
 from lazyckpt.providers.restorable import refuse_unreadable
 from lazyckpt.ranks.shares import Held, writes
 
-_SIMPLE = (int, float, bool, str, type(None))
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @dataclass
@@ -44,6 +43,18 @@ class Contents:
         return [name_of(path) for path in whole if path[0] not in self.own]
 
 
+@dataclass
+class _Share:
+    """The leaves that one rank writes, as columns. Holds no tensor."""
+
+    facts: Any = None  # on which all of it depends
+    parts: list[tuple[Path, Part | None]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # among all leaves
+    shards: list[int] = field(default_factory=list)  # places in these columns, of DTensors
+    objects: list[int] = field(default_factory=list)  # and of what is no tensor
+
+
 class RankCache:
     """What successive files of one rank share. Holds no tensor of the state."""
 
@@ -52,26 +63,28 @@ class RankCache:
         self.elsewhere: frozenset[str] = frozenset()
         """Names that rank 0 writes, as it has told. Until then this rank writes all that it has: rank 0 need not have
         every part of a model."""
-        self._shards: tuple[Any, dict[Path, Part | None]] = None, {}  # names and placements, and what comes of them
+        self._share = _Share()
         self._objects: dict[str, tuple[bytes | None, bytes]] = {}  # pickle and archive, by name
 
-    def shards_of(self, leaves: Mapping[Path, Any]) -> Mapping[Path, Part | None]:
-        """The part of each DTensor that this rank writes, or None."""
-        shards = {path: value for path, value in leaves.items() if is_dtensor(value)}
-        facts = list(shards), [value._spec for value in shards.values()]
-        if self._shards[0] != facts:
-            chunks = {path: chunk_of(value) for path, value in shards.items()}
-            held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in chunks.items()]
-            parts: dict[Path, Part | None] = {}
-            for (path, chunk), mine in zip(chunks.items(), writes(held), strict=True):
-                holds_some = chunk.local.numel() or not math.prod(chunk.size)
-                parts[path] = _part(chunk.local, chunk.size, chunk.offsets) if mine and holds_some else None
-            self._shards = facts, parts
-        return self._shards[1]
+    def items(
+        self, leaves: Mapping[Path, Any], is_mine: Callable[[Path], bool]
+    ) -> tuple[list[tuple[Path, Part | None]], list[tuple[str, torch.Tensor | bytes]]]:
+        """The parts that this rank writes, and their contents by name. ``is_mine``: of leaves that are no DTensors."""
+        values = list(leaves.values())
+        facts = list(leaves), *_facts_of(values), self.elsewhere
+        if self._share.facts != facts:
+            self._share = _share(leaves, is_mine, facts)
+        share = self._share
+        contents = list(map(values.__getitem__, share.places))
+        for at in share.shards:
+            contents[at] = contents[at]._local_tensor
+        for at in share.objects:
+            contents[at] = self._frozen(share.names[at], contents[at])
+        return share.parts, list(zip(share.names, contents, strict=True))
 
-    def frozen(self, name: str, value: Any) -> bytes:
+    def _frozen(self, name: str, value: Any) -> bytes:
         """``value`` as ``torch.save`` writes it, now. Raises UnrestorableError if ``restore()`` could not read it."""
-        pickled = pickle.dumps(value) if _is_simple(value) else None
+        pickled = pickle.dumps(value) if is_simple(value) else None
         known, archive = self._objects.get(name, (None, b""))
         if pickled is not None and pickled == known:
             return archive
@@ -84,8 +97,46 @@ class RankCache:
         return out.getvalue()
 
 
-def _is_simple(value: Any) -> bool:
-    return type(value) in _SIMPLE or (type(value) in (list, tuple) and all(type(inner) in _SIMPLE for inner in value))
+def _facts_of(values: list[Any]) -> tuple[list[type], list[Any], list[Any]]:
+    """All that the parts of leaves depend on: their types, where DTensors lie, and what other tensors are."""
+    kinds = list(map(type, values))
+    sharded = {kind for kind in set(kinds) if is_dtensor_type(kind)}
+    specs = [value._spec for value, kind in zip(values, kinds, strict=True) if kind in sharded]
+    tensors = [_look(value) for value, kind in zip(values, kinds, strict=True) if kind in _TENSORS]
+    return kinds, specs, tensors
+
+
+def _look(tensor: torch.Tensor) -> Any:
+    """None: it is an object, for torch.save."""
+    return None if tensor.is_nested or tensor.layout is not torch.strided else (tensor.dtype, tensor.shape)
+
+
+def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path], bool], facts: Any) -> _Share:
+    shards = {path: chunk_of(value) for path, value in leaves.items() if is_dtensor(value)}
+    held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in shards.items()]
+    mine = dict(zip(shards, writes(held), strict=True))
+    share = _Share(facts)
+    for place, (path, value) in enumerate(leaves.items()):
+        chunk, part = shards.get(path), None
+        if chunk is not None:
+            if not mine[path] or (not chunk.local.numel() and math.prod(chunk.size)):
+                continue
+            share.shards.append(len(share.names))
+            part = _part(chunk.local, chunk.size, chunk.offsets)
+        elif not is_mine(path):
+            continue
+        elif type(value) in _TENSORS and _look(value) is not None:
+            part = _part(value, value.shape, (0,) * value.dim())
+        else:
+            share.objects.append(len(share.names))
+        share.parts.append((path, part))
+        share.names.append(name_of(path))
+        share.places.append(place)
+    return share
+
+
+def _part(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...]) -> Part:
+    return Part(str(local.dtype).removeprefix("torch."), tuple(size), offsets, tuple(local.shape))
 
 
 class RankPlan(FilePlan):
@@ -105,32 +156,13 @@ class RankPlan(FilePlan):
         self._plan: ShardPlan | None = None
 
     def gather(self) -> TensorViews:
-        share = self._share()
-        self._contents.parts = [(path, part) for path, part, _ in share]
+        self._contents.parts, items = self._cache.items(self._state.leaves(), self._is_mine)
         self._contents.own = self._state.own
-        self._plan = ShardPlan([(name_of(path), payload) for path, _, payload in share], self._cache.shards)
+        self._plan = ShardPlan(items, self._cache.shards)
         return self._plan.gather()
-
-    def _share(self) -> list[tuple[Path, Part | None, torch.Tensor | bytes]]:
-        """Path, part and payload of each item."""
-        leaves = self._state.leaves()
-        parts = self._cache.shards_of(leaves)
-        share: list[tuple[Path, Part | None, torch.Tensor | bytes]] = []
-        for path, value in leaves.items():
-            if path in parts:
-                if (part := parts[path]) is not None:
-                    share.append((path, part, value._local_tensor))
-            elif self._is_mine(path):
-                share.append(self._whole(path, value))
-        return share
 
     def _is_mine(self, path: Path) -> bool:
         return self._rank == 0 or path[0] in self._state.own or name_of(path) not in self._cache.elsewhere
-
-    def _whole(self, path: Path, value: Any) -> tuple[Path, Part | None, torch.Tensor | bytes]:
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_nested:
-            return path, _whole(value.dtype, value.shape), value
-        return path, None, self._cache.frozen(name_of(path), value)
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         assert self._plan is not None
@@ -140,12 +172,3 @@ class RankPlan(FilePlan):
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         return None if self._plan is None else self._plan.name_of(storage)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _whole(dtype: torch.dtype, size: torch.Size) -> Part:
-    return Part(str(dtype).removeprefix("torch."), tuple(size), (0,) * len(size), tuple(size))
-
-
-def _part(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...]) -> Part:
-    return Part(str(local.dtype).removeprefix("torch."), size, offsets, tuple(local.shape))

@@ -30,7 +30,7 @@ from lazyckpt.providers.training import LoaderProvider, RngProvider
 
 Path = tuple[str | int, ...]
 
-_SIMPLE = (int, float, bool, str, type(None))
+_SIMPLE = frozenset((int, float, bool, str, type(None)))
 # What wrappers put into the names of parameters, but not into those of the state dict.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -213,9 +213,14 @@ def by_number(state: dict[str, Any], optimizer: Any, names: dict[int, str]) -> d
     }
 
 
+def is_simple(value: Any) -> bool:
+    """Whether a value is one number or text, or a list or tuple of such."""
+    return type(value) in _SIMPLE or (type(value) in (list, tuple) and _SIMPLE.issuperset(map(type, value)))
+
+
 def _refuse_hidden_shards(name: str, value: Any) -> None:
     """Raises ConfigError for a DTensor inside an object: every rank would save another one."""
-    for inside, tensor in tensors_in(value, name) if type(value) not in _SIMPLE else ():
+    for inside, tensor in tensors_in(value, name) if not is_simple(value) else ():
         if is_dtensor(tensor):
             raise ConfigError(
                 f"cannot save {inside}: a DTensor inside a {type(value).__name__}; keep DTensors in dicts with "
@@ -250,8 +255,12 @@ def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def is_dtensor(value: Any) -> bool:
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # else nobody can have made one
-    return kind is not None and isinstance(value, kind)
+    return is_dtensor_type(type(value))
+
+
+def is_dtensor_type(kind: type) -> bool:
+    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # else nobody can have made one
+    return found is not None and issubclass(kind, found)
 
 
 def chunk_of(tensor: Any) -> Chunk:

@@ -41,21 +41,22 @@ class Storages(NamedTuple):
     links: dict[int, list[Link]]  # by identity: the wrappers through which the storage is seen
 
 
-def storages_in(tree: Any) -> list[Storages]:
+def storages_in(tree: Any, *, links: bool = False) -> list[Storages]:
     """Finds the storages of all tensors in nested dicts, lists and tuples.
 
     The first item has the storages of tensors that are no wrappers. Each further item is one level deeper inside the
-    wrappers. Wrappers whose class raises, or that ``links_of`` rejects, contribute nothing.
+    wrappers. Wrappers whose class raises, or that ``links_of`` rejects, contribute nothing. Without ``links``, which
+    take long to find, the column is empty, and a tensor inside a DTensor is as one outside.
     """
     found = []
     above: dict[int, list[Link]] = {}  # by id of a tensor: the wrappers that hold it
     for _ in range(_MAX_DEPTH + 1):
         with torch._C.DisableTorchFunction():  # runs no code of subclasses; a mode would make it many times slower
-            tensors, identities, sizes, whole, wrappers = _engine.storages_in(tree)
-        links: dict[int, list[Link]] = {}
-        for tensor, identity in zip(tensors, identities, strict=True) if above else ():
-            links.setdefault(identity, []).extend(above[id(tensor)])
-        found.append(Storages(tensors, identities, sizes, whole, links))
+            tensors, identities, sizes, whole, wrappers = _engine.storages_in(tree, not links)
+        through: dict[int, list[Link]] = {}
+        for tensor, identity in zip(tensors, identities, strict=True) if links and above else ():
+            through.setdefault(identity, []).extend(above[id(tensor)])
+        found.append(Storages(tensors, identities, sizes, whole, through))
         if not wrappers:
             break
         below: dict[int, list[Link]] = {}
@@ -64,11 +65,11 @@ def storages_in(tree: Any) -> list[Storages]:
             for link in links_of(wrapper):
                 key = id(link.inner)
                 inside[key] = link.inner
-                through = [link, *above[id(wrapper)]] if id(wrapper) in above else [link]
+                chain = [link, *above[id(wrapper)]] if id(wrapper) in above else [link]
                 if key in below:
-                    below[key] += through
+                    below[key] += chain
                 else:
-                    below[key] = through
+                    below[key] = chain
         above, tree = below, list(inside.values())
     return found
 

@@ -581,6 +581,7 @@ class Whole(StateProvider):
     def load_state(self, state: Any) -> None: ...
 
 
+@pytest.mark.alone
 def test_ten_thousand_tensors_are_planned_in_no_time() -> None:
     """The bounds are four times what the design asks for, of this thread's own time: what else runs does not count."""
     provider = Whole({"deep": {f"layer.{i}.weight": torch.zeros(2) for i in range(10_000)}})
