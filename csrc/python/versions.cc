@@ -30,6 +30,8 @@ struct Torch {
   py::object module = py::module_::import("torch");
   py::object graph_task = module.attr("_C").attr("_current_graph_task_id");
   py::object dispatch_modes = module.attr("_C").attr("_len_torch_dispatch_stack");
+  py::object is_excluded = module.attr("_C").attr("_dispatch_tls_is_dispatch_key_excluded");
+  py::object in_place = module.attr("_C").attr("DispatchKey").attr("ADInplaceOrView");
   py::object no_torch_function = module.attr("_C").attr("DisableTorchFunction");
   py::object version = module.attr("Tensor").attr("_version");
   // The code that runs custom functions. None from torch 2.15 on, where that is native and leaves no frame.
@@ -39,11 +41,14 @@ struct Torch {
 };
 
 // Whether Python runs in the middle of an operation, because of a custom function or a dispatch mode: the bytes may be
-// new and the version old. Also true in a backward pass, where other threads of autograd may write, and where nothing
-// tells whether a custom function runs: then the verdict comes at the gate, or in a call that waits.
+// new and the version old. Torch takes a mode off while it runs its code, but the key that moves versions is excluded
+// then, until the operation returns to that key. Also true in a backward pass, where other threads of autograd may
+// write, and where nothing tells whether a custom function runs: then the verdict comes at the gate, or in a call that
+// waits.
 bool InsideAnOperation(const Torch& ask) {
   if (ask.apply.is_none()) return true;
   if (ask.graph_task().cast<int64_t>() != -1 || ask.dispatch_modes().cast<int64_t>() != 0) return true;
+  if (ask.is_excluded(ask.in_place).cast<bool>()) return true;
   const auto own = [](auto* object) { return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object)); };
   for (py::object frame = own(PyThreadState_GetFrame(PyThreadState_Get())); frame;) {
     auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());

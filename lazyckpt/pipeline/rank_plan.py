@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import pickle
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -119,7 +118,7 @@ def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path], bool], facts: A
     for place, (path, value) in enumerate(leaves.items()):
         chunk, part = shards.get(path), None
         if chunk is not None:
-            if not mine[path] or (not chunk.local.numel() and math.prod(chunk.size)):
+            if not mine[path] or not (chunk.local.numel() or 0 in chunk.size):
                 continue
             share.shards.append(len(share.names))
             part = _part(chunk.local, chunk.size, chunk.offsets)

@@ -189,12 +189,23 @@ class Doubling(torch.autograd.Function):
 
 class Mode(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        self.look()
+        return result
+
+    def look(self) -> None: ...
 
 
 def in_a_dispatch_mode(look: Callable[[], None]) -> None:
     with Mode():
         look()
+
+
+def in_what_a_dispatch_mode_does(look: Callable[[], None]) -> None:
+    tensor = torch.ones(3)
+    with Mode() as mode:
+        mode.look = look  # type: ignore[method-assign]
+        tensor.mul_(2)
 
 
 def in_a_custom_forward(look: Callable[[], None]) -> None:
@@ -209,7 +220,7 @@ def in_backward(look: Callable[[], None]) -> None:
     y.sum().backward()
 
 
-@pytest.mark.parametrize("inside", [in_a_dispatch_mode, in_a_custom_forward, in_backward])
+@pytest.mark.parametrize("inside", [in_a_dispatch_mode, in_what_a_dispatch_mode_does, in_a_custom_forward, in_backward])
 def test_nothing_is_published_inside_an_operation(inside: Callable[[Callable[[], None]], None], run: Any) -> None:
     """Python runs there with new bytes and old versions, or while other threads write."""
     saved = run.ckpt.save(1)

@@ -518,6 +518,11 @@ promise(
         "test_verdict.py::test_nothing_is_published_inside_an_operation[in_backward]",
     ),
     (
+        "the verdict is given inside what a dispatch mode does",
+        cc("InsideAnOperation", "if (ask.is_excluded(ask.in_place).cast<bool>()) return true;"),
+        "test_verdict.py::test_nothing_is_published_inside_an_operation[in_what_a_dispatch_mode_does]",
+    ),
+    (
         "a torn storage stays lazy",
         py("Snapshot._tear", swap("self._torn_storages.add(...)")),
         "test_torn.py::test_the_next_save_copies_all_and_later_ones_what_was_torn",
