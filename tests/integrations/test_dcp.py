@@ -725,6 +725,30 @@ def test_training_goes_on_when_a_rank_cannot_plan(ranks: Ranks, tmp_path: Path) 
         assert found == []
 
 
+def plans(*planners: LazySavePlanner, fails: bool = False) -> list[int]:
+    """One save of ranks with these planners: how many items each writes. ``fails``: after the coordinator planned."""
+    local = []
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner({f"of {rank}": torch.ones(3)}, is_coordinator=rank == 0)
+        local.append(planner.create_local_plan())
+    ranks, metadata = planners[0].create_global_plan(local)
+    assert set(metadata.state_dict_metadata) == {f"of {rank}" for rank in range(len(planners))}
+    return (
+        [] if fails else [len(planner.finish_plan(plan).items) for planner, plan in zip(planners, ranks, strict=True)]
+    )
+
+
+def test_a_planner_plans_anew_for_another_number_of_ranks() -> None:
+    one, two, three = LazySavePlanner(), LazySavePlanner(), LazySavePlanner()
+    for _ in range(3):
+        assert plans(one, two) == [1, 1]
+    with pytest.raises(lazyckpt.ConfigError, match="one planner, one process group"):
+        plans(one, two, three)
+    assert plans(one, two, fails=True) == []  # nobody knows now what the others know
+    assert plans(one, two, three) == [1, 1, 1]
+    assert plans(one, two, three) == [1, 1, 1]
+
+
 # What is refused
 
 
