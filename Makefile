@@ -26,7 +26,7 @@ demo: setup
 
 # Tests that measure time run last, alone.
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m 'not slow and alone'
 
 check: setup build/types

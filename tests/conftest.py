@@ -40,6 +40,14 @@ collect_ignore = ["ecosystem"]  # needs an environment of its own: `make ecosyst
 Graph = Callable[[Any], Any]
 
 
+# The longest, but for the attacks: they begin first, so that no core is idle at the end.
+LONG = ("test_build", "test_mutants", "test_plugin", "test_torture", "test_benchmarks", "test_examples")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files_go_with_the_others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keeps what killed processes, torchrun and Lightning leave in pytest's folder.
