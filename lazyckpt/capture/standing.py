@@ -67,7 +67,16 @@ def waits_for_future(thread: int | None) -> tuple[FrameType, int] | None:
     frame = None if thread is None else sys._current_frames().get(thread)
     if frame is None or frame.f_code is not threading.Condition.wait.__code__ or frame.f_back is None:
         return None
-    return (frame, frame.f_lasti) if frame.f_back.f_code in _OF_FUTURES else None
+    if frame.f_back.f_code not in _OF_FUTURES or _is_inside_operation(frame):
+        return None
+    return frame, frame.f_lasti
+
+
+def _is_inside_operation(frame: FrameType | None) -> bool:
+    """Whether code of a dispatch mode or of a subclass runs there: it may have written, and the version moves later."""
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
 
 
 _OF_FUTURES = (Future.result.__code__, Future.exception.__code__, threading.Event.wait.__code__)

@@ -208,6 +208,14 @@ def in_what_a_dispatch_mode_does(look: Callable[[], None]) -> None:
         tensor.mul_(2)
 
 
+def in_a_wait_of_a_dispatch_mode(look: Callable[[], None]) -> None:
+    def wait() -> None:
+        threading.Event().wait(0.7)
+        look()
+
+    in_what_a_dispatch_mode_does(wait)
+
+
 def in_a_custom_forward(look: Callable[[], None]) -> None:
     Doubling.look = look
     Doubling.apply(torch.ones(3, requires_grad=True))
@@ -220,7 +228,16 @@ def in_backward(look: Callable[[], None]) -> None:
     y.sum().backward()
 
 
-@pytest.mark.parametrize("inside", [in_a_dispatch_mode, in_what_a_dispatch_mode_does, in_a_custom_forward, in_backward])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        in_a_dispatch_mode,
+        in_what_a_dispatch_mode_does,
+        in_a_wait_of_a_dispatch_mode,
+        in_a_custom_forward,
+        in_backward,
+    ],
+)
 def test_nothing_is_published_inside_an_operation(inside: Callable[[Callable[[], None]], None], run: Any) -> None:
     """Python runs there with new bytes and old versions, or while other threads write."""
     saved = run.ckpt.save(1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lazyckpt import _engine
+from lazyckpt.providers.wrappers import storages_in
 
 
 def look(*tensors: torch.Tensor) -> bytes:
@@ -117,6 +118,39 @@ def test_tensors_are_found_however_deep_and_those_without_a_storage_are_left_out
     assert identities == [t.untyped_storage()._cdata for t in found]
     assert sizes == [4, 8, 12, 16, 4]
     assert _engine.storages_in(object()) == ([], [], [], b"", [])
+
+
+class Holder(torch.Tensor):
+    """Holds another tensor as DTensor does."""
+
+    _local_tensor: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, inside: torch.Tensor) -> Any:
+        holder = torch.Tensor._make_wrapper_subclass(cls, inside.shape)  # type: ignore[attr-defined]
+        holder._local_tensor = inside
+        return holder
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_local_tensor"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_the_tensor_inside_a_dtensor_takes_its_place_unless_it_is_a_wrapper_too() -> None:
+    inside, beside = torch.zeros(3), torch.zeros(5)
+    outer, twice = Holder(inside), Holder(Holder(beside))
+    tensors, identities, sizes, whole, wrappers = _engine.storages_in([outer, twice, beside], True)
+    assert [id(t) for t in tensors] == [id(beside), id(inside)]
+    assert identities == [t.untyped_storage()._cdata for t in tensors]
+    assert (sizes, whole) == ([20, 12], bytes([1, 1])) and [id(w) for w in wrappers] == [id(twice)]
+    assert [id(w) for w in _engine.storages_in([outer, twice], False)[4]] == [id(outer), id(twice)]
+    found = [
+        {i for level in storages_in([outer, twice], links=links) for i in level.identities} for links in (False, True)
+    ]
+    assert found[0] == found[1] == {inside.untyped_storage()._cdata, beside.untyped_storage()._cdata}
 
 
 def test_a_tree_without_end_is_an_error() -> None:

@@ -165,15 +165,15 @@ def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
     processes = ranks(orders)
     wait_until(lambda: len(told(orders, 0)) > 5)
 
-    def is_staged() -> bool:  # without its lock, a folder is of rank 0 alone, and stays as long as that process exists
+    def is_locked() -> bool:  # before that, the folder is of rank 0 alone, and stays as long as that process exists
         return any(orders.folder.glob(f"{folders.TEMPORARY}*/{LOCK}"))
 
     while True:
-        wait_until(is_staged)
+        wait_until(is_locked)
         for process in processes:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGSTOP)
-        if is_staged():
+        if is_locked():
             break
         for process in processes:
             assert process.pid is not None
@@ -182,7 +182,7 @@ def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
     for process in ranks(again):
         process.join(30)
     assert answers(again) == [{1: "committed"}] * 2, told(again, 0)
-    assert not is_staged()
+    assert not list(orders.folder.glob(f"{folders.TEMPORARY}*"))
     before = {folder: (folder / "rank-0").read_text() for folder in orders.folder.glob("step-*")}
     for process in processes:
         assert process.pid is not None
