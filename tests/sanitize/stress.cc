@@ -543,9 +543,11 @@ int main(int count, char** arguments) {
     for (const bool watched : {false, true})
       if (can_watch || !watched) CheckLackOfMemory(arguments[1], backend, watched);
   const int rounds = std::atoi(arguments[3]);
-  for (int round = 0; round < rounds; ++round) Round(arguments[1], random, can_watch);
+  // More rounds, if by chance no intruder has met a page that waited for its copy.
+  const auto is_enough = [&](int round) { return round >= rounds && (torn_checkpoints > 0 || !can_watch); };
+  for (int round = 0; !is_enough(round) && round < 10 * rounds; ++round) Round(arguments[1], random, can_watch);
   CHECK(Descriptors() == before);
-  CHECK(torn_checkpoints > 0 || !can_watch || rounds < 20);
+  CHECK(torn_checkpoints > 0 || !can_watch);
   std::printf("%zu torn checkpoints\n", torn_checkpoints.load());
   return 0;
 }
