@@ -27,7 +27,7 @@ from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.gate import gate
 from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
-from lazyckpt.capture.standing import waits_for_future
+from lazyckpt.capture.standing import inside_operation, waits_for_future
 from lazyckpt.capture.torn import CURE, TornStorages, is_torn
 from lazyckpt.capture.verdict import Verdict, wait_durable
 from lazyckpt.formats import torch_zip
@@ -234,7 +234,10 @@ class Snapshot:
         """Checks that the storages of these owners did not change between ``save()`` and their copy.
 
         Checks each storage once, after its copy and before its owner may step. If one changed, sets ``torn`` and fails
-        the job. Call it where this thread writes nothing, or with the ``versions`` of such a moment."""
+        the job. Call it where this thread writes nothing, or with the ``versions`` of such a moment. Inside an
+        operation of torch, it leaves to a later call what only versions tell."""
+        if versions is None and self._tensors and inside_operation():
+            return
         with self._lock:
             todo = owners & ~self._verified
             if not todo or self.torn is not None or self.job is None:

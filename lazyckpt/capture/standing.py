@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from lazyckpt.capture.exclusion import Call
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -32,8 +34,12 @@ class Standing:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """The calling thread only waits inside this context."""
-        call = Call(sys._getframe(2))  # behind that of contextlib
+        """The calling thread only waits inside this context. Inside an operation it does not stand."""
+        frame = sys._getframe(2)  # behind that of contextlib
+        if inside_operation():
+            yield
+            return
+        call = Call(frame)
         self._calls[call] = None
         try:
             yield
@@ -67,18 +73,24 @@ def waits_for_future(thread: int | None) -> tuple[FrameType, int] | None:
     frame = None if thread is None else sys._current_frames().get(thread)
     if frame is None or frame.f_code is not threading.Condition.wait.__code__ or frame.f_back is None:
         return None
-    if frame.f_back.f_code not in _OF_FUTURES or _is_inside_operation(frame):
+    if frame.f_back.f_code not in _OF_FUTURES or _runs_dispatch(frame):
         return None
     return frame, frame.f_lasti
 
 
-def _is_inside_operation(frame: FrameType | None) -> bool:
-    """Whether code of a dispatch mode or of a subclass runs there: it may have written, and the version moves later."""
+def inside_operation() -> bool:
+    """Whether the calling thread is in the middle of an operation of torch: it runs code of a dispatch mode or
+    of a subclass. The operation may have written, and moves the version later."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_MOVES_VERSIONS) or _runs_dispatch(sys._getframe(1))
+
+
+def _runs_dispatch(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
     return frame is not None
 
 
+_MOVES_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _OF_FUTURES = (Future.result.__code__, Future.exception.__code__, threading.Event.wait.__code__)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lazyckpt import _engine
+from lazyckpt.capture.standing import inside_operation
 
 _PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.1
@@ -39,6 +40,10 @@ class Verdict:
 
     def is_owed_by_another(self) -> bool:
         return self.owed != 0 and threading.get_ident() != self.thread.ident
+
+    def is_owed_elsewhere(self) -> bool:
+        """Whether this thread cannot give it where it is."""
+        return self.is_owed_by_another() or (self.owed != 0 and inside_operation())
 
     def give(self, owners: int) -> None:
         """Notes that the storages of these owners were checked."""
@@ -70,9 +75,9 @@ class Verdict:
 
 
 def wait_durable(durable: Any) -> None:
-    """Waits until the handle ``durable`` is done, or lacks only the verdict of another thread.
+    """Waits until the handle ``durable`` is done, or lacks only a verdict that this thread cannot give here.
 
-    That other thread may be waiting for this one."""
+    The thread that owes it may be waiting for this one."""
     while not durable.done() and durable._obstacle() is None:
         with contextlib.suppress(TimeoutError):
             Future.exception(durable, _LONGEST_PAUSE_S)  # nobody is told of a failure by this

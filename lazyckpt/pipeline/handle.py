@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.capture.snapshot import Snapshot
-from lazyckpt.errors import ClosedError, SaveError
+from lazyckpt.capture.standing import inside_operation
+from lazyckpt.errors import ClosedError, ConfigError, SaveError
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.pipeline.reentry import refuse
 from lazyckpt.pipeline.wait_bar import WaitBar
@@ -31,6 +32,8 @@ in_flight: dict[SaveHandle, None] = {}
 
 class _StandingEvent(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
+        if timeout is None:
+            _refuse_inside_operation()
         with gate.standing():
             return super().wait(timeout)
 
@@ -164,11 +167,12 @@ class SaveHandle(Future[Path]):
         self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
 
     def _obstacle(self) -> SaveHandle | None:
-        """The first save, of this one and those published before it, that lacks only the verdict of another thread."""
+        """The first save, of this one and those published before it, that lacks only a verdict that this thread cannot
+        give here."""
         handle: SaveHandle | None = self
         while handle is not None and not handle.done():
             snapshot = handle._snapshot
-            if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_by_another():
+            if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_elsewhere():
                 return handle
             handle = handle._previous
         return None
@@ -187,7 +191,10 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
     """Waits until the futures are done, at most ``timeout`` seconds. The calling thread stands: it writes nothing.
 
     ``saves``: the saves that the futures wait for. Without a timeout, raises SaveError if one of them has lacked only
-    another thread's verdict for long: that thread may be waiting for this one."""
+    another thread's verdict for long: that thread may be waiting for this one. Without a timeout, raises ConfigError
+    inside an operation of torch, if a save needs the verdict of this thread."""
+    if timeout is None:
+        _refuse_inside_operation()
     end = None if timeout is None else time.monotonic() + timeout
     saves = list(saves)
     with gate.standing(), WaitBar() as bar:
@@ -204,6 +211,17 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                     bar.show(f"saving {save.path.name}", functools.partial(getattr, save, "progress"))
                 with contextlib.suppress(concurrent.futures.TimeoutError):
                     Future.exception(future, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
+
+
+def _refuse_inside_operation() -> None:
+    """Raises ConfigError if this thread owes a verdict that it cannot give here: it would wait for itself."""
+    for save in list(in_flight) if inside_operation() else ():
+        snapshot = save._snapshot
+        if snapshot is not None and snapshot.verdict.owed and not snapshot.verdict.is_owed_by_another():
+            raise ConfigError(
+                f"a wait for {save.path} inside an operation of torch (in a __torch_dispatch__) has no end: only after "
+                "the operation does torch tell whether it has written. Wait outside of it"
+            )
 
 
 def _disown() -> None:

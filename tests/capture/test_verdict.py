@@ -253,6 +253,52 @@ def test_nothing_is_published_inside_an_operation(inside: Callable[[Callable[[],
     assert soon(saved.done)
 
 
+INSIDE: dict[str, Callable[[lazyckpt.SaveHandle, Any], Any]] = {
+    "result": lambda saved, run: refused(saved.result, 0.5, error=TimeoutError, says="not durable"),
+    "result without a timeout": lambda saved, run: refused(saved.result),
+    "close": lambda saved, run: refused(run.ckpt.close),
+    "futures": lambda saved, run: refused(concurrent.futures.wait, [saved]),
+    "wait_captured": lambda saved, run: lazyckpt.wait_captured(),
+    "handle.wait_captured": lambda saved, run: saved.wait_captured(5),
+    "save": lambda saved, run: (saved.wait_captured(5), gate.give_verdicts()),
+    "step": lambda saved, run: run.optimizer.step(),
+}
+
+
+def refused(
+    wait: Callable[..., Any],
+    *arguments: Any,
+    error: type[Exception] = lazyckpt.ConfigError,
+    says: str = "inside an operation of torch",
+) -> None:
+    with pytest.raises(error, match=says):
+        wait(*arguments)
+
+
+@pytest.mark.parametrize("durability", ["async", "before_step"])
+@pytest.mark.parametrize("call", INSIDE)
+def test_no_call_inside_an_operation_that_has_written_gives_it(
+    call: str, durability: str, make_run: Any, disk: Any
+) -> None:
+    """Regression: each of these published a checkpoint that held what the operation had written."""
+    run = make_run(lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9), witness="versions", durability=durability)
+    run.step()
+    disk.hold()
+    saved = run.ckpt.save(1)
+    weight = run.model[-1].weight
+
+    def look() -> None:
+        mode.look = lambda: None  # type: ignore[method-assign]
+        disk.release()
+        INSIDE[call](saved, run)
+
+    with torch.no_grad(), Mode() as mode:
+        mode.look = look  # type: ignore[method-assign]
+        weight.mul_(1.5)
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"2\.weight"):
+        saved.result(timeout=20)
+
+
 def test_where_custom_functions_are_native_the_verdict_comes_at_the_gate(tmp_path: Path) -> None:
     """From torch 2.15 on no frame tells that a custom function runs. Regression: save() raised AttributeError."""
     script = f"""

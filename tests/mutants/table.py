@@ -523,6 +523,21 @@ promise(
         "test_verdict.py::test_nothing_is_published_inside_an_operation[in_what_a_dispatch_mode_does]",
     ),
     (
+        "a call inside what a dispatch mode does gives the verdict",
+        py("Snapshot.verify", swap("inside_operation()", "False")),
+        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[wait_captured-async]",
+    ),
+    (
+        "a thread stands inside what a dispatch mode does",
+        py("Standing.__call__", swap("inside_operation()", "False")),
+        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[result-async]",
+    ),
+    (
+        "another thread judges a wait inside what a dispatch mode does",
+        py("standing.waits_for_future", swap("_runs_dispatch(frame)", "False")),
+        "test_verdict.py::test_nothing_is_published_inside_an_operation[in_a_wait_of_a_dispatch_mode]",
+    ),
+    (
         "a torn storage stays lazy",
         py("Snapshot._tear", swap("self._torn_storages.add(...)")),
         "test_torn.py::test_the_next_save_copies_all_and_later_ones_what_was_torn",
