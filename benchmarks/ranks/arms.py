@@ -105,6 +105,8 @@ ARMS = {
     ]
 }
 
+ALONE = ("floor", "lazyckpt")  # whose save() waits for no other rank
+
 
 def make(kind: ArmKind, training: Training, directory: Path) -> Arm:
     """An arm in a folder of its name below `directory`, which all ranks share."""

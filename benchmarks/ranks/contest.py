@@ -6,6 +6,7 @@ All ranks go through the same arms in the same order. An arm that fails on one r
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from statistics import fmean
 from benchmarks.arms import NONE, Arm, ArmKind
 from benchmarks.floor import Floor
 from benchmarks.paired import ArmFailed, interleaved, median
-from benchmarks.ranks.arms import ARMS, make
+from benchmarks.ranks.arms import ALONE, ARMS, make
 from benchmarks.ranks.member import Member
 from benchmarks.ranks.phases import Phase, Phases, Traffic
 from benchmarks.ranks.sharded import ShardedTraining
@@ -36,6 +37,7 @@ class Sample:
     commit_s: float | None  # from the last rank's durable files until every rank knows
     eager: float | None  # share of the bytes, if lazy
     durable_s: float  # one checkpoint with nothing beside it
+    alone_s: float | None  # one save() while the other ranks wait; None: it talks to them
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Contest:
         self._settle(arm)
         durable_s = together(lambda: durable_seconds(arm, self._numbers(1)))
         self._settle(arm)
+        alone_s = together(lambda: self._alone_s(arm)) if name in ALONE else None
+        self._settle(arm)
         blocks, saves = gather(block), list(zip(*gather(phases), strict=True))
         shares = [share for of_rank in gather(eager) for share in of_rank]
         count = len(block.blocked_s)
@@ -124,6 +128,7 @@ class Contest:
             commit_s=fmean(_commit_s(of_save) for of_save in saves) if saves else None,
             eager=fmean(shares) if shares else None,
             durable_s=max(gather(durable_s)),
+            alone_s=None if alone_s is None else max(gather(alone_s)),
         )
 
     def _block(self, arm: Arm, every: int) -> tuple[Block, list[int]]:
@@ -131,6 +136,22 @@ class Contest:
         steps, before = self._task.steps, self._traffic.count()
         block = run_block(self._training, arm, steps, self._numbers(steps), every)
         return block, [now - then for now, then in zip(self._traffic.count(), before, strict=True)]
+
+    def _alone_s(self, arm: Arm) -> float:
+        """A checkpoint after a training step; the ranks call save() one after the other."""
+        self._training.compute()
+        self._training.optimizer.step()
+        step, seconds = self._numbers(1), 0.0
+        for rank in range(self._member.size):
+            self._member.barrier()
+            if rank == self._member.rank:
+                begin = time.perf_counter()
+                arm.save(step)
+                seconds = time.perf_counter() - begin
+                time.sleep(self.compute_s)  # until its part is written
+        self._member.barrier()
+        arm.drain()
+        return seconds
 
     def _settle(self, arm: Arm) -> None:
         """Leaves no files and no write-back of one arm to the next."""

@@ -58,7 +58,7 @@ def _cost(interval: Interval, results: Results, settings: Settings) -> Table:
     rhythm = "every step" if interval.every == 1 else f"every {interval.every} steps"
     table = Table(
         f"{settings.ranks} ranks, a checkpoint {rhythm} ({results.state_bytes / 1e9:.2f} GB of sharded AdamW state)",
-        ["arm", "time over none", "blocked, ms", "step over none", "durable, s"],
+        ["arm", "time over none", "blocked, ms", "call alone, ms", "step over none", "durable, s"],
     )
     table.picture = Picture("", "time over no checkpoints")
     none = interval.samples[NONE.name]
@@ -68,6 +68,7 @@ def _cost(interval: Interval, results: Results, settings: Settings) -> Table:
             name,
             spread(over_none),
             spread([1e3 * s for s in _all(samples, "blocked_s")], 1),
+            spread([1e3 * s for s in alone], 1) if (alone := _all(samples, "alone_s")) else "-",
             spread(ratios(_all(samples, "step_s"), _all(none, "step_s"))),
             spread(_all(samples, "durable_s")),
         )
@@ -76,7 +77,8 @@ def _cost(interval: Interval, results: Results, settings: Settings) -> Table:
         f"{settings.pairs} rounds; a block is {settings.steps} cycles of save, forward + backward "
         f"({results.compute_s:.2f} s) and step, then drain and sync. All ranks together wrote the state raw in "
         f"{results.write_s:.2f} s. Of the ranks, the slowest.",
-        "Blocked: the call, what it waits for, the wait before the optimizer begins; mean per checkpoint.",
+        "Blocked: the call, what it waits for, the wait before the optimizer begins; mean per checkpoint. "
+        "Call alone: save() while the other ranks wait, as with a core for each rank.",
         "Step: the median of those that begin with a save, without what blocked it. "
         "Durable: one checkpoint with nothing beside it, from the call until every rank knows that it is on the disk.",
     ]

@@ -150,7 +150,7 @@ struct Source {
     uint64_t size;
     uint32_t crc;
   };
-  std::vector<Part> parts;       // its runs in consecutive chunks
+  std::vector<Part> parts{};     // its runs in consecutive chunks
   size_t parts_left = 0;         // not yet copied
   uint32_t crc = 0;              // valid once no part is left
   Turn turn = Turn::kEagerHost;  // the latest turn of its chunks

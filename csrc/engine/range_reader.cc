@@ -18,7 +18,6 @@ namespace lazyckpt {
 namespace {
 
 constexpr size_t kBufferedBytes = 256 << 10;  // of the page cache: within a core's own L2 cache
-constexpr unsigned kMaxRetries = 1000;        // of requests for one unit that moved nothing
 
 }  // namespace
 

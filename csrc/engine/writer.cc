@@ -13,8 +13,6 @@
 namespace lazyckpt {
 namespace {
 
-constexpr unsigned kMaxRetries = 1000;  // of requests for one chunk that moved nothing
-
 bool IsTransient(int64_t result) { return result == -EAGAIN || result == -EINTR; }
 
 // Combines the checksums of a chunk's pieces. Many small pieces are checksummed anew instead: combining two takes about

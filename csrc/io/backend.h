@@ -14,6 +14,8 @@ namespace lazyckpt {
 
 inline constexpr size_t kBlockBytes = 4096;  // O_DIRECT: offsets, lengths and addresses are multiples of this
 
+inline constexpr unsigned kMaxRetries = 1000;  // of requests for the same bytes that moved none
+
 inline constexpr size_t AlignUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 struct IoRequest {

@@ -21,6 +21,14 @@ inline int64_t Integer(py::handle object) {
   return value;
 }
 
+struct TensorType {
+  py::object type = py::module_::import("torch").attr("Tensor");
+};
+
+inline bool IsTensor(PyObject* object) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(TheOnly<TensorType>().type.ptr())) != 0;
+}
+
 // An attribute of a class, or a method without arguments. Looked up once, since that takes as long as asking.
 class Question {
  public:

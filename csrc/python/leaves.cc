@@ -8,7 +8,6 @@ namespace lazyckpt {
 namespace {
 
 struct Kinds {
-  py::object tensor = py::module_::import("torch").attr("Tensor");
   py::object mapping = py::module_::import("collections.abc").attr("Mapping");
 };
 
@@ -16,11 +15,6 @@ bool IsOf(PyObject* value, const py::object& type) {
   const int is = PyObject_IsInstance(value, type.ptr());
   if (is < 0) throw py::error_already_set();
   return is != 0;
-}
-
-bool IsTensor(PyObject* value) {
-  const auto* const tensor = reinterpret_cast<PyTypeObject*>(TheOnly<Kinds>().tensor.ptr());
-  return PyObject_TypeCheck(value, const_cast<PyTypeObject*>(tensor)) != 0;
 }
 
 bool IsMapping(PyObject* value) {

@@ -47,10 +47,6 @@ struct Questions {
 
 const Questions& Ask() { return TheOnly<Questions>(); }
 
-bool IsTensor(PyObject* object) {
-  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(Ask().tensor.ptr())) != 0;
-}
-
 uintptr_t WordAt(const void* address, size_t offset) {
   uintptr_t word = 0;
   std::memcpy(&word, static_cast<const char*>(address) + offset, sizeof word);

