@@ -8,6 +8,9 @@ DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 
+# The tests start hundreds of interpreters. Where no bytecode is kept, each compiles our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside clean
 setup: $(READY)
 

@@ -479,12 +479,21 @@ def test_the_thread_that_owes_it_may_wait_in_every_way(wait: str, thread: str, r
 
 
 @pytest.mark.parametrize("wait", OURS)
-def test_a_thread_that_the_other_one_waits_for_is_told(wait: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_the_other_one_waits_for_is_told(
+    wait: str, run: Any, disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: result() in a worker that the thread joins which called save(); all but result() waited for ever."""
     monkeypatch.setattr(handle, "_PATIENCE_S", 0.3)
     monkeypatch.setattr(handle, "_LOOK_S", 0.1)
+    disk.hold()
     first = run.ckpt.save(1)
-    with on_a_thread(lambda: OURS[wait](first, run)) as answers:
+
+    def work() -> Any:
+        time.sleep(0.1)  # until the other one joins, and runs no bytecode any more
+        disk.release()
+        return OURS[wait](first, run)
+
+    with on_a_thread(work) as answers:
         pass  # joins
     (error,) = answers
     assert isinstance(error, lazyckpt.SaveError)

@@ -70,7 +70,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         if (ROOT / "lazyckpt" / needed).exists() or (ROOT / needed).exists():
             assert f"lazyckpt/{needed}" in names
     assert all(n.startswith(("lazyckpt/", "lazyckpt-")) for n in names)
-    assert not [n for n in names if n.endswith((".cc", ".h")) or "test" in n]
+    assert not [n for n in names if n.endswith((".cc", ".h", ".pyc")) or "test" in n]
 
 
 def test_wheel_needs_only_the_c_and_cpp_libraries(wheel: Path, tmp_path: Path) -> None:
