@@ -209,28 +209,35 @@ def attempt(run: Run, chance: random.Random) -> tuple[Orders, list[BaseProcess],
     return orders, processes, victim
 
 
+def attempts(
+    root: Path, start: Start, port: int, chance: random.Random, count: int
+) -> Iterator[tuple[Run, Orders, list[BaseProcess], int]]:
+    """Attempts one after the other, most in the folder that the one before left. The last in each folder ends well."""
+    run: Run | None = None
+    for trial in range(count):
+        if run is None or run.newest > MAX_TICK - 150:
+            run = Run(root / str(trial), start, port)
+            run.laps = chance.choice((None, 2))
+        yield run, *attempt(run, chance)
+        if trial == count - 1 or run.newest > MAX_TICK - 150:
+            run.finish(laps=run.laps)
+            shutil.rmtree(run.folder)
+
+
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
     store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
 ) -> None:
     phases: Counter[str] = Counter()
     slowest_s = 0.0
-    run: Run | None = None
     count = trials.count(3, 300)
-    for trial in range(count):
-        if run is None or run.newest > MAX_TICK - 150:
-            run = Run(tmp_path / f"kills-{trial}", ranks, store.port)
-            run.laps = trials.random.choice((None, 2))
-        orders, processes, victim = attempt(run, trials.random)
+    for run, orders, processes, victim in attempts(tmp_path, ranks, store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         processes[victim].kill()
         run.end(orders, processes, dead=victim)
         run.check(orders, victim, struck_at)
         slowest_s = max(slowest_s, run.slowest_s)
-        if trial == count - 1 or run.newest > MAX_TICK - 150:
-            run.finish(laps=run.laps)
-            shutil.rmtree(run.folder)
     trials.report(
         "random SIGKILLs of a training rank", count, tmp_path, **phases, seconds_to_the_error=round(slowest_s, 1)
     )
@@ -242,13 +249,8 @@ def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
 ) -> None:
     """It wakes up after a while, which may be too late, and training goes on."""
     phases: Counter[str] = Counter()
-    run: Run | None = None
     count = trials.count(2, 200)
-    for trial in range(count):
-        if run is None or run.newest > MAX_TICK - 150:
-            run = Run(tmp_path / f"stops-{trial}", ranks, store.port)
-            run.laps = trials.random.choice((None, 2))
-        orders, processes, victim = attempt(run, trials.random)
+    for run, orders, processes, victim in attempts(tmp_path, ranks, store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         pid = processes[victim].pid
@@ -261,9 +263,6 @@ def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
         run.end(orders, processes)
         run.check(orders, victim, struck_at)
         phases["aborted"] += any(told(orders, rank, "failed") for rank in range(orders.world_size))
-        if trial == count - 1 or run.newest > MAX_TICK - 150:
-            run.finish(laps=run.laps)
-            shutil.rmtree(run.folder)
     trials.report("random SIGSTOPs of a training rank", count, tmp_path, **phases)
 
 
