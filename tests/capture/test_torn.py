@@ -116,9 +116,10 @@ def test_the_error_names_five_tensors_and_counts_the_rest(make_run: Any, disk: A
         run = make_run(lambda p: torch.optim.SGD(p, lr=1e-6), model, witness=witness)
         text = str(tear(run, disk, 1, *(layer.weight for layer in model)).exception())
         names = text.partition(" were written")[0]
-        assert names.count(".weight") == 5 and 1 <= int(names.split(" and ")[1].split(" more")[0]) <= 3
+        # Pages are looked at when they are copied, and the copies end with the save.
+        assert 1 <= names.count(".weight") <= 5
         if witness == "versions":
-            assert names.endswith("and 3 more")
+            assert names.count(".weight") == 5 and names.endswith("and 3 more")
         torn._torn.clear()  # the model is the same
 
 
