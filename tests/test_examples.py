@@ -106,18 +106,13 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("script", ["lightning_fsdp.py", "torchtitan_gpt.py"])
+@pytest.mark.parametrize("script", SHARDED)
 def test_sharded_training_in_a_trainer(script: str, tmp_path: Path) -> None:
     assert "step 3: loss" in run_sharded(script, tmp_path / "run", 6)
 
 
-@pytest.mark.parametrize(
-    ("script", "resumed"),
-    [
-        pytest.param(*pair, marks=() if pair[0].startswith("accelerate") else pytest.mark.slow)
-        for pair in SHARDED.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "resumed"), SHARDED.items())
 def test_sharded_training_in_a_trainer_goes_on_where_it_ended(script: str, resumed: str, tmp_path: Path) -> None:
     run_sharded(script, tmp_path / "run", 6)
     again = run_sharded(script, tmp_path / "run", 9)

@@ -275,13 +275,11 @@ def refused(
         wait(*arguments)
 
 
-@pytest.mark.parametrize("durability", ["async", "before_step"])
 @pytest.mark.parametrize("call", INSIDE)
-def test_no_call_inside_an_operation_that_has_written_gives_it(
-    call: str, durability: str, make_run: Any, disk: Any
-) -> None:
-    """Regression: each of these published a checkpoint that held what the operation had written."""
-    run = make_run(lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9), witness="versions", durability=durability)
+def test_no_call_inside_an_operation_that_has_written_gives_it(call: str, make_run: Any, disk: Any) -> None:
+    """Regression: result() and wait_captured() there published a checkpoint that held what the operation had written.
+    The step waits for the disk, too, which must not wait for the step."""
+    run = make_run(lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9), witness="versions", durability="before_step")
     run.step()
     disk.hold()
     saved = run.ckpt.save(1)
@@ -577,7 +575,7 @@ def test_ctrl_c_anywhere_in_a_wait_leaves_no_thread_standing(wait: str, run: Any
     saved = run.ckpt.save(1)
     with Interrupt(-1) as counted:
         WAITS[wait](saved, run)
-    chosen = trials.random.sample(range(1, counted.points + 1), min(counted.points, trials.count(15, counted.points)))
+    chosen = trials.random.sample(range(1, counted.points + 1), min(counted.points, trials.count(8, counted.points)))
     kept = []
     for at in sorted(chosen):
         saved = run.ckpt.save(2)

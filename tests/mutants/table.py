@@ -525,12 +525,12 @@ promise(
     (
         "a call inside what a dispatch mode does gives the verdict",
         py("Snapshot.verify", swap("inside_operation()", "False")),
-        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[wait_captured-async]",
+        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[wait_captured]",
     ),
     (
         "a thread stands inside what a dispatch mode does",
         py("Standing.__call__", swap("inside_operation()", "False")),
-        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[result-async]",
+        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[result]",
     ),
     (
         "another thread judges a wait inside what a dispatch mode does",

@@ -157,7 +157,7 @@ def every_fault() -> tuple[list[Fault], list[Fault]]:
 def test_every_operation_of_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials) -> None:
     """Never a false success; the checkpoint before stays, training goes on, and nothing is held on to."""
     certain, others = every_fault()
-    tried = certain + trials.random.sample(others, trials.count(16, len(others)))
+    tried = certain + trials.random.sample(others, trials.count(8, len(others)))
     overcome = 0
     for number, (fault, effect, backend, on_error) in enumerate(tried):
         folder = tmp_path / str(number)
@@ -379,7 +379,7 @@ def test_any_fault_in_files_and_folders(
                     faults += [(f"write:{n}:{trouble}", "", backend, 0) for trouble in PASSING]
     calls = len(saved_twice(tmp_path / "counted", "", "posix")[1])
     faults += [("", "EIO", backend, n) for n in range(1, calls + 1) for backend in BACKENDS]
-    tried = trials.random.sample(faults, trials.count(12, len(faults)))
+    tried = trials.random.sample(faults, trials.count(8, len(faults)))
     after_it_was_durable = 0
     for number, (fault, effect, backend, nth) in enumerate(tried):
         error, _ = saved_twice(tmp_path / str(number), fault, backend, nth)

@@ -44,7 +44,7 @@ def test_ctrl_c_anywhere_and_the_next_save_works(
     """Regression: at the instant at which the background was given the checkpoint, close() and later saves hung."""
     training = Training(tmp_path)
     points = points_of(way, training)
-    chosen = sorted(trials.random.sample(range(1, points + 1), min(points, trials.count(25, points))))
+    chosen = sorted(trials.random.sample(range(1, points + 1), min(points, trials.count(12, points))))
     interrupted = 0
     for at in chosen:
         interrupt = Interrupt(at)

@@ -74,7 +74,7 @@ def test_a_handler_anywhere(outer: Callable[[Training], None], training: Trainin
     points = points_of(outer, training)
     plan = [(at, inner) for at in range(1, points + 1) for inner in INNER]
     said: dict[Callable[[Training], None], list[str]] = {inner: [] for inner in INNER}
-    chosen = sorted(trials.random.sample(plan, trials.count(40, len(plan))), key=lambda trial: trial[0])
+    chosen = sorted(trials.random.sample(plan, trials.count(16, len(plan))), key=lambda trial: trial[0])
     for at, inner in chosen:
 
         def handle(inner: Callable[[Training], None] = inner) -> None:
@@ -125,7 +125,7 @@ def test_a_real_signal_during_save_and_step(ring_chunks: int, tmp_path: Path, tr
         except lazyckpt.ConfigError:
             said.append("refused")
 
-    for number in range(trials.count(25, 2000)):
+    for number in range(trials.count(10, 2000)):
         with at_intervals(trials.random.uniform(0.0002, 0.002), handle):
             outer.append(training.ckpt.save(number + 10))
             training.step()
