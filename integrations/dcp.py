@@ -49,6 +49,7 @@ import lazyckpt
 from lazyckpt import shards
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError, save_error
+from lazyckpt.formats.inventory import sealed
 from lazyckpt.integrations.dcp_planner import AsBefore, Offer, balanced, digest
 from lazyckpt.integrations.dcp_planner import LazySavePlanner as LazySavePlanner
 from lazyckpt.integrations.dcp_staging import Staged, file_name, name_of
@@ -168,7 +169,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
             metadata.version = filesystem.CURRENT_DCP_VERSION
         written = {info.relative_path for info in metadata.storage_data.values()}
         try:
-            self._folder.publish(pickle.dumps(metadata), written)
+            self._folder.publish(sealed(pickle.dumps(metadata)), written)
         except OSError as error:
             raise save_error(error, path=self.path) from error
         finally:

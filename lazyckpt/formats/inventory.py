@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+_SEAL = b"lazyckpt crc32 "
+_SEAL_BYTES = len(_SEAL) + 8
 _VERSION = "1.0.0"  # of the folder, as torch's FileSystemWriter notes it
 
 Path = tuple[str | int, ...]
@@ -98,6 +100,21 @@ def _kind(part: Part | None) -> str:
     return "an object" if part is None else f"a {part.dtype} tensor of {part.size}"
 
 
+def sealed(metadata: bytes) -> bytes:
+    """A pickle with its CRC-32 behind its end, where unpicklers do not look."""
+    return metadata + _SEAL + b"%08x" % zlib.crc32(metadata)
+
+
+def unsealed(data: bytes) -> bytes:
+    """The pickle, compared with its CRC-32 if it has one: plain DCP writes none. Raises ValueError."""
+    if not data[:-8].endswith(_SEAL):
+        return data
+    pickled = data[:-_SEAL_BYTES]
+    if data != sealed(pickled):
+        raise ValueError("does not match its checksum")
+    return pickled
+
+
 def metadata_of(files: Inventory) -> bytes:
     """The contents of ``.metadata`` of a folder with these files, in the order of the ranks. Of equal items the first
     counts.
@@ -136,4 +153,4 @@ def metadata_of(files: Inventory) -> bytes:
     metadata = dcp.Metadata(described, {name: entry.path for name, entry in entries.items()}, where, dcp.StorageMeta())
     if hasattr(metadata, "version"):  # since torch 2.9
         metadata.version = _VERSION
-    return pickle.dumps(metadata)
+    return sealed(pickle.dumps(metadata))

@@ -32,7 +32,6 @@ from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
 
 TIMEOUT_S = 120.0
 _KEYS = "lazyckpt"
-_PROBE = ".lazyckpt-probe-"
 _LINGER_S = 5.0  # how long rank 0, whose process may serve the store, waits for the others at the end
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0  # between two looks whether a save was aborted
 
@@ -104,6 +103,7 @@ class Job:
         self.world_size = seat.world_size
         self.generation = seat.generation
         self.directory = seat.directory
+        _jobs.add(self)
 
     @classmethod
     def join(cls, directory: Path, *, timeout_s: float = TIMEOUT_S) -> Job:
@@ -180,6 +180,20 @@ class Job:
         self._leave()
 
 
+_jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """In a forked child, which has no part in the jobs of its parent: it must not wait for them, end them or speak for
+    them."""
+    for job in list(_jobs):
+        job._leave.detach()
+        job._client.disown()
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
 def _leave(pulse: Pulse, client: Client, mine: Owner | None, directory: Path) -> None:
     pulse.stop()
     if mine is not None:
@@ -208,13 +222,10 @@ def join(store: Any, rank: int, world_size: int, directory: Path, timeout_s: flo
         raise
     job = Job(seat, Owner(run, generation, told["host"]), client, pulse)
     try:
-        _check_same_folder(job, directory, told["probe"], told["directory"])
+        _check_same_folder(job, directory, told["directory"])
     except BaseException:
         job.close()
         raise
-    finally:
-        if rank == 0:
-            (directory / told["probe"]).unlink(missing_ok=True)
     pulse.complete = True
     if rank == 0:
         with contextlib.suppress(StoreLost):
@@ -227,13 +238,11 @@ def _found(client: Client, shared: Client, begin: str, directory: Path) -> dict[
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
     run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
     new = Owner.here(run, client.count(f"{_KEYS}/generation"))
-    probe = f"{_PROBE}{uuid.uuid4().hex}"
-    told = {**vars(new), "probe": probe, "directory": str(directory)}
+    told = {**vars(new), "directory": str(directory)}
     try:
         folders.make_folder(directory)
         owner.take(directory, new)
         removal.sweep(directory, new)
-        folders.create(directory / probe).close()
     except OSError as error:
         shared.set(begin, json.dumps({"error": f"cannot write there: {error.strerror}"}).encode())
         raise save_error(error, path=directory, opening=True) from error
@@ -255,26 +264,32 @@ def _awaited(shared: Client, begin: str, timeout_s: float) -> dict[str, Any]:
     return told
 
 
-def _check_same_folder(job: Job, directory: Path, probe: str, theirs: str) -> None:
-    """Raises ConfigError, on all ranks, unless every rank sees the file that rank 0 has made."""
-    sees = _sees(directory / probe)
+def _check_same_folder(job: Job, directory: Path, theirs: str) -> None:
+    """Raises ConfigError, on all ranks, unless every rank finds in its folder the owner that rank 0 has named there."""
+    other = _other_owner(directory, job._owner)
     kind = mounts.file_system(directory)[0] if directory.exists() else "no"
-    answers = job.exchange("one folder", json.dumps([sees, os.uname().nodename, str(directory), kind]).encode())
-    for rank, (seen, host, path, on) in enumerate(map(json.loads, answers)):
-        if not seen:
-            raise ConfigError(
-                f"rank {rank} ({path} on {host}, {on} file system) does not see the folder of rank 0 ({theirs}): "
-                "several ranks save into one folder, on a file system that all nodes share"
-            )
+    answers = job.exchange("one folder", json.dumps([other, os.uname().nodename, str(directory), kind]).encode())
+    for rank, (found, host, path, on) in enumerate(map(json.loads, answers)):
+        if found is None:
+            continue
+        if rank == 0:
+            raise ConfigError(f"{theirs} belongs to {found} now, which has just opened it; a folder serves one job")
+        raise ConfigError(
+            f"rank {rank} ({path} on {host}, {on} file system) does not see the folder of rank 0 ({theirs}), but one "
+            f"that belongs to {found}: several ranks save into one folder, on a file system that all nodes share"
+        )
 
 
-def _sees(probe: Path) -> bool:
-    patient = not owner.is_local(probe.parent)
-    end = time.monotonic() + (owner.STALE_S if patient else 0)
-    while not probe.exists():
-        if time.monotonic() > end:
-            return False
+def _other_owner(directory: Path, mine: Owner) -> str | None:
+    """Returns None if the folder belongs to ``mine``, else whose it is. A network file system has time to show it."""
+    end = time.monotonic() + (0 if owner.is_local(directory) else owner.STALE_S)
+    while True:
+        try:
+            found = owner.other_owner(directory, mine)
+        except OSError as error:
+            found = f"nobody knows whom ({error.strerror})"
+        if found is None or time.monotonic() > end:
+            return found
         time.sleep(0.2)
         with contextlib.suppress(OSError):
-            os.listdir(probe.parent)  # looks again for names that were missing
-    return True
+            os.listdir(directory)  # looks again for names that were missing

@@ -69,6 +69,10 @@ class Client(Protocol):
     def close(self) -> None:
         """Ends the connections that no request holds."""
 
+    def disown(self) -> None:
+        """In a forked child: from now on every call raises StoreLost. The threads of the connections are the parent's,
+        and so is all that it says."""
+
 
 def client_of(store: Any, timeout_s: float) -> Client:
     """Makes a client of the store that lies below the prefixes of ``store``."""
@@ -90,6 +94,7 @@ class PollingClient:
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self._lost: str | None = None
 
     def set(self, key: str, value: bytes) -> None:
         # torch sends it without waiting for an answer. With one, no later call on another connection overtakes it.
@@ -116,7 +121,12 @@ class PollingClient:
     def close(self) -> None:
         """Nothing is ours."""
 
+    def disown(self) -> None:
+        self._lost = "it is that of the parent of this process"
+
     def _call(self, call: Callable[[Any], Result]) -> Result:
+        if self._lost is not None:
+            raise StoreLost(self._lost)
         try:
             return call(self._store)
         except (RuntimeError, OSError) as error:
@@ -147,7 +157,6 @@ class TcpClient(PollingClient):
         self._timeout_s = timeout_s
         self._idle: collections.deque[_Connection] = collections.deque()
         self._abandoned: dict[str, list[Future[bytes]]] = {}
-        self._lost: str | None = None
 
     def ask(self, key: str) -> Reply:
         return _Asked(self, key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import pathlib
 import pickle
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,9 +19,11 @@ import torch
 
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
+from lazyckpt.formats.inventory import unsealed
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.inert import BoundedUnpickler
 from lazyckpt.reading.shard_checks import Place, check_places, check_tensor
+from lazyckpt.storage.manifest import crc_of
 
 METADATA = ".metadata"
 
@@ -32,7 +35,11 @@ def read_metadata(path: Path) -> Any:
     is not of plain DCP, LoadError if it cannot be read."""
     with FileReader(path) as file:
         data = file.read(0, file.size)
+    told = crc_of(path.parent, path.name)
+    if told is not None and told != zlib.crc32(data):
+        raise CorruptFileError("its checksum is not the one in the manifest", path=path)
     try:
+        data = unsealed(data)
         with collector_paused():
             metadata = _Unpickler(data).load()
             _check(metadata, path)

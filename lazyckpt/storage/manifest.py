@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -128,21 +128,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises a LoadError that names what is wrong.
     """
     file = path / MANIFEST
-    status = _lstat(file)
-    if status is None:
+    if _lstat(file) is None:
         raise LoadError(f"no checkpoint: there is no {MANIFEST}{_hint_at_run(path)}", path=path)
-    if stat.S_ISLNK(status.st_mode):
-        raise CorruptFileError("a symbolic link, not a manifest", path=file)
-    with FileReader(file) as reader:
-        if reader.size > _MAX_MANIFEST_BYTES:
-            raise reader.corrupt("too large for a manifest")
-        text = reader.read(0, reader.size)
-    try:
-        data = json.loads(text.decode(), object_pairs_hook=unique_keys)
-        if type(data["format"]) is not int or data["format"] != FORMAT:
-            raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
-        if data["crc32"] != checksum(data):
-            raise CorruptFileError("checksum does not match", path=file)
+    with _told_by(file) as data:
         created = datetime.fromisoformat(data["created"])
         checkpoint = Checkpoint(
             path,
@@ -156,8 +144,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
             {str(k): str(v) for k, v in data.get("kinds", {}).items()},
             _whole(data.get("world_size", 1)),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
     names = [entry.name for entry in checkpoint.files]
     if not {STATE, DCP_METADATA} & set(names) or len(set(names)) != len(names):
         raise CorruptFileError(f"does not name {STATE}, or names a file twice", path=file)
@@ -170,6 +156,39 @@ def read_checkpoint(path: Path) -> Checkpoint:
             found = "is missing" if nbytes is None else f"has {nbytes} bytes"
             raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
     return checkpoint
+
+
+def crc_of(folder: Path, name: str) -> int | None:
+    """The CRC-32 of a file, as the manifest beside it says; None if there is no manifest, or none that names the file.
+
+    Raises a LoadError for a manifest that is damaged."""
+    file = folder / MANIFEST
+    if _lstat(file) is None:
+        return None
+    with _told_by(file) as data:
+        return next((_crc(entry["crc32"]) for entry in data["files"] if entry["name"] == name), None)
+
+
+@contextlib.contextmanager
+def _told_by(file: Path) -> Iterator[dict[str, Any]]:
+    """What a manifest says, with its own checksum compared. Raises a LoadError, also if the body finds that it is no
+    manifest."""
+    status = _lstat(file)
+    if status is not None and stat.S_ISLNK(status.st_mode):
+        raise CorruptFileError("a symbolic link, not a manifest", path=file)
+    with FileReader(file) as reader:
+        if reader.size > _MAX_MANIFEST_BYTES:
+            raise reader.corrupt("too large for a manifest")
+        text = reader.read(0, reader.size)
+    try:
+        data = json.loads(text.decode(), object_pairs_hook=unique_keys)
+        if type(data["format"]) is not int or data["format"] != FORMAT:
+            raise UnsupportedFormatError(f"manifest format {data['format']!r}; this version reads {FORMAT}", path=file)
+        if data["crc32"] != checksum(data):
+            raise CorruptFileError("checksum does not match", path=file)
+        yield data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
 
 
 def _hint_at_run(path: Path) -> str:

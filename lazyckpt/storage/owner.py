@@ -45,6 +45,9 @@ class Owner:
 
 def take(directory: Path, owner: Owner) -> None:
     """Makes a job the owner of a run's folder: older ones will not publish or remove anything there. Raises OSError."""
+    for name in os.listdir(directory):
+        if name.startswith(f"{OWNER}-"):  # of a process that died here
+            (directory / name).unlink(missing_ok=True)
     temporary = directory / f"{OWNER}-{uuid.uuid4().hex}"
     try:
         with folders.create(temporary) as file:

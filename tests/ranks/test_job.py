@@ -13,7 +13,6 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError, SaveError
-from lazyckpt.ranks import job as jobs
 from lazyckpt.ranks.job import Job, join
 from lazyckpt.storage import folders, owner
 from lazyckpt.storage.manifest import folder_name
@@ -164,14 +163,13 @@ def test_a_rank_0_that_never_comes_is_missed(tmp_path: Path) -> None:
 def test_a_network_file_system_may_show_the_folder_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "is_local", lambda _: False)
     looks: list[Path] = []
-    exists = Path.exists
+    found = owner.other_owner
 
-    def late(path: Path) -> bool:
-        if path.name.startswith(jobs._PROBE):
-            looks.append(path)
-        return exists(path) and not 0 < len(looks) < 4
+    def late(directory: Path, mine: Owner) -> str | None:
+        looks.append(directory)
+        return found(directory, mine) if len(looks) > 4 else "no job"
 
-    monkeypatch.setattr(Path, "exists", late)
+    monkeypatch.setattr(owner, "other_owner", late)
     joined(HashStore(), 2, tmp_path)
     assert len(looks) >= 4
 

@@ -315,7 +315,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "rank 0 opens": (
         {"victim": 0, "ticks": 1, "laps": 2, "knobs": {"keep_last": 1}},
-        ["rename .lazyckpt-owner", "rename step-00000001", "create .lazyckpt-probe"],
+        ["rename .lazyckpt-owner", "rename step-00000001"],
     ),
 }
 
