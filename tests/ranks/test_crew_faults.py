@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -242,6 +243,44 @@ def test_a_folder_of_each_node_is_refused_before_anything_is_saved(ranks: Ranks,
     for told in ranks.run(2, opens, tmp_path):
         assert re.search(rf"rank 1 \({tmp_path}/1 on .*\) does not see the folder of rank 0 \({tmp_path}/0\)", told)
     assert [os.listdir(tmp_path / rank) for rank in "01"] == [[], []]
+
+
+# a forked child
+
+
+CHILD: dict[str, Callable[[lazyckpt.Checkpointer], object]] = {
+    "closes": lambda ckpt: ckpt.close(),
+    "saves": lambda ckpt: ckpt.save(9),
+    "restores": lambda ckpt: ckpt.restore(),
+    "ends": lambda ckpt: atexit._run_exitfuncs(),
+}
+
+
+def forks(folder: Path) -> tuple[dict[str, int], dict[int, Answer]]:
+    """How each child ended, and what this rank saves after that."""
+    case = Case(folder)
+    ended = {}
+    with case.checkpointer() as ckpt:
+        case.training.step()
+        case.save(ckpt).result()
+        for how, act in CHILD.items():
+            if (child := os.fork()) == 0:
+                with contextlib.suppress(lazyckpt.ClosedError):
+                    signal.alarm(20)
+                    act(ckpt)
+                os._exit(0)
+            ended[how] = os.waitpid(child, 0)[1]
+        case.training.step()
+        case.save(ckpt).result()
+    return ended, case.answers
+
+
+def test_a_forked_child_neither_hangs_nor_ends_the_job_of_its_parent(ranks: Ranks, tmp_path: Path) -> None:
+    """Regression: it waited for ever for threads of its parent; that of rank 0 took the folder from the job."""
+    for ended, answers in ranks.run(2, forks, tmp_path):
+        assert ended == dict.fromkeys(CHILD, 0)
+        assert [answer.text for answer in answers.values()] == [name(1), name(2)]
+    assert left(tmp_path) == [name(1), name(2)]
 
 
 # a lost store
