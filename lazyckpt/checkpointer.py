@@ -275,11 +275,12 @@ class Checkpointer(History):
             raise ConfigError("restore: give one of step, path and best")
         fit = Fit.of(self._provider, only=only, strict=strict, rename=rename, cast=cast, loader=loader)
         if step is not None:
-            found = self._restore(fit, folder=lambda: self._folder_of(step))
+            found = self._restore(fit, "restore", f"step={step}", folder=lambda: self._folder_of(step))
         elif path is not None:
-            found = self._restore(fit, folder=lambda: Path(path))
+            found = self._restore(fit, "restore", f"path={os.path.abspath(path)!r}", folder=lambda: Path(path))
         else:
-            found = self._restore(fit, best=self._checked_best() if best else None)
+            told = ["best=True"] if best else []
+            found = self._restore(fit, "restore", *told, best=self._checked_best() if best else None)
         if found is None:
             return None
         checkpoint, restored = found
@@ -289,14 +290,15 @@ class Checkpointer(History):
 
     @alone("restore()")
     def _restore(
-        self, fit: Fit, *, folder: Callable[[], Path] | None = None, best: Best | None = None
+        self, fit: Fit, call: str, *told: str, folder: Callable[[], Path] | None = None, best: Best | None = None
     ) -> tuple[Checkpoint, Restored] | None:
         """Restores the newest checkpoint or the ``best``, or that in ``folder``, which is asked for once all saves are
-        durable."""
+        durable. ``call`` and ``told``: the method that was called, and which checkpoint it was told to take."""
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         engine = self._saver.engine
         team = ALONE if (crew := self._sharded()) is None else crew.team
+        team.compare(f"{call}({', '.join([*told, *fit.told()])})")
         if folder is not None:
             found = restore_one(folder(), self._provider, engine, fit, team)
         elif (newest := restore_newest(self._catalog, self._provider, engine, fit, best, team)) is not None:
@@ -329,7 +331,7 @@ class Checkpointer(History):
             return found
 
         fit = Fit.of(self._provider, **how)
-        found = self._restore(fit, folder=folder)
+        found = self._restore(fit, "rollback", str(step), folder=folder)
         assert found is not None
         checkpoint, restored = found
         try:

@@ -188,7 +188,7 @@ def exchange(seat: Seat, number: int, topic: str, value: bytes) -> list[bytes]:
         told = Aborted(seat.rank, f"lost the store: {error}").encode()
     round.finish()
     if (aborted := decode(told)) is not None:
-        raise RankError(aborted.why, rank=aborted.rank, path=seat.directory, agreeing_on=topic)
+        raise RankError(aborted.why, rank=aborted.rank, path=seat.directory, agreeing_on=topic.partition("/")[0])
     values = []
     for rank, entry in sorted(unpack(told.removeprefix(_VALUES)).items()):
         theirs, _, found = entry.partition(_END)

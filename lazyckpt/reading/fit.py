@@ -53,6 +53,13 @@ class Fit:
     cast: bool = False
     loader: bool = True
 
+    def told(self) -> list[str]:
+        """The arguments that are not the default. Of a function nobody can tell whether another rank has the same."""
+        only = None if self.only is None else sorted(self.only, key=str)
+        rename = "a function" if callable(self.rename) else self.rename
+        arguments = {"only": only, "strict": self.strict, "rename": rename, "cast": self.cast, "loader": self.loader}
+        return [f"{name}={value}" for name, value in arguments.items() if value != getattr(Fit, name)]
+
     @classmethod
     def of(
         cls,

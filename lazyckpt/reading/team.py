@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from lazyckpt.errors import LazyCkptError, LoadError, ReadError, RestoreError
+from lazyckpt.errors import ConfigError, LazyCkptError, LoadError, ReadError, RestoreError
 
 Answer = TypeVar("Answer")
 
@@ -25,6 +25,9 @@ class Team:
     def agree(self, act: Callable[[], Answer]) -> Answer:
         """Lets every rank act. If one raises, all do: its own error, or that of the first other rank, by name."""
         return act()
+
+    def compare(self, call: str) -> None:
+        """Raises ConfigError on every rank unless all make the same call."""
 
 
 ALONE = Team()
@@ -68,6 +71,12 @@ class JobTeam(Team):
             if others is not None:
                 raise _of_rank(rank, others)
         return value  # type: ignore[return-value]
+
+    def compare(self, call: str) -> None:
+        calls = [others for others, _ in self._exchange((call, None))]
+        for rank, others in enumerate(calls):
+            if others != calls[0]:
+                raise ConfigError(f"rank 0 calls {calls[0]}, rank {rank} calls {others}: all ranks restore the same")
 
     def _exchange(self, value: Any) -> list[Any]:
         try:

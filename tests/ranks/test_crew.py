@@ -295,6 +295,33 @@ def damage(folder: Path, file: str) -> None:
         handle.write(bytes([byte[0] ^ 4]))
 
 
+def restores_otherwise(folder: Path, calls: list[dict[str, Any]]) -> tuple[str, bool]:
+    """The error of a call that another rank makes otherwise, and whether the model stayed as it was."""
+    model, optimizer = built("fsdp")
+    before = state_of(model, optimizer)
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        with pytest.raises(lazyckpt.ConfigError) as caught:
+            ckpt.restore(**calls[dist.get_rank()])
+        return str(caught.value), equal(state_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        ([{}, {"step": 2}], "rank 0 calls restore(), rank 1 calls restore(step=2): all ranks restore the same"),
+        ([{"step": 1}, {"step": 2}], "rank 0 calls restore(step=1), rank 1 calls restore(step=2)"),
+        ([{}, {"only": ["optimizer"]}], "rank 0 calls restore(), rank 1 calls restore(only=['optimizer'])"),
+        ([{"strict": False}, {}], "rank 0 calls restore(strict=False), rank 1 calls restore()"),
+    ],
+)
+def test_ranks_that_restore_something_else_are_refused(ranks, tmp_path, calls, told):
+    """Regression: a rank took what rank 0 had asked for, or kept its model, and nobody was told."""
+    ranks.run(2, save, tmp_path / "run", "fsdp", 2)
+    for error, stayed in ranks.run(2, restores_otherwise, tmp_path / "run", calls):
+        assert told in error and stayed
+
+
 def test_damage_that_one_rank_sees_makes_all_go_back(ranks, tmp_path):
     ranks.run(2, save, tmp_path / "run", "fsdp", 2)
     (_, expected, _), _ = ranks.run(2, save, tmp_path / "run", "fsdp", 3)
