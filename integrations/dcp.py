@@ -135,10 +135,13 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
             self._staged.compare({item.index.fqn for item in plan.items})
         held = b"".join(digest(item.index) for item in plan.items if item.index.fqn not in missing)
         items = [] if isinstance(plan.planner_data, AsBefore) else plan.items
-        return dataclasses.replace(plan, items=items, storage_data=Offer(held))
+        return dataclasses.replace(plan, items=items, storage_data=Offer(self.path.name, held))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._discard()
+        for rank, plan in enumerate(plans):
+            if (name := plan.storage_data.folder) != self.path.name:
+                raise ConfigError(f"rank {rank} saves {name}, the coordinator saves {self.path}: all save one folder")
         try:
             folders.make_folder(self.path.parent)
             removal.sweep(self.path.parent)
@@ -253,6 +256,7 @@ class LazyStorageReader(StorageReader):
         self.path = paths.local(path)
         self._weights_only = weights_only
         self.load_id = str(uuid.uuid4())
+        self._save_id: str | None = None
         self._items: Mapping[MetadataIndex, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -268,6 +272,7 @@ class LazyStorageReader(StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
+        self._save_id = metadata.storage_meta.save_id
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -275,9 +280,14 @@ class LazyStorageReader(StorageReader):
         self._items = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return dataclasses.replace(plan, storage_data=_Opened(str(self.path), self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        mine: _Opened = plans[0].storage_data
+        for rank, plan in enumerate(plans):
+            theirs: _Opened = plan.storage_data
+            if theirs.save_id != mine.save_id:
+                raise ConfigError(f"rank {rank} loads {theirs.path}, rank 0 loads {mine.path}: all load one checkpoint")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -311,6 +321,14 @@ class LazyStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """The checkpoint that a rank loads."""
+
+    path: str
+    save_id: str | None  # none in what a Checkpointer or an old version of torch has saved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,6 +74,7 @@ class AsBefore:
 class Offer:
     """What a rank can write, with its local plan to the coordinator."""
 
+    folder: str  # its final name
     held: bytes  # the digests of the items, one behind the other
 
 

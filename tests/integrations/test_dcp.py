@@ -783,6 +783,28 @@ def test_what_cannot_work_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> No
     assert not [path.name for path in tmp_path.iterdir() if path.name not in ("c0",)]
 
 
+def two_folders(folder: str) -> dict[str, str]:
+    """Each rank saves and loads another one."""
+    rank = dist.get_rank()
+    own = f"{folder}/of-{rank}"
+    found = {how: why(lambda how=how: save(how, {"w": torch.ones(3)}, own)) for how in ("sync", "async")}
+    for name in ("a", "b"):
+        save("sync", {"w": torch.ones(3)}, f"{folder}/{name}")
+    state = {"w": torch.zeros(3)}
+    found["load"] = why(lambda: dcp.load(state, storage_reader=LazyStorageReader(f"{folder}/{'ab'[rank]}")))
+    assert not state["w"].any()
+    return found
+
+
+def test_ranks_that_name_two_folders_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Regression: the coordinator's folder held parts that another rank had meant for another one."""
+    for found in ranks.run(2, two_folders, str(tmp_path), timeout_s=150):
+        for how in ("sync", "async"):
+            assert f"rank 1 saves of-1, the coordinator saves {tmp_path}/of-0: all save one folder" in found[how]
+        assert f"rank 1 loads {tmp_path}/b, rank 0 loads {tmp_path}/a: all load one checkpoint" in found["load"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
 # Reading, in one process
 
 
