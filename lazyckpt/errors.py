@@ -50,8 +50,8 @@ class SaveError(LazyCkptError):
     """A checkpoint failed. What was committed before is untouched.
 
     Attributes: ``step`` (None for ``lazyckpt.save``) and ``path``, the place the checkpoint was meant for;
-    the underlying error, if any, is ``__cause__``. With ``opening``, ``path`` is a folder that is refused before
-    anything is saved into it.
+    the underlying error, if any, is ``__cause__``. With ``opening``, ``path`` is a folder that cannot be opened, and
+    nothing is saved into it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SaveError(LazyCkptError):
         self.path = Path(path)
         self.step = step
         where = f"step {step}: {self.path}" if step is not None else str(self.path)
-        failed = f"cannot save into {where}" if opening else f"checkpoint not saved ({where})"
+        failed = f"cannot open {where}" if opening else f"checkpoint not saved ({where})"
         super().__init__(f"{failed}: {what}")
 
 
@@ -149,4 +149,8 @@ def save_error(
 
 def described(error: BaseException) -> str:
     """What went wrong, without the place: for the message of another rank, which names that itself."""
-    return error.what if isinstance(error, SaveError) else getattr(error, "strerror", None) or str(error)
+    if isinstance(error, SaveError):
+        return error.what
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error)

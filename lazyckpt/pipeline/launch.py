@@ -114,6 +114,8 @@ class Launcher:
                 self._background.fail(handle, as_save_error(error, handle))
                 blocking = True  # it has failed already, so this call raises, not the next
         except BaseException as error:
+            if isinstance(error, SaveError) and error.step not in (None, request.step):
+                why = why or f"it did not save, since step {error.step} had failed: {described(error)}"
             why = why or f"save() raised {type(error).__name__}: {described(error)}"
             raise
         finally:

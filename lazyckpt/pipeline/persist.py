@@ -152,7 +152,8 @@ def abort(flight: Flight) -> None:
 def as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:
     """The SaveError to tell the user, caused by ``cause``."""
     if isinstance(cause, SaveError):
-        return cause
+        cause.__context__ = None  # its text says everything; what the background did would hide it
+        return cause.with_traceback(None)
     if isinstance(cause, OSError):
         error = save_error(cause, path=handle.path, step=handle.step)
     else:

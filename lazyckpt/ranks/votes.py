@@ -119,7 +119,7 @@ class Ballot:
             record = json.loads(told)
             name, note = record.pop("name"), record.pop("note")
             if record != self._begin:
-                raise RankLost(self._seat.rank, f"saves {_phrase(self._begin)}; rank 0 saves {_phrase(record)}")
+                raise RankLost(self._seat.rank, _difference(self._begin, record))
         self._folder = self._open(name)
         return name, note
 
@@ -308,8 +308,15 @@ def _synced(folder: Folder) -> Aborted | bool:
         return Aborted(0, f"{_told(error)} at the fsync of its folder; it may or may not survive a power cut")
 
 
-def _phrase(begin: dict[str, object]) -> str:
-    return f"step {begin['step']} as its save number {begin['ordinal']}, with layout {begin['layout']}"
+def _difference(mine: dict[str, object], of_rank_0: dict[str, object]) -> str:
+    if mine["step"] == of_rank_0["step"]:
+        return (
+            f"saves step {mine['step']} with layout {mine['layout']}; rank 0 saves it with layout {of_rank_0['layout']}"
+        )
+    return (
+        f"saves step {mine['step']}; rank 0 saves step {of_rank_0['step']} (number {mine['ordinal']} of the saves of "
+        "each). If a rank left out a save, open a new Checkpointer on every rank"
+    )
 
 
 def _told(error: OSError) -> str:

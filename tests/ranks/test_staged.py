@@ -240,7 +240,7 @@ def faulty(folder: Path, fault: str) -> list[str]:
         ("unpicklable", "RankError: .*rank 1 failed"),
         ("a missing state", "SaveError: .*the ranks hold"),
         ("one name twice", "RankError: .*rank 1 failed: open: File exists"),
-        ("another folder", "RankError: .*rank 1.* saves step 2 .*layout other2; rank 0 saves .*layout state2"),
+        ("another folder", "RankError: .*rank 1.* saves step 2 with layout other2; rank 0 saves it with layout state2"),
     ],
 )
 def test_a_folder_that_one_rank_fails_to_save_appears_on_none(

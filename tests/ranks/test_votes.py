@@ -222,8 +222,8 @@ def test_ranks_that_save_different_things_are_both_named() -> None:
 
     explore([saves] * 2, check, prepare=old_checkpoint)
     assert told == {
-        "checkpoint not saved (step 101: final): rank 1 saves step 101 as its save number 1, with layout another "
-        "layout; rank 0 saves step 101 as its save number 1, with layout layout"
+        "checkpoint not saved (step 101: final): rank 1 saves step 101 with layout another layout; rank 0 saves it "
+        "with layout layout"
     }
 
 

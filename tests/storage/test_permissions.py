@@ -306,7 +306,7 @@ def test_an_empty_folder_that_cannot_be_written_to_says_so(theirs: Path) -> None
     """Regression: "checkpoint not saved", of one who had come to restore."""
     (theirs / "empty").mkdir()
     (theirs / "empty").chmod(0o555)
-    with pytest.raises(lazyckpt.SaveError, match=r"^cannot save into .*empty: Permission denied"):
+    with pytest.raises(lazyckpt.SaveError, match=r"^cannot open .*empty: Permission denied"):
         lazyckpt.Checkpointer(theirs / "empty", **TINY_RING)
 
 
