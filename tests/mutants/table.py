@@ -588,7 +588,7 @@ promise(
     ),
     (
         "a changed manifest is believed",
-        py("read_checkpoint", swap('_["crc32"] != checksum(...)', "False")),
+        py("manifest._told_by", swap('_["crc32"] != checksum(...)', "False")),
         "test_catalog.py::test_a_manifest_that_was_changed_is_found",
     ),
     (
