@@ -27,7 +27,7 @@ from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.gate import gate
 from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
-from lazyckpt.capture.standing import inside_operation, waits_for_future
+from lazyckpt.capture.standing import inside_operation
 from lazyckpt.capture.torn import CURE, TornStorages, is_torn
 from lazyckpt.capture.verdict import Verdict, wait_durable
 from lazyckpt.formats import torch_zip
@@ -222,9 +222,9 @@ class Snapshot:
         if not self.verdict.is_thread_alive():
             self.verify()  # all that the thread began has ended
         gate.standing.judge(self.verdict.thread.ident, self.verify)
-        if (waiting := waits_for_future(self.verdict.thread.ident)) is not None:
+        if (waiting := gate.standing.waits_for_future(self.verdict.thread.ident)) is not None:
             found = _versions_of(self._tensors)
-            if waits_for_future(self.verdict.thread.ident) == waiting:  # nothing was written in between
+            if gate.standing.waits_for_future(self.verdict.thread.ident) == waiting:  # nothing was written in between
                 self.verify(versions=found)
         versions = self.verdict.ask()
         if versions is not None:

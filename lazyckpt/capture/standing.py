@@ -31,13 +31,18 @@ class Standing:
     def __init__(self) -> None:
         self._calls: dict[Call, None] = {}  # a dict, since adding or removing one entry is atomic
         self._judged: list[int] = []  # threads that must not leave their wait just now
+        self._operating: list[int] = []  # threads that wait inside an operation, and do not stand
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """The calling thread only waits inside this context. Inside an operation it does not stand."""
         frame = sys._getframe(2)  # behind that of contextlib
         if inside_operation():
-            yield
+            self._operating.append(threading.get_ident())
+            try:
+                yield
+            finally:
+                self._operating.remove(threading.get_ident())
             return
         call = Call(frame)
         self._calls[call] = None
@@ -65,22 +70,21 @@ class Standing:
         finally:
             self._judged.remove(thread)
 
+    def waits_for_future(self, thread: int | None) -> tuple[FrameType, int] | None:
+        """Where a thread waits for a future that is not ours, or for an event; None if it does not.
 
-def waits_for_future(thread: int | None) -> tuple[FrameType, int] | None:
-    """Where a thread waits for a future that is not ours, or for an event; None if it does not.
-
-    As long as the answer stays the same, the thread writes nothing."""
-    frame = None if thread is None else sys._current_frames().get(thread)
-    if frame is None or frame.f_code is not threading.Condition.wait.__code__ or frame.f_back is None:
-        return None
-    if frame.f_back.f_code not in _OF_FUTURES or _runs_dispatch(frame):
-        return None
-    return frame, frame.f_lasti
+        As long as the answer stays the same, the thread writes nothing."""
+        frame = None if thread is None else sys._current_frames().get(thread)
+        if frame is None or frame.f_code is not threading.Condition.wait.__code__ or frame.f_back is None:
+            return None
+        if frame.f_back.f_code not in _OF_FUTURES or _runs_dispatch(frame) or thread in self._operating:
+            return None
+        return frame, frame.f_lasti
 
 
 def inside_operation() -> bool:
-    """Whether the calling thread is in the middle of an operation of torch: it runs code of a dispatch mode or
-    of a subclass. The operation may have written, and moves the version later."""
+    """Whether the calling thread is in the middle of an operation of torch: it runs code of a dispatch mode, of a
+    subclass, or of a kernel in Python. The operation may have written, and moves the version later."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_MOVES_VERSIONS) or _runs_dispatch(sys._getframe(1))
 
 

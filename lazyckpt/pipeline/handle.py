@@ -219,8 +219,8 @@ def _refuse_inside_operation() -> None:
         snapshot = save._snapshot
         if snapshot is not None and snapshot.verdict.owed and not snapshot.verdict.is_owed_by_another():
             raise ConfigError(
-                f"a wait for {save.path} inside an operation of torch (in a __torch_dispatch__) has no end: only after "
-                "the operation does torch tell whether it has written. Wait outside of it"
+                f"a wait for {save.path} inside an operation of torch (a __torch_dispatch__, a kernel) has no end: "
+                "only after the operation does torch tell whether it has written. Wait outside of it"
             )
 
 

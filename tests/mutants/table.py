@@ -211,6 +211,26 @@ promise(
         py("job._check_same_folder", swap("found is None", "True")),
         "test_job.py",
     ),
+    (
+        "a forked child has a part in the job of its parent",
+        py("job._disown", body("return")),
+        "test_crew_faults.py::test_a_forked_child_neither_hangs_nor_ends_the_job_of_its_parent",
+    ),
+    (
+        "each rank restores what it was told",
+        py("JobTeam.compare", body("return")),
+        "test_crew.py::test_ranks_that_restore_something_else_are_refused",
+    ),
+    (
+        "two folders of DCP are saved as one",
+        py("LazyStorageWriter.prepare_global_plan", swap("_ != self.path.name", "False")),
+        "test_dcp.py::test_ranks_that_name_two_folders_are_refused",
+    ),
+    (
+        "two folders of DCP are loaded as one",
+        py("LazyStorageReader.prepare_global_plan", swap("theirs.save_id != mine.save_id", "False")),
+        "test_dcp.py::test_ranks_that_name_two_folders_are_refused",
+    ),
     ("a wait holds up other users of the store", py("TcpClient._connect", body("return self._store")), "test_store.py"),
 )
 
@@ -525,16 +545,21 @@ promise(
     (
         "a call inside what a dispatch mode does gives the verdict",
         py("Snapshot.verify", swap("inside_operation()", "False")),
-        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[wait_captured]",
+        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[in_a_mode-wait_captured]",
     ),
     (
         "a thread stands inside what a dispatch mode does",
         py("Standing.__call__", swap("inside_operation()", "False")),
-        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[result]",
+        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[in_a_mode-result]",
+    ),
+    (
+        "another thread judges a call inside a kernel in Python",
+        py("Standing.waits_for_future", swap("thread in self._operating", "False")),
+        "test_verdict.py::test_no_call_inside_an_operation_that_has_written_gives_it[in_a_kernel-result]",
     ),
     (
         "another thread judges a wait inside what a dispatch mode does",
-        py("standing.waits_for_future", swap("_runs_dispatch(frame)", "False")),
+        py("Standing.waits_for_future", swap("_runs_dispatch(frame)", "False")),
         "test_verdict.py::test_nothing_is_published_inside_an_operation[in_a_wait_of_a_dispatch_mode]",
     ),
     (
@@ -585,6 +610,16 @@ promise(
         "a checksum is of the source, which may change before it is copied",
         cc("StreamBlock", "Crc32(crc, copy.data(), kStrideBytes)", "Crc32(crc, from, kStrideBytes)"),
         "test_engine.py::test_a_checksum_is_that_of_the_copy_whoever_writes_to_the_source_meanwhile",
+    ),
+    (
+        "a .metadata that does not match its checksum is believed",
+        py("inventory.unsealed", swap("data != sealed(pickled)", "False")),
+        "test_shards.py::test_a_flipped_bit_of_the_metadata_is_found",
+    ),
+    (
+        "a .metadata that is not that of the manifest is believed",
+        py("shard_metadata.read_metadata", swap("told != zlib.crc32(data)", "False")),
+        "test_shards.py::test_a_flipped_bit_of_the_metadata_is_found",
     ),
     (
         "a changed manifest is believed",
