@@ -91,10 +91,11 @@ class Watch:
             raise RankLost(self._rank, f"has given no sign of life for {self._pulse.timeout_s:g} s (rank_timeout_s)")
         self._absent_s += passed_s if found[self._at.kind] < self._at.number else 0.0
         if self._absent_s > ABSENT * self._pulse.timeout_s:
-            what = f"lives, but has not reached {self._at.kind} number {self._at.number} for"
-            if self._at.kind == "exchange":
-                what = "lives, but takes no part for"
             if self._seen == 0:
                 what = "has ended, or has not opened its Checkpointer for"
+            elif self._at.kind == "exchange":
+                what = "lives, but takes no part for"
+            else:
+                what = f"lives, but has not reached {self._at.kind} number {self._at.number} for"
             limit = f"{ABSENT * self._pulse.timeout_s:g} s ({ABSENT} times rank_timeout_s)"
             raise RankLost(self._rank, f"{what} {limit}. All ranks must make the same calls")

@@ -44,9 +44,10 @@ class Owner:
 
 
 def take(directory: Path, owner: Owner) -> None:
-    """Makes a job the owner of a run's folder: older ones will not publish or remove anything there. Raises OSError."""
+    """Makes a job the owner of a run's folder: older ones will not publish or remove anything there. Raises
+    OSError, also if another job takes the folder at the same moment."""
     for name in os.listdir(directory):
-        if name.startswith(f"{OWNER}-"):  # of a process that died here
+        if name.startswith(f"{OWNER}-"):  # of a process that died or sleeps before its rename
             (directory / name).unlink(missing_ok=True)
     temporary = directory / f"{OWNER}-{uuid.uuid4().hex}"
     try:

@@ -194,6 +194,24 @@ def test_a_start_of_the_job_takes_the_folder_from_the_one_before(tmp_path: Path)
     assert owner.other_owner(tmp_path, new[0]._owner) is None
 
 
+def test_a_start_that_died_before_it_took_the_folder_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only slept fails when it wakes up: it would take the folder from a newer start."""
+    rename = os.replace
+
+    def sleeps(old: Path, new: Path) -> None:
+        monkeypatch.setattr(os, "replace", rename)
+        owner.take(tmp_path, Owner("a", 2, "here"))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "replace", sleeps)
+    with pytest.raises(FileNotFoundError):
+        owner.take(tmp_path, Owner("a", 1, "here"))
+    assert os.listdir(tmp_path) == [OWNER]
+    assert owner.other_owner(tmp_path, Owner("a", 2, "here")) is None
+
+
 def test_another_job_takes_the_folder_but_not_what_a_live_one_stages(tmp_path: Path) -> None:
     old = joined(HashStore(), 1, tmp_path)
     staging = old[0].stage(tmp_path / "step-00000001")

@@ -38,14 +38,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def client(store: Any) -> Iterator[Client]:
-    client = client_of(store, 30.0)
+    client = client_of(store, 5.0)
     yield client
     client.close()
 
 
 @pytest.fixture
 def tcp() -> Iterator[TcpClient]:
-    client = client_of(tcp_store(), 30.0)
+    client = client_of(tcp_store(), 5.0)
     assert isinstance(client, TcpClient)
     yield client
     client.close()

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import lazyckpt
+import writers.trial
 from lazyckpt import _engine
 from lazyckpt.capture import laziness
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.storage import commit
 from writers import registry
 from writers.judge import Hang, Violation, flat, judge, limit
-from writers.trial import HELD, Plan, Round, Trial, witnesses
+from writers.trial import HELD, Case, Plan, Round, Trial, witnesses
 
 # Those whose verdict can be taken away; with copy-on-write nothing depends on one.
 pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
@@ -28,6 +29,9 @@ def blind(patch: pytest.MonkeyPatch) -> None:
     """Takes away every verdict: no snapshot is found torn. The gate, and what is eager, stay as they are."""
     patch.setattr(Snapshot, "_changed", lambda *_: None)
     patch.setattr(Snapshot, "verify_frozen", lambda *_: None)
+    # The write comes first, also on a busy machine: what is held is copied only after it.
+    patch.setattr(Case, "_reach", lambda *_: None)
+    patch.setattr(writers.trial, "HOLD_S", 0.5)
     make = _engine.Engine
     patch.setattr(_engine, "Engine", lambda **knobs: make(**{k: v for k, v in knobs.items() if k != "watch_pages"}))
 
@@ -40,8 +44,7 @@ def test_without_its_verdict_the_trial_finds_torn_checkpoints(
     blind(monkeypatch)
     for name in ("normal_", "numpy"):
         with pytest.raises(Violation, match="are not of the instant of save"):
-            for seed in range(10):  # on a busy machine the copies may come before the write
-                trial.run(Plan(name, witness, way, rounds=(Round(1, HELD),), seed=seed))
+            trial.run(Plan(name, witness, way, rounds=(Round(1, HELD),)))
 
 
 @pytest.mark.parametrize("witness", WITNESSES)
@@ -51,8 +54,7 @@ def test_without_the_gate_the_trial_finds_steps(witness: str, trial: Trial, monk
     monkeypatch.setattr(Snapshot, "wait_all", lambda *_, **__: None)
     for name in ("fused step", "foreach step", "load_state_dict of a module"):
         with pytest.raises(Violation, match="are not of the instant of save"):
-            for seed in range(10):
-                trial.run(Plan(name, witness, rounds=(Round(1, HELD),), seed=seed))
+            trial.run(Plan(name, witness, rounds=(Round(1, HELD),)))
 
 
 @pytest.mark.parametrize("witness", WITNESSES)
