@@ -110,8 +110,10 @@ class Contest:
         self._settle(arm)
         durable_s = together(lambda: durable_seconds(arm, self._numbers(1)))
         self._settle(arm)
-        alone_s = together(lambda: self._alone_s(arm)) if name in ALONE else None
-        self._settle(arm)
+        alone_s = None
+        if name in ALONE:
+            alone_s = together(lambda: self._alone_s(arm))
+            self._settle(arm)
         blocks, saves = gather(block), list(zip(*gather(phases), strict=True))
         shares = [share for of_rank in gather(eager) for share in of_rank]
         count = len(block.blocked_s)
