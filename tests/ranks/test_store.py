@@ -171,6 +171,7 @@ def test_a_store_that_does_not_answer_is_lost_after_the_timeout(served: tuple[in
     client = of(port, timeout_s=0.5)
     client.set("key", b"1")
     os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
     begin = time.monotonic()
     with pytest.raises(StoreLost, match=r"does not answer within 0\.5 s"):
         client.look("key")
