@@ -34,6 +34,8 @@ settings.register_profile("lazyckpt", deadline=None)  # how long an example take
 settings.load_profile("lazyckpt")
 # Two busy cores make OpenMP's barriers spin for milliseconds, and after a fork they hang.
 torch.set_num_threads(1)
+# torch asks for the host's name at every connection to its store, and waits 5 s for each answer that a resolver drops.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 collect_ignore = ["ecosystem"]  # needs an environment of its own: `make ecosystem`
 

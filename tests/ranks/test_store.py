@@ -38,14 +38,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def client(store: Any) -> Iterator[Client]:
-    client = client_of(store, 5.0)
+    client = client_of(store, 30.0)
     yield client
     client.close()
 
 
 @pytest.fixture
 def tcp() -> Iterator[TcpClient]:
-    client = client_of(tcp_store(), 5.0)
+    client = client_of(tcp_store(), 30.0)
     assert isinstance(client, TcpClient)
     yield client
     client.close()
@@ -69,8 +69,10 @@ def served() -> Iterator[tuple[int, int]]:
             process.kill()
 
 
-def of(port: int, timeout_s: float = 5.0) -> Client:
-    return client_of(TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), timeout_s)
+def of(port: int) -> TcpClient:
+    client = client_of(TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), 30.0)
+    assert isinstance(client, TcpClient)
+    return client
 
 
 def test_the_first_to_claim_a_key_sets_it(client: Client) -> None:
@@ -100,7 +102,7 @@ def test_an_answer_comes_as_soon_as_the_key_is_set(client: Client) -> None:
     assert reply.wait(30) == b"value"
     assert time.monotonic() - begin < 10
     timer.join()
-    assert client.ask("key").wait(5) == b"value"
+    assert client.ask("key").wait(30) == b"value"
 
 
 def test_a_wait_holds_up_nobody(client: Client, store: Any) -> None:
@@ -114,7 +116,7 @@ def test_a_wait_holds_up_nobody(client: Client, store: Any) -> None:
     assert time.monotonic() - begin < 3
     for i, reply in enumerate(replies):
         client.set(f"key {i}", b"done")
-        assert reply.wait(5) == b"done"
+        assert reply.wait(30) == b"done"
 
 
 def test_a_look_at_a_missing_key_does_not_answer_those_who_wait_for_it(tcp: TcpClient) -> None:
@@ -125,7 +127,7 @@ def test_a_look_at_a_missing_key_does_not_answer_those_who_wait_for_it(tcp: TcpC
     tcp._call(lambda store: store.compare_set("key", "not this", "nothing"))
     assert reply.wait(0.2) is None
     tcp.set("key", b"value")
-    assert reply.wait(5) == b"value"
+    assert reply.wait(30) == b"value"
 
 
 def test_a_released_request_gives_its_connection_back_and_leaves_no_key(tcp: TcpClient) -> None:
@@ -135,7 +137,7 @@ def test_a_released_request_gives_its_connection_back_and_leaves_no_key(tcp: Tcp
         assert reply.wait(0.001) is None
         reply.abandon()
         tcp.release("key")
-        assert reply.wait(5) is not None
+        assert reply.wait(30) is not None
         assert tcp.look("key") is None
     assert threading.active_count() <= before + 2
 
@@ -168,8 +170,9 @@ def test_every_call_fails_at_once_when_the_store_is_lost(served: tuple[int, int]
 def test_a_store_that_does_not_answer_is_lost_after_the_timeout(served: tuple[int, int]) -> None:
     """Its machine may have disappeared."""
     pid, port = served
-    client = of(port, timeout_s=0.5)
+    client = of(port)
     client.set("key", b"1")
+    client._timeout_s = 0.5  # of calls on a connection that stands
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
     begin = time.monotonic()
