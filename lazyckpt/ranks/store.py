@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TimeoutOfFuture
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -30,6 +29,7 @@ from lazyckpt.ranks.rounds import StoreLost
 _FOREVER = timedelta(days=14)  # torch counts milliseconds in 32 bits
 _ABSENT = b"~lazyckpt: nothing~"  # no key has this value
 _RELEASED = b"~lazyckpt: released~"
+_LOOKS = 8  # while a call has no answer
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.02  # between two looks of a PollingClient
 Result = TypeVar("Result")
 
@@ -209,11 +209,17 @@ class TcpClient(PollingClient):
         return store
 
     def result(self, future: Future[Result], seconds: float) -> Result:
-        """Returns what a connection answers. Raises StoreLost if it fails, or after so many seconds."""
-        try:
-            return future.result(seconds)
-        except TimeoutOfFuture:
+        """Returns what a connection answers. Raises StoreLost if it fails, or after so many seconds.
+
+        Those in which this process was stopped do not count: the answer may be there, and nobody has looked."""
+        for _ in range(_LOOKS):
+            if concurrent.futures.wait([future], seconds / _LOOKS).done:
+                break
+        else:
             self._lost = f"it does not answer within {seconds:g} s"
+            raise StoreLost(self._lost)
+        try:
+            return future.result()
         except (RuntimeError, OSError) as error:
             self._lost = self._lost or _first_line(error)
         raise StoreLost(self._lost)

@@ -185,6 +185,31 @@ def test_a_store_that_does_not_answer_is_lost_after_the_timeout(served: tuple[in
     client.close()
 
 
+def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+    """Regression: a rank that was stopped for longer than the timeout took the store for lost, and saved no more."""
+    store = tcp_store()
+    ask = (
+        "import time\n"
+        "from torch._C._distributed_c10d import TCPStore\n"
+        "from lazyckpt.ranks.store import client_of\n"
+        f"client = client_of(TCPStore('127.0.0.1', {store.port}, None, False, wait_for_workers=False), 30.0)\n"
+        "client.set('key', b'1')\n"
+        "client._timeout_s = 0.8\n"
+        "def slowly(store):\n"
+        "    print('asked', flush=True)\n"
+        "    time.sleep(0.3)\n"
+        "    return store.get('key')\n"
+        "print(client._call(slowly), flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.read() == "b'1'\n"
+
+
 def test_a_torch_without_clones_gets_connections_of_its_own(tcp: TcpClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.6 has none."""
     plain = tcp._connect
