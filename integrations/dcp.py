@@ -77,6 +77,8 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
 
     def __init__(self, path: str | os.PathLike[str], *, saver: lazyckpt.Saver | None = None) -> None:
         self.path = paths.local(path)
+        if saver is not None and not isinstance(saver, lazyckpt.Saver):
+            raise ConfigError(f"saver={saver!r}: expected a lazyckpt.Saver")
         self._saver = saver
         self.save_id = str(uuid.uuid4())
         self._staged: Staged | None = None

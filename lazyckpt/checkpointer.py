@@ -54,6 +54,17 @@ def _rank() -> int:
     return torch.distributed.get_rank() if started else 0
 
 
+def _warn_if_alone() -> None:
+    """Warns of ranks that do not know each other."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1" and torch.distributed.is_available() and not torch.distributed.is_initialized():
+        warn(
+            f"WORLD_SIZE is {ranks}, but torch.distributed is not initialized, so every rank saves for itself: if they "
+            "have one folder, each replaces the checkpoints of the others. Call torch.distributed.init_process_group() "
+            "before the first save()"
+        )
+
+
 def _call(actions: list[Callable[[], None]]) -> None:
     while actions:
         actions.pop()()
@@ -102,6 +113,8 @@ class Checkpointer(History):
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)
         self._auto = save_every == "auto"
+        if not isinstance(read_only, bool):
+            raise ConfigError(f"read_only={read_only!r}: expected true or false")
         check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only")
         self._leaving: list[Callable[[], None]] = []
         weakref.finalize(self, _call, self._leaving)  # made before the Saver, so at exit it runs when that is done
@@ -376,6 +389,8 @@ class Checkpointer(History):
             raise
         if self._best is not None and about.metrics and self._best.metric not in about.metrics:
             self._warn_of_metric(about.metrics, self._best)
+        if self._last_save[0] is None:
+            _warn_if_alone()
         self._last_save = step, object()
         request: Request
         plans: Mapping[str, FilePlan]

@@ -345,6 +345,17 @@ def test_two_that_save_into_one_folder(make_run: Any) -> None:
     assert save(make_run(directory=folder, keep_last=2), 20) == [20, 12]
 
 
+def test_ranks_that_do_not_know_each_other_are_warned_once(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = make_run()
+    for step in (1, 2):
+        run.ckpt.save(step).result()
+    told = [str(warning.message) for warning in recwarn]
+    assert len(told) == 1 and "WORLD_SIZE is 2, but torch.distributed is not initialized" in told[0]
+
+
 def test_a_step_that_is_saved_again_while_it_is_removed_stays(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: what had just been acknowledged was removed in place of the old one of that name."""
     run = make_run(keep_last=1)

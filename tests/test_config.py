@@ -37,6 +37,7 @@ ABSURD: list[dict[str, Any]] = [
     {"keep_every": 2.0},
     {"durability": "sometimes"},
     {"on_error": None},
+    {"read_only": 1},
     {"io_backend": "aio"},
     {"unheard_of": 1},
 ]

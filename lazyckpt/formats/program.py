@@ -15,7 +15,9 @@ given, whatever their offsets. A CRC row refers only to a source whose SOURCE ro
 
 from __future__ import annotations
 
+import zlib
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LITERAL, SOURCE, CRC32_LE, CRC32_HEX = 0, 1, 2, 3
@@ -38,6 +40,22 @@ class Extent:
     def nbytes(self) -> int:
         """The bytes that this extent takes in the file."""
         return sum(self.rows[1::3])
+
+
+def run(extents: Iterable[Extent], sources: Sequence[bytes]) -> bytes:
+    """The file, in memory. Extents follow one another without a gap."""
+    crcs = list(map(zlib.crc32, sources))
+    written = []
+    for extent in extents:
+        for at in range(0, len(extent.rows), 3):
+            kind, nbytes, arg = extent.rows[at : at + 3]
+            if kind == LITERAL:
+                written.append(extent.blob[arg : arg + nbytes])
+            elif kind == SOURCE:
+                written.append(sources[arg])
+            else:
+                written.append(crcs[arg].to_bytes(4, "little") if kind == CRC32_LE else b"%08x" % crcs[arg])
+    return b"".join(written)
 
 
 class ExtentBuilder:

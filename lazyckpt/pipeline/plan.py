@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
+from lazyckpt.capture import devices
 from lazyckpt.errors import ConfigError
-from lazyckpt.formats import safetensors, torch_zip
+from lazyckpt.formats import program, safetensors, torch_zip
 from lazyckpt.formats.program import Extent
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
 from lazyckpt.providers.casting import Casting
@@ -110,6 +112,15 @@ class ObjectPlan(ZipPlan):
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         return name_in(self._obj, self._prefix, storage)
+
+
+def archive_of(obj: Any, cache: ArchiveCache) -> bytes:
+    """The archive of a small object, as it is now, in memory. Raises what ``FilePlan.gather`` raises."""
+    plan = ObjectPlan(obj, cache)
+    views = plan.gather()
+    extents, _ = plan.lay_out(views)
+    held = map(devices.on_host, views.storages)
+    return program.run(extents, [ctypes.string_at(storage.data_ptr(), storage.nbytes()) for storage in held])
 
 
 class SafetensorsPlan(FilePlan):

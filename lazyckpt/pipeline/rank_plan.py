@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from lazyckpt.errors import ConfigError
 from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.inventory import Item, Part
 from lazyckpt.formats.program import Extent
-from lazyckpt.pipeline.plan import FilePlan
+from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, archive_of
 from lazyckpt.pipeline.shard_plan import ShardCache, ShardPlan
 from lazyckpt.providers.base import StorageTable, TensorViews
+from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, is_dtensor_type, is_simple, name_of
 from lazyckpt.providers.pickles import dump
-from lazyckpt.providers.restorable import refuse_unreadable
+from lazyckpt.providers.restorable import UnrestorableError, refuse_unreadable
 from lazyckpt.ranks.shares import Held, writes
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -64,6 +66,7 @@ class RankCache:
         every part of a model."""
         self._share = _Share()
         self._objects: dict[str, tuple[bytes | None, bytes]] = {}  # pickle and archive, by name
+        self._archives: defaultdict[str, ArchiveCache] = defaultdict(ArchiveCache)  # by name
 
     def items(
         self, leaves: Mapping[Path, Any], is_mine: Callable[[Path], bool]
@@ -82,18 +85,25 @@ class RankCache:
         return share.parts, list(zip(share.names, contents, strict=True))
 
     def _frozen(self, name: str, value: Any) -> bytes:
-        """``value`` as ``torch.save`` writes it, now. Raises UnrestorableError if ``restore()`` could not read it."""
+        """``value`` as ``torch.save`` writes it, now. Raises UnrestorableError if ``restore()`` could not read it, and
+        UnpicklableError."""
         pickled = pickle.dumps(value) if is_simple(value) else None
         known, archive = self._objects.get(name, (None, b""))
         if pickled is not None and pickled == known:
             return archive
-        if name not in self._objects and pickled is None:
-            table = StorageTable(map(str, itertools.count()))
-            refuse_unreadable(value, "", dump(value, table, iter(()))[0], table)
-        out = io.BytesIO()
-        torch.save(value, out)
-        self._objects[name] = pickled, out.getvalue()
-        return out.getvalue()
+        try:
+            if name not in self._objects and pickled is None:
+                table = StorageTable(map(str, itertools.count()))
+                refuse_unreadable(value, "", dump(value, table, iter(()))[0], table)
+            archive = archive_of(value, self._archives[name])
+        except UnrestorableError as error:
+            raise error.inside(name) from None
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise UnpicklableError(name, error) from error
+        self._objects[name] = pickled, archive
+        return archive
 
 
 def _facts_of(values: list[Any]) -> tuple[list[type], list[Any], list[Any]]:

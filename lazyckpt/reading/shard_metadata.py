@@ -52,7 +52,8 @@ def read_metadata(path: Path) -> Any:
             path=path,
         ) from error
     except Exception as error:
-        raise CorruptFileError(f"damaged: {type(error).__name__}: {error}", path=path) from error
+        why = ": ".join(filter(None, (type(error).__name__, str(error))))
+        raise CorruptFileError(f"damaged: {why}", path=path) from error
     return metadata
 
 

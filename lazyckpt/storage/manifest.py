@@ -154,7 +154,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         nbytes = status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
         if nbytes != entry.nbytes:
             found = "is missing" if nbytes is None else f"has {nbytes} bytes"
-            raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes}", path=path)
+            raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes} bytes", path=path)
     return checkpoint
 
 

@@ -13,8 +13,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib takes one of the two 
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """As an absolute path, which ``os.chdir()`` does not move. Raises ConfigError for nothing, and for a URL."""
-    text = os.fspath(path)
+    """As an absolute path, which ``os.chdir()`` does not move. Raises ConfigError for nothing, for a URL, and for what
+    is no path."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
+        raise ConfigError(f"{path!r} is no path; give a str or a pathlib.Path")
     if not text:
         raise ConfigError('"" is no path; "." is the working folder')
     refuse_url(text)

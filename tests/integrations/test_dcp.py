@@ -783,6 +783,13 @@ def test_what_cannot_work_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> No
     assert not [path.name for path in tmp_path.iterdir() if path.name not in ("c0",)]
 
 
+def test_a_writer_refuses_what_is_no_path_and_no_saver(tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.ConfigError, match="None is no path"):
+        LazyStorageWriter(None)  # type: ignore[arg-type]
+    with pytest.raises(lazyckpt.ConfigError, match=r"saver=3: expected a lazyckpt\.Saver"):
+        LazyStorageWriter(tmp_path / "a", saver=3)  # type: ignore[arg-type]
+
+
 def two_folders(folder: str) -> dict[str, str]:
     """Each rank saves and loads another one."""
     rank = dist.get_rank()

@@ -13,6 +13,7 @@ import torch
 import lazyckpt
 from lazyckpt.errors import SerializationError
 from lazyckpt.formats import distcp
+from lazyckpt.pipeline.plan import ArchiveCache, archive_of
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.pipeline.shard_plan import Item, ShardCache, ShardPlan
@@ -91,6 +92,18 @@ def _pickle(tensor: torch.Tensor) -> bytes:
     from lazyckpt.providers.pickles import tensor_pickle
 
     return tensor_pickle(tensor.dtype, tensor.shape, tensor.stride(), tensor.nbytes, distcp.STORAGE_KEY)
+
+
+def test_an_object_becomes_the_archive_that_a_saver_writes(tmp_path: Path) -> None:
+    """Also the second time, with other values, and with storages that are empty or aligned to a page."""
+    cache = ArchiveCache()
+    for number in range(2):
+        state = {"n": number, "small": torch.full((3,), number), "large": torch.rand(5000), "none": torch.ones(0)}
+        archive = archive_of(state, cache)
+        lazyckpt.save(state, tmp_path / f"{number}.pt")
+        assert archive == (tmp_path / f"{number}.pt").read_bytes()
+        state["small"].add_(1)  # the archive is of its moment
+        assert torch.load(io.BytesIO(archive))["small"].tolist() == [number] * 3
 
 
 def test_one_memory_is_one_item(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_a_rank_that_hangs_is_named_within_five_timeouts(ranks: Ranks, tmp_path:
     ("how", "why", "later"),
     [
         ("another layout", r"rank 1 saves step 2 .*layout .*more.*; rank 0 saves it with layout .*clock", None),
-        ("unpicklable", r"rank 1 failed: .*generator", name),
+        ("unpicklable", r"rank 1 failed: .*'strange\.inner'.*generator", name),
         ("bad metrics, then on", r"rank 1 failed: save: metrics=.*'low'.*expected numbers", name),
         (
             "leaves out a save",

@@ -55,9 +55,10 @@ def test_a_folder_that_looks_like_one(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_nothing_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a Checkpointer took the working folder for its own."""
     monkeypatch.chdir(tmp_path)
-    for call in (lambda: lazyckpt.Checkpointer(""), lambda: lazyckpt.load("")):
-        with pytest.raises(lazyckpt.ConfigError, match="no path"):
-            call()
+    for nothing in ("", None, 3, b"run"):
+        for call in (lazyckpt.Checkpointer, lazyckpt.load):
+            with pytest.raises(lazyckpt.ConfigError, match="no path"):
+                call(nothing)  # type: ignore[operator]
     lazyckpt.Checkpointer(".").close()
     assert os.listdir() == []
 
