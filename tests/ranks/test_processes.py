@@ -7,8 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -24,25 +23,15 @@ Start = Callable[[Orders], list[BaseProcess]]
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    """The store of the job, in this process, as torchrun has it in its agent."""
-    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-
-
-@pytest.fixture
-def ranks() -> Iterator[Start]:
-    """A function that starts the ranks of a job. Those that still run at the end are killed."""
-    started: list[BaseProcess] = []
+def ranks(killed_at_the_end: list[BaseProcess]) -> Start:
+    """A function that starts the ranks of a job."""
 
     def begin(orders: Orders) -> list[BaseProcess]:
         found = start(orders)
-        started.extend(found)
+        killed_at_the_end.extend(found)
         return found
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.join()
+    return begin
 
 
 def answers(orders: Orders) -> list[dict[int, str]]:
@@ -79,27 +68,27 @@ def check(orders: Orders, *, whole_world: bool = True) -> None:
         assert newest[step] >= last, f"save {last} is committed, and not there: {newest}"
 
 
-def test_ranks_commit_every_save_and_leave_nothing_behind(store: TCPStore, ranks: Start, tmp_path: Path) -> None:
-    orders = Orders(tmp_path / "run", tmp_path / "logs", 3, saves=20, port=store.port, timeout_s=20)
+def test_ranks_commit_every_save_and_leave_nothing_behind(job_store: TCPStore, ranks: Start, tmp_path: Path) -> None:
+    orders = Orders(tmp_path / "run", tmp_path / "logs", 3, saves=20, port=job_store.port, timeout_s=20)
     for process in ranks(orders):
         process.join()
     assert answers(orders) == [dict.fromkeys(range(1, 21), "committed")] * 3
     check(orders)
     assert sorted(os.listdir(orders.folder)) == ["step-00000000", "step-00000001", "step-00000002"]
-    if hasattr(store, "list_keys"):
+    if hasattr(job_store, "list_keys"):
         joined = [f"attempt-0/lazyckpt/joined/{rank}" for rank in range(3)]
-        assert sorted(store.list_keys()) == [*joined, "lazyckpt/generation", "lazyckpt/run"]
+        assert sorted(job_store.list_keys()) == [*joined, "lazyckpt/generation", "lazyckpt/run"]
 
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
-    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
 ) -> None:
     """The next start of the job, perhaps with fewer ranks, removes what was staged and saves on."""
     kills: dict[str, int] = {}
     count = trials.count(1, 500)
     for trial in range(count):
-        orders = _orders(tmp_path, trial, trials.random, store.port)
+        orders = _orders(tmp_path, trial, trials.random, job_store.port)
         processes = ranks(orders)
         victim = _at_a_random_instant(orders, trials.random)
         processes[victim].kill()
@@ -114,7 +103,7 @@ def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
         role = "rank 0" if victim == 0 else "another rank"
         kills[role] = kills.get(role, 0) + 1
         again = Orders(
-            orders.folder, orders.logs, max(2, orders.world_size - 1), 2, port=store.port, attempt=f"again-{trial}"
+            orders.folder, orders.logs, max(2, orders.world_size - 1), 2, port=job_store.port, attempt=f"again-{trial}"
         )
         for process in ranks(again):
             process.join(30)
@@ -125,12 +114,12 @@ def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_stopped_anywhere_and_wakes_up_answers_as_the_others(
-    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
 ) -> None:
     count = trials.count(1, 500)
     late = 0
     for trial in range(count):
-        orders = _orders(tmp_path, trial, trials.random, store.port)
+        orders = _orders(tmp_path, trial, trials.random, job_store.port)
         processes = ranks(orders)
         victim = _at_a_random_instant(orders, trials.random)
         pid = processes[victim].pid
@@ -158,10 +147,10 @@ def test_ranks_whose_rank_0_exits_with_the_store_find_the_outcome_in_the_folder(
 
 
 def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
-    store: TCPStore, ranks: Start, tmp_path: Path
+    job_store: TCPStore, ranks: Start, tmp_path: Path
 ) -> None:
     """torchrun starts the workers again while rank 0 of the older generation is stopped and cannot be killed."""
-    orders = Orders(tmp_path / "run", tmp_path / "logs", 2, saves=10_000, port=store.port, timeout_s=20)
+    orders = Orders(tmp_path / "run", tmp_path / "logs", 2, saves=10_000, port=job_store.port, timeout_s=20)
     processes = ranks(orders)
     wait_until(lambda: len(told(orders, 0)) > 5)
 
@@ -178,7 +167,7 @@ def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
         for process in processes:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGCONT)
-    again = Orders(orders.folder, orders.logs, 2, 1, port=store.port, attempt="attempt-1", linger=False)
+    again = Orders(orders.folder, orders.logs, 2, 1, port=job_store.port, attempt="attempt-1", linger=False)
     for process in ranks(again):
         process.join(30)
     assert answers(again) == [{1: "committed"}] * 2, told(again, 0)

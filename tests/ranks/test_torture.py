@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,25 +37,15 @@ SLACK_S = 5.0  # of a busy machine
 
 
 @pytest.fixture
-def store() -> TCPStore:
-    """The store of the job, in this process, as torchrun has it in its agent."""
-    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-
-
-@pytest.fixture
-def ranks() -> Iterator[Start]:
-    """A function that starts the ranks of a job. Those that still run at the end are killed."""
-    started: list[BaseProcess] = []
+def ranks(killed_at_the_end: list[BaseProcess]) -> Start:
+    """A function that starts the ranks of a job."""
 
     def begin(orders: Orders) -> list[BaseProcess]:
         found = start(orders)
-        started.extend(found)
+        killed_at_the_end.extend(found)
         return found
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.join()
+    return begin
 
 
 class Run:
@@ -226,12 +215,12 @@ def attempts(
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
-    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
 ) -> None:
     phases: Counter[str] = Counter()
     slowest_s = 0.0
     count = trials.count(3, 300)
-    for run, orders, processes, victim in attempts(tmp_path, ranks, store.port, trials.random, count):
+    for run, orders, processes, victim in attempts(tmp_path, ranks, job_store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         processes[victim].kill()
@@ -245,12 +234,12 @@ def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
-    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
 ) -> None:
     """It wakes up after a while, which may be too late, and training goes on."""
     phases: Counter[str] = Counter()
     count = trials.count(2, 200)
-    for run, orders, processes, victim in attempts(tmp_path, ranks, store.port, trials.random, count):
+    for run, orders, processes, victim in attempts(tmp_path, ranks, job_store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         pid = processes[victim].pid
@@ -333,7 +322,7 @@ def struck(run: Run, **how: Any) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
-    store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials, scenario: str
+    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials, scenario: str
 ) -> None:
     def record(run: Run, how: dict[str, Any]) -> list[Point]:
         orders, processes = run.begin(2, record=True, **how)
@@ -342,7 +331,7 @@ def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
         return points(run.logs / f"{orders.attempt}-operations")
 
     how, needed = SCENARIOS[scenario]
-    begun = Run(tmp_path / "begun", ranks, store.port)
+    begun = Run(tmp_path / "begun", ranks, job_store.port)
     begun.finish(ticks=2, laps=2)
     if scenario == "rank 0 opens":  # after a crash between the two renames of a replaced checkpoint
         saving, _ = SCENARIOS["rank 0 saves"]
