@@ -50,7 +50,7 @@ from lazyckpt import shards
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError, save_error
 from lazyckpt.formats.inventory import sealed
-from lazyckpt.integrations.dcp_planner import AsBefore, Offer, balanced, digest
+from lazyckpt.integrations.dcp_planner import AsBefore, Offer, balanced, digest, form_digests, refuse_other_forms
 from lazyckpt.integrations.dcp_planner import LazySavePlanner as LazySavePlanner
 from lazyckpt.integrations.dcp_staging import Staged, file_name, name_of
 from lazyckpt.shards import METADATA, Place, write_shard
@@ -136,14 +136,16 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
             missing = self._staged.missing()
             self._staged.compare({item.index.fqn for item in plan.items})
         held = b"".join(digest(item.index) for item in plan.items if item.index.fqn not in missing)
+        forms = b"".join(map(form_digests, plan.items))
         items = [] if isinstance(plan.planner_data, AsBefore) else plan.items
-        return dataclasses.replace(plan, items=items, storage_data=Offer(self.path.name, held))
+        return dataclasses.replace(plan, items=items, storage_data=Offer(self.path.name, held, forms))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._discard()
         for rank, plan in enumerate(plans):
             if (name := plan.storage_data.folder) != self.path.name:
                 raise ConfigError(f"rank {rank} saves {name}, the coordinator saves {self.path}: all save one folder")
+        refuse_other_forms(plans)
         try:
             folders.make_folder(self.path.parent)
             removal.sweep(self.path.parent)

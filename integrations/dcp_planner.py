@@ -76,11 +76,40 @@ class Offer:
 
     folder: str  # its final name
     held: bytes  # the digests of the items, one behind the other
+    forms: bytes  # the digests of the name and of the form of every item of the state, one behind the other
 
 
 def digest(index: MetadataIndex) -> bytes:
-    offset = None if index.offset is None else tuple(index.offset)
-    return hashlib.blake2b(repr((index.fqn, offset)).encode(), digest_size=_DIGEST_BYTES).digest()
+    return _digest((index.fqn, None if index.offset is None else tuple(index.offset)))
+
+
+def form_digests(item: WriteItem) -> bytes:
+    """Those of its name, and of what must be the same on all ranks that have the name."""
+    return _digest(item.index.fqn) + _digest(_form(item))
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _form(item: WriteItem) -> str:
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        return "an object"
+    return f"a {item.tensor_data.properties.dtype} tensor of {tuple(item.tensor_data.size)}"
+
+
+def refuse_other_forms(plans: list[SavePlan]) -> None:
+    """Raises ConfigError if an entry of the state has another dtype or size on another rank: DCP would save one of
+    them, or parts of both. Each plan's ``storage_data`` is the rank's offer."""
+    forms = [_numbers(plan.storage_data.forms).view(-1, 2) for plan in plans]
+    names, counts = torch.cat(forms).unique(dim=0)[:, 0].unique(return_counts=True)
+    differing = set(names[counts > 1].tolist())
+    for rank, plan in enumerate(plans if differing else ()):
+        for item in plan.items:
+            name, form = _numbers(form_digests(item)).tolist()
+            for other, of_rank in enumerate(forms if name in differing else ()):
+                if (of_rank[of_rank[:, 0] == name, 1] != form).any():
+                    raise ConfigError(f"{item.index.fqn} is {_form(item)} on rank {rank}, but not on rank {other}")
 
 
 def balanced(plans: list[SavePlan]) -> list[SavePlan]:

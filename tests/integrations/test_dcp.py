@@ -812,6 +812,31 @@ def test_ranks_that_name_two_folders_are_refused(ranks: Ranks, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+def other_forms(folder: str) -> dict[str, str]:
+    rank = dist.get_rank()
+    states = {
+        "size": {"w": torch.ones(3 + rank)},
+        "dtype": {"w": torch.ones(3, dtype=(torch.float32, torch.float64)[rank])},
+    }
+    found = {}
+    for name, state in states.items():
+        for how in ("sync", "async"):
+            found[f"{name} {how}"] = why(lambda how=how, state=state: save(how, {**state, "same": 1}, f"{folder}/a"))
+    planner = LazySavePlanner()
+    save("sync", {"w": torch.ones(3)}, f"{folder}/b", planner=planner)
+    found["later"] = why(lambda: save("sync", {"w": torch.ones(3 + rank)}, f"{folder}/c", planner=planner))
+    return found
+
+
+def test_an_entry_that_has_another_form_on_another_rank_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Plain DCP saves that of rank 0, and every rank restores it."""
+    for found in ranks.run(2, other_forms, str(tmp_path), timeout_s=150):
+        assert len(found) == 5
+        for case, text in found.items():
+            assert "w is a torch.float32 tensor of (3,) on rank 0, but not on rank 1" in text, case
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
 # Reading, in one process
 
 

@@ -222,6 +222,11 @@ promise(
         "test_crew.py::test_ranks_that_restore_something_else_are_refused",
     ),
     (
+        "ranks save tensors of different sizes under one name",
+        py("refuse_other_forms", body("return")),
+        "test_dcp.py::test_an_entry_that_has_another_form_on_another_rank_is_refused",
+    ),
+    (
         "two folders of DCP are saved as one",
         py("LazyStorageWriter.prepare_global_plan", swap("_ != self.path.name", "False")),
         "test_dcp.py::test_ranks_that_name_two_folders_are_refused",
@@ -241,6 +246,11 @@ promise(
         "a rank that lives and does not save is waited for for ever",
         py("Watch.check", swap("found[self._at.kind] < self._at.number", "False")),
         "test_pulse.py",
+    ),
+    (
+        "a rank that was stopped takes the store for lost",
+        py("TcpClient.result", swap("_LOOKS", "1")),
+        "test_store.py::test_time_in_which_this_process_was_stopped_does_not_count",
     ),
     (
         "a rank that hangs in save() is waited for for ever",
