@@ -537,7 +537,7 @@ def test_only_an_empty_folder_is_replaced(kind: str, late: bool, tmp_path: Path)
     path = tmp_path / "step"
     path.mkdir() if late else fills(kind, path)
     before = None if late else path.lstat()
-    failed = why(lambda: dcp.save({"w": torch.ones(3)}, storage_writer=Late(path), no_dist=True))
+    failed = why(lambda: dcp.save({"w": torch.ones(3)}, storage_writer=Late(path)))
     assert ("another program made it" if late else "step exists") in failed
     assert before is None or (path.lstat().st_ino, path.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
@@ -866,10 +866,10 @@ def test_a_checkpoint_of_an_old_torch_loads(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr("torch.distributed.checkpoint.metadata.TensorProperties", TensorProperties)
         patch.setattr("torch.distributed.checkpoint.planner_helpers.TensorProperties", TensorProperties)
-        dcp.save({"w": torch.arange(7.0)}, checkpoint_id=tmp_path / "old", no_dist=True)
+        dcp.save({"w": torch.arange(7.0)}, checkpoint_id=tmp_path / "old")
     assert b"torch.distributed._shard" in (tmp_path / "old" / ".metadata").read_bytes()
     state = {"w": torch.zeros(7)}
-    dcp.load(state, storage_reader=LazyStorageReader(tmp_path / "old"), no_dist=True)
+    dcp.load(state, storage_reader=LazyStorageReader(tmp_path / "old"))
     assert torch.equal(state["w"], torch.arange(7.0))
 
 
@@ -887,7 +887,7 @@ def test_the_planner_the_writer_and_the_metadata_know_a_save_and_a_load_by_the_s
     for name in ("0", "1"):
         if name != "0":
             writer.reset(tmp_path / name)
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner)
         reader = LazyStorageReader(tmp_path / name)
         found = reader.read_metadata().storage_meta
         assert found is not None and found.load_id == reader.load_id
