@@ -76,7 +76,7 @@ class Offer:
 
     folder: str  # its final name
     held: bytes  # the digests of the items, one behind the other
-    forms: bytes  # the digests of the name and of the form of every item of the state, one behind the other
+    forms: bytes  # the form_digests of all items of the state, one behind the other
 
 
 def digest(index: MetadataIndex) -> bytes:
@@ -84,8 +84,8 @@ def digest(index: MetadataIndex) -> bytes:
 
 
 def form_digests(item: WriteItem) -> bytes:
-    """Those of its name, and of what must be the same on all ranks that have the name."""
-    return _digest(item.index.fqn) + _digest(_form(item))
+    """Those of its name, and of the name with what must be the same on all ranks that have it."""
+    return _digest(item.index.fqn) + _digest((item.index.fqn, _form(item)))
 
 
 def _digest(value: object) -> bytes:
@@ -101,13 +101,15 @@ def _form(item: WriteItem) -> str:
 def refuse_other_forms(plans: list[SavePlan]) -> None:
     """Raises ConfigError if an entry of the state has another dtype or size on another rank: DCP would save one of
     them, or parts of both. Each plan's ``storage_data`` is the rank's offer."""
-    forms = [_numbers(plan.storage_data.forms).view(-1, 2) for plan in plans]
-    names, counts = torch.cat(forms).unique(dim=0)[:, 0].unique(return_counts=True)
-    differing = set(names[counts > 1].tolist())
-    for rank, plan in enumerate(plans if differing else ()):
+    ranks = {plan.storage_data.forms: rank for rank, plan in enumerate(plans)}  # most ranks tell the same
+    told = {rank: _numbers(forms).view(-1, 2) for forms, rank in ranks.items()}
+    names, forms = torch.cat(list(told.values())).unbind(1)
+    if len(names.unique()) == len(forms.unique()):
+        return
+    for rank, plan in enumerate(plans):
         for item in plan.items:
             name, form = _numbers(form_digests(item)).tolist()
-            for other, of_rank in enumerate(forms if name in differing else ()):
+            for other, of_rank in told.items():
                 if (of_rank[of_rank[:, 0] == name, 1] != form).any():
                     raise ConfigError(f"{item.index.fqn} is {_form(item)} on rank {rank}, but not on rank {other}")
 
