@@ -15,7 +15,7 @@ from lazyckpt.config import MIB, check_names
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.history import History, checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
-from lazyckpt.pipeline.crew import Crew
+from lazyckpt.pipeline.crew import Crew, warn_if_alone
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.reentry import alone
@@ -52,17 +52,6 @@ _READ_AHEAD_BYTES = 64 * MIB
 def _rank() -> int:
     started = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if started else 0
-
-
-def _warn_if_alone() -> None:
-    """Warns of ranks that do not know each other."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1" and torch.distributed.is_available() and not torch.distributed.is_initialized():
-        warn(
-            f"WORLD_SIZE is {ranks}, but torch.distributed is not initialized, so every rank saves for itself: if they "
-            "have one folder, each replaces the checkpoints of the others. Call torch.distributed.init_process_group() "
-            "before the first save()"
-        )
 
 
 def _call(actions: list[Callable[[], None]]) -> None:
@@ -390,7 +379,7 @@ class Checkpointer(History):
         if self._best is not None and about.metrics and self._best.metric not in about.metrics:
             self._warn_of_metric(about.metrics, self._best)
         if self._last_save[0] is None:
-            _warn_if_alone()
+            warn_if_alone()
         self._last_save = step, object()
         request: Request
         plans: Mapping[str, FilePlan]

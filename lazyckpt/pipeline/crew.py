@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lazyckpt.providers.global_state import NameCache, TrackedState
 from lazyckpt.ranks.job import Job
 from lazyckpt.reading.team import ALONE, JobTeam, Team
 from lazyckpt.storage.commit import Staging
+from lazyckpt.warn import warn
 
 
 class Crew:
@@ -97,3 +99,16 @@ class Crew:
     def close(self) -> None:
         if self._job is not None:
             self._job.close()
+
+
+def warn_if_alone() -> None:
+    """Warns if a launcher has started several ranks, and they do not know each other."""
+    import torch.distributed as dist
+
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1" and dist.is_available() and not dist.is_initialized():
+        warn(
+            f"WORLD_SIZE is {ranks}, but torch.distributed is not initialized, so every rank saves for itself: if they "
+            "have one folder, each replaces the checkpoints of the others. Call torch.distributed.init_process_group() "
+            "before the first save()"
+        )
