@@ -79,9 +79,10 @@ class _Entry:
 
     def add(self, file: str, item: Item) -> None:
         """Raises ValueError if the item is of another entry than the first."""
-        if item.path != self.path or _kind(item.part) != _kind(self.part):
+        if item.path != self.path or kind_of(item.part) != kind_of(self.part):
+            where = item.path != self.path
             here, there = (
-                f"{_kind(part)} at {path}" for part, path in ((self.part, self.path), (item.part, item.path))
+                kind_of(part) + f" at {path}" * where for part, path in ((self.part, self.path), (item.part, item.path))
             )
             raise ValueError(f"{item.name} is {here} in {self.file}, but {there} in {file}")
         self.items.setdefault(None if item.part is None else item.part.offsets, (file, item))
@@ -93,10 +94,11 @@ class _Entry:
             held = ", ".join(
                 f"{item.part.sizes} at {item.part.offsets} in {file}" for file, item in self.items.values() if item.part
             )
-            raise ValueError(f"{'.'.join(map(str, self.path))}, {_kind(self.part)}: the ranks hold {held}")
+            raise ValueError(f"{'.'.join(map(str, self.path))}, {kind_of(self.part)}: the ranks hold {held}")
 
 
-def _kind(part: Part | None) -> str:
+def kind_of(part: Part | None) -> str:
+    """What must be the same on all ranks that have an entry, in words."""
     return "an object" if part is None else f"a {part.dtype} tensor of {part.size}"
 
 

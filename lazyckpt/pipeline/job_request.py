@@ -25,7 +25,8 @@ from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA
 from lazyckpt.storage.shared import AttachedStaging
 
 Files = list[tuple[str, int, int]]  # name, bytes and CRC-32 of each
-Shared = Mapping[str, Sequence[str]]  # by folder: the names that rank 0 writes and other ranks may have, too
+# By folder: the names that rank 0 writes and other ranks may have, too, with their kinds.
+Shared = Mapping[str, Mapping[str, str]]
 
 
 class Inventories:
@@ -150,8 +151,8 @@ class JobRequest(Request):
             self._ballot.begin(staging.path.name, self._note)
             return staging
         name, note = self._ballot.staged_name()
-        for folder, names in json.loads(note or "{}").items():
-            self._member.caches.setdefault(folder, RankCache()).elsewhere = frozenset(names)
+        for folder, kinds in json.loads(note or "{}").items():
+            self._member.caches.setdefault(folder, RankCache()).elsewhere = kinds
         return self._job.attach(self.path, name)
 
     def _shared(self) -> Shared:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from lazyckpt.errors import ConfigError
 from lazyckpt.formats.distcp import Place
-from lazyckpt.formats.inventory import Item, Part
+from lazyckpt.formats.inventory import Item, Part, kind_of
 from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, archive_of
 from lazyckpt.pipeline.shard_plan import ShardCache, ShardPlan
@@ -22,6 +21,7 @@ from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, is_dtensor_type, is_simple, name_of
 from lazyckpt.providers.pickles import dump
 from lazyckpt.providers.restorable import UnrestorableError, refuse_unreadable
+from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.ranks.shares import Held, writes
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -38,10 +38,10 @@ class Contents:
     def items(self) -> list[Item]:
         return [Item(path, part, *self.places[name_of(path)]) for path, part in self.parts]
 
-    def shared(self) -> list[str]:
-        """The names that other ranks may have whole, too."""
-        whole = [path for path, part in self.parts if part is None or part.is_whole]
-        return [name_of(path) for path in whole if path[0] not in self.own]
+    def shared(self) -> dict[str, str]:
+        """The names that other ranks may have whole, too, with their kinds."""
+        whole = [(path, part) for path, part in self.parts if part is None or part.is_whole]
+        return {name_of(path): kind_of(part) for path, part in whole if path[0] not in self.own}
 
 
 @dataclass
@@ -61,15 +61,15 @@ class RankCache:
 
     def __init__(self) -> None:
         self.shards = ShardCache()
-        self.elsewhere: frozenset[str] = frozenset()
-        """Names that rank 0 writes, as it has told. Until then this rank writes all that it has: rank 0 need not have
-        every part of a model."""
+        self.elsewhere: Mapping[str, str] = {}
+        """The names that rank 0 writes, with their kinds, as it has told. This rank writes all that rank 0 does not
+        have, such as another part of the model. It also writes what has another kind here: rank 0 refuses it then."""
         self._share = _Share()
         self._objects: dict[str, tuple[bytes | None, bytes]] = {}  # pickle and archive, by name
         self._archives: defaultdict[str, ArchiveCache] = defaultdict(ArchiveCache)  # by name
 
     def items(
-        self, leaves: Mapping[Path, Any], is_mine: Callable[[Path], bool]
+        self, leaves: Mapping[Path, Any], is_mine: Callable[[Path, Part | None], bool]
     ) -> tuple[list[tuple[Path, Part | None]], list[tuple[str, torch.Tensor | bytes]]]:
         """The parts that this rank writes, and their contents by name. ``is_mine``: of leaves that are no DTensors."""
         values = list(leaves.values())
@@ -96,10 +96,8 @@ class RankCache:
                 table = StorageTable(map(str, itertools.count()))
                 refuse_unreadable(value, "", dump(value, table, iter(()))[0], table)
             archive = archive_of(value, self._archives[name])
-        except UnrestorableError as error:
+        except (ShardedTensorError, UnrestorableError) as error:
             raise error.inside(name) from None
-        except ConfigError:
-            raise
         except Exception as error:
             raise UnpicklableError(name, error) from error
         self._objects[name] = pickled, archive
@@ -120,7 +118,7 @@ def _look(tensor: torch.Tensor) -> Any:
     return None if tensor.is_nested or tensor.layout is not torch.strided else (tensor.dtype, tensor.shape)
 
 
-def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path], bool], facts: Any) -> _Share:
+def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path, Part | None], bool], facts: Any) -> _Share:
     shards = {path: chunk_of(value) for path, value in leaves.items() if is_dtensor(value)}
     held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in shards.items()]
     mine = dict(zip(shards, writes(held), strict=True))
@@ -132,12 +130,13 @@ def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path], bool], facts: A
                 continue
             share.shards.append(len(share.names))
             part = _part(chunk.local, chunk.size, chunk.offsets)
-        elif not is_mine(path):
-            continue
-        elif type(value) in _TENSORS and _look(value) is not None:
-            part = _part(value, value.shape, (0,) * value.dim())
         else:
-            share.objects.append(len(share.names))
+            if type(value) in _TENSORS and _look(value) is not None:
+                part = _part(value, value.shape, (0,) * value.dim())
+            if not is_mine(path, part):
+                continue
+            if part is None:
+                share.objects.append(len(share.names))
         share.parts.append((path, part))
         share.names.append(name_of(path))
         share.places.append(place)
@@ -170,8 +169,10 @@ class RankPlan(FilePlan):
         self._plan = ShardPlan(items, self._cache.shards)
         return self._plan.gather()
 
-    def _is_mine(self, path: Path) -> bool:
-        return self._rank == 0 or path[0] in self._state.own or name_of(path) not in self._cache.elsewhere
+    def _is_mine(self, path: Path, part: Part | None) -> bool:
+        if self._rank == 0 or path[0] in self._state.own:
+            return True
+        return self._cache.elsewhere.get(name_of(path)) != kind_of(part)
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         assert self._plan is not None

@@ -47,7 +47,7 @@ def test_of_equal_items_the_first_counts():
 @pytest.mark.parametrize(
     ("items", "told"),
     [
-        ([BOTTOM._replace(part=None)], r"model.weight is a float32 tensor of \(5, 2\) at .* in __0.*but an object"),
+        ([BOTTOM._replace(part=None)], r"model.weight is a float32 tensor of \(5, 2\) in __0.*but an object"),
         ([BOTTOM._replace(part=BOTTOM.part._replace(dtype="int8"))], "model.weight is a float32.*but a int8"),
         ([BOTTOM._replace(part=BOTTOM.part._replace(size=(6, 2)))], "model.weight .*but a float32 tensor of .6, 2."),
         ([BOTTOM._replace(path=("model.weight",))], "model.weight is .*'model', 'weight'.*'model.weight'"),

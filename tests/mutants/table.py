@@ -222,6 +222,11 @@ promise(
         "test_crew.py::test_ranks_that_restore_something_else_are_refused",
     ),
     (
+        "rank 0's tensor is saved for one of another size",
+        py("RankPlan._is_mine", swap("_ != kind_of(part)", "name_of(path) not in self._cache.elsewhere")),
+        "test_crew_faults.py::test_a_tensor_of_another_size_on_another_rank_is_refused_each_time",
+    ),
+    (
         "ranks save tensors of different sizes under one name",
         py("refuse_other_forms", body("return")),
         "test_dcp.py::test_an_entry_that_has_another_form_on_another_rank_is_refused",

@@ -173,6 +173,8 @@ def differs(folder: Path, how: str) -> dict[int, Answer]:
                 time.sleep(ABSENT_S + 1.5)
             strange.seconds = (ABSENT_S + 1.5) * (now and how == "hangs in save()")
             strange.state = {"inner": (number for number in ())} if now and how == "unpicklable" else {}
+            if how == "another size":
+                strange.state = {"inner": torch.ones(4 if case.rank == 1 and step in (2, 3) else 3)}
             if now and how == "another layout":
                 ckpt.track(more={})
             if now and how in ("bad metrics, then on", "bad metrics, then good ones"):
@@ -227,6 +229,16 @@ def test_a_rank_that_saves_something_else_is_named_at_once(
             assert later is None or answer.text == later(step)
             assert later is not None or "RankError" in answer.text
     assert left(tmp_path) == [name(1), *(later(step) for step in (3, 4) if later)]
+
+
+def test_a_tensor_of_another_size_on_another_rank_is_refused_each_time(ranks: Ranks, tmp_path: Path) -> None:
+    """Regression: after the first time, rank 0's was saved for both."""
+    for answers in ranks.run(2, differs, tmp_path, "another size"):
+        assert [answers[step].text for step in (1, 4)] == [name(1), name(4)]
+        for step in (2, 3):
+            why = r"strange\.inner is a float32 tensor of \(3,\) in __0_0.*, but a float32 tensor of \(4,\) in __1_0"
+            assert re.search(why, answers[step].text), answers[step]
+    assert left(tmp_path) == [name(1), name(4)]
 
 
 def test_a_call_with_bad_arguments_may_be_repeated_with_good_ones(ranks: Ranks, tmp_path: Path) -> None:
