@@ -262,6 +262,7 @@ class LazyStorageReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._save_id: str | None = None
         self._items: Mapping[MetadataIndex, Any] = {}
+        self._stamps: shards.Stamps | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._items = {}
@@ -272,7 +273,9 @@ class LazyStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # DCP gives the rank where it looks for a checkpoint that ranks committed by themselves.
         rank = kwargs.get("rank")
-        metadata: Metadata = shards.read_metadata(self.path / (METADATA if rank is None else f"__{rank}{METADATA}"))
+        path = self.path / (METADATA if rank is None else f"__{rank}{METADATA}")
+        metadata: Metadata = shards.read_metadata(path)
+        self._stamps = shards.Stamps(path)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -300,6 +303,8 @@ class LazyStorageReader(StorageReader):
             info = self._items[item.storage_index]
             by_file.setdefault(info.relative_path, []).append((item, Place(info.offset, info.length)))
         for name, items in by_file.items():
+            if self._stamps is not None:
+                self._stamps.check(self.path / name)
             tensors: list[tuple[ReadItem, shards.Part]] = []
             for item, place in items:
                 of = item.storage_index.fqn

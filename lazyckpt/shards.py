@@ -23,6 +23,7 @@ from lazyckpt.pipeline.shard_plan import Item, ShardCache, ShardPlan
 from lazyckpt.reading import shards
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.shard_metadata import METADATA as METADATA
+from lazyckpt.reading.shard_metadata import Stamps as Stamps
 from lazyckpt.reading.shard_metadata import read_metadata as read_metadata
 from lazyckpt.reading.shards import Part as Part
 from lazyckpt.saver import Saver

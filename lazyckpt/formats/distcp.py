@@ -6,10 +6,14 @@
 
 The file has no directory: the record ``.metadata`` of the DCP folder says where each item begins and ends. DCP reads
 an item by itself, so gaps are legal, and offsets inside an archive count from the item's first byte.
+
+All files that one save has written, ``.metadata`` too, have one *stamp* at their end. It tells them from files of equal
+length that another save of the same step has written.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -22,6 +26,8 @@ from lazyckpt.formats.torch_zip_reader import Directory, directory_of
 
 STORAGE_KEY = "0"  # of an item's only storage
 _ARCHIVE_NAME = "archive"
+_STAMP = b"lazyckpt save "
+_STAMP_BYTES = len(_STAMP) + 32
 
 
 class Place(NamedTuple):
@@ -128,6 +134,17 @@ class Frame:
 @lru_cache(maxsize=1 << 14)
 def frame_of(nbytes: int, data_pkl: bytes) -> Frame:
     return Frame(nbytes, data_pkl)
+
+
+def stamp_of(save: str) -> bytes:
+    """The stamp of a save with this name, which no other save has."""
+    return _STAMP + hashlib.sha256(save.encode()).hexdigest()[:32].encode()
+
+
+def stamp_before(file: FileReader, end: int) -> bytes | None:
+    """The stamp in a file just before the offset ``end``; None if there is none, as in files of plain DCP."""
+    found = file.read(max(0, end - _STAMP_BYTES), min(end, _STAMP_BYTES))
+    return found if found.startswith(_STAMP) else None
 
 
 def open_item(file: FileReader, place: Place) -> FileSlice:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _SEAL = b"lazyckpt crc32 "
-_SEAL_BYTES = len(_SEAL) + 8
+SEAL_BYTES = len(_SEAL) + 8
 _VERSION = "1.0.0"  # of the folder, as torch's FileSystemWriter notes it
 
 Path = tuple[str | int, ...]
@@ -103,22 +103,23 @@ def kind_of(part: Part | None) -> str:
 
 
 def sealed(metadata: bytes) -> bytes:
-    """A pickle with its CRC-32 behind its end, where unpicklers do not look."""
+    """The contents of ``.metadata``: a pickle, and perhaps a stamp, with a CRC-32 behind. Unpicklers do not look behind
+    the pickle's end."""
     return metadata + _SEAL + b"%08x" % zlib.crc32(metadata)
 
 
 def unsealed(data: bytes) -> bytes:
-    """The pickle, compared with its CRC-32 if it has one: plain DCP writes none. Raises ValueError."""
+    """Undoes ``sealed``, and compares the CRC-32, if there is one: plain DCP writes none. Raises ValueError."""
     if not data[:-8].endswith(_SEAL):
         return data
-    pickled = data[:-_SEAL_BYTES]
-    if data != sealed(pickled):
+    metadata = data[:-SEAL_BYTES]
+    if data != sealed(metadata):
         raise ValueError("does not match its checksum")
-    return pickled
+    return metadata
 
 
 def metadata_of(files: Inventory) -> bytes:
-    """The contents of ``.metadata`` of a folder with these files, in the order of the ranks. Of equal items the first
+    """The pickle in ``.metadata`` of a folder with these files, in the order of the ranks. Of equal items the first
     counts.
 
     Raises ValueError, which names the entry and the files, if what the ranks hold does not fit together."""
@@ -155,4 +156,4 @@ def metadata_of(files: Inventory) -> bytes:
     metadata = dcp.Metadata(described, {name: entry.path for name, entry in entries.items()}, where, dcp.StorageMeta())
     if hasattr(metadata, "version"):  # since torch 2.9
         metadata.version = _VERSION
-    return sealed(pickle.dumps(metadata))
+    return pickle.dumps(metadata)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lazyckpt.errors import SaveError, described
-from lazyckpt.formats.inventory import Inventory, Item, decode, encode, metadata_of
+from lazyckpt.formats.distcp import stamp_of
+from lazyckpt.formats.inventory import Inventory, Item, decode, encode, metadata_of, sealed
 from lazyckpt.pipeline.rank_plan import Contents, RankCache, RankPlan
 from lazyckpt.pipeline.request import About, Lineage, Request
 from lazyckpt.providers.global_state import Leaves
@@ -57,7 +59,7 @@ class Inventories:
         self._noted = note or self._noted
 
     def read(self, receipts: Sequence[bytes]) -> tuple[list[Files], dict[str, bytes]]:
-        """Rank 0: the files of each rank, and the contents of each ``.metadata`` by the name of its folder. Raises
+        """Rank 0: the files of each rank, and the pickle of each ``.metadata`` by the name of its folder. Raises
         ValueError if the files do not make up one state."""
         files: list[Files] = []
         for rank, receipt in enumerate(receipts):
@@ -119,6 +121,7 @@ class JobRequest(Request):
         self._job, self._rank = member.job, member.rank
         self._inventories = member.inventories
         self._ballot = None if member.job is None else member.job.ballot(self._ordinal, step, layout, path)
+        self._stamp = stamp_of(uuid.uuid4().hex if member.job is None else member.job.name_of(self._ordinal))
         self._contents: dict[str, Contents] = {}  # of this rank's sharded files, by name
         self._receipt, self._note = b"", ""
         self._files: list[Files] = []  # of all ranks
@@ -130,7 +133,7 @@ class JobRequest(Request):
         cache = self._member.caches.setdefault(folder, RankCache())
         name = os.path.join(folder, f"__{self._rank}_0{DCP_FILE}")
         self._contents[name] = contents
-        return name, RankPlan(state, self._rank, cache, contents)
+        return name, RankPlan(state, self._rank, cache, contents, self._stamp)
 
     def reached(self) -> None:
         if self._job is not None:
@@ -180,8 +183,9 @@ class JobRequest(Request):
 
     def manifest(self, files: Files) -> dict[str, Any] | None:
         """Rank 0: writes the ``.metadata`` of each sharded state. There is no manifest."""
-        for folder, metadata in self._metadata.items():
+        for folder, pickled in self._metadata.items():
             name = os.path.join(folder, DCP_METADATA)
+            metadata = sealed(pickled + self._stamp)
             with open(self.stage().path / name, "xb") as file:
                 file.write(metadata)
             self._files[0].append((name, len(metadata), zlib.crc32(metadata)))

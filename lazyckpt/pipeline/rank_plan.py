@@ -155,18 +155,19 @@ class RankPlan(FilePlan):
 
     any_order = True
 
-    def __init__(self, state: Leaves, rank: int, cache: RankCache, contents: Contents) -> None:
-        """``contents`` is filled in when the file is laid out."""
+    def __init__(self, state: Leaves, rank: int, cache: RankCache, contents: Contents, stamp: bytes) -> None:
+        """``contents`` is filled in when the file is laid out. ``stamp``: see formats/distcp.py."""
         self._state = state
         self._rank = rank
         self._cache = cache
         self._contents = contents
+        self._stamp = stamp
         self._plan: ShardPlan | None = None
 
     def gather(self) -> TensorViews:
         self._contents.parts, items = self._cache.items(self._state.leaves(), self._is_mine)
         self._contents.own = self._state.own
-        self._plan = ShardPlan(items, self._cache.shards)
+        self._plan = ShardPlan(items, self._cache.shards, self._stamp)
         return self._plan.gather()
 
     def _is_mine(self, path: Path, part: Part | None) -> bool:

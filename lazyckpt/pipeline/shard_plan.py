@@ -47,14 +47,16 @@ class ShardPlan(FilePlan):
     ``places`` says where each item lies in the file, by name; it is complete when ``lay_out`` has returned, and stands
     before any byte is copied. The places of tensors depend on their names, sizes and dtypes, and on whether an
     optimizer owns them; ready-made items follow behind. Tensors that are one memory are one item under several names.
+    The file ends with ``stamp``.
     """
 
     any_order = True
 
-    def __init__(self, items: Iterable[Item], cache: ShardCache | None = None) -> None:
+    def __init__(self, items: Iterable[Item], cache: ShardCache | None = None, stamp: bytes = b"") -> None:
         self.places: dict[str, Place] = {}
         self._items = list(items)
         self._cache = cache or ShardCache()
+        self._stamp = stamp
         self._pickles: dict[str, bytes] = {}  # of the tensors that are laid out, by name
         self._tensors: dict[str, torch.Tensor] = {}
         self._contents: dict[str, bytes] = {}  # ready-made items
@@ -102,9 +104,9 @@ class ShardPlan(FilePlan):
         layout = self._cache.layout(
             [(nbytes, self._pickles[key]) for key, nbytes in zip(views.keys, views.sizes, strict=True)]
         )
-        tail, ready = layout.finish(self._contents.values())
+        tail, ready = layout.finish([*self._contents.values(), self._stamp])
         self.places = dict(zip(views.keys, layout.places, strict=True))
-        self.places.update(zip(self._contents, ready, strict=True))
+        self.places.update(zip(self._contents, ready[:-1], strict=True))
         self.places.update((name, self.places[first]) for name, first in self._same.items())
         return [*layout.head, *tail], layout.head_end + sum(place.nbytes for place in ready)
 

@@ -131,6 +131,10 @@ class Job:
         )
         return self._previous
 
+    def name_of(self, ordinal: int) -> str:
+        """A name for a save, the same on all ranks, which no other save of any job has."""
+        return f"{self._seat.run}/{self.generation}/{ordinal}"
+
     def reach(self, ordinal: int) -> None:
         """Tells the others that this rank saves its part, so that they wait for as long as it lives. Before that they
         give it up after ``ABSENT`` timeouts: it may hang in training, or in ``save()``."""

@@ -15,7 +15,7 @@ from lazyckpt.formats.distcp import Place, open_item
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.reading.shard_metadata import METADATA, read_metadata
+from lazyckpt.reading.shard_metadata import METADATA, Stamps, read_metadata
 from lazyckpt.reading.shards import Part, part_of, read_parts
 
 _MAX_STEPS = 100  # of a path in the state: whoever walks a state calls itself for each
@@ -55,6 +55,7 @@ class Folder:
         """Raises LoadError."""
         self.path = path
         metadata = read_metadata(path / METADATA)
+        self.stamps = Stamps(path / METADATA)
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         self.entries = {
             name: Entry(self._path_in_state(paths.get(name, (name,)), name), described)
@@ -80,12 +81,15 @@ class Folder:
                 target = part_of(local.detach(), item.dest_offsets, item.lengths)
                 file, place = entry.items[tuple(item.storage_index.offset or ())]
                 by_file.setdefault(file, []).append(Part(name, place, tuple(item.storage_offsets), target))
+        for file in by_file:
+            self.stamps.check(self.path / file)
         for file, parts in by_file.items():
             read_parts(self.path / file, parts, engine)
 
     def read_object(self, name: str, *, weights_only: bool = True) -> Any:
         """Returns an object, verified. Raises LoadError; UnsupportedFormatError for a type that is not allowed."""
         file, place = self.entries[name].items[None]
+        self.stamps.check(self.path / file)
         with FileReader(self.path / file) as reader:
             try:
                 return Archive(open_item(reader, place), "cpu", weights_only, engine=process_engine()).tree

@@ -19,7 +19,8 @@ import torch
 
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
-from lazyckpt.formats.inventory import unsealed
+from lazyckpt.formats.distcp import stamp_before
+from lazyckpt.formats.inventory import SEAL_BYTES, unsealed
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.inert import BoundedUnpickler
 from lazyckpt.reading.shard_checks import Place, check_places, check_tensor
@@ -55,6 +56,26 @@ def read_metadata(path: Path) -> Any:
         why = ": ".join(filter(None, (type(error).__name__, str(error))))
         raise CorruptFileError(f"damaged: {why}", path=path) from error
     return metadata
+
+
+class Stamps:
+    """Tells whether the files of a folder are of the save that wrote its ``.metadata``.
+
+    If a folder is copied over an older one of the same step, and the copy is broken off, then every item is intact."""
+
+    def __init__(self, metadata: Path) -> None:
+        with FileReader(metadata) as file:
+            self._wanted = stamp_before(file, file.size - SEAL_BYTES)
+        self._alike: set[Path] = set()
+
+    def check(self, path: Path) -> None:
+        """Raises CorruptFileError for a file of another save, LoadError if it cannot be read."""
+        if self._wanted is None or path in self._alike:
+            return
+        with FileReader(path) as file:
+            if stamp_before(file, file.size) != self._wanted:
+                raise file.corrupt(f"is of another save than {METADATA}")
+        self._alike.add(path)
 
 
 def _check(metadata: Any, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.formats.inventory import Item, Part, metadata_of
+from lazyckpt.formats.inventory import Item, Part, metadata_of, sealed
 from lazyckpt.pipeline.shard_plan import ShardPlan
 from lazyckpt.providers.global_state import Path as StatePath
 from lazyckpt.providers.global_state import name_of
@@ -32,7 +32,7 @@ class FolderPlan(ShardPlan):
     def metadata(self) -> bytes:
         """The contents of ``.metadata``, once the file is laid out."""
         items = [Item(path, _part(leaf), *self.places[name_of(path)]) for path, leaf in self._leaves.items()]
-        return metadata_of({FILE: items})
+        return sealed(metadata_of({FILE: items}))
 
 
 def _leaves(path: StatePath, value: Any) -> Iterator[tuple[StatePath, Any]]:

@@ -150,8 +150,10 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
     items: dict[str, dict[Place, str]] = {name: {} for name in entries}
     index = folder / DCP_METADATA
     damage: list[str] = []
+    opened: Folder | None = None
     try:
-        for name, entry in Folder(folder).entries.items():
+        opened = Folder(folder)
+        for name, entry in opened.entries.items():
             for file, place in entry.items.values():
                 items.setdefault(file, {}).setdefault(place, name)
     except (CorruptFileError, UnsupportedFormatError) as error:
@@ -164,6 +166,11 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
             continue
         try:
             records, damage = _records_of_items(folder / name, places)
+            try:
+                if opened is not None:
+                    opened.stamps.check(folder / name)
+            except CorruptFileError as error:
+                damage.append(error.what)
             parts.append(_compare(folder / name, records, damage, progress, entries.get(name)))
         except ReadError:
             raise

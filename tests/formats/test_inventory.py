@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from lazyckpt.formats.inventory import Item, Part, decode, encode, metadata_of
+from lazyckpt.formats.inventory import Item, Part, decode, encode, metadata_of, sealed
 
 WEIGHT = ("model", "weight")
 TOP = Item(WEIGHT, Part("float32", (5, 2), (0, 0), (3, 2)), 0, 100)
@@ -19,7 +19,7 @@ EPOCH = Item(("loop", "epoch"), None, 8192, 50)
 
 
 def test_torch_reads_it(tmp_path):
-    (tmp_path / ".metadata").write_bytes(metadata_of({"__0_0.distcp": [TOP, EPOCH], "__1_0.distcp": [BOTTOM]}))
+    (tmp_path / ".metadata").write_bytes(sealed(metadata_of({"__0_0.distcp": [TOP, EPOCH], "__1_0.distcp": [BOTTOM]})))
     metadata = FileSystemReader(tmp_path).read_metadata()
     weight = metadata.state_dict_metadata["model.weight"]
     assert (weight.size, weight.properties.dtype) == (torch.Size([5, 2]), torch.float32)

@@ -628,13 +628,18 @@ promise(
     ),
     (
         "a .metadata that does not match its checksum is believed",
-        py("inventory.unsealed", swap("data != sealed(pickled)", "False")),
+        py("inventory.unsealed", swap("data != sealed(metadata)", "False")),
         "test_shards.py::test_a_flipped_bit_of_the_metadata_is_found",
     ),
     (
         "a .metadata that is not that of the manifest is believed",
         py("shard_metadata.read_metadata", swap("told != zlib.crc32(data)", "False")),
         "test_shards.py::test_a_flipped_bit_of_the_metadata_is_found",
+    ),
+    (
+        "a file of another save of the same step is believed",
+        py("Stamps.check", swap("_ != self._wanted", "False")),
+        "test_crew.py::test_a_file_of_another_save_is_found_although_each_item_is_intact",
     ),
     (
         "a changed manifest is believed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lazyckpt
+from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.ranks import store
+from lazyckpt.tools.verify import verify
 
 
 class Net(torch.nn.Module):
@@ -330,6 +333,31 @@ def test_damage_that_one_rank_sees_makes_all_go_back(ranks, tmp_path):
     for step, found in ranks.run(2, restore, tmp_path / "run", "fsdp"):
         assert step == 3
         assert equal(found, expected)
+
+
+def load_as_dcp(path: str) -> str:
+    model, _ = built("fsdp")
+    with pytest.raises(dist.checkpoint.api.CheckpointException) as caught:
+        dist.checkpoint.load({"model": model.state_dict()}, storage_reader=LazyStorageReader(path))
+    return str(caught.value.failures)
+
+
+def test_a_file_of_another_save_is_found_although_each_item_is_intact(ranks, tmp_path):
+    """As when a folder is copied over an older one of the same step, and the copy is broken off."""
+    (_, expected, _), _ = ranks.run(2, save, tmp_path / "run", "fsdp", 3)
+    (path, _, _), _ = ranks.run(2, save, tmp_path / "run", "fsdp", 4)
+    old, new = tmp_path / "run/step-00000003/__1_0.distcp", Path(path, "__1_0.distcp")
+    assert old.stat().st_size == new.stat().st_size
+    shutil.copy(old, new)
+    for step, found in ranks.run(2, restore, tmp_path / "run", "fsdp"):
+        assert step == 3
+        assert equal(found, expected)
+    assert "__1_0.distcp: is of another save than .metadata" in ranks.run(2, load_as_dcp, path)[0]
+    with pytest.raises(lazyckpt.CorruptFileError, match="of another save"):
+        lazyckpt.load(path)
+    Path(path, "manifest.json").unlink()  # a trainer's folder has none
+    (found,) = verify(Path(path)).findings
+    assert found.damage == ("__1_0.distcp: is of another save than .metadata",)
 
 
 def misfit(folder: Path) -> str:
