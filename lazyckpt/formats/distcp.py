@@ -143,7 +143,8 @@ def stamp_of(save: str) -> bytes:
 
 def stamp_before(file: FileReader, end: int) -> bytes | None:
     """The stamp in a file just before the offset ``end``; None if there is none, as in files of plain DCP."""
-    found = file.read(max(0, end - _STAMP_BYTES), min(end, _STAMP_BYTES))
+    begin = end - _STAMP_BYTES
+    found = file.read(begin, _STAMP_BYTES) if begin >= 0 else b""
     return found if found.startswith(_STAMP) else None
 
 

@@ -94,3 +94,13 @@ def test_every_other_place_is_refused(size: int, tmp_path: Path) -> None:
         ):
             with pytest.raises(LoadError):
                 distcp.item_directory(file, wrong)
+
+
+@pytest.mark.parametrize("before", [b"", b"x", b"x" * 100])
+def test_a_stamp_tells_saves_apart_and_other_files_have_none(tmp_path: Path, before: bytes) -> None:
+    stamp = distcp.stamp_of("run/1/2")
+    assert stamp != distcp.stamp_of("run/1/3")
+    (tmp_path / "ours").write_bytes(before + stamp + b"behind")
+    with FileReader(tmp_path / "ours") as file:
+        assert distcp.stamp_before(file, file.size - len(b"behind")) == stamp
+        assert all(distcp.stamp_before(file, end) is None for end in range(-30, file.size - len(b"behind")))
