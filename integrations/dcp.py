@@ -265,7 +265,7 @@ class LazyStorageReader(StorageReader):
         self._stamps: shards.Stamps | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._items = {}
+        self._items, self._stamps = {}, None
         if checkpoint_id is not None:
             self.path = paths.local(checkpoint_id)
         self.load_id = str(uuid.uuid4())

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
@@ -20,6 +20,9 @@ from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_checkpoint
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read_shard, shards_of
+
+if TYPE_CHECKING:
+    from lazyckpt.reading.shard_metadata import Stamps
 
 _READ_BYTES = 128 << 20  # read between two reports of progress
 
@@ -150,9 +153,10 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
     items: dict[str, dict[Place, str]] = {name: {} for name in entries}
     index = folder / DCP_METADATA
     damage: list[str] = []
-    opened: Folder | None = None
+    stamps: Stamps | None = None
     try:
         opened = Folder(folder)
+        stamps = opened.stamps
         for name, entry in opened.entries.items():
             for file, place in entry.items.values():
                 items.setdefault(file, {}).setdefault(place, name)
@@ -165,12 +169,7 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
         if name == DCP_METADATA:
             continue
         try:
-            records, damage = _records_of_items(folder / name, places)
-            try:
-                if opened is not None:
-                    opened.stamps.check(folder / name)
-            except CorruptFileError as error:
-                damage.append(error.what)
+            records, damage = _records_of_items(folder / name, places, stamps)
             parts.append(_compare(folder / name, records, damage, progress, entries.get(name)))
         except ReadError:
             raise
@@ -179,8 +178,9 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
     return parts
 
 
-def _records_of_items(file: Path, places: Mapping[Place, str]) -> tuple[list[Record], list[str]]:
-    """The records of the items of a file, in file order, and what is wrong with items that have none."""
+def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | None) -> tuple[list[Record], list[str]]:
+    """The records of the items of a file, in file order; and what is wrong with items that have none, and with the
+    file's stamp."""
     from lazyckpt.reading.inert_folder import records_at  # imports torch, which takes seconds
 
     records: list[Record] = []
@@ -191,6 +191,11 @@ def _records_of_items(file: Path, places: Mapping[Place, str]) -> tuple[list[Rec
                 records += records_at(reader, place, name).records.values()
             except (CorruptFileError, UnsupportedFormatError) as error:
                 damage.append(error.what)
+    try:
+        if stamps is not None:
+            stamps.check(file)
+    except CorruptFileError as error:
+        damage.append(error.what)
     return sorted(records, key=lambda record: record.offset), damage
 
 
