@@ -73,7 +73,10 @@ class Stamps:
         if self._wanted is None or path in self._alike:
             return
         with FileReader(path) as file:
-            if stamp_before(file, file.size) != self._wanted:
+            found = stamp_before(file, file.size)
+            if found is None:
+                raise file.corrupt("does not end with the stamp of its save: it is damaged, or of another program")
+            if found != self._wanted:
                 raise file.corrupt(f"is of another save than {METADATA}")
         self._alike.add(path)
 

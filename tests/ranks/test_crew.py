@@ -358,6 +358,11 @@ def test_a_file_of_another_save_is_found_although_each_item_is_intact(ranks, tmp
     Path(path, "manifest.json").unlink()  # a trainer's folder has none
     (found,) = verify(Path(path)).findings
     assert found.damage == ("__1_0.distcp: is of another save than .metadata",)
+    with new.open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+    with pytest.raises(lazyckpt.CorruptFileError, match="does not end with the stamp"):
+        lazyckpt.load(path)
 
 
 def misfit(folder: Path) -> str:
