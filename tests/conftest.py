@@ -72,13 +72,11 @@ def no_step_stays_open() -> Iterator[None]:
     assert not gate.inside_step()
 
 
-@pytest.fixture(scope="module")
-def quick_garbage_collection() -> Iterator[None]:
-    """Makes gc.collect() quick: it skips the million objects that the modules of torch and of the tests hold."""
+@pytest.fixture(scope="session", autouse=True)
+def quick_garbage_collection() -> None:
+    """Makes collections quick: they skip the million objects that the modules of torch and of the tests hold."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@
     def test_it(ranks: Ranks, tmp_path: Path) -> None:
         assert ranks.run(2, case, str(tmp_path)) == [0, 1]
 
-Importing torch takes seconds in each process, a new group milliseconds. So each case gets a group of its own, of as
-many ranks as it asks for. Arguments and results are pickled. A rank may die in a case: its result is ``Died``.
+Importing torch takes seconds in each process, a new group milliseconds. So processes are forked from a server that has
+imported it, and each case gets a group of its own, of as many ranks as it asks for. Arguments and results are pickled.
+A rank may die in a case: its result is ``Died``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+# With what a rank would import itself, which takes seconds.
+FORKS = multiprocessing.get_context("forkserver")
+_TORCH = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+FORKS.set_forkserver_preload([*_TORCH, "lazyckpt.checkpointer", "lazyckpt.reading.restore_shards"])
 
 _START_S = 60.0
 
@@ -48,7 +54,6 @@ class Ranks:
     """The processes. The first ``run`` with so many ranks starts those that are missing, or that died."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._members: dict[int, tuple[Any, Connection]] = {}
 
     def run(self, world: int, case: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
@@ -90,8 +95,8 @@ class Ranks:
 
     def _start(self, rank: int) -> None:
         if rank not in self._members:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,))  # no daemon: it may have children
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(theirs,))  # no daemon: it may have children
             process.start()
             theirs.close()
             self._members[rank] = process, ours

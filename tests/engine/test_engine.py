@@ -26,8 +26,6 @@ from lazyckpt import _engine
 from lazyckpt.formats.program import CRC32_HEX, CRC32_LE, LITERAL, SOURCE
 from trials import TORTURE
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
-
 BLOCK = 4096
 BACKENDS = ("io_uring", "posix")
 EXAMPLES = 400 if TORTURE else 50

@@ -42,7 +42,7 @@ from trials import Trials
 
 pytestmark = [
     pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection"),
-    pytest.mark.usefixtures("quick_garbage_collection", "small_tensors_are_lazy"),
+    pytest.mark.usefixtures("small_tensors_are_lazy"),
 ]
 
 KIB = 1 << 10

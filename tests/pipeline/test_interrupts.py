@@ -32,7 +32,7 @@ from trials import TORTURE, Trials
 # A hang ends the run, with the stack of every thread.
 pytestmark = [
     pytest.mark.timeout(600 if TORTURE else 60, method="thread"),
-    pytest.mark.usefixtures("quick_garbage_collection", "small_tensors_are_lazy"),
+    pytest.mark.usefixtures("small_tensors_are_lazy"),
 ]
 WAYS = [save, save_blocking, wait_captured_and_step, gated_step, restore, result]
 

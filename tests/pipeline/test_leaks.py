@@ -27,7 +27,7 @@ from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.storage import commit
 from trials import Trials
 
-pytestmark = pytest.mark.usefixtures("quick_garbage_collection", "small_tensors_are_lazy")
+pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
 TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "copy_threads": 1, "io_depth": 2}
 WINDOWS = 10

@@ -33,7 +33,6 @@ from trials import TORTURE, Trials
 # A hang ends the run, with the stack of every thread.
 pytestmark = [
     pytest.mark.timeout(600 if TORTURE else 120, method="thread"),
-    pytest.mark.usefixtures("quick_garbage_collection"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from processes import FORKS
 from torch.distributed import PrefixStore, TCPStore
 
 from lazyckpt.errors import RankError
@@ -21,8 +21,6 @@ from lazyckpt.storage import removal
 from lazyckpt.storage.manifest import folder_name
 
 STEPS = 3  # a run saves these again and again
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["lazyckpt.ranks.job"])  # with torch, which takes seconds to import
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from processes import FORKS
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,11 +35,7 @@ from torch.distributed.tensor import DTensor
 import lazyckpt
 from crash.actor import Calls, Task
 from lazyckpt import _engine
-from ranks.actor import FORKS, wait_until
-
-# With what a rank would import itself, which takes seconds.
-_SLOW = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
-FORKS.set_forkserver_preload([*_SLOW, "lazyckpt.checkpointer", "lazyckpt.reading.restore_shards"])
+from ranks.actor import wait_until
 
 SHAPES = {"wide": (257, 256), "odd": (33, 77), "few": (5,)}  # no number of ranks divides them
 KNOBS: dict[str, Any] = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 128 << 10}  # copies wait for writes
