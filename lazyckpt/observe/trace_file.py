@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.storage import commit
+from lazyckpt.storage import locks
 from lazyckpt.warn import warn_in_background
 
 MAX_BYTES = 256 << 20
@@ -150,7 +150,7 @@ def _flock(file: BinaryIO, operation: int) -> None:
     try:
         fcntl.flock(file, operation)
     except OSError as error:
-        if error.errno not in commit.NO_LOCKS:
+        if error.errno not in locks.NO_LOCKS:
             raise
 
 

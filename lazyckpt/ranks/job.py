@@ -26,9 +26,10 @@ from lazyckpt.ranks.pulse import ABSENT, Pulse, Watch
 from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
 from lazyckpt.ranks.store import Client, PollingClient, client_of
 from lazyckpt.ranks.votes import Ballot
-from lazyckpt.storage import folders, mounts, owner, removal
+from lazyckpt.storage import folders, locks, mounts, owner, removal
 from lazyckpt.storage.owner import Owner
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
+from lazyckpt.warn import warn
 
 TIMEOUT_S = 120.0
 _KEYS = "lazyckpt"
@@ -90,14 +91,15 @@ class Line:
 class Job:
     """All ranks that save into one folder. ``join`` makes one on each rank; the ranks join in the same order."""
 
-    def __init__(self, seat: Seat, mine: Owner, client: Client, pulse: Pulse) -> None:
+    def __init__(self, seat: Seat, mine: Owner, lock: int, client: Client, pulse: Pulse) -> None:
+        """``lock``: of rank 0, on the file that names ``mine``; see ``owner.take``."""
         self._seat = seat
         self._owner = mine
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
         # At exit, if nobody calls ``close``: after the threads that save, if this job was made before them.
-        self._leave = weakref.finalize(self, _leave, pulse, client, mine if seat.rank == 0 else None, seat.directory)
+        self._leave = weakref.finalize(self, _leave, pulse, client, seat.directory, mine, lock)
         self._leave.atexit = False  # saves that are pending then still need the store
         self.rank = seat.rank
         self.world_size = seat.world_size
@@ -198,10 +200,10 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-def _leave(pulse: Pulse, client: Client, mine: Owner | None, directory: Path) -> None:
+def _leave(pulse: Pulse, client: Client, directory: Path, mine: Owner, lock: int) -> None:
     pulse.stop()
-    if mine is not None:
-        owner.let_go(directory, mine)
+    if lock >= 0:
+        owner.let_go(directory, mine, lock)
     client.close()
 
 
@@ -209,24 +211,32 @@ def join(store: Any, rank: int, world_size: int, directory: Path, timeout_s: flo
     """``store`` is that of the default group. It belongs to training too, so nothing here waits in it."""
     shared = PollingClient(store)
     client = client_of(store, timeout_s)
+    lock = -1
+    before = owner.live_owner(directory) if rank == 0 else None
     try:
         begin = f"{_KEYS}/join/{shared.count(f'{_KEYS}/joined/{rank}')}"
-        told = _found(client, shared, begin, directory) if rank == 0 else _awaited(shared, begin, timeout_s)
+        if rank == 0:
+            told, lock = _found(client, shared, begin, directory)
+        else:
+            told = _awaited(shared, begin, timeout_s)
         if "error" in told:
             raise SaveError(f"rank 0 {told['error']}", path=directory, opening=True)
         run, generation = told["run"], told["generation"]
         pulse = Pulse(client, f"{_KEYS}/{run}/{generation}", rank, timeout_s)
         seat = Seat(run, generation, rank, world_size, Line(client, pulse), directory)
         pulse.start()
-    except StoreLost as error:
+    except BaseException as error:
+        locks.drop(lock)
         client.close()
-        raise SaveError(f"the store of torch.distributed is lost: {error}", path=directory, opening=True) from error
-    except BaseException:
-        client.close()
+        if isinstance(error, StoreLost):
+            what = f"the store of torch.distributed is lost: {error}"
+            raise SaveError(what, path=directory, opening=True) from error
         raise
-    job = Job(seat, Owner(run, generation, told["host"]), client, pulse)
+    job = Job(seat, Owner(run, generation, told["host"]), lock, client, pulse)
     try:
         _check_same_folder(job, directory, told["directory"])
+        if before is not None and before.run != run:
+            warn(f"{directory} belonged to {before}, which still runs. Its next save fails: a folder serves one job")
     except BaseException:
         job.close()
         raise
@@ -237,21 +247,26 @@ def join(store: Any, rank: int, world_size: int, directory: Path, timeout_s: flo
     return job
 
 
-def _found(client: Client, shared: Client, begin: str, directory: Path) -> dict[str, Any]:
-    """Rank 0: starts a new generation, in the folder and in the store."""
+def _found(client: Client, shared: Client, begin: str, directory: Path) -> tuple[dict[str, Any], int]:
+    """Rank 0: starts a new generation, in the folder and in the store. Returns what it tells, and the lock of the
+    owner."""
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
     run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
     new = Owner.here(run, client.count(f"{_KEYS}/generation"))
     told = {**vars(new), "directory": str(directory)}
+    lock = -1
     try:
         folders.make_folder(directory)
-        owner.take(directory, new)
+        lock = owner.take(directory, new)
         removal.sweep(directory, new)
-    except OSError as error:
-        shared.set(begin, json.dumps({"error": f"cannot write there: {error.strerror}"}).encode())
-        raise save_error(error, path=directory, opening=True) from error
-    shared.set(begin, json.dumps(told).encode())
-    return told
+        shared.set(begin, json.dumps(told).encode())
+    except BaseException as error:
+        locks.drop(lock)
+        if isinstance(error, OSError):
+            shared.set(begin, json.dumps({"error": f"cannot write there: {error.strerror}"}).encode())
+            raise save_error(error, path=directory, opening=True) from error
+        raise
+    return told, lock
 
 
 def _awaited(shared: Client, begin: str, timeout_s: float) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -26,40 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from lazyckpt import _engine
-from lazyckpt.storage import folders, removal
+from lazyckpt.storage import folders, locks, removal
 from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA, MANIFEST
-
-# Errors of flock where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
-# valid, so EINVAL means the same. No other process can lock there either, so none sweeps there.
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-
-# Descriptors that hold the locks of staged folders. A forked child must let go of its copies, or a lock would
-# outlive the process that it stands for.
-_locks: set[int] = set()
-
-
-def _close_locks_in_child() -> None:
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_close_locks_in_child)
-
-
-def hold_lock(fd: int) -> None:
-    """Locks an open file or folder, where there are locks, until ``drop_lock`` closes it. Raises OSError."""
-    _locks.add(fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-
-
-def drop_lock(fd: int) -> None:
-    if fd in _locks:
-        _locks.remove(fd)
-        os.close(fd)
 
 
 class Staging:
@@ -95,7 +62,7 @@ class Staging:
                 shutil.rmtree(self.path, ignore_errors=True)
                 raise
             try:
-                hold_lock(self._lock)
+                locks.hold(self._lock)
                 if os.path.isdir(self.path):
                     return
             except BaseException:
@@ -197,7 +164,7 @@ class Staging:
 
     def _unlock(self) -> None:
         fd, self._lock = self._lock, -1  # once: another file may have the number by the next call
-        drop_lock(fd)
+        locks.drop(fd)
 
 
 def sync_all(root: Path, synced: Container[Path]) -> None:

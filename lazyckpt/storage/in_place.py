@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.storage import commit, folders, mounts
+from lazyckpt.storage import commit, folders, locks, mounts
 
 MARKER = ".lazyckpt-marker"  # in the temporary folder: the name of the marker
 
@@ -101,7 +101,7 @@ def _finish(ready: Path) -> None:
         if ready.is_dir():
             _give_names(ready)
     except OSError as error:
-        if error.errno in commit.NO_LOCKS:
+        if error.errno in locks.NO_LOCKS:
             what = "a process may still be publishing it; if none is, move what it holds to the folder above by hand"
             raise OSError(error.errno, what, str(ready)) from error
         raise

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.storage import folders, mounts
+from lazyckpt.storage import locks, mounts
 
 OWNER = ".lazyckpt-owner"  # in a run's folder
 LOCK = ".lazyckpt-lock"  # in a staged folder
@@ -43,20 +43,42 @@ class Owner:
         return f"the job {self.run} (start {self.generation}, rank 0 on {self.host})"
 
 
-def take(directory: Path, owner: Owner) -> None:
-    """Makes a job the owner of a run's folder: older ones will not publish or remove anything there. Raises
-    OSError, also if another job takes the folder at the same moment."""
+def take(directory: Path, owner: Owner) -> int:
+    """Makes a job the owner of a run's folder: older ones will not publish or remove anything there.
+
+    Returns the lock on the file, for ``let_go``. Raises OSError, also if another job takes the folder at the same
+    moment."""
     for name in os.listdir(directory):
         if name.startswith(f"{OWNER}-"):  # of a process that died or sleeps before its rename
             (directory / name).unlink(missing_ok=True)
     temporary = directory / f"{OWNER}-{uuid.uuid4().hex}"
+    lock = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with folders.create(temporary) as file:
-            json.dump(asdict(owner), file)
+        locks.hold(lock)
+        os.write(lock, json.dumps(asdict(owner)).encode())
         os.replace(temporary, directory / OWNER)
     except BaseException:
+        locks.drop(lock)
         temporary.unlink(missing_ok=True)
         raise
+    return lock
+
+
+def live_owner(directory: Path) -> Owner | None:
+    """The job that owns a run's folder, if its rank 0 is seen to live: it holds the lock."""
+    try:
+        fd = os.open(directory / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _owner(_parse(os.pread(fd, _MAX_BYTES, 0)))
+    except OSError:  # there are no locks
+        return None
+    finally:
+        os.close(fd)
 
 
 def other_owner(directory: Path, owner: Owner) -> str | None:
@@ -65,11 +87,12 @@ def other_owner(directory: Path, owner: Owner) -> str | None:
     return None if found == owner else str(found or "no job")
 
 
-def let_go(directory: Path, owner: Owner) -> None:
+def let_go(directory: Path, owner: Owner, lock: int) -> None:
     """Ends the ownership of ``owner``, if it still is the owner."""
     with contextlib.suppress(OSError):
         if other_owner(directory, owner) is None:
             (directory / OWNER).unlink()
+    locks.drop(lock)
 
 
 def describe_staged(owner: Owner, name: str) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from lazyckpt.storage import commit, folders, owner, removal
+from lazyckpt.storage import commit, folders, locks, owner, removal
 from lazyckpt.storage.owner import LOCK, Owner
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a folder cannot be renamed to what has this name
@@ -105,7 +105,7 @@ class SharedStaging(commit.Staging):
     def _lock_it(self) -> None:
         unfinished = self.path / f"{LOCK}-unfinished"  # nobody sees the file without its lock and its contents
         self._lock_file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        commit.hold_lock(self._lock_file)
+        locks.hold(self._lock_file)
         os.write(self._lock_file, owner.describe_staged(self._owner, self.path.name))
         os.rename(unfinished, self.path / LOCK)
 
@@ -128,7 +128,7 @@ class SharedStaging(commit.Staging):
 
     def _unlock(self) -> None:
         fd, self._lock_file = self._lock_file, -1
-        commit.drop_lock(fd)
+        locks.drop(fd)
         super()._unlock()
 
 

@@ -305,7 +305,7 @@ promise(
         py("owner.is_abandoned", swap("found.generation < by.generation", "False")),
         SHARED,
     ),
-    ("a forked child keeps the lock of a shared folder", py("commit.hold_lock", swap("_locks.add(...)")), SHARED),
+    ("a forked child keeps the lock of a shared folder", py("locks.hold", swap("_held.add(...)")), SHARED),
     ("a replaced checkpoint is not recovered", py("removal.put_back", swap("os.rename(...)")), SHARED),
 )
 

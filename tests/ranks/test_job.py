@@ -215,7 +215,8 @@ def test_a_start_that_died_before_it_took_the_folder_leaves_nothing(
 def test_another_job_takes_the_folder_but_not_what_a_live_one_stages(tmp_path: Path) -> None:
     old = joined(HashStore(), 1, tmp_path)
     staging = old[0].stage(tmp_path / "step-00000001")
-    joined(HashStore(), 1, tmp_path)
+    with pytest.warns(UserWarning, match=rf"belonged to the job {old[0]._owner.run} .* which still runs"):
+        joined(HashStore(), 1, tmp_path)
     assert staging.path.exists()
     with pytest.raises(SaveError, match="the folder belongs to"):
         old[0].check_owner()

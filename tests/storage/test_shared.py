@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fuse_server
-from lazyckpt.storage import commit, folders, owner, removal
+from lazyckpt.storage import commit, folders, locks, owner, removal
 from lazyckpt.storage.owner import LOCK, Owner
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
 from lazyckpt.tools.listing import leftovers
@@ -261,7 +261,7 @@ def test_a_node_waits_for_a_checkpoint_that_nothing_shows(
 
 def test_a_sweep_spares_the_folder_of_a_live_job(target: Path) -> None:
     staging = SharedStaging(target, ME)
-    commit.drop_lock(staging._lock)  # the lock of the folder itself, which holds on one node only
+    locks.drop(staging._lock)  # the lock of the folder itself, which holds on one node only
     assert removal.sweep(target.parent) == []
     assert removal.sweep(target.parent, Owner.here("b" * 32, 9)) == []
     assert removal.sweep(target.parent, ME) == []

@@ -1,0 +1,40 @@
+"""Locks (flock) that tell other processes that this one is alive."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+# Errors of flock where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
+# valid, so EINVAL means the same. No other process can lock there either, so none sweeps there.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+# Descriptors that hold locks. A forked child must let go of its copies, or a lock would outlive the process that it
+# stands for.
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def hold(fd: int) -> None:
+    """Locks an open file or folder, where there are locks, until ``drop`` closes it. Raises OSError."""
+    _held.add(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def drop(fd: int) -> None:
+    """Closes what ``hold`` has locked; does nothing for any other descriptor."""
+    if fd in _held:
+        _held.remove(fd)
+        os.close(fd)
