@@ -236,7 +236,7 @@ def join(store: Any, rank: int, world_size: int, directory: Path, timeout_s: flo
     try:
         _check_same_folder(job, directory, told["directory"])
         if before is not None and before.run != run:
-            warn(f"{directory} belonged to {before}, which still runs. Its next save fails: a folder serves one job")
+            warn(f"{directory} belonged to {before}, which still runs; its next save fails. Give each job a folder")
     except BaseException:
         job.close()
         raise

@@ -295,7 +295,7 @@ def main(folder: Path, names: list[str]) -> None:
     torch.save({"x": torch.ones(3)}, warm)
     for name in in_child(lambda: imported_by(lambda: assault(warm))):  # once, and not in each child
         importlib.import_module(name)
-    typer.testing._get_command(app)  # this, too
+    typer.testing._get_command(app)  # likewise
     gc.collect()
     gc.freeze()
     for name in names or ATTACKS:

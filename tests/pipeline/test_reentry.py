@@ -31,9 +31,7 @@ from lazyckpt.capture.gate import gate
 from trials import TORTURE, Trials
 
 # A hang ends the run, with the stack of every thread.
-pytestmark = [
-    pytest.mark.timeout(600 if TORTURE else 120, method="thread"),
-]
+pytestmark = pytest.mark.timeout(600 if TORTURE else 120, method="thread")
 
 
 def wait(training: Training) -> None:

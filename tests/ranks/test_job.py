@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError, SaveError
 from lazyckpt.ranks.job import Job, join
-from lazyckpt.storage import folders, owner
+from lazyckpt.storage import folders, locks, owner, removal
 from lazyckpt.storage.manifest import folder_name
 from lazyckpt.storage.owner import OWNER, Owner
 from ranks import actor
@@ -185,7 +187,9 @@ def test_a_start_of_the_job_takes_the_folder_from_the_one_before(tmp_path: Path)
     old = joined(PrefixStore("attempt-0", store), 2, tmp_path)
     staging = old[0].stage(tmp_path / "step-00000001")
     old[0].check_owner()
-    new = joined(PrefixStore("attempt-1", store), 1, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what is left of the start before is no other job
+        new = joined(PrefixStore("attempt-1", store), 1, tmp_path)
     assert (new[0].generation, new[0]._owner.run) == (2, old[0]._owner.run)
     assert not staging.path.exists() and [n for n in os.listdir(tmp_path) if n.startswith(folders.TRASH)] == []
     with pytest.raises(SaveError, match=r"the folder belongs to the job \w+ \(start 2, rank 0 on "):
@@ -221,6 +225,37 @@ def test_another_job_takes_the_folder_but_not_what_a_live_one_stages(tmp_path: P
     with pytest.raises(SaveError, match="the folder belongs to"):
         old[0].check_owner()
     staging.discard()
+
+
+def test_an_owner_lives_as_long_as_its_process_and_not_as_its_children(tmp_path: Path) -> None:
+    assert owner.live_owner(tmp_path) is None
+    lock = owner.take(tmp_path, Owner("a", 1, "here"))
+    assert owner.live_owner(tmp_path) == Owner("a", 1, "here")
+    forked, end = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(forked[1], b"x")
+        os.close(end[1])
+        os.read(end[0], 1)
+        os._exit(0)
+    try:
+        os.read(forked[0], 1)
+        locks.drop(lock)
+        assert owner.live_owner(tmp_path) is None
+    finally:
+        for fd in (*forked, *end):
+            os.close(fd)
+        os.waitpid(child, 0)
+
+
+def test_a_start_that_fails_lives_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        assert owner.live_owner(tmp_path) is not None
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(removal, "sweep", full)
+    with pytest.raises(SaveError, match="No space left"):
+        join(HashStore(), 0, 1, tmp_path, 20)
+    assert owner.live_owner(tmp_path) is None
 
 
 def test_the_owner_of_a_folder_is_told(tmp_path: Path) -> None:
