@@ -242,6 +242,7 @@ void Engine::OnCopied(Chunk* chunk) {
   chunk->state = Chunk::State::kBlocked;
   unblock(chunk);
   for (const int owner : Bits{chunk->owners}) --job.owner_left[owner];
+  if (chunk->eager && chunk->devices != 0) --job.eager_landing;
   if (--job.capture_left == 0) job.captured_at = Clock::now();
   if (any_ready && !job.held) io_->Wake();
 }

@@ -185,7 +185,7 @@ bool Engine::WaitEager(Job& job, Clock::time_point deadline) {
   });
   for (const StreamRef& s : job.streams)
     if ((devices >> s.device & 1) != 0) RunAfterCopies(job, Lane::kEager, s);
-  return HelpUntil([&job] { return job.captured(0); }, deadline);
+  return HelpUntil([&job] { return job.enqueued(0); }, deadline);
 }
 
 bool Engine::WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline) {
@@ -205,7 +205,7 @@ bool Engine::WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> 
   if (Locked(captured)) return true;
   for (const StreamRef& s : streams)
     for (const Lane lane : {Lane::kEager, Lane::kLazy}) RunAfterCopies(job, lane, s);
-  return HelpUntil([&job] { return job.captured(0); }, deadline);
+  return HelpUntil([&job] { return job.enqueued(0); }, deadline);
 }
 
 bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {

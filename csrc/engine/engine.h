@@ -94,11 +94,13 @@ class Engine {
 
   // Each returns true when the state is reached or the job has failed, false at the deadline. WaitEager, WaitCaptured
   // and WaitEnqueued copy while they wait; so do the others if there are no copy threads. For eager bytes on devices,
-  // the streams given to Begin wait from then on; the caller waits only until the copies are enqueued.
+  // WaitEager waits only until the copies are enqueued, and makes the streams given to Begin wait for them.
   bool WaitEager(Job& job, Clock::time_point deadline);
+  // Waits on the host until the bytes of these owners and all eager bytes are copied, so that any stream may write.
   bool WaitCaptured(Job& job, uint64_t owners, Clock::time_point deadline);
   // Waits until host bytes of these owners are copied and device copies are enqueued, then makes `streams` wait for the
-  // latter. If one of them is being captured, waits on the host and calls no other function of the driver.
+  // latter, and for eager copies. If one of them is being captured, waits as WaitCaptured does and calls no other
+  // function of the driver.
   bool WaitEnqueued(Job& job, uint64_t owners, std::span<const StreamRef> streams, Clock::time_point deadline);
   bool WaitReleased(Job& job, Clock::time_point deadline);  // nothing reads the sources any more
   bool WaitSettled(Job& job, Clock::time_point deadline);   // durable, or failed and drained

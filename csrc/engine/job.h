@@ -248,6 +248,7 @@ struct Job : std::enable_shared_from_this<Job> {
   size_t eager_left = 0;                                        // chunks with eager bytes
   std::vector<size_t> owner_waiting = std::vector<size_t>(64);  // chunks with lazy bytes, by owner
   size_t capture_left = 0;                                      // chunks not yet captured
+  size_t eager_landing = 0;                                     // chunks with eager bytes of devices not yet captured
   std::vector<size_t> owner_left = std::vector<size_t>(64);     // chunks with lazy bytes not yet captured, by owner
   size_t copying = 0;                                           // chunks whose sources are being read now
   std::vector<StreamRef> streams;  // the streams given to Begin, one for each device that holds sources
@@ -265,9 +266,11 @@ struct Job : std::enable_shared_from_this<Job> {
   bool durable() const {
     return sealed && std::all_of(files.begin(), files.end(), [](const File& f) { return f.synced; });
   }
-  // Whether the bytes of these owners are copied; for `enqueued`, whether host bytes are copied and device copies are
-  // enqueued. Of a failed job: whether no copy is under way.
-  bool captured(uint64_t owners) const { return error.ok() ? None(owner_left, owners) : copying == 0; }
+  // Whether the bytes of these owners and all eager bytes are copied. For `enqueued`, whether these owners' host bytes
+  // are copied and their device copies are enqueued. Of a failed job: whether no copy is under way.
+  bool captured(uint64_t owners) const {
+    return error.ok() ? eager_landing == 0 && None(owner_left, owners) : copying == 0;
+  }
   bool enqueued(uint64_t owners) const { return error.ok() ? None(owner_waiting, owners) : copying == 0; }
   // Whether nothing reads the sources any more.
   bool sources_released() const { return error.ok() ? sealed && capture_left == 0 : copying == 0; }

@@ -200,6 +200,7 @@ void Engine::QueueOpenChunk(Job& job) {
   if (chunk->eager) {
     ++job.eager_left;
     job.eager_devices |= chunk->devices;
+    if (chunk->devices != 0) ++job.eager_landing;
   }
   for (const int owner : Bits{chunk->owners}) {
     ++job.owner_waiting[owner];

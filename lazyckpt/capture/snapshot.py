@@ -154,7 +154,7 @@ class Snapshot:
         self._wait(ALL_OWNERS, on_device=False)
 
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
-        if (job := self.job) is not None and (owners := self._owners_by_identity.get(storage._cdata)):
+        if (job := self.job) is not None and (owners := self._owners_by_identity.get(storage._cdata)) is not None:
             job.wait_captured(owners)
             self.verify(owners)
 

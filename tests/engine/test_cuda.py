@@ -242,6 +242,46 @@ def test_a_thread_that_waits_enqueues_more(driver: FakeCuda, tmp_path: Path) -> 
     assert driver.statistics()["peak_in_flight"] == most
 
 
+SIDE_BY_SIDE = [(0, 3 * CHUNK, 0), (1, 50, 0), (0, CHUNK, 1), (0, 100, 0)]
+
+
+def take_streams_that_wait_for_nothing(state: State) -> None:
+    state.streams = {device: state.driver.stream(device) for device in state.streams}
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_wait_on_the_host_covers_eager_bytes_on_devices(driver: FakeCuda, mode: Mode, tmp_path: Path) -> None:
+    """Regression: it returned while eager copies were enqueued, and a stream that nothing orders behind them tore the
+    file."""
+    driver.configure(mode=mode)
+    for number, sources in enumerate([SIDE_BY_SIDE, SIDE_BY_SIDE[:2]]):
+        state, engine = State(driver, sources), make_engine()
+        with driver.hold(copies=True):
+            job = state.begin(engine)
+            job.wait_eager()
+            for owners in (0, 1, 2, ALL):
+                assert not job.wait_captured(owners, 0.01)
+        assert job.wait_captured(2)
+        take_streams_that_wait_for_nothing(state)
+        state.overwrite(8, owners=False)
+        state.commit(job, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_step_in_another_stream_comes_behind_eager_copies(driver: FakeCuda, mode: Mode, tmp_path: Path) -> None:
+    """Regression: the gate told that stream nothing if the optimizer's own lazy storages were copied. The device waits,
+    and not the host."""
+    driver.configure(mode=mode)
+    state, engine = State(driver, SIDE_BY_SIDE), make_engine()
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        job.wait_eager()
+        take_streams_that_wait_for_nothing(state)
+        assert job.wait_enqueued(2, state.refs(), 10)
+        state.overwrite(8, owners=False)
+    state.commit(job, tmp_path / "file")
+
+
 def test_host_memory_is_written_while_a_device_copies(driver: FakeCuda, tmp_path: Path) -> None:
     state = State(driver, [(0, 6 * CHUNK, 0), (HOST, 4 * CHUNK - 4, 0)])
     engine = make_engine(copies_ahead=4)

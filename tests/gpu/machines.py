@@ -55,6 +55,18 @@ class Fake:
         """Changes a tensor without moving its version, and without waiting for copies."""
         self._gpu.kernel([tensor], 255)
 
+    def keep_busy(self) -> None:
+        """Gives the training stream something to do, so that copies begin late."""
+        self._gpu.driver.kernel(self._gpu.streams[0], microseconds=5_000)
+
+    def write_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Changes tensors silently, in streams that wait for nothing."""
+        training = self._gpu.streams
+        self._gpu.streams = {device: self._gpu.driver.stream(device) for device in training}
+        self._gpu.kernel(tensors, 254)
+        self._gpu.driver.synchronize()
+        self._gpu.streams = training
+
     def forgive(self) -> None:
         """Forgets that a write raced a copy."""
         self._gpu.driver.forget_violations()
@@ -115,6 +127,17 @@ class Real:
     def write_silently(self, tensor: torch.Tensor) -> None:
         tensor.data.add_(1)
 
+    def keep_busy(self) -> None:
+        if self._kind == "cuda":
+            torch.cuda._sleep(20_000_000)  # cycles
+
+    def write_aside(self, tensors: Iterable[torch.Tensor]) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()) if self._kind == "cuda" else contextlib.nullcontext():
+            for tensor in tensors:
+                tensor.data.fill_(1)
+        if self._kind == "cuda":
+            torch.cuda.synchronize()
+
     def forgive(self) -> None:
         """Nobody noticed."""
 
@@ -166,6 +189,10 @@ RECIPES = {
     "float16 and GradScaler, fused": Recipe(knobs=(("fused", True),), autocast=torch.float16, scaled=True),
     "compiled": Recipe(knobs=(("fused", True),), autocast=torch.bfloat16, compiled=True),
 }
+
+
+class Sharp(torch.optim.SGD):
+    """An optimizer of which nobody knows what it does, and on which stream."""
 
 
 class Training:

@@ -15,7 +15,7 @@ import torch
 import lazyckpt
 from fake_cuda import Mode
 from fake_cuda.memory import Gpu, raw
-from gpu.machines import RINGS, Fake, Recipe, Training, save_at_every_step, saved
+from gpu.machines import RINGS, Fake, Recipe, Sharp, Training, save_at_every_step, saved
 from lazyckpt.capture import devices
 from lazyckpt.storage import commit
 
@@ -58,10 +58,6 @@ def test_neither_save_nor_step_waits_for_a_busy_device(gpu: Gpu, training: Train
     assert metrics.eager_bytes > 0
 
 
-class Sharp(torch.optim.SGD):
-    """An optimizer of which nobody knows what it does, and on which stream."""
-
-
 @pytest.mark.parametrize("optimizer", [Sharp, torch.optim.SGD])
 def test_only_torchs_own_optimizers_let_the_device_wait(
     gpu: Gpu, optimizer: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -83,6 +79,20 @@ def test_only_torchs_own_optimizers_let_the_device_wait(
         handle.result(30)
         release.join()
     assert saved(tmp_path / "a.pt") == picture
+
+
+def test_memory_of_an_eager_storage_is_let_go_after_its_copy(gpu: Gpu, training: Training, tmp_path: Path) -> None:
+    """Regression: only lazy storages waited. The allocator may hand the memory to a stream that nothing orders."""
+    storage = next(training.model.buffers()).untyped_storage()
+    with lazyckpt.Saver(**ROOMY) as saver:
+        saver.save(training.state(), tmp_path / "warm.pt", blocking=True)
+        with gpu.driver.hold(copies=True), concurrent.futures.ThreadPoolExecutor(1) as pool:
+            handle = saver.save(training.state(), tmp_path / "a.pt")
+            resized = pool.submit(storage.resize_, storage.nbytes())
+            assert not concurrent.futures.wait([resized], 0.1).done
+            gpu.driver.lib.fake_hold(0, 0)
+        handle.result(30)
+        resized.result()
 
 
 def test_a_call_that_fails_is_named_and_training_goes_on(gpu: Gpu, training: Training, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import lazyckpt
-from gpu.machines import RECIPES, RINGS, Machine, Real, Recipe, Training, save_at_every_step, saved
+from gpu.machines import RECIPES, RINGS, Machine, Real, Recipe, Sharp, Training, save_at_every_step, saved
 from lazyckpt import _engine
 
 SMALL = RINGS["smaller"]
@@ -66,6 +67,30 @@ def test_a_ring_that_cannot_be_pinned(machine: Machine, monkeypatch: pytest.Monk
         assert ckpt.restore() == 2
         assert machine.content(training.state()) == machine.developed(picture)
     assert len([w for w in caught if "small buffer" in str(w.message)]) == 1
+
+
+WAITS: dict[str, Callable[[Training, lazyckpt.SaveHandle], Any]] = {
+    "wait_captured()": lambda training, handle: lazyckpt.wait_captured(),
+    "handle.wait_captured()": lambda training, handle: handle.wait_captured(),
+    "the step of an unknown optimizer": lambda training, handle: Sharp(training.model.parameters(), lr=0.1).step(),
+    "load_state_dict()": lambda training, handle: training.model.load_state_dict(training.model.state_dict()),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_after_a_wait_on_the_host_any_stream_may_write(training: Training, wait: str, tmp_path: Path) -> None:
+    """Regression: it did not wait for eager bytes (BatchNorm's buffers), and a stream that nothing orders behind them
+    tore the file. Without such a wait only the stream that was current at save() comes after them."""
+    with lazyckpt.Saver(host_buffer_bytes=32 << 20) as saver:
+        saver.watch(training.model)
+        for number in range(3):
+            training.machine.keep_busy()
+            picture = training.machine.picture(training.state())  # in the training stream, before the copies
+            handle = saver.save(training.state(), tmp_path / f"{number}.pt")
+            WAITS[wait](training, handle)
+            training.machine.write_aside([*training.model.buffers(), *training.owned()])
+            assert saved(handle.result(60)) == training.machine.developed(picture)
+            training.step()
 
 
 def test_two_devices_each_wait_for_their_own(machine: Machine, tmp_path: Path) -> None:

@@ -760,6 +760,30 @@ promise(
     ),
 )
 
+promise(
+    CONSISTENCY,
+    "A wait on the host covers the eager bytes of devices too, so that any stream may write.",
+    (
+        "a wait on the host skips eager bytes on devices",
+        cc(
+            "Engine::WaitCaptured",
+            "return job.captured(owners);",
+            "const size_t eager = std::exchange(job.eager_landing, 0);"
+            "const bool lazy_done = job.captured(owners);"
+            "job.eager_landing = eager; return lazy_done;",
+        ),
+        DEVICES,
+    ),
+    (
+        "an eager storage lets go of its memory before its copy",
+        py(
+            "Snapshot.wait_for_storage",
+            swap("_.get(storage._cdata)", "self._owners_by_identity.get(storage._cdata) or None"),
+        ),
+        "gpu/test_fake.py::test_memory_of_an_eager_storage_is_let_go_after_its_copy",
+    ),
+)
+
 # Trainers
 
 promise(
