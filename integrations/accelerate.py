@@ -18,13 +18,14 @@ import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
+from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import StartsAnew, close_and_warn
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import folders, in_place
@@ -45,6 +46,9 @@ except ImportError as error:
         f"lazyckpt needs accelerate 1.9 or newer: pip install 'lazyckpt[accelerate]' ({error})"
     ) from error
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _METHODS = ("prepare", "save_state", "load_state", "end_training", "free_memory")
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
@@ -53,7 +57,8 @@ _alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_alive.clear)  # the parent waits for what it saves
 
 
-def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
+@spells_out(Settings)
+def enable(accelerator: Accelerator, *, enabled: bool | None = None, **knobs: Unpack[Settings]) -> StateSaver | None:
     """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
 
     Keyword arguments are ``enabled`` and the fields of ``Config``, except retention, which is ``total_limit`` of
@@ -64,16 +69,17 @@ def enable(accelerator: Accelerator, **config: Any) -> StateSaver | None:
     checkpoints by itself (FSDP 1, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
     setting.
     """
-    knobs = settings.gather(default_settings_file(), config)
+    code = knobs if enabled is None else {**knobs, "enabled": enabled}
+    gathered = settings.gather(default_settings_file(), code)
     before = getattr(accelerator.save_state, "__self__", None)
     if isinstance(before, StateSaver):
         before.close()
-    if not knobs.pop("enabled", True):
+    if not gathered.pop("enabled", True):
         return None
     if reason := _unsupported(accelerator):
         warn(f"lazyckpt leaves save_state to accelerate: {reason}")
         return None
-    return StateSaver(accelerator, **knobs)
+    return StateSaver(accelerator, **gathered)
 
 
 def default_settings_file() -> Path:
@@ -109,7 +115,8 @@ class StateSaver(StartsAnew):
     last_save: lazyckpt.SaveHandle | None
     """The handle of the last ``save_state``; None on ranks that do not save."""
 
-    def __init__(self, accelerator: Accelerator, **knobs: Any) -> None:
+    @spells_out(Settings)
+    def __init__(self, accelerator: Accelerator, **knobs: Unpack[Settings]) -> None:
         self._accelerator = accelerator
         self._knobs = knobs
         # Not the Accelerator's bound methods: unpickled, these would be our own.

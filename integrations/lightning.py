@@ -17,13 +17,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
+from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import StartsAnew, close_and_warn
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn
@@ -38,6 +39,9 @@ try:
     from lazyckpt.integrations.lightning_last import META, local_path
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
 _SLURM_PREFIX = "hpc_ckpt_"  # of what Lightning saves in a signal handler, and looks for after a requeue
@@ -61,7 +65,8 @@ class LazyCheckpointIO(StartsAnew, TorchCheckpointIO):
     from the first save to the end of the program.
     """
 
-    def __init__(self, **knobs: Any) -> None:
+    @spells_out(Settings)
+    def __init__(self, **knobs: Unpack[Settings]) -> None:
         self._config = settings.config_of(type(self), knobs, "ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
         self._start_anew()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import (
@@ -22,11 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import lazyckpt
+from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.integrations.lightning import LazyCheckpointIO
 from lazyckpt.integrations.lightning_last import META, is_sharded, local_path
 
 try:
+    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ImportError as error:
@@ -34,9 +37,10 @@ except ImportError as error:
         'lazyckpt.integrations.lightning_sharded needs Lightning: pip install "lightning>=2.6"'
     ) from error
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _MODEL = "state_dict"  # where Lightning keeps it; that of optimizer i is under optimizer_i
-_STRATEGY = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint")
-_GROUP = ("process_group_backend", "timeout")
 
 
 class LazyModelParallelStrategy(ModelParallelStrategy):
@@ -51,11 +55,25 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
     ``save_distributed_checkpoint=False`` the file with the whole state goes through LazyCheckpointIO.
     """
 
-    def __init__(self, **options: Any) -> None:
-        own = {name: options.pop(name) for name in (*_STRATEGY, *_GROUP) if name in options}
-        super().__init__(**own)
+    @spells_out(Settings)
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **knobs: Unpack[Settings],
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
         # Beside a plugin of the Trainer, Lightning refuses it.
-        self._checkpoint_io = LazyCheckpointIO(**options)
+        self._checkpoint_io = LazyCheckpointIO(**knobs)
         self._checkpoint_io.on_all_ranks = self._save_distributed_checkpoint
 
     # the state as it is, not a copy

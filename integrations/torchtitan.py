@@ -24,7 +24,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
+from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import close_and_warn
 from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.storage import removal
@@ -46,6 +47,9 @@ except ImportError as error:
     raise ImportError(
         f"lazyckpt.integrations.torchtitan needs torchtitan 0.3 or newer: pip install 'torchtitan>=0.3' ({error})"
     ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 STAGING = "_lazyckpt"  # in the folder of the checkpoints, since it must be on the same file system
 _STEP = re.compile(r"step-(\d+)")
@@ -208,7 +212,8 @@ class LazyCheckpointManager(CheckpointManager):
         return max((step for step, name in _steps(names) if _is_whole(where / name)), default=-1)
 
 
-def lazy(config: CheckpointManager.Config, **knobs: Any) -> LazyCheckpointManager.Config:
+@spells_out(Settings)
+def lazy(config: CheckpointManager.Config, **knobs: Unpack[Settings]) -> LazyCheckpointManager.Config:
     """Replaces the Config of torchtitan's ``CheckpointManager`` by ours with the same options.
 
     ``knobs`` are lazyckpt's settings. ``async_mode`` is lost, since lazy is what this is for."""

@@ -27,12 +27,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import lazyckpt
 from lazyckpt import settings
+from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import StartsAnew, wrap
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import removal
@@ -58,6 +59,9 @@ except ImportError as error:
         "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
         f"pip install 'transformers[torch]>=5.23,<6' ({error})"
     ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Inside output_dir, since it must be on the same file system. Neither resumption nor rotation looks at it, and
 # push_to_hub, which uploads output_dir, leaves out what begins with "_".
@@ -93,7 +97,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     so it must not make them communicate.
     """
 
-    def __init__(self, **knobs: Any) -> None:
+    @spells_out(Settings)
+    def __init__(self, **knobs: Unpack[Settings]) -> None:
         settings.config_of(type(self), knobs, "the Trainer counts its checkpoints; use save_total_limit")
         self._knobs = knobs
         self._start_anew()

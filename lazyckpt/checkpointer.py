@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 import torch
 
 from lazyckpt.capture.gate import gate
-from lazyckpt.config import MIB, check_names
+from lazyckpt.config import MIB, RunSettings, check_names, spells_out
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.history import History, checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
@@ -90,6 +90,7 @@ class Checkpointer(History):
     to. If such a folder holds checkpoints, that is a warning instead: they can be restored, and saves fail.
     """
 
+    @spells_out(RunSettings)
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -97,7 +98,7 @@ class Checkpointer(History):
         save_every: int | Literal["auto"] | None = None,
         max_overhead: float = 0.02,
         read_only: bool = False,
-        **knobs: Any,
+        **knobs: Unpack[RunSettings],
     ) -> None:
         self.directory = paths.local(directory)
         self._interval = None if save_every is None else interval(save_every, max_overhead)

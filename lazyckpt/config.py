@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lazyckpt.errors import ConfigError, SaveError
 from lazyckpt.metrics import CheckpointMetrics
 
 PAGE_BYTES = 4096
 MIB = 1 << 20
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +166,60 @@ class Config:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(f"{name}={value!r}: expected a whole number, at least {minimum}")
+
+
+class Settings(TypedDict, total=False):
+    """The fields of ``Config`` as keyword arguments of an integration. Retention is left to its framework."""
+
+    host_buffer_bytes: int | Literal["auto"]
+    max_in_flight: int
+    durability: Literal["async", "before_step"]
+    on_error: Literal["raise", "warn"]
+    witness: Literal["auto", "pages", "copy", "versions"]
+    audit: bool
+    verify_after_write: bool
+    chunk_bytes: int
+    io_depth: int
+    copy_threads: int
+    io_backend: Literal["auto", "io_uring", "posix"]
+    direct_io: bool | Literal["auto"]
+    rank_timeout_s: float
+    trace: str | os.PathLike[str] | None
+    on_done: Callable[[CheckpointMetrics, SaveError | None], None] | None
+
+
+class RunSettings(Settings, total=False):
+    """All fields of ``Config`` as keyword arguments."""
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: int | None
+    best: str | None
+    mode: Literal["min", "max"]
+
+
+RETENTION = tuple(name for name in RunSettings.__annotations__ if name not in Settings.__annotations__)
+
+
+def spells_out(names: type[Settings]) -> Callable[[F], F]:
+    """Decorates a function that takes ``**knobs: Unpack[names]``: its signature lists each setting with its type and
+    default, for ``help()`` and for command lines such as LightningCLI's."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        types = get_type_hints(names)
+        listed = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name]
+            )
+            for field in fields(Config)
+            if field.name in types
+        ]
+        others = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        function.__signature__ = own.replace(parameters=[*others, *listed])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def check_names(owner: str, knobs: Iterable[str], *others: str) -> None:

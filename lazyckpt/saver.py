@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 from lazyckpt import _engine
 from lazyckpt.capture.gate import gate
-from lazyckpt.config import Config
+from lazyckpt.config import Config, RunSettings, spells_out
 from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
@@ -27,6 +27,9 @@ from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
 from lazyckpt.storage import folders, in_place, paths, removal
 from lazyckpt.storage.commit import Staging
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _MAX_CREWS = 8  # each has a thread and connections of its own
 
@@ -48,7 +51,8 @@ class Saver:
     order of the calls. Raises ConfigError for an invalid knob.
     """
 
-    def __init__(self, **knobs: Any) -> None:
+    @spells_out(RunSettings)
+    def __init__(self, **knobs: Unpack[RunSettings]) -> None:
         self.config = config = Config.of(knobs, type(self).__name__)
         self._archives = ArchiveCache()  # of lone archives, whatever their names
         self._staged_archives: dict[str, ArchiveCache] = {}  # of archives in staged folders, by name

@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.config import Config
+from lazyckpt.config import RETENTION, Config
 from lazyckpt.errors import ConfigError
 
 PREFIX = "LAZYCKPT_"
 FILE_VARIABLE = "LAZYCKPT_CONFIG_FILE"
-RETENTION = ("keep_last", "keep_every", "keep_best", "best", "mode")
 DEFAULTS: dict[str, Any] = {
     "enabled": True,
     **{f.name: f.default for f in dataclasses.fields(Config) if f.name not in RETENTION},
 }
+
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -47,11 +47,10 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     """Returns the Config of the keyword arguments of ``owner``, a class whose framework keeps and removes checkpoints.
 
     Raises ConfigError, which says with ``retention`` what to use instead of ``keep_last``."""
-    config = Config.of(knobs, owner.__name__)
-    for name in ("keep_last", "best"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"{name}: {retention}")
-    return config
+    for field in dataclasses.fields(Config):
+        if field.name in RETENTION and knobs.get(field.name, field.default) != field.default:
+            raise ConfigError(f"{field.name}: {retention}")
+    return Config.of(knobs, owner.__name__)
 
 
 def check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
