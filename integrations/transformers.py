@@ -5,9 +5,10 @@ folder gets its name only when all of it is durable.
 
 A callback does not see its Trainer and cannot replace a save. So importing this module wraps a few methods of
 ``transformers.Trainer``, which do what they always did without the callback. With it, ``_save_checkpoint`` writes a
-staged folder, and a ``Saver`` takes the large objects (weights, optimizer). Code that needs the folder on disk (other
-callbacks' ``on_save``, ``push_to_hub``, ``save_total_limit``) runs when the folder is durable, at the beginning of the
-next training step or at the end of training.
+staged folder (transformers_staging.py), and a ``Saver`` takes the large objects (weights, optimizer). ``push_to_hub``
+and ``save_total_limit`` run when the folder is durable, at the beginning of the next training step or at the end of
+training. Other callbacks get their ``on_save`` at its time; for those that may need the folder the Trainer waits until
+it is durable (transformers_on_save.py).
 
 Supported: transformers 5.23 and newer 5.x, in one process, under DistributedDataParallel, or under FSDP2, where every
 rank saves its shards (fsdp2.py). With FSDP 1, DeepSpeed, XLA, SageMaker model parallelism or ``save_on_each_node`` the
@@ -29,28 +30,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import StartsAnew, wrap
-from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import removal
-from lazyckpt.warn import warn
+from lazyckpt.warn import warn, warn_once
 
 try:
     import transformers.trainer
     from accelerate.utils import broadcast_object_list, gather_object
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-    from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import CallbackHandler
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
     from transformers.training_args import ParallelMode
-    from transformers.utils import WEIGHTS_NAME
-    from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
 
     from lazyckpt.integrations.fsdp2 import is_sharded, shards_into
+    from lazyckpt.integrations.transformers_on_save import sync_written, who_needs_files
+    from lazyckpt.integrations.transformers_staging import (
+        attribute,
+        is_just_in_time,
+        oldest_first,
+        staging_folder,
+        tidy,
+        writing_into,
+    )
 
     if not hasattr(Trainer, "_finalize_training"):
         raise ImportError(f"there is transformers {transformers.__version__}")
@@ -63,12 +68,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Inside output_dir, since it must be on the same file system. Neither resumption nor rotation looks at it, and
-# push_to_hub, which uploads output_dir, leaves out what begins with "_".
-STAGING = "_lazyckpt"
-_JIT_SENTINEL = "checkpoint-is-incomplete.txt"  # of transformers.trainer_jit_checkpoint
-_LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME}  # written by torch.save
-
 
 @dataclass
 class _Save:
@@ -79,7 +78,6 @@ class _Save:
     target: str  # the folder's final name, as the Trainer spells it
     handle: lazyckpt.SaveHandle
     blocked_s: float  # in _save_checkpoint
-    on_save: bool = False  # the other callbacks wait for it
 
 
 class LazyCheckpointCallback(StartsAnew, TrainerCallback):
@@ -93,8 +91,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     the next training loss, ``checkpoint/step``, ``checkpoint/blocked_ms`` (how long training waited for it) and
     ``checkpoint/durable_s`` (from the beginning of the save until it was durable).
 
-    With several processes, ``on_save`` of the other callbacks runs later on the process that writes than on the others,
-    so it must not make them communicate.
+    ``on_save`` of other callbacks runs at its time, on every process. Before it the Trainer waits until the checkpoint
+    is durable, unless every callback with an ``on_save`` of its own has ``needs_checkpoint_files = False``.
     """
 
     @spells_out(Settings)
@@ -110,6 +108,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         self._saving: Trainer | None = None
         self._inside: Path | None = None  # where folders are staged
         self._metrics: dict[str, float] = {}  # not logged yet
+        self._written: str | None = None  # the folder that callbacks may have written into
+        self._failed_step: int | None = None  # of the save that on_save would follow
 
     # What the Trainer calls
 
@@ -119,9 +119,10 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
                 saver.expect(objects["model"], objects["optimizer"])
         if args.should_save:
-            _tidy(_staging_folder(args))
+            tidy(staging_folder(args))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._sync_written()
         self._announce()
 
     # What the wrapped methods call
@@ -132,6 +133,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             write()
             return
         begin = time.perf_counter()
+        self._failed_step = None
+        self._sync_written()
         self._announce()
         state = trainer.state
         target = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -142,8 +145,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         trainer.accelerator.wait_for_everyone()  # every rank has made its sentinel
         blocking = False
         if trainer.args.should_save:
-            blocking = _is_just_in_time(Path(target))
-            self._inside = _staging_folder(trainer.args)
+            blocking = is_just_in_time(Path(target))
+            self._inside = staging_folder(trainer.args)
         if sharded:
             (blocking,) = broadcast_object_list([blocking])
         with contextlib.ExitStack() as stack:
@@ -152,21 +155,23 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
                 if trainer.args.should_save or sharded:
                     staging = self._open(trainer.model).stage(
                         Path(target).absolute(),
-                        inside=_staging_folder(trainer.args),
+                        inside=staging_folder(trainer.args),
                         step=state.global_step,
                         all_ranks=sharded,
                     )
                     staged = stack.enter_context(staging)
             self._write(trainer, staged, target, write)
-            if staged is None:
-                return
-            with self._on_all_ranks(target, sharded):
-                handle = self.newest = staged.save(blocking=blocking)
+            handle = None
+            with self._on_all_ranks(target, True):
+                if staged is not None:
+                    handle = self.newest = staged.save(blocking=blocking)
         blocked_s = time.perf_counter() - begin
-        if trainer.args.should_save:
+        if trainer.args.should_save and handle is not None:
             self._saves.append(_Save(trainer, copy.copy(state), target, handle, blocked_s))
         if blocking:
             self._announce()
+        if names := gather_object(who_needs_files(trainer.callback_handler, trainer.args)):
+            self._await_folder(trainer, target, handle, names)
 
     def wait(self) -> None:
         """Waits until every checkpoint is durable and announced. Raises the first SaveError that was not raised yet."""
@@ -182,14 +187,48 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             return
         try:
             with self._saver:
+                self._sync_written()
                 self.wait()
         finally:
             self._saver = None
             self._saves.clear()
             if self._inside is not None:
-                _tidy(self._inside)
+                tidy(self._inside)
 
     # The parts
+
+    def _await_folder(self, trainer: Any, target: str, handle: lazyckpt.SaveHandle | None, names: list[str]) -> None:
+        """Waits until a checkpoint is durable, and pushed, and what it replaces is gone."""
+        if trainer.args.should_save:
+            methods = ", ".join(dict.fromkeys(names))
+            warn_once(
+                f"training waits until each checkpoint is durable, since {methods} may read or write its files. If it "
+                "does not, set needs_checkpoint_files = False in that class, and saves overlap with training"
+            )
+        with self._on_all_ranks(target, True):
+            self.wait()
+            if self._saver is not None:
+                self._saver.wait()  # for the removals that were announced
+        # Not handle.exception(), which would mark the error as reported.
+        failed = handle is not None and Future.exception(handle) is not None
+        (failed,) = broadcast_object_list([failed])
+        if failed:
+            self._failed_step = trainer.state.global_step
+        else:
+            self._written = target
+
+    def _sync_written(self) -> None:
+        folder, self._written = self._written, None
+        if folder is None:
+            return
+        try:
+            sync_written(folder)
+        except OSError as error:
+            what = f"what a callback wrote in on_save is not durable: {error.strerror} ({error.errno})"
+            failure = lazyckpt.SaveError(what, path=folder)
+            if self._saver is None or self._saver.config.on_error == "raise":
+                raise failure from error
+            warn(str(failure))
 
     @contextlib.contextmanager
     def _on_all_ranks(self, target: str, sharded: bool) -> Iterator[None]:
@@ -228,7 +267,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         try:
             # A rank that does not see the folder is on another node: what it writes stays there.
             with (
-                _writing_into(folder, main, trainer) if os.path.isdir(folder) else contextlib.nullcontext(),
+                writing_into(folder, main, trainer) if os.path.isdir(folder) else contextlib.nullcontext(),
                 shards_into(sharded, written, transformers.trainer),
             ):
                 write()
@@ -260,17 +299,12 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             "checkpoint/blocked_ms": (save.blocked_s + handle.metrics.gate_blocked_s) * 1e3,
             "checkpoint/durable_s": handle.metrics.durable_s,
         }
-        control = trainer.control
-        should_save = control.should_save
         now, trainer.state = trainer.state, save.state
         try:
             if trainer.args.push_to_hub:
                 trainer._push_from_checkpoint(save.target)
-            if save.on_save:
-                trainer.control = trainer.callback_handler.on_save(trainer.args, save.state, control)
         finally:
             trainer.state = now
-        trainer.control.should_save = should_save  # which on_save clears, and a save may be about to begin
         self._rotate(save)
 
     def _rotate(self, save: _Save) -> None:
@@ -280,7 +314,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             return
         # Keep the durable ones after this: they are not announced yet.
         later = {str(Path(s.target)) for s in self._saves}
-        checkpoints = [path for path in _oldest_first(os.path.dirname(save.target)) if path not in later]
+        checkpoints = [path for path in oldest_first(os.path.dirname(save.target)) if path not in later]
         protected = set(checkpoints[-1:])
         if save.state.best_model_checkpoint is not None:
             protected.add(str(Path(save.state.best_model_checkpoint)))
@@ -305,88 +339,6 @@ class LazyCheckpointTrainerMixin:
         write = functools.partial(super()._save_checkpoint, model, trial)  # type: ignore[misc]
         callback = _callback_in(self.callback_handler)  # type: ignore[attr-defined]
         write() if callback is None else callback.save(self, trial, write)
-
-
-def _staging_folder(args: TrainingArguments) -> Path:
-    return Path(str(args.output_dir), STAGING).absolute()
-
-
-def _tidy(inside: Path) -> None:
-    """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
-    try:
-        removal.sweep(inside)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        warn(f"what dead runs left in {inside} is not removed: {error}")
-    with contextlib.suppress(OSError):  # not empty
-        inside.rmdir()
-
-
-def _oldest_first(run_dir: str) -> list[str]:
-    while True:
-        try:
-            found: list[str] = sort_checkpoints(run_dir, use_mtime=True)
-            return found
-        except FileNotFoundError:
-            pass  # one of them was removed in the background meanwhile
-
-
-# Where files go while a checkpoint is written
-
-
-@contextlib.contextmanager
-def _writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Trainer) -> Iterator[None]:
-    """A context in which the Trainer writes ``folder/checkpoint-N`` instead of ``output_dir/checkpoint-N``, and large
-    objects go to ``staged``."""
-    root = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
-    torch_save = torch.save
-
-    def stage_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        name = redirected.name(f) if redirected is not None else None
-        if redirected is None or name is None or os.path.basename(name) not in _LARGE:
-            torch_save(obj, f, *args, **kwargs)
-        else:
-            redirected.add(name, obj)
-
-    with contextlib.ExitStack() as stack:
-        redirected = stack.enter_context(safetensors_into(staged, root))
-        stack.enter_context(_attribute(trainer, "_get_output_dir", lambda trial: folder))
-        # There is nothing to push yet, and in the staged folder nothing to rotate.
-        stack.enter_context(_attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None))
-        stack.enter_context(_attribute(torch, "save", stage_object))
-        yield
-
-
-_ABSENT = object()
-
-
-@contextlib.contextmanager
-def _attribute(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which ``obj`` has another attribute."""
-    before = vars(obj).get(name, _ABSENT)
-    setattr(obj, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(obj, name)
-        else:
-            setattr(obj, name, before)
-
-
-def _is_just_in_time(target: Path) -> bool:
-    """Whether ``enable_jit_checkpoint`` saves: the process was told to end, so it has to be durable at once.
-
-    The folder with its sentinel would be taken for a checkpoint if the process were killed now.
-    """
-    sentinel = target / _JIT_SENTINEL
-    if not os.path.exists(sentinel):
-        return False
-    sentinel.unlink()
-    with contextlib.suppress(OSError):  # not empty: the same step was saved before, and still counts
-        target.rmdir()
-    return True
 
 
 # Several processes
@@ -421,12 +373,10 @@ def _save(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, mod
 def _on_save(
     callback: LazyCheckpointCallback, original: Any, handler: Any, args: Any, state: Any, control: Any, **kwargs: Any
 ) -> Any:
-    """Puts off ``on_save`` of the other callbacks until the save that has just begun is durable."""
-    for save in callback._saves:
-        if save.trainer.callback_handler is handler and save.state.global_step == state.global_step:
-            save.on_save = True
-            control.should_save = False
-            return control
+    """Skips what follows a save that failed: callbacks would find no folder, or make half of one."""
+    if callback._failed_step == state.global_step:
+        control.should_save = False
+        return control
     return original(args, state, control, **kwargs)
 
 
@@ -473,7 +423,7 @@ def _finalize(callback: LazyCheckpointCallback, original: Any, trainer: Trainer,
     # With save_total_limit=1 the Trainer now removes the last checkpoint if it is not the best one. It would do so in
     # place, and a kill would leave half of it under its name.
     atomic = types.SimpleNamespace(**{**vars(shutil), "rmtree": _remove_at_once})
-    with _attribute(transformers.trainer, "shutil", atomic):
+    with attribute(transformers.trainer, "shutil", atomic):
         return original(*args, **kwargs)
 
 

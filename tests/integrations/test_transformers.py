@@ -29,34 +29,22 @@ import safetensors  # noqa: E402
 import safetensors.torch  # noqa: E402
 import transformers  # noqa: E402
 from duplicates import DUPLICATES  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from small_trainers import SMALL_RING, At, arguments, bert, checkpoints, data, lazy, lora, trainer_of  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 import lazyckpt  # noqa: E402
-from lazyckpt.integrations.transformers import (  # noqa: E402
-    STAGING,
-    LazyCheckpointCallback,
-    LazyCheckpointTrainerMixin,
-)
+from lazyckpt.integrations.transformers import LazyCheckpointCallback, LazyCheckpointTrainerMixin  # noqa: E402
+from lazyckpt.integrations.transformers_staging import STAGING  # noqa: E402
 from lazyckpt.pipeline import background  # noqa: E402
 from lazyckpt.storage import commit  # noqa: E402
-from trainers import Forked, contents, forget_accelerators, hugging_face_arguments, ranks  # noqa: E402
+from trainers import Forked, contents, forget_accelerators, ranks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
-# Half of the state of bert(): the rest stays uncopied while the disk is held back.
-SMALL_RING = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 640 << 10}
 Graph = Callable[[Any], Any]
 
 
 # Small models, a small data set, short runs
-
-
-def bert(**options: Any) -> Any:
-    """With dropout, and with tied weights."""
-    transformers.set_seed(1)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    config = transformers.BertConfig(vocab_size=512, max_position_embeddings=32, **sizes, **options)
-    return transformers.BertForMaskedLM(config)
 
 
 def mixtral() -> Any:
@@ -65,11 +53,6 @@ def mixtral() -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     config = transformers.MixtralConfig(vocab_size=512, num_local_experts=4, num_key_value_heads=2, **sizes)
     return transformers.MixtralForCausalLM(config)
-
-
-def lora() -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(bert(), peft.LoraConfig(r=16, target_modules=["query", "value"], lora_dropout=0.1))
 
 
 class Plain(torch.nn.Module):
@@ -105,44 +88,6 @@ def frozen() -> Any:
     model.bert.embeddings.requires_grad_(False)
     model.bert.encoder.layer[0].requires_grad_(False)
     return model
-
-
-def data() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, 512, (8,), generator=generator) for _ in range(24)]
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
-    options: dict[str, Any] = {
-        "gradient_accumulation_steps": 2,
-        "max_steps": 8,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-    }
-    return hugging_face_arguments(folder, **{**options, **changes})
-
-
-def trainer_of(
-    folder: Path | str,
-    *callbacks: TrainerCallback,
-    model: Callable[[], Any] = bert,
-    cls: type[Trainer] = Trainer,
-    **changes: Any,
-) -> Trainer:
-    return cls(model(), arguments(folder, **changes), train_dataset=data(), callbacks=list(callbacks))
-
-
-def lazy(**knobs: Any) -> LazyCheckpointCallback:
-    return LazyCheckpointCallback(**{**SMALL_RING, **knobs})
-
-
-def checkpoints(folder: Path | str) -> list[str]:
-    """Everything in the folder, in the order of the steps."""
-    return sorted(os.listdir(folder), key=lambda name: (len(name), name))
 
 
 # What is compared
@@ -189,17 +134,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     monkeypatch.setattr(commit.Staging, "publish", slow_publish)
     yield disk
     disk.free.set()
-
-
-class At(TrainerCallback):  # type: ignore[misc]
-    """Calls a function at an event of a step."""
-
-    def __init__(self, event: str, step: int, action: Callable[[], object]) -> None:
-        def called(args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == step:
-                action()
-
-        setattr(self, event, called)
 
 
 # The files

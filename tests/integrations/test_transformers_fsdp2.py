@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from processes import Ranks
 from torch.distributed.tensor import DTensor
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import lazyckpt
 from lazyckpt.integrations.transformers import LazyCheckpointCallback
@@ -121,6 +122,30 @@ def test_a_failed_save_raises_on_every_rank(ranks: Ranks, tmp_path: Path) -> Non
     assert (first, second) == ("RankError", "NoSpaceError")
     assert "rank 1 failed: No space left" in told
     assert "checkpoint-2" not in os.listdir(tmp_path)
+
+
+class Stop(TrainerCallback):  # type: ignore[misc]
+    """Looks at the folder of each checkpoint, and stops at the second."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self.seen.append([sorted(os.listdir(folder / name)) for name in FOLDERS])
+        control.should_training_stop = state.global_step == 4
+
+
+def with_on_save(folder: Path) -> Any:
+    stop = Stop()
+    trainer = trainer_on_cpu(folder, stop, LazyCheckpointCallback(max_in_flight=3), max_steps=20)
+    with warnings.catch_warnings(record=True):
+        trainer.train()
+    return stop.seen, trainer.state.global_step
+
+
+def test_on_save_of_every_rank_comes_when_the_folder_is_there(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, with_on_save, tmp_path) == [([[FILES, FILES]] * 2, 4)] * 2
 
 
 def whole_state(folder: Path) -> Any:

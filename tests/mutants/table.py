@@ -833,6 +833,26 @@ promise(
 )
 
 promise(
+    "docs/transformers.md",
+    "A callback sees in on_save what it sees without lazyckpt, and what it writes becomes durable.",
+    (
+        "on_save does not wait for the folder",
+        py("LazyCheckpointCallback.save", swap("self._await_folder(...)")),
+        "integrations/test_transformers_on_save.py::test_only_who_may_need_the_files_waits[unknown]",
+    ),
+    (
+        "on_save follows a checkpoint that failed",
+        py("LazyCheckpointCallback._await_folder", swap("Future.exception(handle) is not None", "False")),
+        "integrations/test_transformers_on_save.py::test_there_is_no_on_save_of_a_checkpoint_that_failed",
+    ),
+    (
+        "what on_save wrote is not synced",
+        py("LazyCheckpointCallback._sync_written", swap("sync_written(...)")),
+        "integrations/test_transformers_on_save.py::test_what_on_save_wrote_is_synced_before_the_next_step",
+    ),
+)
+
+promise(
     "docs/torchtitan.md",
     "A run that is killed goes on from the newest whole checkpoint; old ones stay until newer ones are durable.",
     (

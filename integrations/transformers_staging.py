@@ -1,0 +1,109 @@
+"""Where the files of a Trainer's checkpoint go until it is durable: into ``output_dir/_lazyckpt``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.utils import WEIGHTS_NAME
+from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
+
+import lazyckpt
+from lazyckpt.integrations.redirect import safetensors_into
+from lazyckpt.storage import removal
+from lazyckpt.warn import warn
+
+# Inside output_dir, since it must be on the same file system. Neither resumption nor rotation looks at it, and
+# push_to_hub, which uploads output_dir, leaves out what begins with "_".
+STAGING = "_lazyckpt"
+_JIT_SENTINEL = "checkpoint-is-incomplete.txt"  # of transformers.trainer_jit_checkpoint
+_LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME}  # written by torch.save
+
+
+def staging_folder(args: TrainingArguments) -> Path:
+    return Path(str(args.output_dir), STAGING).absolute()
+
+
+def tidy(inside: Path) -> None:
+    """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
+    try:
+        removal.sweep(inside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        warn(f"what dead runs left in {inside} is not removed: {error}")
+    with contextlib.suppress(OSError):  # not empty
+        inside.rmdir()
+
+
+def oldest_first(run_dir: str) -> list[str]:
+    while True:
+        try:
+            found: list[str] = sort_checkpoints(run_dir, use_mtime=True)
+            return found
+        except FileNotFoundError:
+            pass  # one of them was removed in the background meanwhile
+
+
+# Where files go while a checkpoint is written
+
+
+@contextlib.contextmanager
+def writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Trainer) -> Iterator[None]:
+    """A context in which the Trainer writes ``folder/checkpoint-N`` instead of ``output_dir/checkpoint-N``, and large
+    objects go to ``staged``."""
+    root = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+    torch_save = torch.save
+
+    def stage_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        name = redirected.name(f) if redirected is not None else None
+        if redirected is None or name is None or os.path.basename(name) not in _LARGE:
+            torch_save(obj, f, *args, **kwargs)
+        else:
+            redirected.add(name, obj)
+
+    with contextlib.ExitStack() as stack:
+        redirected = stack.enter_context(safetensors_into(staged, root))
+        stack.enter_context(attribute(trainer, "_get_output_dir", lambda trial: folder))
+        # There is nothing to push yet, and in the staged folder nothing to rotate.
+        stack.enter_context(attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None))
+        stack.enter_context(attribute(torch, "save", stage_object))
+        yield
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def attribute(obj: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which ``obj`` has another attribute."""
+    before = vars(obj).get(name, _ABSENT)
+    setattr(obj, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(obj, name)
+        else:
+            setattr(obj, name, before)
+
+
+def is_just_in_time(target: Path) -> bool:
+    """Whether ``enable_jit_checkpoint`` saves: the process was told to end, so it has to be durable at once.
+
+    The folder with its sentinel would be taken for a checkpoint if the process were killed now.
+    """
+    sentinel = target / _JIT_SENTINEL
+    if not os.path.exists(sentinel):
+        return False
+    sentinel.unlink()
+    with contextlib.suppress(OSError):  # not empty: the same step was saved before, and still counts
+        target.rmdir()
+    return True
