@@ -26,7 +26,7 @@ import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
 from lazyckpt.config import Settings, spells_out
-from lazyckpt.integrations import StartsAnew, close_and_warn
+from lazyckpt.integrations import StartsAnew, announce, close_and_warn
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import folders, in_place
 from lazyckpt.warn import warn
@@ -138,7 +138,8 @@ class StateSaver(StartsAnew):
 
     def _expect(self) -> None:
         if self._saver is not None:
-            self._saver.expect(*self._accelerator._models, *self._accelerator._optimizers)
+            accelerator = self._accelerator
+            announce(self._saver, lambda: [*accelerator._models, *accelerator._optimizers])
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> StateSaver:
         return self  # as the copy of an Accelerator is that Accelerator

@@ -2,20 +2,17 @@
 
 Lightning expects a file to exist when the call that saves it returns. Here it does not exist yet, and the weights may
 not be copied yet. So there are two parts. A CheckpointIO saves, waits before it loads, and removes in order. A
-callback, which Lightning finds through an entry point, handles what a CheckpointIO does not see: code that asks whether
-a file exists, code that swaps weights, the end of training. Without the callback a Trainer's saves block.
+callback (lightning_callback.py), which every Trainer with this CheckpointIO gets, handles what a CheckpointIO does not
+see: code that asks whether a file exists, code that swaps weights, the end of training. Without the callback a
+Trainer's saves block.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +28,9 @@ from lazyckpt.warn import warn
 
 try:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-    from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-    from lightning.pytorch.loggers import Logger
 
     from lazyckpt.integrations import lightning_last
+    from lazyckpt.integrations.lightning_callback import Attended, LazyCheckpointCallback
     from lazyckpt.integrations.lightning_last import META, local_path
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
@@ -43,17 +38,13 @@ except ImportError as error:
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+__all__ = ["LazyCheckpointCallback", "LazyCheckpointIO"]
+
 _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
 _SLURM_PREFIX = "hpc_ckpt_"  # of what Lightning saves in a signal handler, and looks for after a requeue
-_SMALL_BYTES = 16 << 20
-# Lightning's callbacks that hear of the start or the end of an epoch, and leave weights alone.
-_ONLY_READ = (
-    *(callbacks.Checkpoint, callbacks.EarlyStopping, callbacks.GradientAccumulationScheduler),
-    *(callbacks.LearningRateMonitor, callbacks.ProgressBar, callbacks.Timer),
-)
 
 
-class LazyCheckpointIO(StartsAnew, TorchCheckpointIO):
+class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
@@ -143,8 +134,8 @@ class LazyCheckpointIO(StartsAnew, TorchCheckpointIO):
             return self._attended is False
         if checkpoint.get("global_step"):  # otherwise it may still come: Lightning has not set up its callbacks
             warn(
-                "LazyCheckpointIO: every save blocks, since this Trainer has no LazyCheckpointCallback. It comes by "
-                "itself where lazyckpt is installed with its entry points; otherwise add it to the callbacks"
+                "LazyCheckpointIO: every save blocks, since this Trainer has no LazyCheckpointCallback. A Trainer that "
+                "is made with the plugin has one; add it to the callbacks of this one"
             )
         return True
 
@@ -294,174 +285,6 @@ def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
     folders.make_folder(target.parent)
     lazyckpt.save(checkpoint, unfinished)
     commit.publish_file(unfinished, target)
-
-
-class LazyCheckpointCallback(StartsAnew, Callback):
-    """Completes ``LazyCheckpointIO`` in a Trainer; does nothing with another. Lightning adds it by itself.
-
-    - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, and wherever you
-      have a hook at the start or the end of an epoch. Such a hook finds the files of checkpoints of less than 16 MiB
-    - a ModelCheckpoint sees pending files as if they existed; ``save_last="link"`` never points at what is not durable
-    - loggers hear of a checkpoint when its file exists, and log what it cost: ``checkpoint/blocked_ms``,
-      ``checkpoint/durable_s``, ``checkpoint/eager_mb``, ``checkpoint/mb``
-    - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; what failed by the end
-      of ``fit`` is raised there
-
-    It moves to the front of ``trainer.callbacks``, before callbacks that swap weights. Code that writes to weights
-    elsewhere must call ``lazyckpt.wait_captured`` first.
-    """
-
-    def __init__(self) -> None:
-        self._start_anew()
-
-    def _start_anew(self) -> None:
-        self._io: LazyCheckpointIO | None = None
-        self._news: list[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = []  # for loggers, when it is durable
-        self._undo = contextlib.ExitStack()
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        io = trainer.strategy.checkpoint_io
-        first = next(callback for callback in trainer.callbacks if isinstance(callback, LazyCheckpointCallback))
-        if not isinstance(io, LazyCheckpointIO) or first is not self:
-            return
-        self._io = io
-        io._attended, io._failure = True, None
-        # A new list: Lightning is just now iterating over the old one.
-        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
-        for logger in trainer.loggers:
-            if _overrides(logger, "after_save_checkpoint", Logger):
-                own = logger.after_save_checkpoint
-                logger.after_save_checkpoint = _Late(functools.partial(self._tell, io, own), own)
-                self._undo.callback(delattr, logger, "after_save_checkpoint")
-
-    def _tell(self, io: LazyCheckpointIO, after_save_checkpoint: Callable[[Any], None], callback: Any) -> None:
-        pending = io._pending()
-        if pending:
-            self._news.append((pending[-1], functools.partial(after_save_checkpoint, callback)))
-        else:
-            after_save_checkpoint(callback)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._io is None or not (trainer.is_global_zero or self._io.on_all_ranks):
-            return
-        saver = self._io._open_saver()
-        saver.watch(pl_module)
-        if any(isinstance(c, ModelCheckpoint) and not c.save_weights_only for c in trainer.checkpoint_callbacks):
-            saver.expect(pl_module, *trainer.optimizers)
-        for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-                saver.watch(callback._average_model)
-
-    # before weights are swapped, and before hooks look for files
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._make_way("on_train_epoch_start", trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._make_way("on_train_epoch_end", trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Nothing is left to overlap with, and users look for the best model. teardown() raises. What ModelCheckpoint
-        # saves after this is durable at on_fit_end.
-        if self._io is not None:
-            self._io._drain()
-            trainer.strategy.barrier()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._io is not None:
-            lazyckpt.wait_captured()
-
-    on_validation_epoch_end = on_validation_start
-
-    def _make_way(self, hook: str, trainer: Trainer) -> None:
-        # Most checkpoints are saved around here, and are copied during the next epoch. So this waits only if a callback
-        # or the module may write to weights, or list the folder.
-        if self._io is None:
-            return
-        others = [c for c in trainer.callbacks if c is not self and not isinstance(c, _ONLY_READ)]
-        if any(_overrides(callback, hook, Callback) for callback in others) or _overrides(
-            trainer.lightning_module, hook, LightningModule
-        ):
-            lazyckpt.wait_captured()
-            if sum(handle.metrics.bytes for handle in self._io._pending()) < _SMALL_BYTES:
-                self._io._drain()  # a hook that lists the folder finds the files that it finds without lazyckpt
-
-    # what became of the saves
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._report(trainer)
-
-    def _report(self, trainer: Trainer) -> None:
-        """Logs finished saves on the training thread: loggers are not made for other threads."""
-        if self._io is None:
-            return
-        handles = self._io._unreported
-        while handles and handles[0].done():
-            handle = handles.pop(0)
-            if Future.exception(handle) is not None:
-                continue
-            metrics = {
-                "checkpoint/blocked_ms": handle.metrics.blocked_s * 1e3,
-                "checkpoint/durable_s": handle.metrics.durable_s,
-                "checkpoint/eager_mb": handle.metrics.eager_bytes / 1e6,
-                "checkpoint/mb": handle.metrics.bytes / 1e6,
-            }
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        while self._news and self._news[0][0].done():
-            handle, tell = self._news.pop(0)
-            if Future.exception(handle) is None:
-                tell()
-
-    # the end
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        io = self._io
-        if io is None:
-            return
-        io._attended = False  # callbacks that save on an exception come after this one; they block
-        if io._failure is not None:
-            warn(str(io._failure))
-        while True:
-            try:
-                io.wait()
-                break
-            except lazyckpt.SaveError as error:  # the exception that ended training matters more
-                warn(str(error))
-        self._end(trainer)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning has called LazyCheckpointIO.teardown by now.
-        io = self._io
-        if io is None:
-            return
-        self._end(trainer)
-        # Also a barrier: the other ranks may look for the files as soon as this returns.
-        if trainer.strategy.reduce_boolean_decision(io._failure is not None, all=False):
-            raise io._failure or lazyckpt.SaveError("rank 0 says why", path=trainer.default_root_dir)
-
-    def _end(self, trainer: Trainer) -> None:
-        self._report(trainer)
-        self._undo.close()
-        self._io = None
-
-
-class _Late:
-    """Calls a logger's method later. A copy of the logger has its own method instead, and needs no lazyckpt."""
-
-    def __init__(self, call: Callable[..., Any], own: Callable[..., Any]) -> None:
-        self._call = call
-        self._own = own
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (self._own,)
-
-
-def _overrides(obj: Any, method: str, base: type) -> bool:
-    return method in vars(obj) or getattr(type(obj), method) is not getattr(base, method)
 
 
 lightning_last.install(LazyCheckpointIO)

@@ -34,7 +34,7 @@ import lazyckpt
 from lazyckpt import settings
 from lazyckpt.capture.gate import gate
 from lazyckpt.config import Settings, spells_out
-from lazyckpt.integrations import close_and_warn
+from lazyckpt.integrations import announce, close_and_warn
 from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.storage import removal
 from lazyckpt.warn import warn
@@ -109,7 +109,7 @@ class LazyCheckpointManager(CheckpointManager):
         for model in self.states[MODEL].model:
             self._saver.watch(model)
         if not self.load_only:
-            self._saver.expect(*self.states[MODEL].model, *components["optimizers"])
+            announce(self._saver, lambda: [*self.states[MODEL].model, *components["optimizers"]])
 
     def __del__(self) -> None:
         """Leaves it to the finalizer: what is raised here is lost."""

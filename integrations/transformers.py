@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.config import Settings, spells_out
-from lazyckpt.integrations import StartsAnew, wrap
+from lazyckpt.integrations import StartsAnew, announce, wrap
 from lazyckpt.storage import removal
 from lazyckpt.warn import warn, warn_once
 
@@ -117,7 +117,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         if args.should_save or is_sharded(objects["model"]):
             saver = self._open(objects["model"])  # now: it has to see the optimizer's steps
             if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
-                saver.expect(objects["model"], objects["optimizer"])
+                announce(saver, lambda: [objects["model"], objects["optimizer"]])
         if args.should_save:
             tidy(staging_folder(args))
 

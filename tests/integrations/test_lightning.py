@@ -32,7 +32,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lazyckpt
-import lazyckpt.integrations
 from lazyckpt.pipeline import request
 from lazyckpt.storage import commit
 
@@ -54,7 +53,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lazyckpt.integrations import lightning as integration
+from lazyckpt.integrations import lightning_callback as integration
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
 from trainers import Forked
 from trainers import lightning_trainer as trainer_in
@@ -1128,20 +1127,15 @@ def test_loggers_hear_of_files_that_exist_and_of_what_they_cost(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_the_entry_point_adds_one_callback_that_goes_first_if_it_is_needed(lazy: bool, tmp_path: Path) -> None:
-    added, logger, during = LazyCheckpointCallback(), Memory(), []  # by hand, too: the other one keeps still
+def test_the_callback_goes_first_if_it_is_needed(lazy: bool, tmp_path: Path) -> None:
+    added, logger, during = LazyCheckpointCallback(), Memory(), []  # by hand: then no other is added
     look = Each(lambda trainer: during.append(trainer.callbacks[0]))
     checkpoint = ModelCheckpoint(tmp_path)
     trainer = trainer_in(tmp_path, LazyCheckpointIO() if lazy else None, look, added, checkpoint, logger=logger)
-    assert sum(isinstance(c, LazyCheckpointCallback) for c in trainer.callbacks) == 2
+    assert sum(isinstance(c, LazyCheckpointCallback) for c in trainer.callbacks) == 1
     trainer.fit(Net())
     assert during == [added if lazy else look] * 6 and logger.told == [True]
     assert names_in(tmp_path).keys() == {"epoch=0-step=6.ckpt"}
-
-
-def test_a_program_without_the_plugin_gets_no_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "lazyckpt.integrations.lightning")
-    assert lazyckpt.integrations.lightning_callbacks() == []
 
 
 def test_without_the_callback_saves_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: None) -> None:

@@ -1,0 +1,257 @@
+"""The half of Lightning's plugin that needs the Trainer.
+
+``LazyCheckpointIO`` (lightning.py) saves; this callback tells it when training begins and ends, waits before others
+swap weights, and tells the loggers. Trainers get it by themselves if their plugin is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
+
+import lazyckpt
+from lazyckpt.integrations import StartsAnew, announce, wrap
+from lazyckpt.warn import warn
+
+_SMALL_BYTES = 16 << 20
+# Lightning's callbacks that hear of the start or the end of an epoch, and leave weights alone.
+_ONLY_READ = (
+    *(callbacks.Checkpoint, callbacks.EarlyStopping, callbacks.GradientAccumulationScheduler),
+    *(callbacks.LearningRateMonitor, callbacks.ProgressBar, callbacks.Timer),
+)
+
+
+class Attended:
+    """What the callback asks of the plugin that it completes."""
+
+    on_all_ranks: bool  # each rank saves a part of every checkpoint, not rank 0 all of it
+    _attended: bool | None  # by the callback, now; None: there was no Trainer yet
+    _failure: lazyckpt.SaveError | None  # which the callback raises on every rank
+    _unreported: list[lazyckpt.SaveHandle]
+
+    def wait(self) -> None:
+        raise NotImplementedError
+
+    def _drain(self) -> None:
+        raise NotImplementedError
+
+    def _pending(self) -> list[lazyckpt.SaveHandle]:
+        raise NotImplementedError
+
+    def _open_saver(self) -> lazyckpt.Saver:
+        raise NotImplementedError
+
+
+class LazyCheckpointCallback(StartsAnew, Callback):
+    """Completes ``LazyCheckpointIO`` in a Trainer; does nothing with another. A Trainer with the plugin has one.
+
+    - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, and wherever you
+      have a hook at the start or the end of an epoch. Such a hook finds the files of checkpoints of less than 16 MiB
+    - a ModelCheckpoint sees pending files as if they existed; ``save_last="link"`` never points at what is not durable
+    - loggers hear of a checkpoint when its file exists, and log what it cost: ``checkpoint/blocked_ms``,
+      ``checkpoint/durable_s``, ``checkpoint/eager_mb``, ``checkpoint/mb``
+    - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; what failed by the end
+      of ``fit`` is raised there
+
+    It moves to the front of ``trainer.callbacks``, before callbacks that swap weights. Code that writes to weights
+    elsewhere must call ``lazyckpt.wait_captured`` first.
+    """
+
+    def __init__(self) -> None:
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._io: Attended | None = None
+        self._news: list[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = []  # for loggers, when it is durable
+        self._undo = contextlib.ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        io = trainer.strategy.checkpoint_io
+        first = next(callback for callback in trainer.callbacks if isinstance(callback, LazyCheckpointCallback))
+        if not isinstance(io, Attended) or first is not self:
+            return
+        self._end(trainer)  # of a run whose end nobody told
+        self._io = io
+        io._attended, io._failure = True, None
+        self._move_to_the_front(trainer)
+        for logger in trainer.loggers:
+            if _overrides(logger, "after_save_checkpoint", Logger):
+                own = logger.after_save_checkpoint
+                self._replace(logger, "after_save_checkpoint", _Late(functools.partial(self._tell, io, own), own))
+
+    def _move_to_the_front(self, trainer: Trainer) -> None:
+        before, at = trainer.callbacks, trainer.callbacks.index(self)
+        # A new list: Lightning is just now iterating over the old one.
+        trainer.callbacks = [self, *(callback for callback in before if callback is not self)]
+
+        def move_back() -> None:
+            now = [callback for callback in trainer.callbacks if callback is not self]  # a hook may add some
+            before[:] = [*now[:at], self, *now[at:]]
+            trainer.callbacks = before
+
+        self._undo.callback(move_back)
+
+    def _replace(self, obj: Any, name: str, value: Any) -> None:
+        """Replaces an attribute until the end of the run."""
+        before = vars(obj).get(name)
+        if before is not None and not _is_copy_of_late(before, obj, name):
+            self._undo.callback(setattr, obj, name, before)
+        else:
+            self._undo.callback(delattr, obj, name)
+        setattr(obj, name, value)
+
+    def _tell(self, io: Attended, after_save_checkpoint: Callable[[Any], None], callback: Any) -> None:
+        pending = io._pending()
+        if pending:
+            self._news.append((pending[-1], functools.partial(after_save_checkpoint, callback)))
+        else:
+            after_save_checkpoint(callback)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._io is None or not (trainer.is_global_zero or self._io.on_all_ranks):
+            return
+        saver = self._io._open_saver()
+        saver.watch(pl_module)
+        # Whatever calls itself a ModelCheckpoint may lack the attribute.
+        if any(not getattr(c, "save_weights_only", True) for c in trainer.checkpoint_callbacks):
+            announce(saver, lambda: [pl_module, *trainer.optimizers])
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
+            if average is not None:
+                saver.watch(average)
+
+    # before weights are swapped, and before hooks look for files
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_way("on_train_epoch_start", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._make_way("on_train_epoch_end", trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Nothing is left to overlap with, and users look for the best model. teardown() raises. What ModelCheckpoint
+        # saves after this is durable at on_fit_end.
+        if self._io is not None:
+            self._io._drain()
+            trainer.strategy.barrier()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._io is not None:
+            lazyckpt.wait_captured()
+
+    on_validation_epoch_end = on_validation_start
+
+    def _make_way(self, hook: str, trainer: Trainer) -> None:
+        # Most checkpoints are saved around here, and are copied during the next epoch. So this waits only if a callback
+        # or the module may write to weights, or list the folder.
+        if self._io is None:
+            return
+        others = [c for c in trainer.callbacks if c is not self and not isinstance(c, _ONLY_READ)]
+        if any(_overrides(callback, hook, Callback) for callback in others) or _overrides(
+            trainer.lightning_module, hook, LightningModule
+        ):
+            lazyckpt.wait_captured()
+            if sum(handle.metrics.bytes for handle in self._io._pending()) < _SMALL_BYTES:
+                self._io._drain()  # a hook that lists the folder finds the files that it finds without lazyckpt
+
+    # what became of the saves
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        """Logs finished saves on the training thread: loggers are not made for other threads."""
+        if self._io is None:
+            return
+        handles = self._io._unreported
+        while handles and handles[0].done():
+            handle = handles.pop(0)
+            if Future.exception(handle) is not None:
+                continue
+            metrics = {
+                "checkpoint/blocked_ms": handle.metrics.blocked_s * 1e3,
+                "checkpoint/durable_s": handle.metrics.durable_s,
+                "checkpoint/eager_mb": handle.metrics.eager_bytes / 1e6,
+                "checkpoint/mb": handle.metrics.bytes / 1e6,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        while self._news and self._news[0][0].done():
+            handle, tell = self._news.pop(0)
+            if Future.exception(handle) is None:
+                tell()
+
+    # the end
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        io = self._io
+        if io is None:
+            return
+        io._attended = False  # callbacks that save on an exception come after this one; they block
+        if io._failure is not None:
+            warn(str(io._failure))
+        while True:
+            try:
+                io.wait()
+                break
+            except lazyckpt.SaveError as error:  # the exception that ended training matters more
+                warn(str(error))
+        self._end(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Lightning has called LazyCheckpointIO.teardown by now.
+        io = self._io
+        if io is None:
+            return
+        self._end(trainer)
+        # Also a barrier: the other ranks may look for the files as soon as this returns.
+        if trainer.strategy.reduce_boolean_decision(io._failure is not None, all=False):
+            raise io._failure or lazyckpt.SaveError("rank 0 says why", path=trainer.default_root_dir)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._report(trainer)
+        self._undo.close()
+        self._io = None
+
+
+class _Late:
+    """Calls a logger's method later. A copy of the logger has its own method instead, and needs no lazyckpt."""
+
+    def __init__(self, call: Callable[..., Any], own: Callable[..., Any]) -> None:
+        self._call = call
+        self._own = own
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (self._own,)
+
+
+def _is_copy_of_late(value: Any, obj: Any, name: str) -> bool:
+    return isinstance(value, functools.partial) and value.func == getattr(type(obj), name).__get__(obj)
+
+
+def _overrides(obj: Any, method: str, base: type) -> bool:
+    return method in vars(obj) or getattr(type(obj), method) is not getattr(base, method)
+
+
+def _with_our_plugin(connector: _CallbackConnector, *_: Any) -> bool | None:
+    return isinstance(connector.trainer.strategy.checkpoint_io, Attended) or None
+
+
+@wrap(_CallbackConnector, "on_trainer_init", _with_our_plugin)
+def _add_the_callback(_: bool, original: Any, connector: _CallbackConnector, *args: Any, **kwargs: Any) -> None:
+    """Gives a Trainer its callback. Lightning's entry points would add it to every Trainer, with a message."""
+    original(*args, **kwargs)
+    trainer = connector.trainer
+    if not any(isinstance(callback, LazyCheckpointCallback) for callback in trainer.callbacks):
+        trainer.callbacks = connector._reorder_callbacks([*trainer.callbacks, LazyCheckpointCallback()])
