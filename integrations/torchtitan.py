@@ -62,9 +62,9 @@ class LazyCheckpointManager(CheckpointManager):
     """torchtitan's ``CheckpointManager``, but saves are lazy and durable, and appear whole or not at all.
 
     Plain ``CheckpointManager`` loads what this saves, and this loads what that saved. All options of its Config hold.
-    A save that fails in the background raises SaveError at the next save or load or at the end of training, on each
-    rank as soon as it has heard of it; ``on_error="warn"`` of the settings makes it a warning. Raises ConfigError for a
-    folder that is not local, and for settings that torchtitan has options for (``keep_last``).
+    A save that fails in the background raises SaveError at the next save (which saves all the same) or load or at the
+    end of training, on each rank as soon as it has heard of it; ``on_error="warn"`` of the settings makes it a warning.
+    Raises ConfigError for a folder that is not local, and for settings that torchtitan has options for (``keep_last``).
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -119,9 +119,9 @@ class LazyCheckpointManager(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Returns when the state is captured or guarded, unless this is the last step, whose save is durable on return.
 
-        Raises SaveError, of this or an earlier save."""
+        Raises SaveError, of this save, or of an earlier one after this one has begun: if only one rank left it out,
+        the others would fail it."""
         if self._should_save(curr_step, last_step):
-            self._saver.check()
             self.save_future = None  # CheckpointManager would wait until the last save is durable
         saved: bool = super()._save(curr_step, last_step)
         return saved

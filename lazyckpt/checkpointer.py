@@ -366,7 +366,8 @@ class Checkpointer(History):
         ``metrics``, numbers by name, are kept in the manifest: ``lazyckpt ls`` shows them, ``keep_best`` compares them.
 
         Raises SaveError if an earlier checkpoint failed in the background (``on_error="raise"``) or if this one fails
-        at once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
+        at once. A call that raises an earlier failure saves its own step all the same, and says so. With
+        ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
         self._refuse_read_only("save()")
         path = self.directory / manifest.folder_name(checked_step(step))

@@ -34,8 +34,8 @@ class Config:
     """"before_step": the next optimizer step waits until the checkpoint is durable (FastPersist, 4.3)."""
 
     on_error: Literal["raise", "warn"] = "raise"
-    """What happens when a checkpoint fails in the background: the next call of the Checkpointer raises, or warns and
-    training goes on."""
+    """What happens when a checkpoint fails in the background: the next call of the Checkpointer raises, or it is a
+    warning and training goes on. A ``save()`` that raises an earlier failure has saved its own step all the same."""
 
     keep_last: int | None = None
     """Checkpoints to keep, counted back from the newest along the parent chain; if the chain is shorter, the newest

@@ -64,6 +64,12 @@ class SaveError(LazyCkptError):
         failed = f"cannot open {where}" if opening else f"checkpoint not saved ({where})"
         super().__init__(f"{failed}: {what}")
 
+    def raised_by(self, path: Path, step: int | None, *, failed: bool) -> None:
+        """Adds to the message that a later save raises this, and what becomes of that save itself."""
+        it = path if step is None else f"step {step}"
+        fate = f"could not save {it} either: the next call says why" if failed else f"saves {it} all the same"
+        self.args = (f"{self}; the call that raises this {fate}",)
+
 
 class NoSpaceError(SaveError):
     """The file system is full, or too small for this checkpoint."""

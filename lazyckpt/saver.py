@@ -94,7 +94,8 @@ class Saver:
         state dict; bfloat16 from float32 in host memory costs no memory and no time of this call.
 
         Raises SaveError if an earlier save failed in the background (``on_error="raise"``) or if this one fails at
-        once. With ``on_error="warn"`` these are warnings, and the handle holds the error.
+        once. A call that raises an earlier failure saves ``obj`` all the same, and says so. With ``on_error="warn"``
+        these are warnings, and the handle holds the error.
         """
         return self.save_at(step, obj, path, step=step, dtype=dtype, blocking=blocking)
 

@@ -272,16 +272,29 @@ def test_what_cannot_be_pickled(saver: lazyckpt.Saver, tmp_path: Path) -> None:
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call(training: Training, tmp_path: Path) -> None:
+    """A save that raises it has saved all the same. Regression: it saved nothing."""
     saver = lazyckpt.Saver(**TINY)
     (tmp_path / "a.pt").mkdir()
     (tmp_path / "a.pt" / "x").write_text("a folder cannot be replaced by a file")
-    for call in (lambda: saver.save(1, tmp_path / "b.pt"), saver.wait, saver.close):
-        saver._prepared.clear()
-        saver.save(1, tmp_path / "a.pt")
-        saver.drain()
-        with pytest.raises(lazyckpt.SaveError, match=r"a\.pt"):
+    calls = {
+        r"a\.pt\).*; the call that raises this saves .*/b\.pt all the same$": lambda: saver.save(1, tmp_path / "b.pt"),
+        r"a\.pt\).*; the call that raises this saves step 7 all": lambda: saver.save(
+            1, tmp_path / "c.pt", step=7, blocking=True
+        ),
+        r"a\.pt\).*; the call that raises this could not save step 8 either": lambda: saver.save(
+            lambda: 0, tmp_path / "d.pt", step=8
+        ),
+        r"step 8.*lambda": saver.wait,
+        r"a\.pt\): Is a directory \(\S+\)$": saver.check,
+        r"a\.pt\): Is a directory \(\S+a\.pt\)$": saver.close,
+    }
+    for told, call in calls.items():
+        if "step 8.*" not in told:
+            saver.save(1, tmp_path / "a.pt")
+            saver.drain()
+        with pytest.raises(lazyckpt.SaveError, match=told):
             call()
-    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "b.pt", "c.pt"]
 
 
 def test_after_close(tmp_path: Path) -> None:

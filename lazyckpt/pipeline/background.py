@@ -85,9 +85,23 @@ class Background:
             wait_for(pending[:1])  # usually the first to be done, since they are published in order
         self._in_flight = pending
 
-    def raise_failed(self, *, before_save: bool = False) -> None:
-        """Raises the oldest failure that was not reported yet; the next call raises the next one. ``before_save``: a
-        torn snapshot becomes a warning, because the save that follows copies everything at once."""
+    def has_failed(self) -> bool:
+        """Whether a failure was not reported yet. Call it before a save: that of a torn snapshot becomes a warning,
+        because the save copies everything at once."""
+        while self._failed:
+            handle = self._failed[0]
+            if not handle._reported and (error := Future.exception(handle)) is not None:
+                if not isinstance(error, TornSnapshotError):
+                    return True
+                handle._reported = True
+                warn_in_background(str(error))
+            with contextlib.suppress(ValueError):  # no lock, see raise_failed()
+                self._failed.remove(handle)
+        return False
+
+    def raise_failed(self, saving: SaveHandle | None = None) -> None:
+        """Raises the oldest failure that was not reported yet; the next call raises the next one. ``saving``: the save
+        whose call raises it. That goes on, and the error says so."""
         while True:
             try:  # no lock: a signal handler that saves may interrupt this thread while it holds one
                 handle = self._failed.pop(0)
@@ -95,9 +109,9 @@ class Background:
                 return
             if handle._reported or (error := handle.exception()) is None:
                 continue
-            if before_save and isinstance(error, TornSnapshotError):
-                warn_in_background(str(error))
-                continue
+            if saving is not None and handle is not saving and isinstance(error, SaveError):
+                failed = saving.done() and Future.exception(saving) is not None
+                error.raised_by(saving.path, saving.step, failed=failed)
             raise error
 
     def drain(self) -> None:

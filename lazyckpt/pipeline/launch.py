@@ -1,12 +1,15 @@
 """Launches a save: from Python objects to the engine, and on to the background.
 
-    1. wait        for room in flight; raise what failed in the background
+    1. wait        for room in flight
     2. gather      the storages of the state; pickle everything else
     3. snapshot    decide which storages are lazy, and which optimizers must wait for them
     4. lay out     each file, as a program for the engine
     5. begin       give the programs to the engine; the gate guards the lazy storages
     6. hand over   to the background (background.py), which settles the handle
-    7. finish      wait until every eager byte is copied
+    7. finish      wait until every eager byte is copied; raise what failed before
+
+A failure in the background is raised last, because a call that raised it first would save nothing. With several ranks
+the others would then fail, and their next calls would save nothing in turn, without end.
 
 The steps of storage/commit.py, which the background takes, have numbers of their own. save_now.py takes steps 2 to 5
 and 7 for ``lazyckpt.save``, and then those of the background on the same thread.
@@ -104,7 +107,12 @@ class Launcher:
         handle = SaveHandle(request.step, request.path)
         why = ""  # as text, because the error refers to this frame
         try:
-            self._wait_for_room()
+            self.check_usable()
+            gate.give_verdicts()
+            raises = self._background.has_failed()
+            if devices.capturing():
+                raise ConfigError("save() inside a CUDA graph capture; save before or after it")
+            self._background.wait_for_room()
             handle.metrics.in_flight_wait_s = time.perf_counter() - begin
             try:
                 with gate.arming(handle.path, handle.step):
@@ -112,10 +120,8 @@ class Launcher:
             except (SaveError, OSError) as error:
                 why = described(error)
                 self._background.fail(handle, as_save_error(error, handle))
-                blocking = True  # it has failed already, so this call raises, not the next
+                raises = True  # it has failed already, so this call raises, not the next
         except BaseException as error:
-            if isinstance(error, SaveError) and error.step not in (None, request.step):
-                why = why or f"it did not save, since step {error.step} had failed: {described(error)}"
             why = why or f"save() raised {type(error).__name__}: {described(error)}"
             raise
         finally:
@@ -126,17 +132,9 @@ class Launcher:
         handle.metrics.save_blocked_s = time.perf_counter() - begin
         if self._trace is not None and handle._snapshot is not None:
             self._trace.saved(handle.metrics, begin)
-        if blocking:
-            self._background.raise_failed()
+        if blocking or raises:
+            self._background.raise_failed(handle)
         return handle
-
-    def _wait_for_room(self) -> None:
-        self.check_usable()
-        gate.give_verdicts()
-        self._background.raise_failed(before_save=True)
-        if devices.capturing():
-            raise ConfigError("save() inside a CUDA graph capture; save before or after it")
-        self._background.wait_for_room()
 
     def _launch(
         self, handle: SaveHandle, request: Request, plans: Plans, begin: float, training_step: Hashable

@@ -248,6 +248,11 @@ promise(
     RANKS,
     "If a rank fails, dies or hangs, every rank gets a RankError that names it and the cause, in time.",
     (
+        "a call that raises an earlier failure saves nothing",
+        py("Launcher.launch", swap("self._background.has_failed()", "self._background.raise_failed()")),
+        "test_caught.py::test_what_fails_on_one_rank_costs_that_checkpoint_alone",
+    ),
+    (
         "a rank that lives and does not save is waited for for ever",
         py("Watch.check", swap("found[self._at.kind] < self._at.number", "False")),
         "test_pulse.py",

@@ -335,7 +335,7 @@ def test_an_error_in_on_done_of_a_save_that_fails_at_once(kind: type[BaseExcepti
             training.ckpt.save(1)
         assert caught.value is error
         with pytest.raises(SerializationError, match="lambda"):  # it was interrupted before it could tell
-            training.ckpt.save(1)
+            training.ckpt._saver.check()
     trap.set("", error)
     bad.clear()
     training.check(2)
