@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 
 import lazyckpt
 from endings import in_a_child
+from lazyckpt import _engine
 from lazyckpt.capture.gate import gate
+from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.storage import commit, folders, removal
 
 TINY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
@@ -454,3 +457,14 @@ def test_modules_that_are_watched_wait_before_they_load(training: Training, tmp_
         training.model.load_state_dict(zeros)
         assert torch.equal(torch.load(handle.result(timeout=30))["0.weight"], expected)
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_build_without_io_uring_says_once_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(**knobs: object) -> types.SimpleNamespace:
+        return types.SimpleNamespace(fallback="built without liburing: Function not implemented")
+
+    monkeypatch.setattr(_engine, "Engine", build)
+    with pytest.warns(UserWarning, match="a thread pool writes instead; to have it, install liburing-dev") as warned:
+        StagingBuffer(lazyckpt.Config())
+        StagingBuffer(lazyckpt.Config())
+    assert len(warned) == 1

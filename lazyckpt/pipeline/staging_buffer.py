@@ -46,7 +46,10 @@ class StagingBuffer:
                 f'{error.strerror}; use a smaller buffer or fewer threads, or io_backend="auto" to do without io_uring'
             ) from error
         if config.io_backend == "auto" and self.engine.fallback:
-            warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead")
+            cure = (
+                "; to have it, install liburing-dev, then lazyckpt again" if "liburing" in self.engine.fallback else ""
+            )
+            warn_once(f"io_uring is not used ({self.engine.fallback}); a thread pool writes instead{cure}")
         if not self._grows:
             self.engine.reserve(self._max_bytes)
         self.warmup = Warmup(self._prepare)

@@ -105,9 +105,20 @@ class _Machine:
             )
         elif self._has("io_uring"):
             yield False, "Write and read with io_uring, several requests in flight."
+        elif "liburing" in (reason := self._why_not("io_uring")):
+            yield (
+                True,
+                "Write and read with a pool of threads, which takes training a little more time: lazyckpt was built "
+                "without liburing. To have io_uring, install liburing-dev, then lazyckpt again. It warns once.",
+            )
         else:
-            reason = self._why_not("io_uring")
             yield True, f"Write and read with a pool of threads, since io_uring is refused ({reason}); it warns once."
+        if self.probe["crc32"] == "zlib":
+            yield (
+                True,
+                "Compute checksums with zlib, which takes three times as long: lazyckpt was built without libdeflate. "
+                "To have it, install libdeflate-dev, then lazyckpt again.",
+            )
         if self._has("page_witness"):
             yield False, "Watch the pages of lazily copied tensors: the kernel notices every write to them."
         else:

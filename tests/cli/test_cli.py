@@ -441,6 +441,10 @@ def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pyte
     assert "Use the page cache" in shown or "Write to memory" in shown
     assert "may not write to the folder" in shown
     assert f"{tmp_path} (the nearest folder of" in shown
+    assert "checksums with zlib, which takes three times as long" in " ".join(shown.split())
+    poor["io_uring"] = "no: built without liburing: Function not implemented"
+    shown = " ".join(run("doctor", tmp_path).stdout.split())
+    assert "lazyckpt was built without liburing. To have io_uring, install liburing-dev" in shown
 
 
 def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""A wheel as users get it: built without fault injection, installed and imported elsewhere."""
+"""A wheel as users get it, imported elsewhere without fault injection; and builds where something is missing."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -46,19 +47,30 @@ print("works", _engine.probe(".")["io_uring"])
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in a copy, as in a clone."""
     folder = tmp_path_factory.mktemp("wheel")
+    clone = folder / "clone"
+    clone.mkdir()
+    for name in ("csrc", "lazyckpt", "integrations"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
     run(
         *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "--wheel-dir", folder),
-        f"--config-settings=build-dir={folder / 'build'}",
-        ROOT,
+        clone,
     )
+    assert not (clone / "build").exists()  # regression: every `pip install .` left 20 MB there
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
+def clean(**more: str) -> dict[str, str]:
+    unrelated = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LAZYCKPT", "SKBUILD", "CMAKE"))}
+    return unrelated | more
+
+
 def run(*command: object, cwd: Path | None = None) -> str:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LAZYCKPT", "SKBUILD", "CMAKE"))}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -127,6 +139,91 @@ def load_bias(headers: str, address: int) -> int:
             if begin <= address < begin + size:
                 return begin - offset
     raise AssertionError("no segment holds it")
+
+
+# Something is missing: the message says what, and how to get it.
+
+
+def configure(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Returns the status and the output of cmake, as one line."""
+    pybind11 = pytest.importorskip("pybind11")
+    tools = sysconfig.get_path("scripts")
+    done = subprocess.run(
+        [
+            *(f"{tools}/cmake", "-S", str(ROOT / "csrc"), "-B", str(folder / "build"), "-G", "Ninja"),
+            *(f"-DCMAKE_MAKE_PROGRAM={tools}/ninja", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"),
+            *(f"-DPython_EXECUTABLE={sys.executable}", *arguments),
+        ],
+        env=clean(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def test_without_optional_libraries_the_build_says_what_that_costs(tmp_path: Path) -> None:
+    (found,) = run("pkg-config", "--variable=pcfiledir", "zlib").split()
+    shutil.copy(f"{found}/zlib.pc", tmp_path)
+    status, said = configure(tmp_path, PKG_CONFIG_LIBDIR=str(tmp_path))
+    assert status == 0
+    assert "lazyckpt: no liburing, so a thread pool writes. To have it, install Debian's liburing-dev" in said
+    assert "lazyckpt: no libdeflate, so checksums take three times as long. To have it, install" in said
+    rules = (tmp_path / "build" / "build.ninja").read_text()
+    assert "LAZYCKPT_HAVE_LIB" not in rules and "libz" in rules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ((), {"PATH": "/nowhere"}, "needs a C++20 compiler. Install that (Debian, Ubuntu: apt-get install g++;"),
+        ((), {"CXX": "cxx-9 -O2"}, "needs a C++20 compiler; CXX names cxx-9, which is not there"),
+        (
+            ("-DPython_INCLUDE_DIR=/nowhere",),
+            {},
+            "(Python.h). Install that (Debian, Ubuntu: apt-get install python3-dev",
+        ),
+        (("-DPKG_CONFIG_EXECUTABLE=/nowhere",), {}, "needs pkg-config. Install that (Debian, Ubuntu: apt-get install"),
+        ((), {"PKG_CONFIG_LIBDIR": "/nowhere"}, "needs zlib. Install that (Debian, Ubuntu: apt-get install zlib1g-dev"),
+    ],
+    ids=["no compiler", "no such compiler", "no Python.h", "no pkg-config", "no zlib"],
+)
+def test_what_the_build_needs_is_named_with_its_package(
+    arguments: tuple[str, ...], environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    """Regression: CMake's own messages ("CMAKE_CXX_COMPILER not set, after EnableLanguage") name no package."""
+    if "PATH" in environment and "CXX" in os.environ:
+        pytest.skip("CXX names a compiler")
+    status, output = configure(tmp_path, *arguments, **environment)
+    assert status != 0 and said in output
+
+
+def set_up(machine: Path, *, compiler: bool, libraries: str) -> subprocess.CompletedProcess[str]:
+    """Runs scripts/system-packages.sh on a machine with apt-get, but without the permission to install."""
+    programs = {"id": "echo 1000", "sudo": "exit 1", "apt-get": "exit 1", "unzip": "", "c++": ""}
+    programs["pkg-config"] = f'case " {libraries} " in *" $2 "*) ;; *) exit 1 ;; esac'
+    for name, does in programs.items():
+        if compiler or name != "c++":
+            (machine / name).write_text(f"#!/bin/sh\n{does}\n")
+            (machine / name).chmod(0o755)
+    environment = {"PATH": str(machine), "PYTHON": sys.executable}
+    command = ["/bin/sh", str(ROOT / "scripts" / "system-packages.sh")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_setup_goes_on_without_what_is_only_useful(tmp_path: Path) -> None:
+    done = set_up(tmp_path, compiler=True, libraries="zlib")
+    assert done.returncode == 0
+    assert "Continuing without: liburing-dev libdeflate-dev." in done.stderr
+    assert "sudo apt-get update && sudo apt-get install --yes liburing-dev libdeflate-dev" in done.stderr
+    assert set_up(tmp_path, compiler=True, libraries="zlib liburing libdeflate").stderr == ""
+
+
+def test_setup_stops_without_what_the_build_needs(tmp_path: Path) -> None:
+    done = set_up(tmp_path, compiler=False, libraries="liburing")
+    assert done.returncode == 1
+    assert "packages that are missing: g++ zlib1g-dev. Install them" in done.stderr
+    assert "apt-get install --yes g++ zlib1g-dev libdeflate-dev" in done.stderr
 
 
 def test_what_setup_installs_is_pinned() -> None:
