@@ -25,7 +25,8 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.naming import tensors_in
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
+from lazyckpt.providers.optimizer import OptimizerProvider, groups_of, is_as_torchs
+from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.training import LoaderProvider, RngProvider
 
 Path = tuple[str | int, ...]
@@ -55,7 +56,8 @@ class TrackedState:
         self._names = names
 
     def leaves(self) -> dict[Path, Any]:
-        return global_state(self._parts, self._rank, self._names)
+        """Raises UnrestorableError, too, for what ``restore()`` would not take back."""
+        return global_state(self._parts, self._rank, self._names, refuse=True)
 
 
 class StateDict:
@@ -104,7 +106,7 @@ def holds_shards(part: StateProvider) -> bool:
     if isinstance(part, ModuleProvider):
         return any(map(is_dtensor, part.obj.parameters()))
     if isinstance(part, OptimizerProvider):
-        return any(is_dtensor(parameter) for group in part.obj.param_groups for parameter in group["params"])
+        return any(is_dtensor(parameter) for group in groups_of(part.obj) for parameter in group["params"])
     return not is_own(part) and any(map(is_dtensor, global_state({"": part}, 0).values()))
 
 
@@ -132,18 +134,25 @@ class NameCache:
         return self._names
 
 
-def global_state(parts: Mapping[str, StateProvider], rank: int, cache: NameCache | None = None) -> dict[Path, Any]:
+def global_state(
+    parts: Mapping[str, StateProvider], rank: int, cache: NameCache | None = None, *, refuse: bool = False
+) -> dict[Path, Any]:
     """The leaves of the tracked state: tensors, DTensors and objects, by path. Raises ConfigError for a DTensor inside
-    an object."""
+    an object; with ``refuse``, UnrestorableError for what its part would not take back."""
     states = {name: part.state() if is_own(part) else _state_of(part) for name, part in parts.items()}
     names = (cache or NameCache()).names(parts, states)
     leaves: dict[Path, Any] = {}
     for name, part in parts.items():
         state = states[name]
+        if refuse:
+            try:
+                part.refuse_untakable(state)
+            except UnrestorableError as error:
+                raise error.inside(name) from None
         if is_own(part):
             leaves[name, str(rank)] = state
             continue
-        if isinstance(part, OptimizerProvider) and is_of_torch(state):
+        if isinstance(part, OptimizerProvider) and is_as_torchs(part.obj, state):
             state = _by_name(state, part.obj, names)
         for path in _engine.add_leaves((name,), state, leaves):
             _refuse_hidden_shards(name_of(path), leaves[path])
@@ -183,7 +192,7 @@ def _plain(name: str) -> str:
 def indices_of(optimizer: Any, names: dict[int, str]) -> dict[str, int]:
     """The numbers that ``optimizer.state_dict()`` gives its parameters, by their names. A parameter that is in no
     tracked module keeps its number as its name."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in groups_of(optimizer) for parameter in group["params"]]
     return {names.get(id(parameter), str(number)): number for number, parameter in enumerate(parameters)}
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Landing, StorageTable
-from lazyckpt.providers.objects import StatefulProvider, describe, matches
+from lazyckpt.providers.base import Landing
+from lazyckpt.providers.objects import StatefulProvider, describe, matches, unfillable
 from lazyckpt.providers.rename import suggestion
 from lazyckpt.providers.restorable import UnrestorableError
 
@@ -23,20 +23,21 @@ class ModuleProvider(StatefulProvider):
         """``casts``: takes floating-point tensors of another dtype, too."""
         super().__init__(module)
         self._casts = casts
+        self._accepted_keys: list[Any] | None = None  # that load_state_dict() takes
 
-    def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
-        super().refuse_unrestorable(parts, table)
-        skeleton, state = self._skeletons[None], parts[None]
-        if not isinstance(state, Mapping) or (found := list(state)) == skeleton.accepted_keys:
+    def refuse_untakable(self, state: Any) -> None:
+        if not isinstance(state, Mapping) or (found := list(state)) == self._accepted_keys:
             return
         if keys := self._unclaimed(state):
             others = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
             raise UnrestorableError(keys[0], f"{_refusal_of(state[keys[0]])}{others}. {_TRACK_WHAT_TRAINS}")
-        skeleton.accepted_keys = found
+        self._accepted_keys = found
 
     def landings(self, saved: Any) -> list[Landing]:
         plain = _plain_state(self.obj)
         live = self.obj.state_dict() if plain is None else plain
+        if type(saved) is type(live) and not isinstance(live, Mapping):
+            return []  # a state of its own kind, which load_state_dict understands
         compare(saved, live, casts=self._casts)
         if plain is None and (keys := self._unclaimed(live)):
             raise RestoreError("\n".join(f"{key}: {_refusal_of(saved[key])}" for key in keys))
@@ -44,7 +45,9 @@ class ModuleProvider(StatefulProvider):
         return [
             Landing(saved[name], tensor)
             for name, tensor in live.items()
-            if _views(tensor, own) and not (self._casts and saved[name].dtype is not tensor.dtype)
+            if _views(tensor, own)
+            and (plain is not None or unfillable(tensor) is None)
+            and not (self._casts and saved[name].dtype is not tensor.dtype)
         ]
 
     def _own_storages(self) -> set[int]:
@@ -56,24 +59,29 @@ class ModuleProvider(StatefulProvider):
         }
 
     def _unclaimed(self, state: Any) -> list[str]:
-        """The keys of ``state`` that ``load_state_dict`` would call unexpected, unless their tensors are parameters or
-        buffers under other names, which ``restore()`` reads in place, or a module may take them by code of its own."""
+        """The keys of ``state`` that ``load_state_dict`` would refuse: unexpected ones, unless their tensors are
+        parameters or buffers under other names, which ``restore()`` reads in place, and tensors that nothing can fill.
+        Not those that a module may take by code of its own."""
         if _has_own([self.obj], ["load_state_dict"]) or not isinstance(state, Mapping):
             return []
-        others = state.keys() - _claimed(self.obj)
-        others |= {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.is_nested}
+        unfilled = {key for key, value in state.items() if unfillable(value) is not None}
+        others = (state.keys() - _claimed(self.obj)) | unfilled
         keys = [key for key in others if isinstance(key, str) and not _has_custom_loader(self.obj, key)]
         if keys:
             own = self._own_storages()
-            keys = [key for key in keys if not _views(state[key], own)]
+            keys = [key for key in keys if key in unfilled or not _views(state[key], own)]
         return sorted(keys)
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
+        if not isinstance(saved, Mapping):
+            self.load_state(saved)
+            return
         if len(landed) > 0 and all(id(t) in landed for t in saved.values()) and not _has_load_hooks(self.obj):
             return
+        state: Any = saved
         for name, tensor in saved.items():
-            saved[name] = landed.get(id(tensor), tensor)
-        self.load_state(saved)
+            state[name] = landed.get(id(tensor), tensor)
+        self.load_state(state)
 
 
 _TRACK_WHAT_TRAINS = (
@@ -83,8 +91,7 @@ _TRACK_WHAT_TRAINS = (
 
 
 def _refusal_of(value: Any) -> str:
-    is_nested = isinstance(value, torch.Tensor) and value.is_nested
-    why = "a nested tensor" if is_nested else "no parameter, buffer or extra state"
+    why = unfillable(value) or "no parameter, buffer or extra state"
     return f"is in state_dict(), but load_state_dict() would refuse it: it is {why}"
 
 
@@ -122,7 +129,7 @@ def _plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     if not _PLAIN.issuperset(map(type, entries.values())):
         return None
     state = {key: tensor.detach() for key, tensor in entries.items()}
-    return None if any(tensor.is_nested for tensor in state.values()) else state
+    return None if any(unfillable(tensor) is not None for tensor in state.values()) else state
 
 
 def _entries(parts: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Landing, StorageTable
 from lazyckpt.providers.pickles import Skeleton, dict_opcodes
-from lazyckpt.providers.restorable import refuse_unreadable
+from lazyckpt.providers.restorable import UnrestorableError, refuse_unreadable
 from lazyckpt.providers.sharded import ShardedTensorError
 
 
@@ -56,15 +57,20 @@ class StateProvider(ABC):
                 opcodes[key] = self._skeletons[key].opcodes(value, table)
             except ShardedTensorError as error:
                 raise (error.inside(key) if apart else error) from None
-        self.refuse_unrestorable(parts, table)
+        self._refuse_unreadable(parts, table)
+        self.refuse_untakable(state)
         return dict_opcodes(opcodes) if apart else opcodes[None]
 
-    def refuse_unrestorable(self, parts: dict[Any, Any], table: StorageTable) -> None:
-        """Raises UnrestorableError if ``restore()`` could not take back the state that was just pickled."""
+    def _refuse_unreadable(self, parts: dict[Any, Any], table: StorageTable) -> None:
         for key, skeleton in self._skeletons.items():
             if not skeleton.kinds.keys() <= skeleton.accepted.keys():
                 refuse_unreadable(parts[key], key or "", skeleton.pickled, table)
                 skeleton.accepted |= skeleton.kinds
+
+    def refuse_untakable(self, state: Any) -> None:
+        """Raises UnrestorableError if what ``state()`` has returned would not be taken back, though it can be read.
+        Called inside every ``save()``."""
+        return None
 
     def landings(self, saved: Any) -> list[Landing]:
         """Checks ``saved`` against the live state, before a byte of it is read; says what may land in place.
@@ -103,6 +109,10 @@ class TensorProvider(StateProvider):
     def state(self) -> torch.Tensor:
         return self._tensor.detach()
 
+    def refuse_untakable(self, state: torch.Tensor) -> None:
+        if (why := unfillable(state)) is not None:
+            raise UnrestorableError("", f"is {why}")
+
     def landings(self, saved: Any) -> list[Landing]:
         if not isinstance(saved, torch.Tensor) or saved.is_nested or describe(saved) != describe(self._tensor):
             raise RestoreError(f"saved {describe(saved)}, tracked {describe(self._tensor)}")
@@ -123,6 +133,18 @@ def matches(saved: Any, live: Any) -> bool:
     if plain and not saved.is_nested and not live.is_nested:
         return saved.dtype is live.dtype and saved.shape == live.shape
     return describe(saved) == describe(live)
+
+
+def unfillable(tensor: Any) -> str | None:
+    """Why ``restore()`` could not write into a tensor; None if it can."""
+    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
+        return None
+    if tensor.is_nested:
+        return "a nested tensor, which restore() cannot fill: keep its parts in a list"
+    # Strides of zero are what expand() makes; of other overlapping views torch cannot tell, and writes to them.
+    if tensor.layout is torch.strided and 0 in tensor.stride() and torch._debug_has_internal_overlap(tensor) == 1:
+        return "an expanded tensor, whose elements share memory, so that restore() cannot fill it: call contiguous()"
+    return None
 
 
 def describe(obj: Any) -> str:

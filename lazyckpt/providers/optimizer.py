@@ -18,11 +18,12 @@ class OptimizerProvider(StatefulProvider):
 
     def landings(self, saved: Any) -> list[Landing]:
         live = self.obj.state_dict()
-        if not is_of_torch(live):
+        if not is_as_torchs(self.obj, live):
             return []  # a state of its own kind, which load_state_dict understands
         if not is_of_torch(saved):
             raise RestoreError(f"not the state of an optimizer: {describe(saved)}")
         problems = []
+        parameters_here = groups_of(self.obj)
         groups, saved_groups = live["param_groups"], saved["param_groups"]
         if len(groups) != len(saved_groups):
             problems.append(f"{len(saved_groups)} parameter groups in the checkpoint, {len(groups)} in the optimizer")
@@ -33,7 +34,7 @@ class OptimizerProvider(StatefulProvider):
                     f"parameter group {number}: {len(saved_group['params'])} parameters in the checkpoint, "
                     f"{len(group['params'])} in the optimizer"
                 )
-            parameters |= dict(zip(saved_group["params"], self.obj.param_groups[number]["params"], strict=False))
+            parameters |= dict(zip(saved_group["params"], parameters_here[number]["params"], strict=False))
         landings = []
         known = _PARAMETER_LIKE if _steps_as_torch(self.obj) else frozenset()
         for index, state in saved["state"].items():
@@ -61,8 +62,10 @@ class OptimizerProvider(StatefulProvider):
 
         None for other classes, and where code of the user's may change the state first."""
         kind: Any = type(self.obj)
-        prepared = self.obj._optimizer_load_state_dict_pre_hooks or "load_state_dict" in vars(self.obj)
-        if not f"{kind.__module__}.".startswith("torch.optim.") or prepared:
+        if not f"{kind.__module__}.".startswith("torch.optim."):
+            return None
+        # Not even of torch's classes does every object have the attributes that Optimizer.__init__ gives it.
+        if "load_state_dict" in vars(self.obj) or getattr(self.obj, "_optimizer_load_state_dict_pre_hooks", None):
             return None
         empty = torch.empty(0, device="meta")
         groups = [{**g, "params": [torch.empty(0, device="meta") for _ in g["params"]]} for g in self.obj.param_groups]
@@ -78,7 +81,9 @@ class OptimizerProvider(StatefulProvider):
             states[key] = state
         trial = kind.__new__(kind)
         try:
-            trial.__setstate__({"defaults": dict(self.obj.defaults), "state": {}, "param_groups": groups})
+            trial.__setstate__(
+                {"defaults": dict(getattr(self.obj, "defaults", {})), "state": {}, "param_groups": groups}
+            )
             trial.load_state_dict({**saved, "state": states})
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
@@ -102,6 +107,20 @@ def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
         inner = inner.optimizer
     # A wrapper that torch puts around an inherited step has the module of what it wraps.
     return str(getattr(type(inner).step, "__module__", "")).startswith("torch.optim.")
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer; none if it does not show them, as a wrapper that never ran
+    ``Optimizer.__init__`` may not."""
+    groups = getattr(optimizer, "param_groups", None)
+    return groups if isinstance(groups, list) else []
+
+
+def is_as_torchs(optimizer: Any, state: Any) -> bool:
+    """Whether ``state``, that of ``optimizer``, is laid out as torch's and numbers the parameters that it shows."""
+    return is_of_torch(state) and [len(group["params"]) for group in state["param_groups"]] == [
+        len(group["params"]) for group in groups_of(optimizer)
+    ]
 
 
 def is_of_torch(state: Any) -> bool:

@@ -205,7 +205,6 @@ class Skeleton:
         self.kinds: dict[int, Any] = {}
         """The classes and functions that the opcodes name, by ``id``, without those that torch always reads."""
         self.accepted: dict[int, Any] = {}  # such classes and functions as restore() has been seen to read
-        self.accepted_keys: list[Any] | None = None  # that the module's load_state_dict() takes
         self._kept = TensorViews()  # of its storages, in the order of appearance
 
     def __reduce__(self) -> tuple[Any, ...]:

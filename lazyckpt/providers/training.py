@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.data_loader import TrackedLoader
 from lazyckpt.providers.module import ModuleProvider
-from lazyckpt.providers.objects import StatefulProvider, StateProvider, TensorProvider, describe, matches
+from lazyckpt.providers.objects import StatefulProvider, StateProvider, TensorProvider, describe, matches, unfillable
 from lazyckpt.providers.optimizer import OptimizerProvider
 from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 
@@ -20,6 +21,9 @@ def provider_for(name: str, obj: Any) -> StateProvider:
     """Returns the provider of a tracked object. Raises ConfigError for an object without a known kind of state."""
     if isinstance(obj, StateProvider):
         return obj
+    if not isinstance(obj, torch.Tensor | dict | list):
+        _refuse_signature(name, obj, "state_dict")
+        _refuse_signature(name, obj, "load_state_dict", {})
     if isinstance(obj, torch.nn.Module):
         return ModuleProvider(obj)
     if isinstance(obj, torch.optim.Optimizer):
@@ -36,6 +40,23 @@ def provider_for(name: str, obj: Any) -> StateProvider:
         f"track({name}=…): a {type(obj).__name__} has no state_dict()/load_state_dict(), and is no tensor, dict or "
         "list; give it these methods, or derive from lazyckpt.StateProvider"
     )
+
+
+def _refuse_signature(name: str, obj: Any, method: str, *given: Any) -> None:
+    """Raises ConfigError if ``obj`` has a ``method`` that cannot be called with these arguments: a save might succeed,
+    and restore() would fail."""
+    try:
+        signature = inspect.signature(getattr(obj, method))
+    except (AttributeError, TypeError, ValueError):  # there is none, or it is not written in Python
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        call = f"{type(obj).__name__}.{method}({'state' if given else ''})"
+        raise ConfigError(
+            f"track({name}=…): {call} cannot be called like this: {error}; derive from lazyckpt.StateProvider, whose "
+            "methods call it as it needs"
+        ) from None
 
 
 class LoaderProvider(StatefulProvider):
@@ -63,7 +84,10 @@ class ContainerProvider(StateProvider):
         return [
             Landing(value, live[key].detach())
             for key, value in _items(saved)
-            if isinstance(value, torch.Tensor) and key in live and matches(value, live[key])
+            if isinstance(value, torch.Tensor)
+            and key in live
+            and matches(value, live[key])
+            and unfillable(live[key]) is None
         ]
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:

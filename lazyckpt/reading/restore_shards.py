@@ -19,7 +19,7 @@ from lazyckpt.providers import global_state
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
+from lazyckpt.providers.optimizer import OptimizerProvider, groups_of, is_of_torch
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
 from lazyckpt.reading.folder import Folder, Target
@@ -45,14 +45,16 @@ class Shards:
                     tree[name] = global_state.by_number(tree[name], part.obj, names)
             self._tree = tree if fitting.choose is None else fitting.choose(tree)
             self._provider = fitting.provider
-            self._landed = {id(landing.saved): landing.live for landing in self._provider.landings(self._tree)}
+            landings = self._provider.landings(self._tree)
+            # Others, such as sparse ones, were read as objects, and entries that the checkpoint lacks are live ones.
+            self._landed = {id(it.saved): it.live for it in landings if id(it.saved) in self._names}
         except Exception as error:
             raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
 
     def restore(self, engine: _engine.Engine) -> None:
         """Reads the parts that this rank needs, and hands them over. Raises LoadError, RestoreError."""
         places = self._landed | allocate(self._tree, self._provider.parts, self._landed)
-        self._folder.read([_target(self._names[key], place) for key, place in places.items()], engine)
+        self._folder.read([_target(self._names[key][0], place) for key, place in places.items()], engine)
         hand_over(self._provider, self._tree, self._landed, self._folder.path)
 
 
@@ -74,8 +76,9 @@ def load_shards(
     made: dict[Any, torch.Tensor] = {}  # tensors that were one stay one
     places: dict[str, torch.Tensor] = {}
     for inner, at, _ in _tensors_in(holder, ""):
-        if (name := names.get(id(inner[at]))) is not None:
-            saved, same = inner[at], folder.entries[name].sameness
+        if (known := names.get(id(inner[at]))) is not None:
+            name, saved = known
+            same = folder.entries[name].sameness
             if same not in made:
                 made[same] = places[name] = _new(saved, device, path)
             inner[at] = made[same]
@@ -124,10 +127,10 @@ def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:
 
 def _tree(
     folder: Folder, own: dict[str, int], read_object: Callable[[str], Any]
-) -> tuple[dict[str, Any], dict[int, str]]:
-    """The saved state, its tensors on the meta device, and the names of these by ``id``."""
+) -> tuple[dict[str, Any], dict[int, tuple[str, torch.Tensor]]]:
+    """The saved state, its tensors on the meta device, and these with their names by ``id``."""
     leaves: dict[global_state.Path, Any] = {}
-    names: dict[int, str] = {}
+    names: dict[int, tuple[str, torch.Tensor]] = {}  # the tensors, so that no id comes back
     of_ranks: dict[str, Any] = {}
     for name, entry in folder.entries.items():
         if entry.path[0] in own:
@@ -138,7 +141,7 @@ def _tree(
         else:
             size, dtype = entry.described.size, entry.described.properties.dtype
             leaves[entry.path] = tensor = torch.empty(size, dtype=dtype, device="meta")
-            names[id(tensor)] = name
+            names[id(tensor)] = name, tensor
     try:
         return global_state.unflatten(leaves) | of_ranks, names
     except ValueError as error:
@@ -209,7 +212,7 @@ def _live(part: StateProvider) -> Any:
     """The live state; of an optimizer, its parameters where their state is."""
     if not isinstance(part, OptimizerProvider):
         return part.state()
-    parameters = [parameter for group in part.obj.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in groups_of(part.obj) for parameter in group["params"]]
     return {"state": dict(enumerate(parameters))}
 
 

@@ -1034,3 +1034,22 @@ promise(
         "test_loader.py::test_a_loader_that_was_built_otherwise_is_told",
     ),
 )
+
+ROUND_TRIPS = "test_round_trips.py::test_what_could_not_be_restored_is_not_saved"
+
+promise(
+    "docs/providers.md",
+    "What saves, restores: what could not be restored is refused by track() or by the first save().",
+    ("methods that need other arguments are tracked", py("_refuse_signature", body("return None")), ROUND_TRIPS),
+    ("tensors that nothing can fill are saved", py("unfillable", body("return None")), ROUND_TRIPS),
+    (
+        "of a sharded state nobody asks whether it can be restored",
+        py("global_state.global_state", swap("part.refuse_untakable(state)")),
+        ROUND_TRIPS,
+    ),
+    (
+        "attributes are assumed that Optimizer.__init__ makes",
+        py("groups_of", body("return optimizer.param_groups")),
+        "test_round_trips.py::test_what_is_saved_is_restored",
+    ),
+)
