@@ -22,7 +22,7 @@ from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.data_loader import TrackedLoader, track_loader
+from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.global_state import holds_shards, is_dtensor
 from lazyckpt.providers.kinds import kinds_of
 from lazyckpt.providers.module import ModuleProvider
@@ -30,7 +30,7 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider
 from lazyckpt.providers.rename import Rename
 from lazyckpt.providers.sharded import refuse_sharded_tensors
-from lazyckpt.providers.training import RngProvider, provider_for
+from lazyckpt.providers.training import LoaderProvider, RngProvider, provider_for
 from lazyckpt.reading.fit import Fit, Restored
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.reading.team import ALONE
@@ -175,8 +175,8 @@ class Checkpointer(History):
         tracked as ``rng``.
 
         DTensors (FSDP2, tensor parallelism) make the checkpoint a folder of torch.distributed.checkpoint that all ranks
-        write together: then every rank makes a Checkpointer, tracks and saves. Random states and loaders are each
-        rank's own; of other state that is not sharded, rank 0's is saved.
+        write together: then every rank makes a Checkpointer, tracks and saves. Random states, loaders, samplers and
+        datasets are each rank's own; of other state that is not sharded, rank 0's is saved.
 
         Raises ConfigError for other values, and for a ShardedTensor.
         """
@@ -206,12 +206,14 @@ class Checkpointer(History):
 
     def track_loader(self, loader: Any, name: str = "loader", *, replace: bool = False) -> Any:
         """Track a data loader. Returns what to iterate instead: a wrapper that knows its position, or the loader itself
-        if it has ``state_dict`` and ``load_state_dict``. ``replace``: as in ``track``."""
-        known = self._tracked.get(name)
-        if isinstance(known, TrackedLoader) and known.wraps(loader):
-            return known
+        if it has ``state_dict`` and ``load_state_dict``. Each rank has its own. ``replace``: as in ``track``."""
+        known = self._provider.parts.get(name)
+        if isinstance(known, LoaderProvider) and known.iterates(loader):
+            return known.obj
         wrapped = track_loader(loader)
-        self.track(replace=replace, **{name: wrapped})
+        replace = replace or self._tracked.get(name) is wrapped  # it was tracked as state that all ranks share
+        self.track(replace=replace, **{name: LoaderProvider(wrapped)})
+        self._tracked[name] = wrapped
         return wrapped
 
     def _track(self, name: str, obj: Any, save_dtype: torch.dtype | None = None) -> None:

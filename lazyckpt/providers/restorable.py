@@ -143,6 +143,8 @@ def _cure(obj: Any, path: str) -> str:
         instead = "its name"
     elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
         instead = f"vars({it})"
+    elif callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+        return "track it under a name of its own, a loader with track_loader()"
     elif isinstance(obj, enum.Enum):
         instead = f"{it}.value"
     elif dataclasses.is_dataclass(obj):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils.data
 
 from lazyckpt.errors import ConfigError, RestoreError
 from lazyckpt.providers.base import Landing
@@ -15,6 +16,8 @@ from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StatefulProvider, StateProvider, TensorProvider, describe, matches, unfillable
 from lazyckpt.providers.optimizer import OptimizerProvider
 from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
+
+_LOADERS = (TrackedLoader, *(getattr(torch.utils.data, name) for name in ("DataLoader", "Sampler", "Dataset")))
 
 
 def provider_for(name: str, obj: Any) -> StateProvider:
@@ -28,10 +31,8 @@ def provider_for(name: str, obj: Any) -> StateProvider:
         return ModuleProvider(obj)
     if isinstance(obj, torch.optim.Optimizer):
         return OptimizerProvider(obj)
-    if isinstance(obj, TrackedLoader):
-        return LoaderProvider(obj)
     if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
-        return StatefulProvider(obj)
+        return LoaderProvider(obj) if isinstance(obj, _LOADERS) else StatefulProvider(obj)
     if isinstance(obj, torch.Tensor):
         return TensorProvider(obj)
     if type(obj) in (dict, list):
@@ -60,10 +61,15 @@ def _refuse_signature(name: str, obj: Any, method: str, *given: Any) -> None:
 
 
 class LoaderProvider(StatefulProvider):
-    """A loader that ``track_loader`` wrapped."""
+    """What hands out data: a loader that ``track_loader`` wrapped, or one with a state of its own, such as torchdata's
+    StatefulDataLoader; a sampler or dataset with one. Each rank has its own."""
+
+    def iterates(self, loader: Any) -> bool:
+        return loader is self.obj or (isinstance(self.obj, TrackedLoader) and self.obj.wraps(loader))
 
     def landings(self, saved: Any) -> list[Landing]:
-        self.obj.check(saved)
+        if isinstance(self.obj, TrackedLoader):
+            self.obj.check(saved)
         return []
 
 

@@ -222,6 +222,16 @@ promise(
         "test_crew.py::test_ranks_that_restore_something_else_are_refused",
     ),
     (
+        "a loader with a state of its own is rank 0's on all ranks",
+        py("provider_for", swap("isinstance(obj, _LOADERS)", "isinstance(obj, TrackedLoader)")),
+        "test_own.py::test_every_rank_gets_back_its_own_loaders_samplers_and_datasets",
+    ),
+    (
+        "what goes through track_loader is rank 0's on all ranks",
+        py("Checkpointer.track_loader", swap("LoaderProvider(wrapped)", "wrapped")),
+        "test_own.py::test_every_rank_gets_back_its_own_loaders_samplers_and_datasets",
+    ),
+    (
         "rank 0's tensor is saved for one of another size",
         py("RankPlan._is_mine", swap("_ != kind_of(part)", "name_of(path) not in self._cache.elsewhere")),
         "test_crew_faults.py::test_a_tensor_of_another_size_on_another_rank_is_refused_each_time",

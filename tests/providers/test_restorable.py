@@ -21,6 +21,7 @@ import lazyckpt
 from lazyckpt.errors import RestoreError, SerializationError, UnsupportedFormatError
 from lazyckpt.providers import module as modules
 from lazyckpt.providers import restorable
+from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.storage.manifest import checksum
 
 
@@ -83,6 +84,17 @@ def test_it_is_refused_by_name_and_with_the_cure(name: str, tmp_path: Path) -> N
     lazyckpt.save({"x": obj}, tmp_path / "a.pt")  # who loads it decides
     with lazyckpt.Saver() as saver:
         saver.save({"x": obj}, tmp_path / "b.pt").result()
+
+
+def test_what_has_a_state_of_its_own_belongs_under_a_name_of_its_own(tmp_path: Path) -> None:
+    loader = track_loader(torch.utils.data.DataLoader(torch.arange(4)))  # type: ignore[arg-type]
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(loaders={"train": loader})
+        match = (
+            r"'loaders\.train' is .*TrackedLoader.*: track it under a name of its own, a loader with track_loader\(\)"
+        )
+        with pytest.raises(SerializationError, match=match):
+            ckpt.save(1)
 
 
 def test_a_type_of_ones_own_may_be_allowed(tmp_path: Path) -> None:
