@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from lazyckpt import settings
-from lazyckpt.cli.output import plain, say
+from lazyckpt.cli.output import say
 from lazyckpt.cli.parameters import flag
 from lazyckpt.errors import ConfigError
+from lazyckpt.tools.units import plain
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from lazyckpt.cli.output import columns, plain, print_json, show
+from lazyckpt.cli.output import columns, print_json, show
 from lazyckpt.cli.parameters import AsJson, path_argument, quantity
 from lazyckpt.errors import ConfigError
 from lazyckpt.observe.advice import Advice
 from lazyckpt.observe.advice import advise as compute
 from lazyckpt.tools.trace import measure
-from lazyckpt.tools.units import count, duration, size
+from lazyckpt.tools.units import count, duration, plain, size
 
 _NEEDED = {"state_bytes": "--state", "iteration_s": "--iteration", "write_bytes_per_s": "--bandwidth"}
 

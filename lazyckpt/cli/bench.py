@@ -6,9 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
-from lazyckpt.cli.output import columns, plain, print_json, progress, say, show
+from lazyckpt.cli.output import columns, print_json, progress, say, show
 from lazyckpt.cli.parameters import AsJson, path_argument
-from lazyckpt.tools.units import count, duration, size
+from lazyckpt.tools.units import count, duration, plain, size
 
 _SIZES = (10**9, 10**10, 10**11)  # bytes of the checkpoints to predict
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from lazyckpt.cli.output import plain, print_json, progress, say
+from lazyckpt.cli.output import print_json, progress, say
 from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument, quantity
 from lazyckpt.errors import ConfigError
 from lazyckpt.tools.contents import document_in, read
-from lazyckpt.tools.units import count, size
+from lazyckpt.tools.units import count, plain, size
 
 _MAX_PARTS = 100  # to look into for the shell
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lazyckpt.cli.output import STYLES, TreeLine, plain, print_json, print_tree, progress, say
+from lazyckpt.cli.output import STYLES, TreeLine, print_json, print_tree, progress, say
 from lazyckpt.cli.parameters import AsJson, Depth, path_argument
 from lazyckpt.reading.tree import rows
-from lazyckpt.tools.units import count
+from lazyckpt.tools.units import count, plain
 
 if TYPE_CHECKING:
     from lazyckpt.tools.diff import Change, DocumentDifference

@@ -9,8 +9,9 @@ from typing import Annotated
 from rich.padding import Padding
 from rich.text import Text
 
-from lazyckpt.cli.output import columns, plain, print_json, say, show
+from lazyckpt.cli.output import columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, path_argument
+from lazyckpt.tools.units import plain
 
 
 def doctor(

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.text import Text
 
-from lazyckpt.cli.output import age, columns, plain, print_json, say, show
+from lazyckpt.cli.output import age, columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, RunFolder
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools.contents import hint_at_subfolders
 from lazyckpt.tools.listing import TrainerCheckpoint, list_run, list_trainer
-from lazyckpt.tools.units import size
+from lazyckpt.tools.units import plain, size
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")
 _BLANK = dict.fromkeys(("sequence", "parent", "created", "world_size", "metrics", "reason")) | {

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lazyckpt import tools
+from lazyckpt.tools.units import plain
 
 _UNBOUNDED = 1_000_000  # cells: lines for another program are neither wrapped nor cut
 _MAX_NAME_CELLS = 60  # a longer name shifts its own row instead of all
@@ -165,11 +166,6 @@ def print_json(tree: Any) -> None:
     print(
         json.dumps(tree, indent=2, default=lambda item: item.isoformat() if isinstance(item, datetime) else str(item))
     )
-
-
-def plain(text: object) -> str:
-    """Escapes everything that a terminal would obey."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
 def age(then: datetime) -> str:

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from lazyckpt.cli.ls import checkpoint_row
-from lazyckpt.cli.output import age, columns, plain, print_json, say, show
+from lazyckpt.cli.output import age, columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from, flag
 from lazyckpt.tools import prune as tool
 from lazyckpt.tools.listing import list_run
-from lazyckpt.tools.units import count, size
+from lazyckpt.tools.units import count, plain, size
 
 _COLUMNS = ("step", "sequence", "age", "size", "name", "why")
 

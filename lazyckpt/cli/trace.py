@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from lazyckpt.cli.output import columns, plain, print_json, say, show, width
+from lazyckpt.cli.output import columns, print_json, say, show, width
 from lazyckpt.cli.parameters import AsJson, Found, completed_from, path_argument
 from lazyckpt.tools.trace import TracedCheckpoint, checkpoint_of_ranks, read_trace
-from lazyckpt.tools.units import count, size
+from lazyckpt.tools.units import count, plain, size
 
 _NARROW = 55  # columns: less room shows how long the phases take, and nothing else
 _SHORTEST_WAIT_S = 50e-6  # a shorter wait would be shown as 0.0 ms

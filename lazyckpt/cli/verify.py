@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lazyckpt.cli.output import plain, print_error, print_json, progress, say
+from lazyckpt.cli.output import print_error, print_json, progress, say
 from lazyckpt.cli.parameters import AsJson, path_argument
-from lazyckpt.tools.units import count, size
+from lazyckpt.tools.units import count, plain, size
 from lazyckpt.tools.verify import Finding, verify_each
 
 _CODES = {"ok": 0, "gone": 0, "damaged": 1, "unreadable": 2}

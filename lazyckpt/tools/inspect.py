@@ -8,10 +8,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lazyckpt.reading.inert import InertTensor
-from lazyckpt.reading.tree import Node
+from lazyckpt.reading.tree import Node, rows, shown_shape
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read
+from lazyckpt.tools.units import count, plain, size
+
+_SHOWN_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,23 @@ class Inspection:
     def tensors(self) -> dict[str, Node]:
         """The tensors by their paths."""
         return {node.path: node for node in self.root.walk() if node.kind == "tensor"}
+
+    def __repr__(self) -> str:
+        """The tree, for a notebook: as many levels as fit into 100 rows."""
+        found = list(rows(self.root, None))
+        depth = max((level for level, _, _ in found), default=0)
+        while depth > 1 and sum(level <= depth for level, _, _ in found) > _SHOWN_ROWS:
+            depth -= 1
+        shown = [(level, label, node) for level, label, node in found if level <= depth][:_SHOWN_ROWS]
+        names = ["  " * (level - 1) + plain(label) for level, label, _ in shown]
+        sizes = [size(node.nbytes) if node.nbytes else "" for _, _, node in shown]
+        wide, sized = max(map(len, names), default=0), max(map(len, sizes), default=0)
+        lines = [f"{plain(self.path)}: {self.format}, {size(self.bytes)}, {count(self.root.tensors, 'tensor')}"]
+        for name, nbytes, (_, _, node) in zip(names, sizes, shown, strict=True):
+            lines.append(f"{nbytes:>{sized}}  {name:<{wide}}  {_about(node)}".rstrip())
+        if len(shown) < len(found):
+            lines.append(f"… {len(found) - len(shown):,} more rows: see root and tensors")
+        return "\n".join(lines)
 
 
 def inspect(
@@ -68,6 +88,12 @@ def inspect(
     if stats:
         _measure(root, contents.file, progress or (lambda name, done, total: None))
     return Inspection(contents.file, contents.format, contents.nbytes, contents.metadata, checkpoint, root)
+
+
+def _about(node: Node) -> str:
+    if node.kind == "tensor":
+        return "  ".join(filter(None, (plain(node.dtype), shown_shape(node.shape), plain(node.note))))
+    return count(node.tensors, "tensor") if node.tensors else plain(node.text)
 
 
 def _prune(node: Node, pattern: str) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import folders, manifest, owner
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import Checkpoint, pin_of
+from lazyckpt.storage.manifest import DCP_METADATA, Checkpoint, pin_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def list_run(directory: Path) -> Listing:
 
 @dataclass(frozen=True)
 class TrainerCheckpoint:
-    """A checkpoint that Lightning, Accelerate or the Hugging Face Trainer named.
+    """A checkpoint that Lightning, Accelerate, the Hugging Face Trainer or torchtitan named.
 
     ``step`` is in its name, None if it is not; ``modified`` when its last file was written; ``note`` says what else its
     folder tells: which one is the best, and where a link leads.
@@ -73,14 +73,16 @@ class TrainerCheckpoint:
 
 
 _TRAINERS = re.compile(r"checkpoint[-_](\d+)|.*\.ckpt")  # checkpoint-500, checkpoint_3, epoch=1-step=200.ckpt
-_STEP = re.compile(r"step=(\d+)|checkpoint[-_](\d+)")
+# Accelerate and dcp.save take any name; the examples of Accelerate use step_20 and epoch_1, torchtitan step-20.
+_OF_ANY_NAME = re.compile(rf"random_states_\d+\.pkl|{re.escape(DCP_METADATA)}")
+_STEP = re.compile(r"(?:step|checkpoint)[-_=]?(\d+)")
 
 
 def list_trainer(directory: Path) -> list[TrainerCheckpoint]:
     """Lists the checkpoints of a trainer, the highest step first; nothing if there are none, or if a Checkpointer saved
     there."""
     try:
-        entries = [entry for entry in os.scandir(directory) if _TRAINERS.fullmatch(entry.name)]
+        entries = [entry for entry in os.scandir(directory) if _is_trainers(entry)]
         if any(manifest.is_folder_name(name) for name in os.listdir(directory)):
             return []
     except OSError:
@@ -94,9 +96,18 @@ def list_trainer(directory: Path) -> list[TrainerCheckpoint]:
     return found
 
 
+def _is_trainers(entry: os.DirEntry[str]) -> bool:
+    if _TRAINERS.fullmatch(entry.name):
+        return True
+    try:
+        return not entry.name.startswith(".") and any(map(_OF_ANY_NAME.fullmatch, os.listdir(entry.path)))
+    except OSError:
+        return False  # a file, or another user's folder
+
+
 def _trainers(path: Path) -> TrainerCheckpoint:
     told = _STEP.search(path.name)
-    step = None if told is None else int(told[1] or told[2])
+    step = None if told is None else int(told[1])
     files = [path] if not path.is_dir() else [file for file in path.rglob("*") if not file.is_dir()]
     stats = [file.lstat() if file.is_symlink() else file.stat() for file in files]
     modified = max((stat.st_mtime for stat in stats), default=path.lstat().st_mtime)

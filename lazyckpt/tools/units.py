@@ -1,4 +1,4 @@
-"""Writes sizes, durations and counts for people, and reads sizes and durations from them."""
+"""Writes sizes, durations, counts and names for people, and reads sizes and durations from them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def duration(seconds: float) -> str:
 def count(number: int, noun: str, plural: str = "") -> str:
     """1 record, 2 records."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def plain(text: object) -> str:
+    """Escapes everything that a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
 def parse_size(text: str) -> float:

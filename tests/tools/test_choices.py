@@ -194,6 +194,24 @@ def test_ls_knows_the_folders_of_trainers(tmp_path: Path) -> None:
     assert "newest" in shown and "link to epoch=0-step=50.ckpt" in shown
 
 
+def test_ls_knows_checkpoints_by_what_they_hold(tmp_path: Path) -> None:
+    """Regression: Accelerate's step_20 and torchtitan's step-20 were "no checkpoints"."""
+    for name, file in (
+        ("step_20", "random_states_0.pkl"),
+        ("step_100", "random_states_1.pkl"),
+        ("best", "random_states_0.pkl"),
+        ("step-300", ".metadata"),
+        (".tmp-step_400-abc123", "random_states_0.pkl"),
+        ("step_500", "figure.png"),
+        ("logs", "events"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_bytes(b"x")
+    (tmp_path / "step_600").write_bytes(b"a file")
+    told = [(c["name"], c["step"]) for c in run_json("ls", tmp_path)["checkpoints"]]
+    assert told == [("step-300", 300), ("step_100", 100), ("step_20", 20), ("best", None)]
+
+
 # other files
 
 

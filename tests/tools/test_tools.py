@@ -43,11 +43,26 @@ def test_inspect(folder: Path) -> None:
     assert (tied.tied_to, tied.nbytes) == (weight.path, 0)
     assert "extra.note" not in found.tensors and found.root.nbytes < found.bytes
     assert repr(weight) == "Node('model.embed.weight', tensor, float32 50 x 8, 1600 bytes)"
+    shown = [line.split() for line in repr(found).splitlines()]
+    assert ["1.56", "KiB", "embed.weight", "float32", "50", "x", "8"] in shown
     os.truncate(found.path, 100)
     with pytest.raises(lazyckpt.CorruptFileError, match="has 100 bytes"):
         lazyckpt.inspect(found.path.parent)
     with pytest.raises(lazyckpt.LoadError, match="No such file"):
         lazyckpt.inspect(folder / "missing")
+
+
+def test_a_notebook_shows_as_many_levels_as_fit(tmp_path: Path) -> None:
+    """Regression: it showed `Inspection(path=…, root=Node('', module, …))`."""
+    blocks = {f"{block}.weight": torch.ones(2) for block in range(90)}
+    lazyckpt.save({"model": blocks, "\x1b[1mvil": 1}, tmp_path / "a.pt")
+    whole = repr(lazyckpt.inspect(tmp_path / "a.pt")).splitlines()
+    assert len(whole) == 93 and whole[0].endswith(", 90 tensors")
+    assert whole[-1].strip() == "\\x1b[1mvil  1"
+    deep = {f"{block}.{part}": torch.ones(2) for block in range(60) for part in ("w", "b")}
+    lazyckpt.save({"model": deep}, tmp_path / "b.pt")
+    shown = repr(lazyckpt.inspect(tmp_path / "b.pt")).splitlines()
+    assert len(shown) == 63 and shown[-1] == "… 120 more rows: see root and tensors"
 
 
 def test_urls_are_refused(tmp_path: Path) -> None:
