@@ -81,6 +81,11 @@ class Engine:
         """Why the ring is not pinned for devices; empty if it is."""
 
     @property
+    def unbatched(self) -> str:
+        """Why a device refused to copy many small pieces in one call; empty if none did. They are then copied one by
+        one."""
+
+    @property
     def bounces(self) -> bool:
         """Whether copies from and to devices pass a small pinned buffer instead of a pinned ring."""
 

@@ -23,7 +23,7 @@ class CudaDevice final : public Device {
 
   ~CudaDevice() override {
     if (context_ == nullptr) return;
-    (void)Inside([this] {
+    (void)InsideAnyCapture([this] {
       if (mark_ != nullptr) (void)Call(driver_->cuEventDestroy, mark_);
       for (CUstream stream : streams_)
         if (stream != nullptr) (void)Call(driver_->cuStreamDestroy, stream);
@@ -127,7 +127,7 @@ class CudaDevice final : public Device {
   }
 
   void Unpin(std::span<std::byte> memory) override {
-    (void)Inside([&] { return Call(driver_->cuMemHostUnregister, static_cast<void*>(memory.data())); });
+    (void)InsideAnyCapture([&] { return Call(driver_->cuMemHostUnregister, static_cast<void*>(memory.data())); });
   }
 
   Status AllocatePinned(size_t bytes, std::byte** memory) override {
@@ -139,8 +139,14 @@ class CudaDevice final : public Device {
   }
 
   void FreePinned(std::byte* memory) override {
-    (void)Inside([&] { return Call(driver_->cuMemFreeHost, static_cast<void*>(memory)); });
+    (void)InsideAnyCapture([&] { return Call(driver_->cuMemFreeHost, static_cast<void*>(memory)); });
   }
+
+  size_t CallsFor(size_t copies) const override {
+    return batches_ && refusal_ == CUDA_SUCCESS ? (copies + kBatchMost - 1) / kBatchMost : copies;
+  }
+
+  Status unbatched() const override { return Named(driver_->Check(driver_->cuMemcpyBatchAsync.name, refusal_)); }
 
  private:
   static CUstream Stream(uint64_t handle) { return reinterpret_cast<CUstream>(handle); }
@@ -158,11 +164,10 @@ class CudaDevice final : public Device {
   // Calls `work` with the device's context current, since the handle of the default stream names no device, and in a
   // mode in which graphs that other threads capture neither fail the calls nor are invalidated by them.
   template <class F>
-  Status Inside(F work) const {
+  Status Inside(F work, CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) const {
     CUcontext before = nullptr;
     Status status = Enter(&before);
     if (!status.ok()) return status;
-    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     status = Call(driver_->cuThreadExchangeStreamCaptureMode, &mode);
     if (status.ok()) {
       status = work();
@@ -171,6 +176,12 @@ class CudaDevice final : public Device {
     }
     const Status left = Leave(before);
     return status.ok() ? left : status;
+  }
+
+  // For calls that give something back: the garbage collector may make them on a thread that captures a graph.
+  template <class F>
+  Status InsideAnyCapture(F work) const {
+    return Inside(work, CU_STREAM_CAPTURE_MODE_RELAXED);
   }
 
   Status Enter(CUcontext* before) const {
@@ -198,16 +209,22 @@ class CudaDevice final : public Device {
 
   Status Enqueue(std::span<const DeviceCopy> copies, Lane lane, bool pinned) {
     // Some devices refuse batches that touch pageable memory.
-    while (pinned && batches_ && copies.size() >= kBatchFrom) {
+    while (pinned && batches_ && refusal_ == CUDA_SUCCESS && copies.size() >= kBatchFrom) {
       const auto batch = copies.first(std::min(copies.size(), kBatchMost));
       const CUresult result = EnqueueBatch(batch, lane);
       if (result == CUDA_ERROR_INVALID_VALUE || result == CUDA_ERROR_NOT_SUPPORTED) {
-        batches_ = false;  // this driver takes no batches
-        break;
+        // The driver takes no batches, unless it refuses these copies one by one, too.
+        if (Status status = EnqueueEach(batch, lane); !status.ok()) return status;
+        refusal_ = result;
+      } else if (result != CUDA_SUCCESS) {
+        return Named(driver_->Check(driver_->cuMemcpyBatchAsync.name, result));
       }
-      if (result != CUDA_SUCCESS) return Named(driver_->Check(driver_->cuMemcpyBatchAsync.name, result));
       copies = copies.subspan(batch.size());
     }
+    return EnqueueEach(copies, lane);
+  }
+
+  Status EnqueueEach(std::span<const DeviceCopy> copies, Lane lane) const {
     CUstream const stream = StreamOf(lane);
     for (const DeviceCopy& c : copies) {
       const Status status = lane == Lane::kRestore ? Call(driver_->cuMemcpyHtoDAsync, CUdeviceptr{c.device},
@@ -243,7 +260,8 @@ class CudaDevice final : public Device {
 
   const std::shared_ptr<const Driver> driver_;
   const int ordinal_;
-  std::atomic<bool> batches_ = false;  // false once the driver has refused one
+  bool batches_ = false;
+  std::atomic<CUresult> refusal_ = CUDA_SUCCESS;  // of the first batch that the driver refused; it is given no other
   CUdevice device_ = 0;
   int numa_node_ = -1;
   CUcontext context_ = nullptr;

@@ -46,6 +46,11 @@ class Device {
   // lost. Once for each ticket.
   virtual Status Finish(Lane lane, Ticket ticket) = 0;
 
+  // The calls of the driver that Start takes for so many copies, if the memory is pinned.
+  virtual size_t CallsFor(size_t copies) const = 0;
+  // Why copies are not batched although the driver has the function; OK if none was refused.
+  virtual Status unbatched() const = 0;
+
   // Pins host memory for every device of the process. Copies from and to unpinned memory run at a third of the speed
   // or less.
   virtual Status Pin(std::span<std::byte> memory) = 0;

@@ -16,6 +16,10 @@
 namespace lazyckpt {
 namespace {
 
+// The calls of the driver under way in a lane. A driver's queue takes about a thousand operations; the thread that
+// enqueues more waits inside the driver, and training's launches wait for it there.
+constexpr size_t kCallsAhead = 512;
+
 // Writes the bytes [piece.source_offset, + piece.size) of a checksum's written form.
 void WriteCrc32(Chunk* chunk, Piece& piece, uint32_t crc) {
   char text[9];
@@ -93,6 +97,8 @@ Chunk* Engine::TakeChunk(bool helping) {
   if (!helping && copying_ >= modest_ && !job.ring_was_full) return nullptr;
   for (const int device : Bits{chunk->devices}) {
     const CopyLane& l = LaneOf(*chunk, device);
+    chunk->calls = std::max(chunk->calls, gpus_[device]->device->CallsFor(chunk->pieces_there));
+    if (l.in_flight > 0 && l.calls + chunk->calls > kCallsAhead) return nullptr;
     if (l.in_flight >= (helping ? options_.copies_ahead : options_.copies_in_flight)) return nullptr;
     // A copy engine serves other streams only when it runs dry, so a loss that training reads would arrive after the
     // whole checkpoint. Copies that nobody waits for therefore come in bursts.
@@ -122,6 +128,7 @@ Chunk* Engine::TakeChunk(bool helping) {
   for (const int device : Bits{chunk->devices}) {
     CopyLane& l = LaneOf(*chunk, device);
     ++l.in_flight;
+    l.calls += chunk->calls;
     ++l.burst;
     ++chunk->copies_left;
   }
@@ -166,7 +173,7 @@ void Engine::OnMoved(Chunk* chunk, const Tickets& tickets) {
     if (tickets[device] != nullptr) {
       lane.flights.push_back({chunk, tickets[device]});
     } else {
-      lane.EndFlight();
+      lane.EndFlight(*chunk);
       --chunk->copies_left;
     }
     lane.changed.notify_one();

@@ -63,6 +63,12 @@ bool Engine::Attach(int ordinal, Status* status) {
   return true;
 }
 
+Status Engine::unbatched() const {
+  for (const auto& gpu : gpus_)
+    if (Status status = gpu == nullptr ? Status::Ok() : gpu->device->unbatched(); !status.ok()) return status;
+  return Status::Ok();
+}
+
 void Engine::StopLanes(Gpu& gpu) {
   {
     std::lock_guard lock(mutex_);
@@ -129,7 +135,7 @@ void Engine::LandLoop(Gpu& gpu, CopyLane& lane) {
     lock.unlock();
     Status status = gpu.device->Finish(lane.lane, ticket);
     lock.lock();
-    lane.EndFlight();
+    lane.EndFlight(*chunk);
     OnLanded(chunk, std::move(status));
     // The copy threads may all be checksumming, and enqueuing the next copies takes only microseconds.
     while (!queue_.empty() && queue_.front()->devices != 0 && CopyNext(false, lock)) {

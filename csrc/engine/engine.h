@@ -121,6 +121,7 @@ class Engine {
   // Under the mutex: why the ring is not pinned, or OK; whether a small pinned buffer serves instead.
   const Status& unpinned() const { return unpinned_; }
   bool bounces() const { return bounce_ != nullptr; }
+  Status unbatched() const;  // under the mutex: why some device copies small pieces one by one; see Device
 
  private:
   // The copies under way in one lane of a device.
@@ -131,13 +132,15 @@ class Engine {
     };
     Lane lane;
     size_t in_flight = 0;         // chunks, including those about to be enqueued
+    size_t calls = 0;             // of the driver, for these
     size_t burst = 0;             // chunks since none was in flight
     std::vector<Flight> flights;  // has room for copies_ahead
     bool stop = false;
     std::condition_variable changed;
     std::thread thread;  // waits for the flights
 
-    void EndFlight() {
+    void EndFlight(const Chunk& chunk) {
+      calls -= chunk.calls;
       if (--in_flight == 0) burst = 0;
     }
   };

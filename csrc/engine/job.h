@@ -202,8 +202,10 @@ struct Chunk : IoTag {
   bool eager = false;
   bool has_lazy = false;
   Turn turn = Turn::kEagerHost;
-  uint64_t devices = 0;    // the devices that hold some of its bytes, as bits
-  size_t copies_left = 0;  // devices that are still copying
+  uint64_t devices = 0;     // the devices that hold some of its bytes, as bits
+  size_t pieces_there = 0;  // those on devices
+  size_t calls = 0;         // of the driver, on each of its devices, at most; while they are under way
+  size_t copies_left = 0;   // devices that are still copying
 
   Lane lane() const { return eager ? Lane::kEager : Lane::kLazy; }
 

@@ -197,6 +197,9 @@ void Engine::QueueOpenChunk(Job& job) {
   chunk->state = Chunk::State::kQueued;
   ++job.files[chunk->file].chunks_left;
   ++job.capture_left;
+  chunk->pieces_there = std::count_if(chunk->pieces.begin(), chunk->pieces.end(), [&job](const Piece& p) {
+    return p.kind == RowKind::kSource && job.sources[p.source].device >= 0;
+  });
   if (chunk->eager) {
     ++job.eager_left;
     job.eager_devices |= chunk->devices;

@@ -87,6 +87,7 @@ PYBIND11_MODULE(_engine, m) {
              return attached;
            })
       .def_property_readonly("unpinned", Locked([](Engine& e) { return e.unpinned().operation(); }))
+      .def_property_readonly("unbatched", Locked([](Engine& e) { return e.unbatched().operation(); }))
       .def_property_readonly("bounces", Locked([](Engine& e) { return e.bounces(); }))
       .def_property_readonly("ring_bytes", Locked([](Engine& e) { return e.ring().capacity(); }))
       .def_property_readonly("ring_used_bytes", Locked([](Engine& e) { return e.ring().used(); }))

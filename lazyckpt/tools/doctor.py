@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from lazyckpt._version import __version__
 from lazyckpt.capture.budget import auto_ring_bytes, available_memory_bytes
 from lazyckpt.config import Config
 from lazyckpt.errors import ConfigError
+from lazyckpt.saver import Saver
 from lazyckpt.storage import mounts
 from lazyckpt.tools.units import size
 
@@ -42,6 +44,21 @@ def diagnose(directory: Path) -> Diagnosis:
     """
     machine = _Machine(directory)
     return Diagnosis(machine.describe(), [Conclusion(*found) for found in machine.conclude()])
+
+
+def refused_batches() -> str:
+    """Saves small tensors of every GPU. Returns why a driver refused to copy them in one call; empty if none did, or if
+    they cannot be saved."""
+    try:
+        with tempfile.TemporaryDirectory() as folder, Saver(host_buffer_bytes=1 << 20, chunk_bytes=1 << 16) as saver:
+            saver.save(small_tensors(), Path(folder, "a.pt"), blocking=True)
+            return saver.engine.unbatched
+    except (RuntimeError, OSError):  # without memory on the device, for example
+        return ""
+
+
+def small_tensors() -> list[torch.Tensor]:
+    return [torch.ones(1, device=f"cuda:{number}") for number in range(torch.cuda.device_count()) for _ in range(32)]
 
 
 class _Machine:
@@ -150,12 +167,11 @@ class _Machine:
             )
             return
         yield False, "Copy tensors from the GPU during training, on separate streams, without GPU memory."
-        one = (
-            "Copy many small tensors in one call."
-            if self._has("cuda_batches")
-            else "Copy small tensors one by one (CUDA < 12.8)."
+        refusal = refused_batches() if self._has("cuda_batches") else "CUDA < 12.8"
+        yield (
+            False,
+            f"Copy small tensors one by one ({refusal})." if refusal else "Copy many small tensors in one call.",
         )
-        yield False, one
         if not self._has("cuda_pinning"):
             yield (
                 True,

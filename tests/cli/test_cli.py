@@ -453,6 +453,8 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr("lazyckpt.tools.doctor.refused_batches", lambda: refusal)
+    refusal = ""
 
     def shown(**facts: str) -> str:
         monkeypatch.setattr(_engine, "probe", lambda directory: {**plain, **facts})
@@ -462,6 +464,8 @@ def test_doctor_tells_what_it_makes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tm
     assert "during training" in (text := shown(**found)) and "in one call" in text and "cannot be pinned" not in text
     assert "cannot be pinned (device 0 cannot)" in shown(**{**found, "cuda_pinning": "no: device 0 cannot"})
     assert "one by one (CUDA < 12.8)" in shown(**{**found, "cuda_batches": "no"})
+    refusal = "cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED (801)"
+    assert f"one by one ({refusal})" in shown(**found)
     assert "Let torch copy tensors from the GPU" in shown(cuda_driver="no: no CUDA driver: libcuda.so.1")
     numa = {"cuda_numa_nodes": "1 1", "numa_placement": "yes"}
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("node0"), Path("node1")])

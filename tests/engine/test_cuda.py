@@ -336,6 +336,37 @@ def test_a_driver_that_refuses_a_batch_is_given_no_other(driver: FakeCuda, code:
         state = State(driver, [(0, 50 + n, 1) for n in range(300)], number)
         state.save(engine, tmp_path / str(number))
     assert 2 <= driver.calls()["cuMemcpyBatchAsync"] <= 3  # two chunks may have been enqueued at once
+    name = "CUDA_ERROR_INVALID_VALUE (1)" if code == 1 else "CUDA_ERROR_NOT_SUPPORTED (801)"
+    assert engine.unbatched == f"cuMemcpyBatchAsync: {name}"
+
+
+def test_copies_that_fail_one_by_one_say_nothing_of_batches(driver: FakeCuda, tmp_path: Path) -> None:
+    """Regression: one batch with a bad address, and the process copied all small pieces one by one from then on."""
+    engine = make_engine()
+    state = State(driver, [(0, 50 + n, 1) for n in range(300)])
+    driver.fail("cuMemcpyBatchAsync", code=1)
+    driver.fail("cuMemcpyDtoHAsync_v2", code=1)
+    with pytest.raises(OSError, match="cuMemcpyDtoHAsync_v2: CUDA_ERROR_INVALID_VALUE"):
+        state.save(engine, tmp_path / "bad")
+    single = driver.calls()["cuMemcpyDtoHAsync_v2"]
+    state.save(engine, tmp_path / "good")
+    assert driver.calls()["cuMemcpyDtoHAsync_v2"] == single
+    assert engine.unbatched == ""
+
+
+def test_a_drivers_queue_is_not_filled(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One by one, 64 chunks of small pieces would be more calls than a driver queues; training's launches would wait
+    behind the thread that waits inside the driver."""
+    monkeypatch.setenv("LAZYCKPT_CUDA_BATCHES", "0")
+    engine = make_engine()
+    state = State(driver, [(0, 80, 1)] * 3000)
+    with driver.hold(copies=True):
+        job = state.begin(engine)
+        assert not job.wait_enqueued(1, state.refs(), 0.1)
+        assert driver.statistics()["copies"] > 256
+    assert job.wait_enqueued(1, state.refs(), 30)
+    state.commit(job, tmp_path / "file")
+    assert driver.statistics()["peak_in_flight"] <= 512
 
 
 def test_a_checkpoint_is_written_while_the_ring_is_still_being_pinned(driver: FakeCuda, tmp_path: Path) -> None:
@@ -654,6 +685,25 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(driver: FakeCuda, mode: 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(train_and_check, state, engine, tmp_path / "second").result()
     driver.end_capture(other)
+
+
+@pytest.mark.parametrize("pinnable", [True, False])
+@pytest.mark.parametrize("mode", [Capture.GLOBAL, Capture.THREAD_LOCAL])
+def test_an_engine_that_ends_on_a_capturing_thread(driver: FakeCuda, mode: Capture, pinnable: bool) -> None:
+    """Regression: a Saver that the garbage collector took during a capture unregistered its memory in a mode that
+    spoiled that capture, and left it registered."""
+    driver.configure(registration_limit=1e18 if pinnable else 0)
+    state = State(driver, [(0, 3 * CHUNK, 1)])
+    engine = make_engine()
+    job = state.begin(engine)
+    job.wait_captured(1)
+    stream = driver.stream(0)
+    driver.begin_capture(stream, mode)
+    del job, engine
+    assert not any(driver.live().values()), driver.live()
+    driver.kernel(stream, [(state.pointers[0], 8, 1)])
+    driver.replay(driver.end_capture(stream), stream)
+    driver.synchronize()
 
 
 def train_and_check(state: State, engine: _engine.Engine, path: Path) -> None:

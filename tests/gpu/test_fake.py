@@ -18,6 +18,7 @@ from fake_cuda.memory import Gpu, raw
 from gpu.machines import RINGS, Fake, Recipe, Sharp, Training, save_at_every_step, saved
 from lazyckpt.capture import devices
 from lazyckpt.storage import commit
+from lazyckpt.tools import doctor
 
 SMALL = RINGS["smaller"]
 ROOMY = {"host_buffer_bytes": 32 << 20, "chunk_bytes": 2 << 20}
@@ -136,6 +137,18 @@ def test_a_device_that_cannot_be_attached_fails_the_save(gpu: Gpu, training: Tra
             saver.save(training.state(), tmp_path / "a.pt")
         saver.save(training.state(), tmp_path / "a.pt", blocking=True)
     assert saved(tmp_path / "a.pt") == gpu.picture(training.state())
+
+
+@pytest.mark.parametrize("code", [0, 1, 801])
+def test_doctor_tries_whether_the_driver_takes_batches(gpu: Gpu, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.ones(1) for _ in range(32)]
+    gpu.place(tensors)
+    monkeypatch.setattr(doctor, "small_tensors", lambda: tensors)
+    if code:
+        gpu.driver.fail("cuMemcpyBatchAsync", code=code, sticky=True)
+    assert doctor.refused_batches().endswith(f"({code})" if code else "")
+    gpu.driver.fail("cuDevicePrimaryCtxRetain", code=2)
+    assert doctor.refused_batches() == "", "nothing was tried"
 
 
 def test_one_warning_where_nothing_is_pinned(

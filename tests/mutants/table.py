@@ -776,6 +776,45 @@ promise(
 )
 
 promise(
+    README,
+    "No copy is made on the GPU.",
+    (
+        "weights are converted on the GPU",
+        py("Casting._convert", swap("value.detach().cpu()", "value.detach()")),
+        "providers/test_casting.py::test_what_is_converted_at_once_is_copied_to_the_host_before",
+    ),
+    (
+        "a view becomes dense on the GPU",
+        py("in_front", swap("tensor.to(...)", "tensor.clone()")),
+        "providers/test_casting.py::test_views_are_made_dense_in_host_memory",
+    ),
+)
+
+promise(
+    "docs/architecture.md",
+    "A graph that is being captured stays whole. The driver's queue is not filled; one refused batch is no verdict.",
+    (
+        "an engine that ends on a capturing thread spoils the capture",
+        cc("CudaDevice::InsideAnyCapture", "CU_STREAM_CAPTURE_MODE_RELAXED", "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"),
+        "test_cuda.py::test_an_engine_that_ends_on_a_capturing_thread",
+    ),
+    (
+        "the driver's queue is filled",
+        cc("Engine::TakeChunk", "l.calls + chunk->calls > kCallsAhead", "false"),
+        "test_cuda.py::test_a_drivers_queue_is_not_filled",
+    ),
+    (
+        "a batch with a bad address turns batches off",
+        cc(
+            "CudaDevice::Enqueue",
+            "if (Status status = EnqueueEach(batch, lane);",
+            "refusal_ = result; if (Status status = EnqueueEach(batch, lane);",
+        ),
+        "test_cuda.py::test_copies_that_fail_one_by_one_say_nothing_of_batches",
+    ),
+)
+
+promise(
     CONSISTENCY,
     "A wait on the host covers the eager bytes of devices too, so that any stream may write.",
     (
