@@ -106,10 +106,10 @@ class Redirected:
         return True
 
     def keep(self, storage: int) -> None:
-        """Clones what ``save_file`` was given of a storage that is about to be written to."""
+        """Copies, in host memory, what ``save_file`` was given of a storage that is about to be written to."""
         with self._lock:
             for given in self._taken.get(storage, ()):
-                given.tensors[given.key] = given.tensors[given.key].clone()
+                given.tensors[given.key] = given.tensors[given.key].to("cpu", copy=True)
             self._taken.pop(storage, None)
 
     # what the gate asks of a pending copy

@@ -161,8 +161,11 @@ class SafetensorsPlan(FilePlan):
                     "them, or use a name that does not end in .safetensors"
                 )
             owner[pointer] = name
-            # A view of a larger storage is written as what it shows.
-            dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            # A view of a larger storage is written as what it shows, copied in host memory.
+            dense = tensor.detach()
+            if not dense.is_contiguous() or dense.untyped_storage().nbytes() != dense.nbytes or dense.is_conj():
+                dense = dense.cpu()
+            dense = dense.resolve_conj().resolve_neg().contiguous()
             if dense.untyped_storage().nbytes() != dense.nbytes:
                 dense = dense.clone()
             views.append(TensorView(name, dense.untyped_storage(), dense.nbytes, dense.dtype))

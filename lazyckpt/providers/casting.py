@@ -2,7 +2,8 @@
 
 float32 in host memory becomes bfloat16 in the engine, while it is copied: as lazily as everything else, without a
 second copy in memory. A stand-in takes the tensor's place until the state is pickled: a tensor of the new dtype, whose
-memory nobody touches. All other floating-point tensors are converted at once.
+memory nobody touches. All other floating-point tensors are converted at once, in host memory: the GPU has no room for
+a second copy of a model.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Casting:
             return value
         if not (self._dtype is torch.bfloat16 and _is_whole_float32(value)):
             if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-                return value.detach().to(self._dtype)
+                return value.detach().cpu().to(self._dtype)
             # Tied weights stay one tensor.
             view = value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_neg()
             place = value.untyped_storage()._cdata, *view
             if place not in done:
-                done[place] = value.detach().to(self._dtype)
+                done[place] = value.detach().cpu().to(self._dtype)
             return done[place]
         live = value.untyped_storage()
         stand_in = kept.get(live._cdata)

@@ -23,7 +23,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def in_front(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the tensor if it fills the first bytes of its storage, ``tensor.nbytes`` of them, and a copy if not.
+    """Returns the tensor if it fills the first bytes of its storage, ``tensor.nbytes`` of them, and a copy in host
+    memory if not.
 
     An uneven shard of FSDP2 does: its storage is padded to the size of the largest shard. Returns None if the tensor is
     not made of plain bytes (sparse, quantized, of a subclass). Raises ConfigError if it has no data.
@@ -34,9 +35,11 @@ def in_front(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     if tensor.is_nested or tensor.dtype not in PLAIN_DTYPES:
         return None
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.cpu().resolve_conj().resolve_neg()
     if tensor.storage_offset() or not is_dense(tensor):
-        tensor = tensor.clone()
+        tensor = tensor.to("cpu", copy=True)
     if (held := tensor.untyped_storage().nbytes()) < tensor.nbytes:
         raise ConfigError(
             f"it needs {tensor.nbytes} bytes, but its storage has {held}: it was resized, or sharded training has "

@@ -13,6 +13,8 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt.errors import ConfigError, TornSnapshotError
+from lazyckpt.providers.casting import Casting
+from lazyckpt.providers.ranges import in_front
 
 
 def train(count: int = 1, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -259,3 +261,54 @@ def test_tied_weights_are_written_once(tmp_path: Path, dtype: torch.dtype) -> No
         saved = torch.load(ckpt.save(1).result() / "state.pt")["model"]
     assert equal(saved, halved(model.state_dict(), dtype))
     assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr()
+
+
+def host_copies(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Collects what is copied to the host from now on. On a GPU, a conversion or a clone of anything else is a copy
+    there."""
+    copies, cpu, to, clone = [], torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.clone
+
+    def noted(copy: torch.Tensor) -> torch.Tensor:
+        copies.append(copy)
+        return copy
+
+    def convert(tensor: torch.Tensor, *args: Any, **knobs: Any) -> torch.Tensor:
+        if args == ("cpu",):
+            return noted(to(tensor, *args, **knobs))
+        return to(on_host(tensor), *args, **knobs)
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        assert any(tensor is copy for copy in copies), "copied where it is"
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: noted(cpu(tensor)))
+    monkeypatch.setattr(torch.Tensor, "to", convert)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: clone(on_host(tensor)))
+    return copies
+
+
+def test_what_is_converted_at_once_is_copied_to_the_host_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: weights on a GPU were converted there, with half a model of memory that training may not have."""
+    tensor = torch.rand(30)
+    with monkeypatch.context() as patch:
+        copies = host_copies(patch)
+        converted = Casting(torch.float16).converted({"a": tensor, "b": tensor[::2], "c": tensor})
+    assert len(copies) == 2
+    assert equal(dict(converted), halved({"a": tensor, "b": tensor[::2], "c": tensor}, torch.float16))
+
+
+def test_views_are_made_dense_in_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For safetensors and for shards. Regression: on a GPU, they were copied there."""
+    rows = torch.arange(24.0).view(4, 6)
+    views = {"part": rows[1:3], "columns": rows[:, 2:4], "turned": rows.t()}
+    with monkeypatch.context() as patch:
+        copies = host_copies(patch)
+        fronts = {name: in_front(view) for name, view in views.items()}
+        assert len(copies) == 2, "what is turned fills its storage"
+        for name, view in views.items():
+            lazyckpt.save({name: view}, tmp_path / f"{name}.safetensors")
+        assert len(copies) == 5
+    assert equal({name: front for name, front in fronts.items() if front is not None}, views)
+    assert all(torch.equal(load_file(tmp_path / f"{name}.safetensors")[name], view) for name, view in views.items())
