@@ -16,7 +16,7 @@ from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedForma
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
-from lazyckpt.providers.global_state import is_dtensor
+from lazyckpt.providers.global_state import holds_shards, is_dtensor
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, Restored, hand_over, misfit
@@ -169,7 +169,8 @@ def restore_archive(archive: Archive, provider: CompositeProvider | StateProvide
         except OSError as error:  # a device cannot be used
             raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
     archive.fill(elsewhere)
-    if shards:
+    parts = provider.parts.values() if isinstance(provider, CompositeProvider) else ()
+    if shards or any(map(holds_shards, parts)):
         landed |= scatter(archive.tree, shards, provider)
     hand_over(provider, archive.tree, landed, path)
 

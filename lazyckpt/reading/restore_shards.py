@@ -189,14 +189,17 @@ def scatter(
     them."""
     landed: dict[int, torch.Tensor] = {}
     for landing in landings:
-        _copy_part(landing.saved, landing.live)
-        landed[id(landing.saved)] = landing.live
+        if not global_state.is_dtensor(landing.saved):  # else it is the live one, which the checkpoint lacks
+            _copy_part(landing.saved, landing.live)
+            landed[id(landing.saved)] = landing.live
     for name, part in provider.parts.items() if isinstance(provider, CompositeProvider) else ():
         live = _live(part)
         for holder, key, path in _tensors_in(tree, name):
             saved = holder[key]
             like = _at(live, path[1:3] if isinstance(part, OptimizerProvider) else path[1:])
-            if id(saved) not in landed and global_state.is_dtensor(like) and like.shape == saved.shape:
+            if id(saved) in landed or global_state.is_dtensor(saved):
+                continue
+            if global_state.is_dtensor(like) and like.shape == saved.shape:
                 holder[key] = torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
                 _copy_part(saved, holder[key])
     return landed

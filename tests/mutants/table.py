@@ -1102,3 +1102,13 @@ promise(
         "test_round_trips.py::test_what_is_saved_is_restored",
     ),
 )
+
+promise(
+    "docs/change-the-model.md",
+    "strict=False takes the same from a file and from a sharded folder, into plain and sharded models.",
+    (
+        "entries that a sharded folder lacks are read from it",
+        py("Shards.__init__", swap("id(it.saved) in self._names", "True")),
+        "test_both_formats.py::test_a_plain_model_takes_the_same_from_a_folder",
+    ),
+)
