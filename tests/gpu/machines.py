@@ -175,7 +175,7 @@ class Recipe:
     knobs: tuple[tuple[str, Any], ...] = ()
     autocast: torch.dtype | None = None
     scaled: bool = False
-    compiled: bool = False
+    compiled: str | None = None  # the mode of torch.compile
 
 
 RECIPES = {
@@ -187,7 +187,8 @@ RECIPES = {
     "bfloat16": Recipe(knobs=(("fused", True),), autocast=torch.bfloat16),
     "float16 and GradScaler": Recipe(autocast=torch.float16, scaled=True),
     "float16 and GradScaler, fused": Recipe(knobs=(("fused", True),), autocast=torch.float16, scaled=True),
-    "compiled": Recipe(knobs=(("fused", True),), autocast=torch.bfloat16, compiled=True),
+    "compiled": Recipe(knobs=(("fused", True),), autocast=torch.bfloat16, compiled="default"),
+    "compiled into CUDA graphs": Recipe(knobs=(("fused", True),), compiled="reduce-overhead"),
 }
 
 
@@ -204,8 +205,11 @@ class Training:
         blocks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width)) for _ in range(4)]
         self.model = machine.put(torch.nn.Sequential(*blocks), device)
         self._device = next(self.model.parameters()).device
-        backend = "inductor" if self._device.type == "cuda" else "eager"
-        self._forward = torch.compile(self.model, backend=backend) if recipe.compiled else self.model
+        self._forward = self.model
+        if recipe.compiled and self._device.type == "cuda":
+            self._forward = torch.compile(self.model, mode=recipe.compiled)
+        elif recipe.compiled:
+            self._forward = torch.compile(self.model, backend="eager")
         self.optimizer = recipe.optimizer(self.model.parameters(), lr=0.01, **dict(recipe.knobs))
         self.scaler = torch.amp.GradScaler(self._device.type, init_scale=256.0, enabled=recipe.scaled)
         self._batch = torch.randn(16, width).to(self._device)

@@ -5,7 +5,9 @@ These tests run on the fake driver and on a real GPU alike.
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -173,6 +175,30 @@ def test_steps_of_a_graph_that_is_gated_are_lazy(machine: Machine, graphs: None,
             graph.replay()
             assert saved(handle.result(60)) == machine.developed(picture)
             assert handle.metrics.eager_bytes < 0.1 * handle.metrics.bytes
+
+
+@pytest.mark.parametrize("how", ["os._exit()", "its own Saver"])
+def test_a_forked_child_leaves_the_device_alone(training: Training, how: str, tmp_path: Path) -> None:
+    """While copies are under way. It has no CUDA; its references to the parent's Saver and handles go with it."""
+    with lazyckpt.Saver(host_buffer_bytes=32 << 20) as saver:
+        for number in range(3):
+            handle, picture = save(saver, training, tmp_path / f"{number}.pt")
+            if (child := os.fork()) == 0:
+                status = 1
+                try:
+                    with pytest.raises(lazyckpt.ClosedError):
+                        handle.result()
+                    if how == "its own Saver":
+                        with lazyckpt.Saver() as other:
+                            other.save({"a": torch.ones(5)}, tmp_path / "child.pt", blocking=True)
+                    del saver, handle
+                    gc.collect()
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            training.step()
+            assert saved(handle.result(60)) == training.machine.developed(picture)
 
 
 @pytest.mark.parametrize("audit", [False, True])
