@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from lazyckpt.formats.program import CRC32_HEX, CRC32_LE, LITERAL, SOURCE, Extent
+from lazyckpt.formats.program import CRC32_HEX, CRC32_LE, LITERAL, SEGMENTS, SOURCE, Extent, segments_of
 
 
 class Sparse:
@@ -46,6 +46,10 @@ def run_program(path: Path, extents: Sequence[Extent], sources: Sequence[bytes |
                     else:
                         file.write(source)
                         crcs[arg] = zlib.crc32(source)
+                elif kind == SEGMENTS:
+                    source = sources[arg]
+                    assert not isinstance(source, Sparse)
+                    file.write(segments_of(source))
                 elif kind == CRC32_LE:
                     file.write(crcs[arg].to_bytes(4, "little"))
                 else:

@@ -12,6 +12,7 @@
 #include "engine/bfloat16.h"
 #include "engine/checksum.h"
 #include "engine/engine.h"
+#include "engine/piece_sums.h"
 
 namespace lazyckpt {
 namespace {
@@ -20,15 +21,41 @@ namespace {
 // enqueues more waits inside the driver, and training's launches wait for it there.
 constexpr size_t kCallsAhead = 512;
 
+void WriteLe(char* to, uint32_t crc) {
+  for (int i = 0; i < 4; ++i) to[i] = static_cast<char>(crc >> (8 * i) & 0xff);
+}
+
+// Writes the bytes [begin, + size) of the list of the checksums of all segments of a source.
+void WriteSegments(std::byte* to, const Source& source, uint64_t begin, size_t size) {
+  const uint64_t end = begin + size;
+  uint64_t at = 0;     // in the source
+  uint64_t entry = 0;  // in the list
+  uint32_t crc = 0;    // of the segment up to `at`
+  for (const Source::Part& cut : source.cuts) {
+    crc = at % kSegmentBytes == 0 ? cut.crc : Crc32Combine(crc, cut.crc, cut.size);
+    at += cut.size;
+    if (at % kSegmentBytes != 0 && at < source.size) continue;
+    char text[4];
+    WriteLe(text, crc);
+    const uint64_t from = std::max(entry, begin), until = std::min(entry + 4, end);
+    if (from < until) std::memcpy(to + (from - begin), text + (from - entry), until - from);
+    entry += 4;
+  }
+}
+
 // Writes the bytes [piece.source_offset, + piece.size) of a checksum's written form.
-void WriteCrc32(Chunk* chunk, Piece& piece, uint32_t crc) {
-  char text[9];
-  if (piece.kind == RowKind::kCrc32Le)
-    for (int i = 0; i < 4; ++i) text[i] = static_cast<char>(crc >> (8 * i) & 0xff);
-  else
-    std::snprintf(text, sizeof text, "%08x", crc);
+void WriteCrc32(Chunk* chunk, Piece& piece, const Source& source) {
   std::byte* to = chunk->memory + piece.at;
-  std::memcpy(to, text + piece.source_offset, piece.size);
+  char text[9];
+  if (piece.kind == RowKind::kCrc32Segments) {
+    WriteSegments(to, source, piece.source_offset, piece.size);
+  } else {
+    if (piece.kind == RowKind::kCrc32Le)
+      WriteLe(text, source.crc);
+    else
+      std::snprintf(text, sizeof text, "%08x", source.crc);
+    std::memcpy(to, text + piece.source_offset, piece.size);
+  }
   piece.crc = Crc32(0, to, piece.size);
 }
 
@@ -145,15 +172,21 @@ Status Engine::MoveBytes(Chunk* chunk, Tickets* tickets, Lock& lock) {
   Status status;
   for (const int device : Bits{chunk->devices})
     if (status.ok()) status = StartCopies(*chunk, device, cuts, pinned, &(*tickets)[device]);
+  PieceSums sums(chunk);
   for (Piece& p : chunk->pieces) {
     if (p.kind == RowKind::kLiteral) p.crc = CopyCrc32(0, chunk->memory + p.at, p.literal, p.size);
-    if (p.kind != RowKind::kSource || job.sources[p.source].device >= 0) continue;
+    if (p.kind != RowKind::kSource) continue;
+    sums.Begin(p);
     const Source& source = job.sources[p.source];
-    if (source.watched >= 0) continue;
+    if (source.device >= 0 || source.watched >= 0) continue;
     std::byte* const to = chunk->memory + p.at;
     const std::span memory = source.Memory(p.source_offset, p.size);
     if (source.to_bfloat16) ToBfloat16(to, memory);
-    p.crc = source.to_bfloat16 ? Crc32(0, to, p.size) : CopyCrc32(0, to, memory.data(), p.size);
+    if (source.to_bfloat16)
+      sums.Add(to, p.size);
+    else
+      sums.Copy(to, memory.data(), p.size);
+    p.crc = sums.crc();
   }
   if (witness_ != nullptr && !CopyWatched(job, chunk)) {
     witness_->CheckRest(&job.window);
@@ -187,10 +220,17 @@ void Engine::SumChunk(Chunk* chunk, Lock& lock) {
   const auto keep = chunk->job->shared_from_this();
   const std::byte* const bounce = chunk->bounce;
   lock.unlock();
+  PieceSums sums(chunk);
   for (Piece& p : chunk->pieces) {
-    if (p.kind != RowKind::kSource || keep->sources[p.source].device < 0) continue;
+    if (p.kind != RowKind::kSource) continue;
+    sums.Begin(p);
+    if (keep->sources[p.source].device < 0) continue;
     std::byte* const at = chunk->memory + p.at;
-    p.crc = bounce == nullptr ? Crc32(0, at, p.size) : CopyCrc32(0, at, bounce + p.at, p.size);
+    if (bounce == nullptr)
+      sums.Add(at, p.size);
+    else
+      sums.Copy(at, bounce + p.at, p.size);
+    p.crc = sums.crc();
   }
   lock.lock();
   EndCopy(chunk);
@@ -221,16 +261,19 @@ void Engine::OnCopied(Chunk* chunk) {
     any_ready = true;
   };
   // Sources before checksums: those of this chunk and of blocked ones may wait for them.
+  const uint32_t* cut_crc = chunk->cut_crcs.data();
   for (const Piece& p : chunk->pieces) {
     if (p.kind != RowKind::kSource) continue;
     Source& source = job.sources[p.source];
     source.parts[p.part].crc = p.crc;
+    for (size_t i = 0, n = source.CutsIn(p.source_offset, p.size); i < n; ++i)
+      source.cuts[source.parts[p.part].first_cut + i].crc = *cut_crc++;
     if (--source.parts_left > 0) continue;
     source.crc = source.parts[0].crc;
     for (size_t i = 1; i < source.parts.size(); ++i)
       source.crc = Crc32Combine(source.crc, source.parts[i].crc, source.parts[i].size);
     for (const Slot* slot = std::exchange(source.waiting, nullptr); slot != nullptr; slot = slot->next) {
-      WriteCrc32(slot->chunk, slot->chunk->pieces[slot->piece], source.crc);
+      WriteCrc32(slot->chunk, slot->chunk->pieces[slot->piece], source);
       --slot->chunk->blockers;
       unblock(slot->chunk);
     }
@@ -240,7 +283,7 @@ void Engine::OnCopied(Chunk* chunk) {
     if (!p.is_checksum()) continue;
     Source& source = job.sources[p.source];
     if (source.parts_left == 0) {
-      WriteCrc32(chunk, p, source.crc);
+      WriteCrc32(chunk, p, source);
     } else {
       source.waiting = &chunk->slots.emplace_back(Slot{chunk, i, source.waiting});
       ++chunk->blockers;
@@ -258,6 +301,7 @@ void Engine::Release(Chunk* chunk) {
   if (chunk->memory != nullptr) ring_.Free(chunk->memory);
   chunk->memory = nullptr;
   chunk->pieces = {};
+  chunk->cut_crcs = {};
   if (chunk->edges.capacity() > 0) {
     chunk->edges.clear();
     const auto larger = [](size_t capacity, const auto& idle) { return capacity < idle.capacity(); };

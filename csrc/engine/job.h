@@ -121,7 +121,9 @@ struct StreamRef {
 };
 
 // The kinds of a program's rows (lazyckpt/formats/program.py has the same numbers).
-enum class RowKind : uint8_t { kLiteral = 0, kSource = 1, kCrc32Le = 2, kCrc32Hex = 3 };
+enum class RowKind : uint8_t { kLiteral = 0, kSource = 1, kCrc32Le = 2, kCrc32Hex = 3, kCrc32Segments = 4 };
+
+inline constexpr uint64_t kSegmentBytes = 1 << 20;  // of a source: each has a checksum in a kCrc32Segments row
 
 // The memory layout of one row of a program.
 struct Row {
@@ -145,16 +147,25 @@ struct Source {
   int device = -1;           // the ordinal of the CUDA device that holds it; negative: host memory
   int64_t watched = -1;      // its number in Job::window; negative: the witness watches none of its pages
   bool to_bfloat16 = false;  // float32 in memory, bfloat16 in the file; only host memory
+  bool segmented = false;    // the file holds the checksums of its segments
 
   struct Part {
     uint64_t size;
     uint32_t crc;
+    size_t first_cut = 0;  // its index in Source::cuts
   };
   std::vector<Part> parts{};     // its runs in consecutive chunks
+  std::vector<Part> cuts{};      // if it is segmented: the parts, cut where a segment ends
   size_t parts_left = 0;         // not yet copied
   uint32_t crc = 0;              // valid once no part is left
   Turn turn = Turn::kEagerHost;  // the latest turn of its chunks
   Slot* waiting = nullptr;       // checksums to fill in when it is complete
+
+  // How many cuts a run of bytes has.
+  size_t CutsIn(uint64_t offset, uint64_t bytes) const {
+    if (!segmented || bytes == 0) return 0;
+    return (offset + bytes - 1) / kSegmentBytes - offset / kSegmentBytes + 1;
+  }
 
   // The memory that the bytes [offset, + bytes) of the file come from.
   std::span<const std::byte> Memory(uint64_t offset, uint64_t bytes) const {
@@ -177,7 +188,7 @@ struct Piece {
   uint32_t crc = 0;
   RowKind kind;
 
-  bool is_checksum() const { return kind == RowKind::kCrc32Le || kind == RowKind::kCrc32Hex; }
+  bool is_checksum() const { return kind != RowKind::kLiteral && kind != RowKind::kSource; }
 };
 
 // The unit of copying and writing.
@@ -197,7 +208,8 @@ struct Chunk : IoTag {
   size_t size = 0;      // bytes used
   size_t limit = 0;     // bytes it may grow to
   std::vector<Piece> pieces;
-  std::vector<std::byte> edges;  // of watched pieces: the bytes outside their own pages, copied inside save()
+  std::vector<uint32_t> cut_crcs;  // of the cuts of its pieces, in their order; until OnCopied
+  std::vector<std::byte> edges;    // of watched pieces: the bytes outside their own pages, copied inside save()
   uint64_t owners = 0;
   bool eager = false;
   bool has_lazy = false;

@@ -7,7 +7,19 @@
 namespace lazyckpt {
 namespace {
 
-size_t Crc32Size(RowKind kind) { return kind == RowKind::kCrc32Le ? 4 : 8; }
+uint64_t Crc32Size(RowKind kind, const Source& source) {
+  if (kind == RowKind::kCrc32Segments) return 4 * source.CutsIn(0, source.size);
+  return kind == RowKind::kCrc32Le ? 4 : 8;
+}
+
+// Cuts the run [offset, + size) where a segment of the source ends.
+void AddCuts(Source& source, uint64_t offset, uint64_t size) {
+  for (const uint64_t end = offset + size; source.segmented && offset < end;) {
+    const uint64_t n = std::min(end, (offset / kSegmentBytes + 1) * kSegmentBytes) - offset;
+    source.cuts.push_back({n, 0});
+    offset += n;
+  }
+}
 
 // Whether every byte of every file is in one chunk and every source is laid out.
 bool IsComplete(const Job& job) {
@@ -46,8 +58,14 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
     QueueOpenChunk(job);
     if (offset % kBlockBytes != 0) return invalid;
   }
+  // Checksums of segments stand in the extent of their source, so that only sources that need them are cut.
   for (const Row& row : rows) {
-    if (row.kind < 0 || row.kind > static_cast<int64_t>(RowKind::kCrc32Hex) || row.size < 0 || row.arg < 0)
+    if (row.kind != static_cast<int64_t>(RowKind::kCrc32Segments) || row.arg < 0) continue;
+    const size_t arg = first_source + static_cast<size_t>(row.arg);
+    if (arg < job.sources.size() && job.sources[arg].parts.empty()) job.sources[arg].segmented = true;
+  }
+  for (const Row& row : rows) {
+    if (row.kind < 0 || row.kind > static_cast<int64_t>(RowKind::kCrc32Segments) || row.size < 0 || row.arg < 0)
       return invalid;
     const auto kind = static_cast<RowKind>(row.kind);
     const auto size = static_cast<uint64_t>(row.size);
@@ -61,13 +79,13 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
       const bool laid_out = !source.parts.empty() || source.size == 0;
       if (kind == RowKind::kSource) {
         if (size != source.size || (laid_out && size > 0)) return invalid;
-      } else if (!laid_out || size != Crc32Size(kind)) {
+      } else if (!laid_out || size != Crc32Size(kind, source)) {
         return invalid;
       }
     }
     const bool eager = kind == RowKind::kSource && job.sources[arg].owners == 0;
     const bool lazy = kind == RowKind::kSource && job.sources[arg].owners != 0;
-    const bool sum = kind == RowKind::kCrc32Le || kind == RowKind::kCrc32Hex;
+    const bool sum = kind != RowKind::kLiteral && kind != RowKind::kSource;
     for (uint64_t done = 0; done < size;) {
       if (job.open == nullptr) OpenChunk(job, file, offset);
       // Eager bytes share at most a block with lazy ones, and with checksums of lazy sources: save() waits for them.
@@ -89,8 +107,9 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
         if (kind == RowKind::kSource) {
           Source& source = job.sources[arg];
           piece.part = static_cast<uint32_t>(source.parts.size());
-          source.parts.push_back({n, 0});
+          source.parts.push_back({n, 0, source.cuts.size()});
           ++source.parts_left;
+          AddCuts(source, done, n);
         }
         AddPiece(job, piece);
         offset += n;
@@ -147,9 +166,12 @@ void Engine::SplitAtLastBlock(Job& job) {
         keep > 0) {  // it is the source's last part so far, since a source is laid out in one go
       Source& source = job.sources[moved.source];
       source.parts[last.part].size = keep;
+      source.cuts.resize(source.parts[last.part].first_cut);
+      AddCuts(source, last.source_offset, keep);
       moved.part = static_cast<uint32_t>(source.parts.size());
-      source.parts.push_back({moved.size, 0});
+      source.parts.push_back({moved.size, 0, source.cuts.size()});
       ++source.parts_left;
+      AddCuts(source, moved.source_offset, moved.size);
     }
     rest.push_back(moved);
     last.size = keep;
@@ -193,6 +215,10 @@ void Engine::QueueOpenChunk(Job& job) {
   chunk->slots.reserve(
       std::count_if(chunk->pieces.begin(), chunk->pieces.end(), [](const Piece& p) { return p.is_checksum(); }));
   job.open = nullptr;
+  size_t cuts = 0;
+  for (const Piece& p : chunk->pieces)
+    if (p.kind == RowKind::kSource) cuts += job.sources[p.source].CutsIn(p.source_offset, p.size);
+  chunk->cut_crcs.resize(cuts);
   if (chunk->has_lazy) KeepEdges(chunk);
   chunk->state = Chunk::State::kQueued;
   ++job.files[chunk->file].chunks_left;

@@ -4,6 +4,7 @@
 // nothing is copied any more.
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "engine/bfloat16.h"
 #include "engine/checksum.h"
 #include "engine/engine.h"
+#include "engine/piece_sums.h"
 
 namespace lazyckpt {
 
@@ -75,16 +77,23 @@ void Engine::KeepEdges(Chunk* chunk) {
 bool Engine::CopyWatched(Job& job, Chunk* chunk) {
   std::array<PageWitness::Copied, 64> copied;
   std::array<Piece*, 64> pieces;
+  std::array<uint32_t*, 64> cuts;
+  PieceSums sums(chunk);
   size_t count = 0;
   bool clean = true;
   const auto check = [&] {
+    PieceSums again(chunk);
     const std::span batch(copied.data(), count);
     witness_->CheckAndOpen(&job.window, batch);
     for (size_t i = 0; i < count; ++i) {
       Piece& p = *pieces[i];
       std::byte* const at = chunk->memory + p.at;
       if (copied[i].to != at) ToBfloat16(at, {copied[i].to, copied[i].from.size()});
-      if (copied[i].to != at || copied[i].patched) p.crc = Crc32(0, at, p.size);
+      if (copied[i].to != at || copied[i].patched) {
+        again.Restart(p, cuts[i]);
+        again.Add(at, p.size);
+        p.crc = again.crc();
+      }
       clean = clean && !copied[i].written;
     }
     count = 0;
@@ -97,16 +106,26 @@ bool Engine::CopyWatched(Job& job, Chunk* chunk) {
   std::byte* converted = scratch.get();
   const std::byte* edges = chunk->edges.data();
   for (Piece& p : chunk->pieces) {
-    if (p.kind != RowKind::kSource || job.sources[p.source].watched < 0) continue;
+    if (p.kind != RowKind::kSource) continue;
+    sums.Begin(p);
     const Source& source = job.sources[p.source];
+    if (source.watched < 0) continue;
     const std::span memory = source.Memory(p.source_offset, p.size);
     const auto [head, tail] = EdgesOf(memory);
     const size_t middle = memory.size() - head.size() - tail.size();
     std::byte* to = chunk->memory + p.at;
     if (source.to_bfloat16) to = std::exchange(converted, converted + memory.size());
-    uint32_t crc = CopyCrc32(0, to, edges, head.size());
-    crc = CopyCrc32(crc, to + head.size(), memory.data() + head.size(), middle);
-    p.crc = CopyCrc32(crc, to + head.size() + middle, edges + head.size(), tail.size());
+    cuts[count] = sums.cuts();
+    const auto copy = [&](std::byte* into, const std::byte* from, size_t size) {
+      if (source.to_bfloat16)
+        std::memcpy(into, from, size);  // summed once it is converted
+      else
+        sums.Copy(into, from, size);
+    };
+    copy(to, edges, head.size());
+    copy(to + head.size(), memory.data() + head.size(), middle);
+    copy(to + head.size() + middle, edges + head.size(), tail.size());
+    p.crc = sums.crc();
     edges += head.size() + tail.size();
     pieces[count] = &p;
     copied[count++] = {static_cast<size_t>(source.watched), memory, to};

@@ -8,9 +8,11 @@ and run for every checkpoint with the same names and sizes.
     SOURCE      size of i    source i        the i-th storage of the checkpoint, whole
     CRC32_LE    4            source i        its CRC-32, little-endian
     CRC32_HEX   8            source i        its CRC-32, lower-case hex digits
+    SEGMENTS    4 each       source i        the CRC-32 of each of its segments, little-endian
 
 A source of n > 0 bytes has one SOURCE row, an empty one has none. The engine runs the extents of a file in the order
-given, whatever their offsets. A CRC row refers only to a source whose SOURCE row stands before it.
+given, whatever their offsets. A row of checksums refers only to a source whose SOURCE row stands before it; SEGMENTS,
+to one in the same extent. A segment is 1 MiB of a source; the last one may be shorter.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-LITERAL, SOURCE, CRC32_LE, CRC32_HEX = 0, 1, 2, 3
+LITERAL, SOURCE, CRC32_LE, CRC32_HEX, SEGMENTS = 0, 1, 2, 3, 4
 PAGE_BYTES = 4096
+SEGMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,17 @@ def run(extents: Iterable[Extent], sources: Sequence[bytes]) -> bytes:
                 written.append(extent.blob[arg : arg + nbytes])
             elif kind == SOURCE:
                 written.append(sources[arg])
+            elif kind == SEGMENTS:
+                written.append(segments_of(sources[arg]))
             else:
                 written.append(crcs[arg].to_bytes(4, "little") if kind == CRC32_LE else b"%08x" % crcs[arg])
     return b"".join(written)
+
+
+def segments_of(source: bytes) -> bytes:
+    """What a SEGMENTS row writes."""
+    parts = (source[at : at + SEGMENT_BYTES] for at in range(0, len(source), SEGMENT_BYTES))
+    return b"".join(zlib.crc32(part).to_bytes(4, "little") for part in parts)
 
 
 class ExtentBuilder:

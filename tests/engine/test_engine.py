@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazyckpt import _engine
-from lazyckpt.formats.program import CRC32_HEX, CRC32_LE, LITERAL, SOURCE
+from lazyckpt.formats.program import CRC32_HEX, CRC32_LE, LITERAL, SEGMENT_BYTES, SEGMENTS, SOURCE, segments_of
 from trials import TORTURE
 
 BLOCK = 4096
@@ -73,6 +73,8 @@ class Program:
                     data = blob[arg : arg + nbytes]
                 elif kind == SOURCE:
                     data = self.sources[arg].tobytes()
+                elif kind == SEGMENTS:
+                    data = segments_of(self.sources[arg].tobytes())
                 else:
                     crc = _engine.crc32(self.sources[arg])
                     data = crc.to_bytes(4, "little") if kind == CRC32_LE else f"{crc:08x}".encode()
@@ -154,7 +156,7 @@ def programs(draw: st.DrawFn) -> Program:
         rows: Rows = []
         blob = bytearray()
         last = number == len(parts) - 1
-        kinds = draw(st.lists(st.sampled_from([LITERAL, SOURCE, CRC32_LE, CRC32_HEX]), max_size=8))
+        kinds = draw(st.lists(st.sampled_from([LITERAL, SOURCE, CRC32_LE, CRC32_HEX, SEGMENTS]), max_size=8))
         for kind in kinds + [SOURCE] * (len(todo) if last else 0):
             if kind == LITERAL:
                 data = draw(st.binary(max_size=40)) * draw(st.sampled_from([1, 1, 300]))
@@ -164,6 +166,8 @@ def programs(draw: st.DrawFn) -> Program:
                 index = todo.pop(draw(st.integers(0, len(todo) - 1)))
                 rows.append((SOURCE, sizes[index], index))
                 known.append(index)
+            elif kind == SEGMENTS and (here := [arg for kind, _, arg in rows if kind == SOURCE]):
+                rows.append((SEGMENTS, 4, draw(st.sampled_from(here))))
             elif kind in (CRC32_LE, CRC32_HEX) and known:
                 rows.append((kind, 4 if kind == CRC32_LE else 8, draw(st.sampled_from(known))))
         if number != order_in_file[file][-1]:
@@ -179,7 +183,8 @@ def programs(draw: st.DrawFn) -> Program:
             end += sum(n for _, n, _ in contents[number][0])
     for number, file in enumerate(parts):
         rows, blob = contents[number]
-        cut = draw(st.integers(0, len(rows)))  # where an extent continues the one before
+        # Where an extent continues the one before; not between a source and the checksums of its segments.
+        cut = draw(st.integers(0, 0 if SEGMENTS in {kind for kind, _, _ in rows} else len(rows)))
         middle = offsets[number] + sum(n for _, n, _ in rows[:cut])
         if rows[:cut]:
             program.extents.append((file, offsets[number], rows[:cut], bytes(blob)))
@@ -247,6 +252,24 @@ def test_checksum_cut_by_a_chunk_boundary(tmp_path: Path) -> None:
         program.extents.append((0, 0, rows, bytes(lead)))
         for path in save(make_engine(), program, tmp_path):
             path.unlink()
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("chunk_bytes", [3 * BLOCK, 1 << 20, 8 << 20])
+def test_each_segment_has_its_checksum_wherever_chunks_cut_it(chunk_bytes: int, owner: int, shm: Path) -> None:
+    """Eager bytes behind lazy ones split a chunk at a block, in the midst of a source and just behind a segment."""
+    mib = SEGMENT_BYTES
+    for number, nbytes in enumerate([1, mib - 1, mib, mib + 1, 2 * mib + 100, 3 * mib + BLOCK, 0]):
+        small = [random_source(7, 1), random_source(7, 2)]
+        program = Program([random_source(nbytes), *small], [owner, 1 - owner, owner])
+        table = (SEGMENTS, 4 * -(-nbytes // mib), 0)
+        rows = [(SOURCE, nbytes, 0)] if nbytes else []
+        rows = [(LITERAL, 100, 0), *rows, (SOURCE, 7, 1), table, (CRC32_LE, 4, 0), (SOURCE, 7, 2), table]
+        program.extents.append((0, 0, rows, bytes(100)))
+        engine = make_engine(ring_bytes=2 * chunk_bytes, chunk_bytes=chunk_bytes, copy_threads=2)
+        (shm / f"{number}").mkdir()
+        (path,) = save(engine, program, shm / f"{number}")
+        path.unlink()
 
 
 def test_checksum_waits_for_a_source_that_another_thread_copies(shm: Path) -> None:
@@ -383,6 +406,10 @@ def test_eager_chunks_in_front_never_wait_for_lazy_ones(copy_threads: int, tmp_p
         ([5], [(0, 0, [(CRC32_LE, 4, 0), (SOURCE, 5, 0)], b"")]),  # a checksum before its source
         ([5], [(0, 0, [(SOURCE, 5, 0), (CRC32_LE, 8, 0)], b"")]),  # of the wrong length
         ([5], [(0, 0, [(SOURCE, 5, 0), (CRC32_HEX, 4, 0)], b"")]),
+        ([5], [(0, 0, [(SOURCE, 5, 0), (SEGMENTS, 8, 0)], b"")]),
+        ([5], [(0, 0, [(SEGMENTS, 4, 0), (SOURCE, 5, 0)], b"")]),
+        ([BLOCK], [(0, 0, [(SOURCE, BLOCK, 0)], b""), (0, BLOCK, [(SEGMENTS, 4, 0)], b"")]),  # of an earlier extent
+        ([5], [(0, 0, [(SOURCE, 5, 0), (SEGMENTS, 4, 1)], b"")]),
         ([5], [(0, 0, [(SOURCE, 5, 0), (7, 8, 0)], b"")]),  # unknown kinds
         ([5], [(0, 0, [(SOURCE, 5, 0), (-1, 8, 0)], b"")]),
         ([5], []),  # a source left out
