@@ -26,9 +26,9 @@ class LazyStorageReader(StorageReader):
 
         dcp.load(state, storage_reader=LazyStorageReader("runs/a/step-100"))
 
-    Each rank reads only the bytes that it needs, in parallel, straight into its tensors where these are contiguous, and
-    verifies the checksum of every tensor that it reads whole. A damaged file raises CorruptFileError, which names file
-    and tensor, wrapped in DCP's CheckpointException.
+    Each rank reads only what it needs, in parallel, straight into its tensors where these are contiguous. Every byte
+    that reaches a tensor was checked. A damaged file raises CorruptFileError, which names file and tensor, wrapped in
+    DCP's CheckpointException.
 
     Args:
         path: The folder.

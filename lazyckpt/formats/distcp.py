@@ -1,11 +1,13 @@
 """The ``.distcp`` file of one rank, as torch.distributed.checkpoint (DCP) reads it: items, one behind the other.
 
     item     an archive of ``torch.save`` (torch_zip.py) of one tensor: its storage data/0, data.pkl, the directory
+    table    of the tensor's segments, behind the item, if it has more than one: the CRC-32 of each
     …        each begins on a page, so that it can be read with direct I/O and copied in any order
     bytes    what DCP calls BYTE_IO: archives that were made at once, without a gap between them
 
 The file has no directory: the record ``.metadata`` of the DCP folder says where each item begins and ends. DCP reads
-an item by itself, so gaps are legal, and offsets inside an archive count from the item's first byte.
+an item by itself, so gaps are legal, and offsets inside an archive count from the item's first byte. Whoever reads a
+part of a tensor checks it by the table, which stands in a gap.
 
 All files that one save has written, ``.metadata`` too, have one *stamp* at their end. It tells them from files of equal
 length that another save of the same step has written.
@@ -14,20 +16,24 @@ length that another save of the same step has written.
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from lazyckpt.formats import torch_zip
-from lazyckpt.formats.program import CRC32_LE, LITERAL, PAGE_BYTES, SOURCE, Extent
-from lazyckpt.formats.reader import FileReader, FileSlice
+from lazyckpt.formats.program import CRC32_LE, LITERAL, PAGE_BYTES, SEGMENT_BYTES, SEGMENTS, SOURCE, Extent
+from lazyckpt.formats.reader import FileReader, FileSlice, Record
 from lazyckpt.formats.torch_zip_reader import Directory, directory_of
 
 STORAGE_KEY = "0"  # of an item's only storage
 _ARCHIVE_NAME = "archive"
 _STAMP = b"lazyckpt save "
 _STAMP_BYTES = len(_STAMP) + 32
+_TABLE = struct.Struct("<16sQ")  # of segments: the magic, and the bytes of a segment
+_TABLE_MAGIC = b"lazyckpt crc32s "
+_MAX_SEGMENTS = 1 << 20  # a tebibyte; the file of a hostile table may be full of holes
 
 
 class Place(NamedTuple):
@@ -86,8 +92,10 @@ class _Form:
         archive = torch_zip.Layout(_ARCHIVE_NAME, [STORAGE_KEY], [nbytes])
         tail = archive.finish(torch_zip.small_records(data_pkl))
         self.nbytes = archive.head_end + tail.nbytes
-        padding = -self.nbytes % PAGE_BYTES
-        self.padded = self.nbytes + padding
+        count = -(-nbytes // SEGMENT_BYTES)
+        table_bytes = _TABLE.size + 4 * count if 1 < count <= _MAX_SEGMENTS else 0
+        padding = -(self.nbytes + table_bytes) % PAGE_BYTES
+        self.padded = self.nbytes + table_bytes + padding
         self.blob = b""
         self.rows: list[int] = []
         for extent in (*archive.head, tail):
@@ -95,6 +103,9 @@ class _Form:
                 kind, size, arg = extent.rows[at : at + 3]
                 self.rows += (kind, size, arg + blob_at + len(self.blob) if kind == LITERAL else arg)
             self.blob += extent.blob
+        if table_bytes:
+            self.rows += (LITERAL, _TABLE.size, blob_at + len(self.blob), SEGMENTS, table_bytes - _TABLE.size, 0)
+            self.blob += _TABLE.pack(_TABLE_MAGIC, SEGMENT_BYTES)
         if padding:
             self.rows += (LITERAL, padding, blob_at + len(self.blob))
             self.blob += bytes(padding)
@@ -115,7 +126,7 @@ class Frame:
         for at in range(0, len(form.rows), 3):
             kind, size, arg = form.rows[at : at + 3]
             if left == 0:
-                break  # only padding follows
+                break  # only a table of segments and padding follow
             left -= size
             if kind == SOURCE:
                 found = True
@@ -163,6 +174,19 @@ def item_directory(file: FileReader, place: Place) -> Directory:
     found = directory_of(open_item(file, place))
     records = {name: record._replace(offset=record.offset + place.offset) for name, record in found.records.items()}
     return Directory(records, found.archive_name)
+
+
+def read_segments(file: FileReader, place: Place, record: Record) -> tuple[int, Sequence[int]] | None:
+    """The table of segments behind the item at ``place``, if there is one: how many bytes of its ``record`` a segment
+    has, and the CRC-32 of each. Raises CorruptFileError unless it fits the length of the record and of the file."""
+    at = place.offset + place.nbytes
+    if at + _TABLE.size > file.size or not (head := file.read(at, _TABLE.size)).startswith(_TABLE_MAGIC):
+        return None
+    _, nbytes = _TABLE.unpack(head)
+    count = -(-record.nbytes // max(nbytes, 1))
+    if nbytes % PAGE_BYTES or not 1 < count <= _MAX_SEGMENTS:
+        raise file.corrupt(f"{record.name} has {record.nbytes} bytes, and a table of segments of {nbytes}")
+    return nbytes, struct.unpack(f"<{count}I", file.read(at + _TABLE.size, 4 * count))
 
 
 def is_archive(file: FileReader, place: Place) -> bool:

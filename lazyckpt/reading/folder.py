@@ -67,9 +67,8 @@ class Folder:
                 entry.items[offsets] = info.relative_path, Place(info.offset, info.length)
 
     def read(self, targets: Iterable[Target], engine: _engine.Engine) -> None:
-        """Reads parts of tensors into place, each file in parallel and only the bytes that are needed. Checks the
-        checksum of each item that it reads whole. Raises CorruptFileError, which names file and tensor, and LoadError.
-        """
+        """Reads parts of tensors into place, each file in parallel, and checks every byte. Raises
+        CorruptFileError, which names file and tensor, and LoadError."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 

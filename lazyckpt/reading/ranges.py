@@ -6,8 +6,9 @@ import contextlib
 import errno
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from typing import Protocol
 
 from lazyckpt import _engine
 from lazyckpt.config import MIB
@@ -28,6 +29,23 @@ def _engine_of(pid: int) -> _engine.Engine:
     engine = _engine.Engine(ring_bytes=_RING_BYTES, chunk_bytes=CHUNK_BYTES, io_depth=8, copy_threads=1)
     engine.reserve(_RING_BYTES)
     return engine
+
+
+class Checked(Protocol):
+    """Bytes of a file with a name and the CRC-32 that they should have; None if the file has none."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def crc32(self) -> int | None: ...
+
+
+def compare(path: str | os.PathLike[str], written: Sequence[Checked], found: Iterable[int | None]) -> None:
+    """Raises CorruptFileError, which names what has another CRC-32 than was written."""
+    bad = [w.name for w, crc in zip(written, found, strict=True) if w.crc32 is not None and w.crc32 != crc]
+    if bad:
+        names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        raise CorruptFileError(f"checksum does not match: {names}", path=path)
 
 
 class ParallelRead:
@@ -59,10 +77,7 @@ class ParallelRead:
             streams = devices.current_streams(cuda) if cuda else None
         with self._load_error():
             crcs = self._reader.read_into(array("Q", pointers), array("q", ordinals or ()) if cuda else None, streams)
-        bad = [r.name for r, crc in zip(self._records, crcs, strict=True) if r.crc32 is not None and r.crc32 != crc]
-        if bad:
-            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-            raise CorruptFileError(f"checksum does not match: {names}", path=self._path)
+        compare(self._path, self._records, crcs)
         return crcs
 
     @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Reads parts of saved tensors out of ``.distcp`` files, straight into live tensors, in parallel.
 
-Of each tensor it reads only the bytes between the first and the last element that is wanted: for a shard along the
+Of each tensor it takes only the bytes between the first and the last element that is wanted: for a shard along the
 first dimension, that is the shard. They land in the target if they have its form; otherwise they are copied there.
-Checksums are verified wherever a tensor is read whole. It also reads the files of plain torch.distributed.checkpoint.
+Every byte is checked: it reads whole segments (segments.py). It also reads the files of plain
+torch.distributed.checkpoint.
 
 An item that is wanted whole is read whole, in the expectation that lazyckpt wrote it: then everything around its tensor
 is known but the checksum (``distcp.Frame``). If it differs by one byte, the item is read again, step by step.
@@ -10,6 +11,7 @@ is known but the checksum (``distcp.Frame``). If it differs by one byte, the ite
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -29,6 +31,7 @@ from lazyckpt.providers.pickles import PLAIN_DTYPES, tensor_pickle
 from lazyckpt.reading.archive import check_small_records
 from lazyckpt.reading.inert import InertShards
 from lazyckpt.reading.ranges import ParallelRead
+from lazyckpt.reading.segments import Segments, Span, read_spans
 from lazyckpt.reading.unpickle import load_errors
 
 _MAX_ASIDE_BYTES = 256 << 20  # memory for bytes that do not land in their target at once
@@ -47,9 +50,9 @@ class Part(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """How an item holds its tensor: the storage as a record, and what the tensor shows of it, in elements."""
+    """How an item holds its tensor: the storage, and what the tensor shows of it, in elements."""
 
-    record: Record
+    segments: Segments
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,7 +62,7 @@ class _Saved(NamedTuple):
 class _Landing(NamedTuple):
     """Bytes of the file, and the memory that they are read into."""
 
-    record: Record
+    span: Span
     memory: torch.Tensor  # contiguous
     device: int
     copy_to: torch.Tensor | None  # what takes the elements of ``shown`` then
@@ -201,16 +204,14 @@ def _land(
     width = saved.dtype.itemsize
     first = saved.offset + sum(a * step for a, step in zip(part.offsets, saved.stride, strict=True))
     count = 1 + sum((n - 1) * step for n, step in zip(lengths, saved.stride, strict=True))
-    record = saved.record
-    whole = first == 0 and count * width == record.nbytes
-    record = Record(part.name, record.offset + first * width, count * width, record.crc32 if whole else None)
+    span = saved.segments.around(part.name, first * width, count * width)
     target = part.target
     at = devices.target(target.device, engine)
     same = target.dtype == saved.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
     if same and in_order(lengths, saved.stride) and (at != devices.HOST or target.is_cpu):
-        return _Landing(record, target, at, None, target)
+        return _Landing(span, target, at, None, target)
     memory = torch.empty(count, dtype=saved.dtype)
-    return _Landing(record, memory, devices.HOST, target, memory.as_strided(lengths, saved.stride))
+    return _Landing(span, memory, devices.HOST, target, memory.as_strided(lengths, saved.stride))
 
 
 def in_order(lengths: Sequence[int], stride: Sequence[int]) -> bool:
@@ -229,14 +230,13 @@ def _parse(file: FileReader, part: Part) -> _Saved | torch.Tensor:
         records = item_directory(file, part.place).records
         check_small_records(file, records)
         data = file.read_record(records["data.pkl"])
+        storages = [record for name, record in records.items() if name.startswith("data/")]
+        with contextlib.suppress(NotPlain):
+            if len(storages) == 1:
+                geometry = _geometry(data, storages[0].name, storages[0].nbytes)
+                return _Saved(Segments(file, part.place, storages[0]), *geometry)
     except CorruptFileError as error:
-        raise CorruptFileError(f"{part.name}: {error}", path=file.path) from error
-    storages = [record for name, record in records.items() if name.startswith("data/")]
-    try:
-        if len(storages) == 1:
-            return _Saved(storages[0], *_geometry(data, storages[0].name, storages[0].nbytes))
-    except NotPlain:
-        pass
+        raise CorruptFileError(f"{part.name}: {error.what}", path=file.path) from error
     content = read_bytes(file, part.place, part.name, weights_only=True)  # of a class, sparse, quantized
     with load_errors(file.path, weights_only=True, verified=True):
         loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -279,11 +279,8 @@ def _batches(landings: list[_Landing]) -> Iterator[list[_Landing]]:
 
 
 def _read(path: Path, landings: list[_Landing], engine: _engine.Engine) -> None:
-    read = ParallelRead(path, [landing.record for landing in landings], engine)
-    try:
-        read.read_into([devices.address(item.memory) for item in landings], [item.device for item in landings])
-    finally:
-        read.close()
+    pointers = [devices.address(landing.memory) for landing in landings]
+    read_spans(path, [landing.span for landing in landings], pointers, [item.device for item in landings], engine)
     for landing in landings:
         if landing.copy_to is not None:
             landing.copy_to.copy_(landing.shown)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError
-from lazyckpt.formats.reader import FileReader
+from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.inert import InertStorage, InertTensor
-from lazyckpt.reading.ranges import process_engine
+from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.shards import read_whole
 
 _PIECE_BYTES = 4 << 20  # read from either file at once; comparing in float64 takes several times as much
@@ -135,7 +138,7 @@ def _steps(tensor: InertTensor) -> list[int]:
 
 
 def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterator[torch.Tensor]:
-    """Yields bytes of a tensor's storage; compares the checksum if they are all of it."""
+    """Yields bytes of a tensor's storage; compares the checksum of all of it, of a part first."""
     assert tensor.storage is not None
     record = tensor.storage.record
     if tensor.storage.shards is not None and nbytes:  # whole, since its parts may lie in any order
@@ -144,6 +147,8 @@ def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterato
         return
     crc = 0
     with FileReader(tensor.storage.file) as file:
+        if 0 < nbytes < record.nbytes:
+            _check(tensor.storage.file, os.fstat(file.fd).st_mtime_ns, record)
         for at in range(begin, begin + nbytes, at_once):
             data = file.read(record.offset + at, min(at_once, begin + nbytes - at))
             crc = _engine.crc32(data, crc)
@@ -153,3 +158,9 @@ def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterato
             yield piece
     if nbytes == record.nbytes and record.crc32 not in (None, crc):
         raise CorruptFileError(f"record {record.name}: checksum does not match", path=tensor.storage.file)
+
+
+@lru_cache(maxsize=1024)  # many tensors may view one storage
+def _check(file: Path, modified_ns: int, record: Record) -> None:
+    """Raises CorruptFileError unless the record has its checksum."""
+    ParallelRead(file, [record], process_engine()).read_into([0])

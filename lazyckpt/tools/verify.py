@@ -179,16 +179,21 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
 
 
 def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | None) -> tuple[list[Record], list[str]]:
-    """The records of the items of a file, in file order; and what is wrong with items that have none, and with the
-    file's stamp."""
+    """The records of the items of a file, in file order; and what is wrong with items that have none, with tables of
+    segments, and with the file's stamp."""
     from lazyckpt.reading.inert_folder import records_at  # imports torch, which takes seconds
+    from lazyckpt.reading.segments import Segments
 
     records: list[Record] = []
     damage: list[str] = []
     with FileReader(file) as reader:
         for place, name in sorted(places.items()):
             try:
-                records += records_at(reader, place, name).records.values()
+                found = records_at(reader, place, name).records
+                records += found.values()
+                for key, record in found.items():
+                    if key.startswith("data/"):
+                        Segments(reader, place, record)  # compares its table, if there is one
             except (CorruptFileError, UnsupportedFormatError) as error:
                 damage.append(error.what)
     try:

@@ -172,6 +172,31 @@ def an_object_is_a_gadget(folder: Path) -> Path:
     return published(path)
 
 
+def table_of(nbytes: int, crcs: bytes | None = None, end: int = 0) -> Callable[[Path], Path]:
+    """Behind a tensor of two segments, a table of segments of ``nbytes``. ``end``: bytes that are cut off behind it."""
+
+    def make(folder: Path) -> Path:
+        path = folder / "run" / "step-00000001"
+        path.parent.mkdir()
+        torch.save({"model": {"weight": torch.ones(300_000)}}, folder / "made.pt")
+        lazyckpt.convert(folder / "made.pt", path)
+        (folder / "made.pt").unlink()
+        data = (path / FILE).read_bytes()
+        at = data.index(b"lazyckpt crc32s ") + 16
+        table = crcs or data[at + 8 : at + 16]
+        (path / FILE).write_bytes(data[:at] + struct.pack("<Q", nbytes) + table[: len(table) - end])
+        return published(path)
+
+    return make
+
+
+register(table_of(0), "sharded.table_of_nothing", "A table of segments of no bytes.")
+register(table_of(1 << 63), "sharded.table_of_all", "A table of segments of exabytes.")
+register(table_of(4096), "sharded.table_of_many", "A table of more segments than the file has bytes for.")
+register(table_of(1 << 20, bytes(8)), "sharded.table_of_lies", "A table of other checksums than the record's.")
+register(table_of(1 << 20, end=1), "sharded.table_cut_off", "A table that the end of the file cuts.")
+
+
 @attack
 def metadata_is_nested(folder: Path) -> Path:
     """A key nested a million times: to hash it ends the process."""

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from commands import fails, peak_bytes, run, run_json
+from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.tools import norms
 
@@ -143,6 +144,19 @@ def test_strides_do_not_matter_what_tensors_show_does(tmp_path: Path) -> None:
     lazyckpt.save({"x": array.T}, tmp_path / "t.pt")
     assert run("diff", tmp_path / "c.pt", tmp_path / "f.pt").exit_code == 0
     assert entries(tmp_path / "c.pt", tmp_path / "t.pt")["x"]["differing"] == 120 * 119
+
+
+def test_damage_around_a_view_is_found(tmp_path: Path) -> None:
+    """Regression: of a tensor that views a part of its storage, no byte was checked."""
+    whole = torch.randn(3000)
+    torch.save({"a": whole[:10], "b": whole[1000:]}, tmp_path / "a.pt")
+    torch.save({"a": torch.zeros(10), "b": whole[1000:].clone()}, tmp_path / "b.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    at = data.index(whole.numpy().tobytes())
+    for damaged in (at, at + 4 * 500, at + 4 * 1500):
+        (tmp_path / "a.pt").write_bytes(data[:damaged] + bytes([data[damaged] ^ 1]) + data[damaged + 1 :])
+        with pytest.raises(CorruptFileError, match="data/0"):
+            lazyckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt")
 
 
 def test_ties_are_part_of_what_is_saved(tmp_path: Path) -> None:

@@ -626,9 +626,50 @@ promise(
     ),
     (
         "a record's checksum is not compared",
-        py("reading.ranges", swap("bad", "False")),
+        py("ranges.compare", swap("bad", "False")),
         "test_functional.py::test_a_damaged_record_is_named "
         "test_restore.py::test_a_damaged_newest_is_passed_over_with_a_warning_that_names_the_reason",
+    ),
+    (
+        "a part of a tensor is believed",
+        py("segments.read_spans", swap("compare(...)", "None")),
+        "test_shards.py::test_every_damaged_byte_of_a_part_is_found test_damaged_parts.py",
+    ),
+    (
+        "only the bytes that a rank wants are read, and those around them are not",
+        py("Segments.around", swap("record.crc32 is None", "nbytes < record.nbytes")),
+        "test_shards.py::test_every_damaged_byte_of_a_part_is_found",
+    ),
+    (
+        "a table of segments is believed, whatever the record's own checksum",
+        py("Segments.__init__", swap("table is not None", "False")),
+        "test_folders.py::test_verify_compares_the_checksums_of_segments",
+    ),
+    (
+        "segments of no bytes, and more of them than memory holds",
+        py("read_segments", swap("not 1 < count <= _MAX_SEGMENTS", "False")),
+        "test_shards.py::test_a_table_that_does_not_fit_its_record_is_refused "
+        "test_shards.py::test_a_table_takes_little_memory_although_its_file_is_full_of_holes",
+    ),
+    (
+        "the tensors of a diff are believed if they view a part of a storage",
+        py("norms._read", swap("_check(...)", "None")),
+        "test_cli_diff.py::test_damage_around_a_view_is_found",
+    ),
+    (
+        "verify compares no table of segments",
+        py("verify._records_of_items", swap("Segments(...)", "None")),
+        "test_folders.py::test_verify_compares_the_checksums_of_segments",
+    ),
+    (
+        "the checksum of a segment lacks what another chunk holds of it",
+        cc("WriteSegments", "Crc32Combine(crc, cut.crc, cut.size)", "cut.crc"),
+        "test_engine.py::test_each_segment_has_its_checksum_wherever_chunks_cut_it",
+    ),
+    (
+        "a segment that is moved to another chunk keeps its old cuts",
+        cc("Engine::SplitAtLastBlock", "source.cuts.resize(source.parts[last.part].first_cut);"),
+        "test_engine.py::test_each_segment_has_its_checksum_wherever_chunks_cut_it",
     ),
     (
         "the checksum of the pickle is not compared",

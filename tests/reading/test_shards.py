@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex  # noq
 import lazyckpt  # noqa: E402
 from attacks.sharded import published  # noqa: E402
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError  # noqa: E402
-from lazyckpt.formats.distcp import Place  # noqa: E402
+from lazyckpt.formats.distcp import Place, read_segments  # noqa: E402
+from lazyckpt.formats.reader import FileReader, Record  # noqa: E402
+from lazyckpt.reading import segments  # noqa: E402
 from lazyckpt.reading import shards as reading  # noqa: E402
 from lazyckpt.reading.shard_metadata import read_metadata  # noqa: E402
 from lazyckpt.reading.shards import Part  # noqa: E402
@@ -118,25 +121,21 @@ def test_a_sparse_tensor_is_read_whole(saved: tuple[Path, dict[str, Place]]) -> 
         assert torch.equal(at.to_dense(), torch.eye(4))
 
 
-def test_a_shard_along_the_first_dimension_reads_no_other_bytes(
+def test_a_shard_along_the_first_dimension_lands_at_once(
     saved: tuple[Path, dict[str, Place]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, places = saved
-    ranges: list[Any] = []
+    read: dict[int, int] = {}
 
     class Recording(reading.ParallelRead):
-        def __init__(self, path: Any, records: Any, engine: Any) -> None:
-            ranges.extend(records)
-            super().__init__(path, records, engine)
-
         def read_into(self, pointers: list[int], ordinals: list[int] | None = None) -> list[int]:
-            assert pointers == [at.data_ptr()]
+            read.update(zip(pointers, [record.nbytes for record in self._records], strict=True))
             return super().read_into(pointers, ordinals)
 
-    monkeypatch.setattr(reading, "ParallelRead", Recording)
+    monkeypatch.setattr(segments, "ParallelRead", Recording)
     at = torch.zeros(10, 30)
     read_parts(path, [Part("matrix", places["matrix"], (20, 0), at)])
-    assert [record.nbytes for record in ranges] == [at.nbytes]
+    assert read.keys() == {0, at.data_ptr()} and read[at.data_ptr()] == at.nbytes
     assert torch.equal(at, SAVED["matrix"][20:30])
 
 
@@ -161,6 +160,125 @@ def test_every_damaged_byte_of_a_tensor_is_found(saved: tuple[Path, dict[str, Pl
         damaged.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(CorruptFileError, match=r"damaged.*matrix"):
             read_parts(damaged, [Part("matrix", places["matrix"], (0, 0), torch.zeros(40, 30))])
+
+
+BIG = torch.randn(3000, 300)  # segments of one MiB end in the midst of rows
+PARTS = {
+    "rows": (slice(1000, 1500), slice(None)),
+    "the first row": (slice(0, 1), slice(None)),
+    "the last row": (slice(2999, 3000), slice(None)),
+    "columns": (slice(None), slice(100, 200)),
+    "a box": (slice(1200, 1210), slice(7, 9)),
+    "all but a row": (slice(1, 3000), slice(None)),
+}
+
+
+@pytest.fixture(scope="module", params=["ours", "ours before tables", "plain"])
+def big(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Place, bytes]:
+    """A file with a tensor of several segments, where its item is, and its bytes."""
+    folder = tmp_path_factory.mktemp("big")
+    if request.param == "plain":
+        dcp.save({"big": BIG}, checkpoint_id=folder)
+        (info,) = read_metadata(folder / ".metadata").storage_data.values()
+        path, place = folder / info.relative_path, Place(info.offset, info.length)
+    else:
+        path = folder / "a.distcp"
+        place = write_shard([("big", BIG)], folder, path.name, target=folder)["big"]
+    data = path.read_bytes()
+    if request.param == "ours before tables":
+        path.write_bytes(data := data[: place.offset + place.nbytes])
+    return path, place, data
+
+
+@pytest.mark.parametrize("what", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_damaged_byte_of_a_part_is_found(
+    dtype: torch.dtype, what: str, big: tuple[Path, Place, bytes], tmp_path: Path
+) -> None:
+    """Regression: only tensors that were read whole were checked, so a flipped bit passed into the model."""
+    path, place, data = big
+    wanted = BIG[PARTS[what]]
+    offsets = tuple(part.start or 0 for part in PARTS[what])
+    begin = data.index(BIG.numpy().tobytes())
+    first = begin + 4 * (offsets[0] * 300 + offsets[1])
+    last = first + 4 * ((wanted.shape[0] - 1) * 300 + wanted.shape[1]) - 1
+    damaged = tmp_path / "damaged"
+    for at in {first, first + 3, (first + last) // 2, last - 2, last, *range(first, last, (last - first) // 9 + 1)}:
+        damaged.write_bytes(data[:at] + bytes([data[at] ^ 64]) + data[at + 1 :])
+        with pytest.raises(CorruptFileError, match=r"damaged.*checksum does not match: big"):
+            read_parts(damaged, [Part("big", place, offsets, torch.zeros(wanted.shape, dtype=dtype))])
+    found = torch.zeros(wanted.shape, dtype=dtype)
+    read_parts(path, [Part("big", place, offsets, found)])
+    assert torch.equal(found, wanted.to(dtype))
+
+
+def test_a_part_reads_only_the_segments_that_it_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So damage elsewhere is nobody's business; a damaged table is."""
+    place = write_shard([("big", BIG)], tmp_path, "a.distcp", target=tmp_path)["big"]
+    path = tmp_path / "a.distcp"
+    sound = path.read_bytes()
+    begin = sound.index(BIG.numpy().tobytes())
+    mib = 1 << 20
+
+    def read(at: int, *, row: int = 1000) -> torch.Tensor:
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 64]) + sound[at + 1 :])
+        found = torch.zeros(1, 300)
+        read_parts(path, [Part("big", place, (row, 0), found)])
+        return found
+
+    row = begin + 1200 * 1000
+    assert begin + mib < row < row + 1200 < begin + 2 * mib
+    for at in (begin, begin + mib - 1, begin + 2 * mib, begin + BIG.nbytes - 1):
+        assert torch.equal(read(at)[0], BIG[1000])
+    for at in (begin + mib, begin + 2 * mib - 1, row, row - 1):
+        with pytest.raises(CorruptFileError, match="big"):
+            read(at)
+    table = place.offset + place.nbytes
+    for at in range(table, table + 24 + 4 * 4):
+        try:
+            assert torch.equal(read(at)[0], BIG[1000])
+            assert at < table + 16, at  # it says no more that it is a table, so the tensor is read whole
+        except CorruptFileError as error:
+            assert "big" in str(error), at
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda nbytes, table: (0, table),
+        lambda nbytes, table: (1, table),
+        lambda nbytes, table: (4095, table),
+        lambda nbytes, table: (4096, table),  # hundreds of entries, which are not there
+        lambda nbytes, table: (nbytes // 2, table),
+        lambda nbytes, table: (2 * nbytes, table),
+        lambda nbytes, table: (1 << 30, table[:4]),  # the record as its only segment
+        lambda nbytes, table: ((1 << 64) - 4096, table),
+        lambda nbytes, table: (nbytes, table[:-8]),  # the file ends
+        lambda nbytes, table: (nbytes, table[4:8] + table[:4] + table[8:]),
+        lambda nbytes, table: (nbytes, bytes(len(table))),
+    ],
+)
+def test_a_table_that_does_not_fit_its_record_is_refused(change: Any, tmp_path: Path) -> None:
+    place = write_shard([("big", BIG)], tmp_path, "a.distcp", target=tmp_path)["big"]
+    path = tmp_path / "a.distcp"
+    data = path.read_bytes()
+    at = place.offset + place.nbytes
+    assert data[at : at + 16] == b"lazyckpt crc32s " and data[at + 16 : at + 24] == (1 << 20).to_bytes(8, "little")
+    nbytes, table = change(1 << 20, data[at + 24 : at + 24 + 4 * 4])
+    path.write_bytes(data[: at + 16] + nbytes.to_bytes(8, "little") + table)
+    with pytest.raises(CorruptFileError, match="big"):
+        read_parts(path, [Part("big", place, (0, 0), torch.zeros(1, 300))])
+    found = torch.zeros(3000, 300)
+    read_parts(path, [Part("big", place, (0, 0), found)])  # whoever reads all needs no table
+    assert torch.equal(found, BIG)
+
+
+def test_a_table_takes_little_memory_although_its_file_is_full_of_holes(tmp_path: Path) -> None:
+    path = tmp_path / "holes"
+    path.write_bytes(bytes(4096) + b"lazyckpt crc32s " + (4096).to_bytes(8, "little"))
+    os.truncate(path, 1 << 34)
+    with FileReader(path) as file, pytest.raises(CorruptFileError, match="a table of segments"):
+        read_segments(file, Place(0, 4096), Record("data/0", 0, 1 << 33, 1))
 
 
 def test_a_cut_off_file_is_refused(saved: tuple[Path, dict[str, Place]], tmp_path: Path) -> None:

@@ -197,6 +197,19 @@ def test_verify_names_the_file_and_the_item_of_every_flipped_bit(copies: Path, f
     assert lazyckpt.verify(copies / folder).ok
 
 
+def test_verify_compares_the_checksums_of_segments(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.randn(700_000)}}, tmp_path / "a.pt")
+    lazyckpt.convert(tmp_path / "a.pt", tmp_path / "folder")
+    file = tmp_path / "folder/__0_0.distcp"
+    ((_, (_, place)),) = items(tmp_path / "folder")
+    assert lazyckpt.verify(tmp_path / "folder").ok
+    for at in range(16, 24 + 4 * 3):
+        flip(file, place.offset + place.nbytes + at)
+        (finding,) = lazyckpt.verify(tmp_path / "folder").findings
+        assert finding.state == "damaged" and "model.weight" in finding.damage[0] and "segments" in finding.damage[0]
+        flip(file, place.offset + place.nbytes + at)
+
+
 def test_bytes_between_items_belong_to_nobody_but_the_manifest(copies: Path) -> None:
     for folder, state in (("rows", "ok"), ("run/step-00000001", "damaged")):
         path = copies / folder
