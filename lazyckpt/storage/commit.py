@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyckpt import _engine
-from lazyckpt.storage import folders, locks, removal
+from lazyckpt.storage import folders, locks, permissions, removal
 from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA, MANIFEST
 
 
@@ -64,6 +64,7 @@ class Staging:
             try:
                 locks.hold(self._lock)
                 if os.path.isdir(self.path):
+                    permissions.shut(self.path, target)
                     return
             except BaseException:
                 self.discard()
@@ -86,10 +87,13 @@ class Staging:
         raise OSError(errno.EBUSY, "another process emptied it", str(self.path))
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
-        """Step 5. ``written``: the files that the engine has synced; this syncs all others in the folder."""
+        """Step 5. ``written``: the files that the engine has synced; this syncs all others in the folder.
+
+        What replaces a file or folder takes over its mode and owner."""
         synced = {self.path / name for name in written}
         if manifest is not None:
             synced.add(self._write_manifest(manifest))
+        permissions.keep(self.target, self.path)
         sync_all(self.path, synced)
 
     def _write_manifest(self, manifest: dict[str, Any]) -> Path:
@@ -229,7 +233,8 @@ class FileStaging(Staging):
     """A lone file, in a folder of its own, before it has its final name."""
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
-        """A lone file needs no description."""
+        """A lone file needs no description, but takes over the mode and owner of what it replaces."""
+        permissions.keep(self.target, self.path / self.target.name)
 
     def publish(self) -> Path | None:
         publish_file(self.path / self.target.name, self.target)

@@ -1083,6 +1083,21 @@ promise(
     ),
 )
 
+promise(
+    SECURITY,
+    "A checkpoint is never more readable during the save than afterwards, and what it replaces keeps its mode.",
+    (
+        "a private file that is replaced becomes readable for everybody",
+        py("FileStaging.describe", swap("permissions.keep(...)")),
+        "test_permissions.py::test_what_is_replaced_keeps_its_mode_and_is_never_more_readable",
+    ),
+    (
+        "everybody may read the successor of a private folder while it is written",
+        py("Staging.__init__", swap("permissions.shut(...)")),
+        "test_permissions.py::test_what_is_replaced_keeps_its_mode_and_is_never_more_readable",
+    ),
+)
+
 # What a checkpoint is used for
 
 promise(

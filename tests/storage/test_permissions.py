@@ -18,7 +18,7 @@ import torch
 
 import lazyckpt
 from commands import run
-from lazyckpt.storage import catalog, commit, folders, manifest
+from lazyckpt.storage import catalog, commit, folders, manifest, mounts
 
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 STATE = {"x": torch.arange(1000.0)}
@@ -109,6 +109,79 @@ def test_nothing_is_more_readable_while_it_is_written_than_afterwards(
                 assert mode == allowed, name
             else:
                 assert mode & ~(0o777 & ~umask) == 0, name
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_what_is_replaced_keeps_its_mode_and_is_never_more_readable(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a checkpoint of mode 0600 was readable for everybody from its second save on."""
+    write(tmp_path)
+    for path in [p for p in tmp_path.rglob("*") if not p.is_symlink()]:
+        path.chmod(0o750 if path.is_dir() else 0o600 if path.suffix != ".json" else 0o640)
+    before = {name: mode for name, mode in modes(tmp_path).items() if not os.path.basename(name).startswith(".")}
+    entered: list[int] = []
+
+    def looking(*arguments: Any) -> Any:
+        entered.extend(mode for name, mode in modes(tmp_path).items() if folders.is_unfinished(os.path.basename(name)))
+        return describe(*arguments)
+
+    describe = commit.Staging.describe
+    monkeypatch.setattr(commit.Staging, "describe", looking)
+    write(tmp_path)
+    after = modes(tmp_path)
+    assert before and {name: after[name] for name in before if name in after} == before
+    assert all(mode & 0o007 == 0 for mode in entered)
+
+
+def test_a_folder_that_is_filled_keeps_the_modes_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "is_fixed", lambda folder: True)
+    save_staged(tmp_path)
+    file = tmp_path / "checkpoint-1" / "trainer_state.json"
+    file.chmod(0o600)
+    save_staged(tmp_path)
+    assert modes(tmp_path)[str(file)] == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_what_root_replaces_keeps_its_owner(tmp_path: Path) -> None:
+    """Otherwise the owner of a private file could not read it any more."""
+    for _ in range(2):
+        save_file(tmp_path)
+        save_staged(tmp_path)
+        for name in ("a.pt", "checkpoint-1", "checkpoint-1/deep/model.safetensors"):
+            if os.stat(tmp_path / name).st_uid == 0:
+                os.chown(tmp_path / name, 12345, 23456)
+                os.chmod(tmp_path / name, 0o750)
+                continue
+            there = os.stat(tmp_path / name)
+            assert (there.st_uid, there.st_gid, stat.S_IMODE(there.st_mode)) == (12345, 23456, 0o750), name
+
+
+def test_a_file_system_without_modes_or_owners_takes_the_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "refused")
+
+    save_file(tmp_path)
+    (tmp_path / "a.pt").chmod(0o640)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    monkeypatch.setattr(os, "fchown", refuse)
+    save_file(tmp_path)
+    assert torch.equal(lazyckpt.load(tmp_path / "a.pt")["x"], STATE["x"])
+
+
+def test_what_nobody_may_read_is_replaced(tmp_path: Path) -> None:
+    """The owner can read the new one: it is verified, loaded and removed."""
+    save_file(tmp_path)
+    save_staged(tmp_path)
+    (tmp_path / "a.pt").chmod(0)
+    (tmp_path / "checkpoint-1").chmod(0o500)
+    save_file(tmp_path)
+    save_staged(tmp_path)
+    assert modes(tmp_path)[str(tmp_path / "a.pt")] == 0o400
+    assert modes(tmp_path)[str(tmp_path / "checkpoint-1")] == 0o700
 
 
 @pytest.fixture
