@@ -70,6 +70,23 @@ class Engine:
         aside, and the job goes on.
         """
 
+    def capture(
+        self,
+        pointers: Buffer,
+        sizes: Buffer,
+        owners: Buffer,
+        files: int,
+        program: Sequence[tuple[int, int, Buffer, bytes, int]],
+        devices: Buffer | None = None,
+        streams: Buffer | None = None,
+        to_bfloat16: Sequence[int] = (),
+    ) -> Job:
+        """begin() with eager_by_caller, Job.append() of each extent in ``program``, Job.seal(), and as much of
+        Job.wait_eager() as the ring has room for.
+
+        The calling thread runs no other code meanwhile, so all bytes are of one moment. With watch_pages, a write to
+        eager host memory for which the ring had no room fails the job, as one to lazy memory does."""
+
     @property
     def ring_bytes(self) -> int: ...
     @property

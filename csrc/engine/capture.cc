@@ -70,6 +70,25 @@ void Engine::CopyLoop() {
     if (!Work(false, lock)) changed_.wait(lock);
 }
 
+// Whether all eager host bytes of a job that is not laid out yet are sure to fit into the free part of the ring.
+bool Engine::HasRoomForEager(const Job& job) const {
+  size_t bytes = 2 * options_.chunk_bytes;  // lost where the ring wraps, and at the end of a slice
+  for (const Source& s : job.sources)
+    if (s.owners == 0 && s.device < 0) bytes += s.size + 2 * kBlockBytes;
+  return bytes <= ring_.capacity() - ring_.used();
+}
+
+// Copies as long as there is room in the ring. Returns whether all eager bytes are copied, or the job has failed.
+bool Engine::CopyEager(Job& job, Clock::time_point deadline) {
+  Lock lock(mutex_);
+  while (!job.eager_copied()) {
+    if (Work(true, lock)) continue;
+    if (job.ring_waiting || Clock::now() >= deadline) return false;
+    changed_.wait_until(lock, deadline);
+  }
+  return true;
+}
+
 // Copies until done() holds: a thread that waits for a copy makes it.
 bool Engine::HelpUntil(const std::function<bool()>& done, Clock::time_point deadline) {
   Lock lock(mutex_);
@@ -119,6 +138,7 @@ bool Engine::CopyNext(bool helping, Lock& lock) {
 Chunk* Engine::TakeChunk(bool helping) {
   Chunk* chunk = queue_.front();
   Job& job = *chunk->job;
+  if (capturing_ != nullptr && capturing_ != &job) return nullptr;
   if (!helping && (job.held || (job.eager_by_caller && chunk->eager && job.eager_left == 1))) return nullptr;
   // Nobody waits for these copies, so half of the cores stay with training until the ring has been full.
   if (!helping && copying_ >= modest_ && !job.ring_was_full) return nullptr;

@@ -111,8 +111,8 @@ void Engine::GiveBack(std::span<std::byte> region) {
   changed_.notify_all();
 }
 
-std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
-                                   std::vector<StreamRef> streams, Status* status) {
+std::shared_ptr<Job> Engine::MakeJob(std::vector<Source> sources, size_t files, bool eager_by_caller,
+                                     std::vector<StreamRef> streams, Status* status) {
   auto job = std::make_shared<Job>();
   job->held = job->eager_by_caller = eager_by_caller;
   job->sources = std::move(sources);
@@ -131,9 +131,38 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bo
     *status = Status(EINVAL, "a source on a device without a stream", "");
     return nullptr;
   }
-  if (witness_ != nullptr) Watch(*job);
+  return job;
+}
+
+std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
+                                   std::vector<StreamRef> streams, Status* status) {
+  auto job = MakeJob(std::move(sources), files, eager_by_caller, std::move(streams), status);
+  if (job == nullptr) return nullptr;
+  if (witness_ != nullptr) Watch(*job, false);
   std::lock_guard lock(mutex_);
   jobs_.push_back(job);
+  return job;
+}
+
+std::shared_ptr<Job> Engine::Capture(std::vector<Source> sources, size_t files, std::vector<StreamRef> streams,
+                                     std::span<const Extent> extents, Status* status) {
+  // Only for what another thread or a device does; a stuck device must not keep Ctrl-C waiting.
+  constexpr auto kPatience = std::chrono::seconds(1);
+  auto job = MakeJob(std::move(sources), files, true, std::move(streams), status);
+  if (job == nullptr) return nullptr;
+  const bool fits = Locked([&] {
+    capturing_ = job.get();
+    jobs_.push_back(job);
+    return HasRoomForEager(*job);
+  });
+  if (witness_ != nullptr) Watch(*job, !fits);
+  for (const Extent& e : extents)
+    if (status->ok()) *status = Append(*job, e.file, e.offset, e.rows, e.blob, e.first_source);
+  if (status->ok()) *status = Seal(*job);
+  if (status->ok() && CopyEager(*job, Clock::now() + kPatience)) (void)FollowEager(*job, Clock::now() + kPatience);
+  Locked([this] { capturing_ = nullptr; });
+  changed_.notify_all();
+  if (!status->ok()) Fail(*job, *status);
   return job;
 }
 
@@ -177,7 +206,11 @@ Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t siz
 }
 
 bool Engine::WaitEager(Job& job, Clock::time_point deadline) {
-  if (!HelpUntil([&job] { return job.error.ok() ? job.eager_left == 0 : job.copying == 0; }, deadline)) return false;
+  return HelpUntil([&job] { return job.eager_copied(); }, deadline) && FollowEager(job, deadline);
+}
+
+// The end of WaitEager: work that follows on the streams waits for eager copies from devices.
+bool Engine::FollowEager(Job& job, Clock::time_point deadline) {
   if (job.streams.empty()) return true;
   uint64_t devices = 0;
   Locked([&] {

@@ -78,6 +78,20 @@ class Engine {
   std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
                              std::vector<StreamRef> streams, Status* status);
 
+  // One extent for Append.
+  struct Extent {
+    size_t file;
+    uint64_t offset;
+    std::span<const Row> rows;
+    std::string_view blob;
+    size_t first_source;
+  };
+  // Begin with eager_by_caller, Append, Seal, and as much of WaitEager as the ring has room for, without a point at
+  // which code of the calling thread could write in between: all bytes are of one moment. With watch_pages, eager host
+  // bytes that may not fit into the ring are watched until their copy, as lazy ones are.
+  std::shared_ptr<Job> Capture(std::vector<Source> sources, size_t files, std::vector<StreamRef> streams,
+                               std::span<const Extent> extents, Status* status);
+
   void Go(Job& job);  // lets the copy threads begin
 
   // Appends an extent of `file` at `offset` (a multiple of kBlockBytes, or the end of the extent before) and starts to
@@ -162,12 +176,14 @@ class Engine {
   void QueueOpenChunk(Job& job);
 
   // watch.cc
-  void Watch(Job& job);
+  void Watch(Job& job, bool eager_too);
   void KeepEdges(Chunk* chunk);
   bool CopyWatched(Job& job, Chunk* chunk);
   void EndWatch(Job& job);
 
   // capture.cc
+  bool HasRoomForEager(const Job& job) const;
+  bool CopyEager(Job& job, Clock::time_point deadline);
   void CopyLoop();
   bool Work(bool helping, Lock& lock);
   bool CopyNext(bool helping, Lock& lock);
@@ -208,6 +224,9 @@ class Engine {
   void OnChunkResult(Chunk* chunk, int64_t result);
 
   // engine.cc
+  std::shared_ptr<Job> MakeJob(std::vector<Source> sources, size_t files, bool eager_by_caller,
+                               std::vector<StreamRef> streams, Status* status);
+  bool FollowEager(Job& job, Clock::time_point deadline);
   bool WaitForEnd(Job& job, const std::function<bool()>& ended, Clock::time_point deadline);
   bool WaitUntil(const std::function<bool()>& done, Clock::time_point deadline);
   void FailLocked(Job& job, Status error);
@@ -228,6 +247,7 @@ class Engine {
   std::vector<std::shared_ptr<Job>> jobs_;  // unsettled
   size_t faulted_bytes_ = 0;                // of the ring; the writer's
   size_t registered_bytes_ = 0;             // of the ring, with io_uring; the writer's
+  const Job* capturing_ = nullptr;          // the job in Capture: no other one takes room in the ring meanwhile
   bool stop_ = false;
 
   std::mutex attaching_;

@@ -280,6 +280,8 @@ struct Job : std::enable_shared_from_this<Job> {
   bool durable() const {
     return sealed && std::all_of(files.begin(), files.end(), [](const File& f) { return f.synced; });
   }
+  // Whether eager host bytes are copied and eager device copies are enqueued. Of a failed job: as captured().
+  bool eager_copied() const { return error.ok() ? eager_left == 0 : copying == 0; }
   // Whether the bytes of these owners and all eager bytes are copied. For `enqueued`, whether these owners' host bytes
   // are copied and their device copies are enqueued. Of a failed job: whether no copy is under way.
   bool captured(uint64_t owners) const {

@@ -219,7 +219,7 @@ void Engine::QueueOpenChunk(Job& job) {
   for (const Piece& p : chunk->pieces)
     if (p.kind == RowKind::kSource) cuts += job.sources[p.source].CutsIn(p.source_offset, p.size);
   chunk->cut_crcs.resize(cuts);
-  if (chunk->has_lazy) KeepEdges(chunk);
+  if (witness_ != nullptr) KeepEdges(chunk);
   chunk->state = Chunk::State::kQueued;
   ++job.files[chunk->file].chunks_left;
   ++job.capture_left;

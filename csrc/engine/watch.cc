@@ -17,10 +17,11 @@
 
 namespace lazyckpt {
 
-// Detects writes to lazy sources from here on. A source whose pages cannot be watched becomes eager.
-void Engine::Watch(Job& job) {
+// Detects writes to lazy sources from here on, with `eager_too` also to eager ones. A lazy source whose pages cannot be
+// watched becomes eager.
+void Engine::Watch(Job& job, bool eager_too) {
   for (Source& s : job.sources) {
-    if (s.owners == 0 || s.device >= 0) continue;
+    if ((s.owners == 0 && !eager_too) || s.device >= 0) continue;
     if (const PageRange pages = PageRange::Inside(s.data, s.Memory().size()); !pages.empty())
       s.watched = static_cast<int64_t>(job.window.Add(pages));
     else

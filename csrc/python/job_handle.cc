@@ -23,6 +23,13 @@ double SecondsSince(const Job& job, Clock::time_point t) {
 
 constexpr unsigned kReadBackDepth = 4;  // reads in flight, 2 MiB each, besides the writes of the next checkpoint
 
+std::span<const Row> ToRows(const py::buffer_info& info) {
+  const auto flat = Flat<int64_t>(info, "rows");
+  if (flat.size() % 3 != 0) throw py::value_error("rows: expected triples");
+  static_assert(sizeof(Row) == 3 * sizeof(int64_t));
+  return {reinterpret_cast<const Row*>(flat.data()), flat.size() / 3};
+}
+
 class JobHandle {
  public:
   JobHandle(std::shared_ptr<EngineHandle> engine, std::shared_ptr<Job> job)
@@ -41,12 +48,11 @@ class JobHandle {
     e.WaitReleased(*job_, Clock::time_point::max());
   }
 
+  void Keep(std::vector<py::bytes> blobs) { blobs_ = std::move(blobs); }
+
   void Append(size_t file, uint64_t offset, const py::buffer& rows, const py::bytes& blob, size_t first_source) {
     const py::buffer_info info = rows.request();  // keeps the array from being resized
-    const auto flat = Flat<int64_t>(info, "rows");
-    if (flat.size() % 3 != 0) throw py::value_error("rows: expected triples");
-    static_assert(sizeof(Row) == 3 * sizeof(int64_t));
-    const std::span parsed(reinterpret_cast<const Row*>(flat.data()), flat.size() / 3);
+    const std::span parsed = ToRows(info);
     const std::string_view literals = blobs_.emplace_back(blob);
     CallWithoutGil([&] { return engine_->get().Append(*job_, file, offset, parsed, literals, first_source); });
   }
@@ -203,10 +209,8 @@ class JobHandle {
   std::vector<py::bytes> blobs_;  // the engine reads them until the sources are released
 };
 
-std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers,
-                                 const py::buffer& sizes, const py::buffer& owners, size_t files, bool eager_by_caller,
-                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams,
-                                 const std::vector<size_t>& to_bfloat16) {
+std::vector<Source> ToSources(const py::buffer& pointers, const py::buffer& sizes, const py::buffer& owners,
+                              const std::optional<py::buffer>& devices, const std::vector<size_t>& to_bfloat16) {
   const auto p = ToVector<uint64_t>(pointers, "pointers");
   const auto s = ToVector<uint64_t>(sizes, "sizes");
   const auto o = ToVector<uint64_t>(owners, "owners");
@@ -214,12 +218,21 @@ std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, co
   if (p.size() != s.size() || p.size() != o.size() || p.size() != d.size())
     throw py::value_error("pointers, sizes, owners and devices differ in length");
   std::vector<Source> sources;
+  sources.reserve(p.size());
   for (size_t i = 0; i < p.size(); ++i)
     sources.push_back({.data = reinterpret_cast<const std::byte*>(p[i]),
                        .size = s[i],
                        .owners = o[i],
                        .device = static_cast<int>(d[i])});
   for (const size_t i : to_bfloat16) sources.at(i).to_bfloat16 = true;
+  return sources;
+}
+
+std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers,
+                                 const py::buffer& sizes, const py::buffer& owners, size_t files, bool eager_by_caller,
+                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams,
+                                 const std::vector<size_t>& to_bfloat16) {
+  auto sources = ToSources(pointers, sizes, owners, devices, to_bfloat16);
   const auto current = ToStreams(streams);
   std::shared_ptr<Job> job;
   CallWithoutGil([&] {
@@ -230,12 +243,47 @@ std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, co
   return std::make_unique<JobHandle>(engine, std::move(job));
 }
 
+// Runs no Python code from the first look at a source to the last.
+std::unique_ptr<JobHandle> Capture(
+    const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
+    const py::buffer& owners, size_t files,
+    const std::vector<std::tuple<size_t, uint64_t, py::buffer, py::bytes, size_t>>& program,
+    const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams,
+    const std::vector<size_t>& to_bfloat16) {
+  auto sources = ToSources(pointers, sizes, owners, devices, to_bfloat16);
+  const auto current = ToStreams(streams);
+  std::vector<py::buffer_info> rows;  // keep the arrays from being resized
+  std::vector<py::bytes> blobs;
+  std::vector<Engine::Extent> extents;
+  rows.reserve(program.size());
+  for (const auto& [file, offset, buffer, blob, first_source] : program) {
+    rows.push_back(buffer.request());
+    extents.push_back({file, offset, ToRows(rows.back()), std::string_view(blobs.emplace_back(blob)), first_source});
+  }
+  std::shared_ptr<Job> job;
+  Status status;
+  {
+    NoGil no_gil;
+    job = engine->get().Capture(std::move(sources), files, current, extents, &status);
+  }
+  std::unique_ptr<JobHandle> handle;
+  if (job != nullptr) {
+    handle = std::make_unique<JobHandle>(engine, std::move(job));
+    handle->Keep(std::move(blobs));  // also of a job that failed: a copy may be under way
+  }
+  Raise(status);
+  return handle;
+}
+
 }  // namespace
 
 void DefineJob(py::module_& m, EngineClass& engine) {
   using namespace pybind11::literals;
   engine.def("begin", &Begin, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false,
              "devices"_a = py::none(), "streams"_a = py::none(), "to_bfloat16"_a = std::vector<size_t>());
+
+  engine.def("capture", &Capture, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "program"_a, "devices"_a = py::none(),
+             "streams"_a = py::none(), "to_bfloat16"_a = std::vector<size_t>());
 
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)

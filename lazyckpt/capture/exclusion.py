@@ -73,6 +73,7 @@ class _Arming(Call):
         super().__init__(frame)
         self.armed = False  # no other thread is writing
         self.collecting = True  # runs the user's code, which may wait for anything
+        self.stepped: str | None = None  # which owner stepped on the same thread since then: in a signal handler
         self.broken: str | None = None  # which step could wait no longer
 
 
@@ -96,6 +97,9 @@ class Exclusion:
         """Opens a step of ``owner``, in ``frame``."""
         step = Step(owner, frame)
         with self._changed:
+            for arming in self._armings:
+                if arming.thread == step.thread and not arming.collecting:
+                    arming.stepped = step.name
             mine = self._open.get(step.thread, ())  # nested steps, or some that raised
             alive = [s for s in mine if s.frame != step.frame and s.under_way(frame.f_back)]
             self._open[step.thread] = [*alive, step]
@@ -185,6 +189,12 @@ class Exclusion:
                     arming.collecting = False
                     if arming.broken is not None:
                         raise SaveError(arming.broken, path=path, step=step)
+
+    def stepped_inside(self) -> str | None:
+        """Returns the class of an owner that has stepped on this thread, inside ``arming``, since ``collected``."""
+        me = threading.get_ident()
+        with self._changed:
+            return next((arming.stepped for arming in self._armings if arming.thread == me and arming.stepped), None)
 
     def _writing_elsewhere(self, me: int) -> Step | None:
         """A writing step of another thread, unless that thread is in ``save()`` itself."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, reduce
 from itertools import chain, compress, count, islice, repeat
-from operator import attrgetter, not_, or_
+from operator import not_, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,9 @@ from lazyckpt.capture.gate import gate
 from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
 from lazyckpt.capture.standing import inside_operation
-from lazyckpt.capture.torn import CURE, TornStorages, is_torn
+from lazyckpt.capture.torn import MAX_NAMES, TornStorages, is_torn, told
 from lazyckpt.capture.verdict import Verdict, wait_durable
+from lazyckpt.capture.versions import versions_of
 from lazyckpt.formats import torch_zip
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.providers.base import TensorView, TensorViews
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from lazyckpt.capture.eager import Copied
 
 ALL_OWNERS = (1 << 64) - 1
-_MAX_NAMES = 5  # of torn tensors in a message
 _MOVED = "given other memory between save() and the copy"
 _ASK_S = 0.2  # another thread for its verdict, before this one writes
 _PATIENCE_AT_EXIT_S = 5.0  # with threads that Python does not wait for
@@ -71,6 +71,7 @@ class Snapshot:
         Raises OSError if ``engine`` cannot use a device of theirs."""
         self.torn: str | None = None  # what changed, if something did
         self.job: _engine.Job | None = None  # while it is under way
+        self.eager_copied = False  # until then a step inside save(), in a signal handler, waits for eager bytes, too
         self.metrics = metrics
         self.durable = durable
         self.waited: Callable[[float], None] | None = None  # told of every wait at the gate: when it began
@@ -125,7 +126,7 @@ class Snapshot:
         self._links: list[Link] = [link for _, link in links]
         self._source_of += [source for source, _ in links]
         self._tensors += [link.wrapper for link in self._links]
-        self._versions = _versions_of(self._tensors)
+        self._versions = versions_of(self._tensors)
         for source, at in enumerate(order if frozen_at else ()):
             if at in frozen_at:
                 self._frozen_views.append((source, views[at], frozen_at[at]._version, owners[at] != 0))
@@ -172,6 +173,8 @@ class Snapshot:
     def _wait(self, owners: int, *, on_device: bool) -> None:
         begin = time.perf_counter()
         if (job := self.job) is not None:
+            if not self.eager_copied:
+                job.wait_eager()
             if self._cuda and ((on_device and not self._crcs) or devices.capturing()):
                 job.wait_enqueued(owners, devices.current_streams(self._cuda))
             else:
@@ -223,7 +226,7 @@ class Snapshot:
             self.verify()  # all that the thread began has ended
         gate.standing.judge(self.verdict.thread.ident, self.verify)
         if (waiting := gate.standing.waits_for_future(self.verdict.thread.ident)) is not None:
-            found = _versions_of(self._tensors)
+            found = versions_of(self._tensors)
             if gate.standing.waits_for_future(self.verdict.thread.ident) == waiting:  # nothing was written in between
                 self.verify(versions=found)
         versions = self.verdict.ask()
@@ -250,10 +253,7 @@ class Snapshot:
 
     def _tear(self, sources: list[int], what: str) -> None:
         assert self.job is not None
-        names = [self._name_of(source) for source in sources[:_MAX_NAMES]]
-        more = f" and {len(sources) - len(names)} more" if len(sources) > len(names) else ""
-        verb = "were" if len(sources) > 1 else "was"
-        self.torn = f"{', '.join(names)}{more} {verb} {what}. {CURE}"
+        self.torn = told(list(map(self._name_of, sources[:MAX_NAMES])), len(sources), what)
         self.job.fail(errno.ECANCELED, self.torn)
         self._torn_storages.add(self._storages[source] for source in sources)
 
@@ -272,7 +272,7 @@ class Snapshot:
         if moved := self._moved(todo):
             return moved, _MOVED
         if versions is None:
-            versions = _versions_of(self._tensors)
+            versions = versions_of(self._tensors)
         asked = set(todo)
         seen_through = zip(self._source_of, self._tensors, self._versions, versions, strict=True)
         direct = islice(seen_through, len(self._tensors) - len(self._links))  # the others are wrappers
@@ -318,6 +318,14 @@ class Snapshot:
                 moved = self._moved(written)  # the present owner of that memory has written to it
                 self._tear(*((moved, _MOVED) if moved else (written, "written to between save() and the copy")))
 
+    def verify_eager(self, moved: Iterable[torch.Tensor]) -> None:
+        """Notes that these tensors were written to while ``save()`` waited for room for eager bytes."""
+        identities = {tensor.untyped_storage()._cdata for tensor in moved}
+        with self._lock:
+            eager = [s for s, at in enumerate(self._identities) if at in identities and not self.owners[s]]
+            if eager and self.torn is None:
+                self._tear(eager, "written to inside save(), before it was copied")
+
     def verify_frozen(self) -> None:
         """Compares frozen parameters with the snapshot before, after everything is copied."""
         assert self.job is not None
@@ -357,11 +365,3 @@ class Snapshot:
 
 def _key_of(view: TensorView) -> str:
     return f"data/{view.key}"
-
-
-def _versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    with torch._C.DisableTorchFunction():  # runs no code of subclasses; a mode would make it many times slower
-        return list(map(_version, tensors))
-
-
-_version = attrgetter("_version")

@@ -7,11 +7,18 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-CURE = (
+MAX_NAMES = 5  # of torn tensors in a message
+_CURE = (
     "It is copied inside save() from now on, which takes longer. To keep it lazy, let the code that writes to it wait: "
     'lazyckpt.guard(object, "method"), or lazyckpt.wait_captured() before the write'
 )
 _MAX_TORN_SNAPSHOTS = 3  # of a Saver; after these nothing is lazy, since the writer cannot be found
+
+
+def told(names: list[str], torn: int, what: str) -> str:
+    """What to tell of ``torn`` tensors, the first of them by name, to which ``what`` was done."""
+    more = f" and {torn - len(names)} more" if torn > len(names) else ""
+    return f"{', '.join(names)}{more} {'were' if torn > 1 else 'was'} {what}. {_CURE}"
 
 
 class TornStorages:

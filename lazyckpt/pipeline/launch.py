@@ -4,9 +4,10 @@
     2. gather      the storages of the state; pickle everything else
     3. snapshot    decide which storages are lazy, and which optimizers must wait for them
     4. lay out     each file, as a program for the engine
-    5. begin       give the programs to the engine; the gate guards the lazy storages
+    5. capture     one call of the engine: it watches the lazy storages, lays out the files, copies the eager bytes.
+                   Then the gate guards the lazy storages, and one_moment.py looks for what wrote since step 2
     6. hand over   to the background (background.py), which settles the handle
-    7. finish      wait until every eager byte is copied; raise what failed before
+    7. finish      wait for the eager bytes for which the ring had no room; raise what failed before
 
 A failure in the background is raised last, because a call that raised it first would save nothing. With several ranks
 the others would then fail, and their next calls would save nothing in turn, without end.
@@ -26,11 +27,11 @@ from functools import partial
 
 import torch
 
-from lazyckpt import _engine
 from lazyckpt.capture import devices
 from lazyckpt.capture.eager import EagerShare
 from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.gate import gate
+from lazyckpt.capture.instant import Instant
 from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.torn import TornStorages
@@ -45,22 +46,20 @@ from lazyckpt.errors import (
     described,
     save_error,
 )
-from lazyckpt.formats.program import Extent
 from lazyckpt.observe.trace import Trace
+from lazyckpt.pipeline import one_moment
 from lazyckpt.pipeline.background import Background
 from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 from lazyckpt.pipeline.persist import Flight, as_save_error
 from lazyckpt.pipeline.plan import FilePlan, unsavable
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
+from lazyckpt.pipeline.to_engine import Program, capture
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.sharded import ShardedTensorError
 from lazyckpt.storage import folders
 
 Plans = Mapping[str, FilePlan]  # by name, under the final path; a lone file has that path's name
-Program = tuple[list[Extent], int]  # of one file, and its size in bytes
-
-_EAGER_FIRST_S = 0.002
 
 
 class Launcher:
@@ -141,35 +140,40 @@ class Launcher:
     ) -> None:
         """Steps 2 to 7. When this returns, every eager byte is copied and every lazy one guarded."""
         started = time.perf_counter()
-        with collector_paused():  # steps 2 to 4
+        assert self._buffer.engine is not None
+        # No collection in steps 2 to 5, since it runs destructors, which may write. In step 5, the engine copies every
+        # eager byte for which the ring has room: more only when the background has created the files.
+        with Instant() as instant, collector_paused():
             views = gather(plans, handle)
+            instant.collected([tensor for file in views for tensor in file.tensors])
             snapshot = self._take_snapshot(views, plans, handle, training_step)
             programs = lay_out(plans, snapshot, handle)
-        gate.collected(handle.path, handle.step)
-        sizes = [nbytes for _, nbytes in programs]
-        check_space(sum(sizes), handle)
-        self._eager_share.look(snapshot, self.modules, snapshot.name_of)
+            gate.collected(handle.path, handle.step)
+            sizes = [nbytes for _, nbytes in programs]
+            check_space(sum(sizes), handle)
+            self._eager_share.look(snapshot, self.modules, snapshot.name_of)
+            self._buffer.reserve_for_save(sum(sizes))
+            job = capture(self._buffer.engine, snapshot, programs)
+            flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
+            try:
+                self._guard(flight, programs)
+                one_moment.check(instant, plans, snapshot, programs, handle)
+            except BaseException as error:
+                self._withdraw(flight, error)
+                raise
         handle.in_training = snapshot.in_training
         handle.metrics.storages = len(snapshot.sizes)
         handle.metrics.bytes = sum(sizes)
-        self._buffer.reserve_for_save(sum(sizes))
-        assert self._buffer.engine is not None
-        # step 5
-        job = begin_job(self._buffer.engine, snapshot, len(programs), eager_by_caller=True)
-        flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
         try:
-            append(job, snapshot, programs)
-            self._guard(flight, programs)
-            # Usually copies every eager byte. It does so before the hand-over, because this thread may wait for the GIL
-            # and for a core once other threads run. It gives up soon, because the ring may be full until the background
-            # has created the files.
-            eager_copied = job.wait_eager(_EAGER_FIRST_S)
+            eager_copied = job.wait_eager(0)
             self._background.launch(flight)  # step 6
             request.reached()
             handle.metrics.plan_s = time.perf_counter() - started
             job.go()
             if not eager_copied:
                 job.wait_eager()  # step 7
+                snapshot.verify_eager(instant.moved())
+            snapshot.eager_copied = True
         except BaseException as error:
             self._withdraw(flight, error)
             raise
@@ -220,7 +224,7 @@ class Launcher:
         if self._trace is not None and flight.traced is not None:
             self._trace.forget(flight.traced)
         in_flight.pop(flight.handle, None)
-        flight.handle._reported = not isinstance(error, OSError)  # launch() reports an OSError
+        flight.handle._reported = not isinstance(error, OSError | SaveError)  # launch() reports these
 
 
 def check_space(nbytes: int, handle: SaveHandle) -> None:
@@ -242,29 +246,6 @@ def gather(plans: Plans, handle: SaveHandle) -> list[TensorViews]:
 def lay_out(plans: Plans, snapshot: Snapshot, handle: SaveHandle) -> list[Program]:
     with _serialization_errors(handle):
         return [plan.lay_out(file) for plan, file in zip(plans.values(), snapshot.files, strict=True)]
-
-
-def begin_job(engine: _engine.Engine, snapshot: Snapshot, files: int, *, eager_by_caller: bool) -> _engine.Job:
-    return engine.begin(
-        snapshot.pointers,
-        snapshot.sizes,
-        snapshot.owners,
-        files,
-        eager_by_caller,
-        snapshot.devices,
-        snapshot.streams,
-        snapshot.to_bfloat16,
-    )
-
-
-def append(job: _engine.Job, snapshot: Snapshot, programs: list[Program]) -> None:
-    """Gives the engine the program of every file."""
-    first_source = 0
-    for number, (extents, _) in enumerate(programs):
-        for extent in extents:
-            job.append(number, extent.offset, extent.rows, extent.blob, first_source)
-        first_source += len(snapshot.files[number])
-    job.seal()
 
 
 def _name_of(plans: Plans, view: TensorView) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class FilePlan(ABC):
     @abstractmethod
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         """The program that writes the views, source i being view i, and the size of the file in bytes."""
+
+    def again(self) -> FilePlan | None:
+        """The plan of the same file, as the state is now; None if the state must not be asked twice in one save."""
+        return self
 
     @abstractmethod
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
@@ -169,6 +174,7 @@ class SafetensorsPlan(FilePlan):
             if dense.untyped_storage().nbytes() != dense.nbytes:
                 dense = dense.clone()
             views.append(TensorView(name, dense.untyped_storage(), dense.nbytes, dense.dtype))
+            views.tensors.append(tensor)
             self._shapes.append(tuple(dense.shape))
         return views
 
@@ -191,6 +197,7 @@ class CastPlan(FilePlan):
         if not isinstance(state, Mapping):
             raise ConfigError(f"dtype is for a state dict, not for a {type(state).__name__}")
         self._casting = Casting(dtype)
+        self._again = partial(CastPlan, name, state, dtype)
         self._state = state
         self._plan = plan_for(name, self._casting.converted(state))
         self.any_order = self._plan.any_order
@@ -198,7 +205,11 @@ class CastPlan(FilePlan):
     def gather(self) -> TensorViews:
         views = self._plan.gather()
         self._casting.put_back(views)
+        views.tensors = [value for value in self._state.values() if isinstance(value, torch.Tensor)]
         return views
+
+    def again(self) -> FilePlan:
+        return self._again()
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         return self._plan.lay_out(views)

@@ -170,6 +170,10 @@ class RankPlan(FilePlan):
         self._plan = ShardPlan(items, self._cache.shards, self._stamp)
         return self._plan.gather()
 
+    def again(self) -> None:
+        """The state may be collected together with other ranks."""
+        return None
+
     def _is_mine(self, path: Path, part: Part | None) -> bool:
         if self._rank == 0 or path[0] in self._state.own:
             return True

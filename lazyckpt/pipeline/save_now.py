@@ -12,9 +12,10 @@ from lazyckpt.capture.torn import TornStorages
 from lazyckpt.errors import save_error
 from lazyckpt.pipeline import persist
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.launch import Plans, append, begin_job, gather, lay_out
+from lazyckpt.pipeline.launch import Plans, gather, lay_out
 from lazyckpt.pipeline.persist import Flight
 from lazyckpt.pipeline.request import Request
+from lazyckpt.pipeline.to_engine import append, begin_job
 from lazyckpt.providers.base import TensorViews
 
 
@@ -27,7 +28,7 @@ def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
     try:
         snapshot = _all_eager(views, handle, engine)
         programs = lay_out(plans, snapshot, handle)
-        snapshot.job = job = begin_job(engine, snapshot, len(programs), eager_by_caller=False)
+        snapshot.job = job = begin_job(engine, snapshot, len(programs))
         flight = Flight(handle, request, list(plans), [nbytes for _, nbytes in programs], snapshot, job, begin)
         with persist.aborted_on_error(flight):
             append(job, snapshot, programs)

@@ -71,6 +71,7 @@ class ShardPlan(FilePlan):
         self._tensors = {name: value for name, value in self._items if not isinstance(value, bytes)}
         facts, storages = _facts_of(self._tensors)
         views = TensorViews()
+        views.tensors = list(self._tensors.values())
         if facts is not None and facts == self._cache.facts:
             views.extend(self._cache.kept, storages)
             self._pickles = self._cache.pickles

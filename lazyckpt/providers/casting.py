@@ -93,6 +93,8 @@ class CastModuleProvider(ModuleProvider):
         self._casting = Casting(dtype)
 
     def opcodes(self, table: StorageTable) -> bytes:
-        opcodes = self.opcodes_of(self._casting.converted(self.state()), table)
+        state = self.state()
+        table.views.tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        opcodes = self.opcodes_of(self._casting.converted(state), table)
         self._casting.put_back(table.views)
         return opcodes

@@ -213,6 +213,7 @@ class Skeleton:
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Returns the pickle opcodes of ``obj`` as it is now, and adds its storages to ``table``."""
         outline = _Outline(obj)
+        table.views.tensors += outline.tensors
         facts = None
         known = False
         if (plain := _engine.look_at_tensors(outline.tensors)) is not None:

@@ -470,6 +470,27 @@ promise(
     ),
 )
 
+INSTANT = "test_instant.py"
+
+promise(
+    CONSISTENCY,
+    "All bytes of tensors are of one moment, and save() raises if an object in the pickle is older.",
+    (
+        "eager bytes are copied after the call that watches lazy ones",
+        cc("Engine::Capture", "CopyEager(*job, Clock::now() + kPatience)", "false"),
+        INSTANT,
+    ),
+    (
+        "eager bytes that do not fit are not watched",
+        cc("Engine::Capture", "Watch(*job, !fits)", "Watch(*job, false)"),
+        INSTANT,
+    ),
+    ("nobody looks for code that interrupted save()", py("_launch", swap("one_moment.check(...)")), INSTANT),
+    ("signals are not heard", py("Instant.was_interrupted", body("return False")), INSTANT),
+    ("versions are not compared", py("Instant.moved", body("return []")), INSTANT),
+    ("a step inside save() is not seen", py("Exclusion.stepped_inside", body("return None")), INSTANT),
+)
+
 promise(
     CONSISTENCY,
     "Eager tensors are copied before save() returns.",
