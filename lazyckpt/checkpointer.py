@@ -23,7 +23,7 @@ from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import track_loader
-from lazyckpt.providers.global_state import holds_shards, is_dtensor
+from lazyckpt.providers.global_state import holds_shards
 from lazyckpt.providers.kinds import kinds_of
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
@@ -197,7 +197,7 @@ class Checkpointer(History):
             refuse_sharded_tensors(obj, name)
             if save_dtype is not None and not isinstance(obj, torch.nn.Module):
                 raise ConfigError(f"track: {name!r}: save_dtype is for modules, not for a {type(obj).__name__}")
-            if save_dtype is not None and any(map(is_dtensor, obj.parameters())):
+            if save_dtype is not None and holds_shards(ModuleProvider(obj)):
                 raise ConfigError(f"track: {name!r}: save_dtype is for modules that are not sharded")
             if isinstance(replaced := self._provider.parts.get(name), ModuleProvider):
                 self._saver.unwatch(replaced.obj)

@@ -22,6 +22,7 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.errors import ConfigError
+from lazyckpt.providers.fsdp import is_fully_sharded
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.naming import tensors_in
 from lazyckpt.providers.objects import StateProvider
@@ -104,7 +105,7 @@ def holds_shards(part: StateProvider) -> bool:
     if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
         return False
     if isinstance(part, ModuleProvider):
-        return any(map(is_dtensor, part.obj.parameters()))
+        return any(map(is_dtensor, part.obj.parameters())) or is_fully_sharded(part.obj)
     if isinstance(part, OptimizerProvider):
         return any(is_dtensor(parameter) for group in groups_of(part.obj) for parameter in group["params"])
     return not is_own(part) and any(map(is_dtensor, global_state({"": part}, 0).values()))

@@ -113,6 +113,7 @@ def _views(tensor: Any, storages: set[int] | None) -> bool:
 
 
 _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_SAVE_HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks")
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_modules")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
@@ -123,7 +124,7 @@ def _plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     """What ``state_dict()`` returns, in half the time; None if it may run code that is not torch's. Its tensors are the
     parameters and buffers themselves, no copies, and ``load_state_dict()`` takes all of them."""
     parts = list(module.named_modules(remove_duplicate=False))
-    if _has_own([part for _, part in parts], _SAVE_METHODS, ["_state_dict_hooks"]):
+    if _has_own([part for _, part in parts], _SAVE_METHODS, _SAVE_HOOKS):
         return None
     entries = dict(_entries(parts))
     if not _PLAIN.issuperset(map(type, entries.values())):

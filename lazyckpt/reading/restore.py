@@ -16,7 +16,9 @@ from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedForma
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.fsdp import reshard
 from lazyckpt.providers.global_state import holds_shards, is_dtensor
+from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, Restored, hand_over, misfit
@@ -129,6 +131,9 @@ class _Attempt:
         self.touches = False  # the tracked state may be overwritten in part
 
     def restore(self, checkpoint: Checkpoint) -> Restored:
+        for part in self._tracked.parts.values():
+            if isinstance(part, ModuleProvider):
+                reshard(part.obj)
         fitting = self._team.agree(lambda: Fitting(self._tracked, self._fit, checkpoint))
         if checkpoint.is_sharded:
             shards = self._team.agree(lambda: Shards(checkpoint.path, fitting, self._team))

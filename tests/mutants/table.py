@@ -1189,3 +1189,17 @@ promise(
         "test_both_formats.py::test_a_plain_model_takes_the_same_from_a_folder",
     ),
 )
+
+EVALUATED = "ranks/test_evaluated.py::test_an_evaluation_before_changes_nothing"
+
+promise(
+    RANKS,
+    "An evaluation, a forward without backward, changes nothing: neither for save() nor for restore().",
+    ("whole parameters stay for restore()", py("_Attempt.restore", swap("reshard(...)")), EVALUATED),
+    ("a model with whole parameters is not sharded", py("is_fully_sharded", body("return False")), EVALUATED),
+    (
+        "hooks before state_dict() do not run at a restore",
+        py("providers.module", swap('("_state_dict_pre_hooks", "_state_dict_hooks")', '("_state_dict_hooks",)')),
+        "test_module.py::test_hooks_before_state_dict_run_at_a_restore",
+    ),
+)

@@ -145,3 +145,18 @@ def test_plain_state_is_what_state_dict_returns() -> None:
     for mine, torchs in zip(ours.values(), theirs.values(), strict=True):
         assert type(mine) is type(torchs) and mine.requires_grad is torchs.requires_grad is False
         assert (mine.data_ptr(), mine.shape, mine.stride()) == (torchs.data_ptr(), torchs.shape, torchs.stride())
+
+
+def test_hooks_before_state_dict_run_at_a_restore(tmp_path: Path) -> None:
+    """As FSDP2's do, which put the parameters back that the module has lent out."""
+    model = nn.Linear(2, 2)
+    own = model.weight
+    model.register_state_dict_pre_hook(lambda module, *_: setattr(module, "weight", own))
+    with lazyckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(1).result()
+        expected = own.detach().clone()
+        own.data.zero_()
+        model.weight = nn.Parameter(torch.ones(2, 2))
+        ckpt.restore()
+    assert model.weight is own and torch.equal(own, expected)

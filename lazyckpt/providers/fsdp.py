@@ -1,0 +1,25 @@
+"""FSDP2, whose modules show whole parameters from forward until backward: after an evaluation they still do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a part of a module, even if its parameters are whole just now."""
+    return bool(_parts(module))
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Puts the sharded parameters back, which the optimizer has, as ``state_dict()`` does. No collective; the next
+    forward gathers the whole ones again."""
+    for part in _parts(module):
+        part.reshard()
+
+
+def _parts(module: torch.nn.Module) -> list[Any]:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # else nobody can have made one
+    return [part for part in module.modules() if isinstance(part, kind)] if kind is not None else []
