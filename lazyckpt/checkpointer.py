@@ -212,7 +212,8 @@ class Checkpointer(History):
             return known.obj
         wrapped = track_loader(loader)
         replace = replace or self._tracked.get(name) is wrapped  # it was tracked as state that all ranks share
-        self.track(replace=replace, **{name: LoaderProvider(wrapped)})
+        own: dict[str, Any] = {name: LoaderProvider(wrapped)}
+        self.track(replace=replace, **own)
         self._tracked[name] = wrapped
         return wrapped
 
