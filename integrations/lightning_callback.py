@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 
 import lazyckpt
 from lazyckpt.integrations import StartsAnew, announce, wrap
+from lazyckpt.integrations.lightning_resume import ExactResume
 from lazyckpt.warn import warn
 
 _SMALL_BYTES = 16 << 20
@@ -61,16 +62,21 @@ class LazyCheckpointCallback(StartsAnew, Callback):
     - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; what failed by the end
       of ``fit`` is raised there
 
+    - checkpoints hold the random states and the positions of the training data, and ``fit(ckpt_path=…)`` goes on from
+      them; with ``exact_resume=False`` it does what Lightning does
+
     It moves to the front of ``trainer.callbacks``, before callbacks that swap weights. Code that writes to weights
     elsewhere must call ``lazyckpt.wait_captured`` first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact_resume: bool = True) -> None:
+        self._exact = exact_resume
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._io: Attended | None = None
         self._news: list[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = []  # for loggers, when it is durable
+        self._resume = ExactResume()
         self._undo = contextlib.ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,6 +88,8 @@ class LazyCheckpointCallback(StartsAnew, Callback):
         self._io = io
         io._attended, io._failure = True, None
         self._move_to_the_front(trainer)
+        if self._exact:
+            self._undo.callback(self._resume.attach(trainer))
         for logger in trainer.loggers:
             if _overrides(logger, "after_save_checkpoint", Logger):
                 own = logger.after_save_checkpoint
@@ -128,9 +136,20 @@ class LazyCheckpointCallback(StartsAnew, Callback):
             if average is not None:
                 saver.watch(average)
 
+    # what Lightning does not save
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._exact and isinstance(trainer.strategy.checkpoint_io, Attended):
+            self._resume.save(trainer, checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._exact and self._io is not None:
+            self._resume.load(trainer, checkpoint)
+
     # before weights are swapped, and before hooks look for files
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._resume.restore_random()  # before the hooks of others, as in the run that was not interrupted
         self._make_way("on_train_epoch_start", trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,6 +214,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
         io = self._io
         if io is None:
             return
+        self._resume.alone = True  # the other ranks may have raised nothing
         io._attended = False  # callbacks that save on an exception come after this one; they block
         if io._failure is not None:
             warn(str(io._failure))

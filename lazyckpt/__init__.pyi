@@ -27,7 +27,9 @@ from lazyckpt.observe.advice import advise as advise
 from lazyckpt.pipeline.handle import SaveHandle as SaveHandle
 from lazyckpt.pipeline.preemption import CommitOnSignal as CommitOnSignal
 from lazyckpt.pipeline.preemption import commit_on as commit_on
+from lazyckpt.providers.data_loader import track_loader as track_loader
 from lazyckpt.providers.objects import StateProvider as StateProvider
+from lazyckpt.providers.rng import RandomStates as RandomStates
 from lazyckpt.reading.fit import Restored as Restored
 from lazyckpt.saver import Saver as Saver
 from lazyckpt.staged import StagedFolder as StagedFolder

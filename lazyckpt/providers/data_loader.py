@@ -20,6 +20,7 @@ from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
 from lazyckpt.warn import warn
 
 _START_KEYS = {"generators", "epochs", "rng", "workers_alive"}
+_FIRST = "first"  # beside them after begin(): the global generators before the first batch
 
 
 def track_loader(loader: Any) -> Any:
@@ -77,6 +78,7 @@ class TrackedLoader:
         self._loader = loader
         self._epoch = _Epoch()
         self._resuming = False
+        self._workers_lived = False  # where the position is from, which is between two epochs
 
     def wraps(self, loader: Any) -> bool:
         """Whether this iterates ``loader``, or is it."""
@@ -121,6 +123,18 @@ class TrackedLoader:
         self._resuming = False
         return self._batches(self._epoch)
 
+    def begin(self) -> Iterator[Any]:
+        """As ``iter()``, but a new epoch begins now, as it does in the loader itself, and not with its first batch.
+
+        For trainers that do other things between the two: the numbers that these draw do not get into the epoch.
+        """
+        if self._resuming:
+            return iter(self)
+        iter(self)  # gives up an epoch that has begun
+        epoch = self._epoch
+        epoch.start = self._capture_start()
+        return self._hand_out(epoch, iter(self._loader), begun=True)
+
     def __len__(self) -> int:
         return len(self._loader)
 
@@ -137,7 +151,8 @@ class TrackedLoader:
         loader's and its samplers' own generators, and their epochs (``now``), and how the loader was ``built``."""
         epoch = self._epoch
         position = {"epoch": epoch.number, "yielded": epoch.yielded, "start": epoch.start}
-        return {**position, "now": self._capture_own(), "built": self._built()}
+        now = {**self._capture_own(), "workers_alive": self._workers_alive}
+        return {**position, "now": now, "built": self._built()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` at the next ``iter()``. Iterators handed out before no longer count.
@@ -150,6 +165,7 @@ class TrackedLoader:
             self._restore_own(state["now"])
         self._epoch = _Epoch(int(state.get("epoch", 0)), state["start"], int(state["yielded"]))
         self._resuming = self._epoch.start is not None
+        self._workers_lived = not self._resuming and bool(state["now"].get("workers_alive"))
         if not self._resuming and (changes := self._changes(state)):
             warn(f"the loader was built otherwise when it was saved: {changes}; the next epoch begins with the new one")
 
@@ -161,9 +177,10 @@ class TrackedLoader:
             if start is not None:
                 if changes := self._changes(state):
                     raise _BuiltOtherwise(changes)
-                if start.keys() != _START_KEYS:
+                if start.keys() - {_FIRST} != _START_KEYS:
                     raise ValueError(f"its start has {sorted(start)} instead of {sorted(_START_KEYS)}")
                 check_rng(start["rng"])
+                check_rng(start.get(_FIRST, start["rng"]))
                 if yielded < 0:
                     raise ValueError(f"{yielded} batches had been consumed")
                 if self._has_exact_length() and yielded > (here := len(self._loader)):
@@ -210,10 +227,24 @@ class TrackedLoader:
 
     def _batches(self, epoch: _Epoch) -> Iterator[Any]:
         if epoch.start is None:
-            epoch.start = {**self._capture_own(), "rng": capture_rng(), "workers_alive": self._workers_alive}
+            epoch.start = self._capture_start()
             batches = iter(self._loader)
         else:
             batches = self._replay(epoch.start, epoch.yielded)
+        yield from self._hand_out(epoch, batches)
+
+    def _capture_start(self) -> dict[str, Any]:
+        if self._workers_lived and not self._workers_alive:
+            rng = capture_rng()
+            iter(self._loader)  # persistent workers draw their seed when they start
+            restore_rng(rng)
+        self._workers_lived = False
+        return {**self._capture_own(), "rng": capture_rng(), "workers_alive": self._workers_alive}
+
+    @staticmethod
+    def _hand_out(epoch: _Epoch, batches: Iterator[Any], *, begun: bool = False) -> Iterator[Any]:
+        if begun and epoch.start is not None:
+            epoch.start[_FIRST] = capture_rng()
         for batch in batches:
             epoch.yielded += 1
             yield batch
@@ -235,6 +266,8 @@ class TrackedLoader:
             self._restore_own(start)
             restore_rng(start["rng"])
             batches: Iterator[Any] = iter(self._loader)
+            if count and _FIRST in start:
+                restore_rng(start[_FIRST])
             replayed = sum(1 for _ in islice(batches, count))
         finally:
             self._restore_own(own)

@@ -18,6 +18,22 @@ from lazyckpt.providers.objects import describe
 from lazyckpt.warn import warn
 
 
+class RandomStates:
+    """The states of the global random number generators: Python's, NumPy's, torch's on the CPU and on CUDA devices.
+
+    For code that saves objects with ``state_dict()`` and ``load_state_dict()`` itself, such as
+    ``fabric.save(path, {"model": model, "random": lazyckpt.RandomStates()})``. A Checkpointer saves them by itself.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns tensors and plain objects, which load with ``weights_only=True``. Draws no number."""
+        return capture_rng()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts every generator back; all of them or, with a RestoreError for a malformed state, none."""
+        restore_rng(state)
+
+
 def capture_rng() -> dict[str, Any]:
     """The state of the global generators now: tensors of the caller's own and plain objects, for ``weights_only=True``.
 

@@ -257,11 +257,14 @@ def test_files_are_what_torch_save_wrote_and_training_resumes_bit_for_bit(
     kwargs = dict(kwargs)
     ema, scaler = kwargs.pop("ema", False), kwargs.pop("scaler", False)
     every = 4 if make is Gan else 2  # two optimizers take two steps a batch
+    exact = True
 
     def run(io: LazyCheckpointIO | None, **fit: Any) -> Any:
         callbacks: list[Callback] = [ModelCheckpoint(tmp_path / "run", every_n_train_steps=every, save_top_k=-1)]
         if ema:
             callbacks.append(EMAWeightAveraging(decay=0.5))
+        if not exact:
+            callbacks.append(LazyCheckpointCallback(exact_resume=False))
         plugins = [io] if io is not None else []
         if scaler:
             scaling = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -279,8 +282,10 @@ def test_files_are_what_torch_save_wrote_and_training_resumes_bit_for_bit(
     for name in files:
         ours, theirs = (torch.load(tmp_path / folder / name) for folder in ("run", "plain"))
         # Wall clock is no state: it is in no key that we know of, so everything must be equal.
+        assert set(ours.pop("lazyckpt")) == {"ranks"}
         assert graph(ours) == graph(theirs), name
     # In the middle of an epoch Lightning begins the data anew: so resumed is not uninterrupted, but still the same.
+    exact = False
     assert run(lazy_io(), ckpt_path=tmp_path / "run" / files[0]) == run(None, ckpt_path=tmp_path / "plain" / files[0])
 
 
@@ -332,7 +337,8 @@ def test_most_bytes_are_copied_lazily(average: Callable[[], Callback], tmp_path:
     costs = [entry for entry in logger.logged if "checkpoint/blocked_ms" in entry]
     assert len(costs) == 3
     for entry in costs:
-        assert entry["checkpoint/eager_mb"] < 0.1 * entry["checkpoint/mb"]
+        random_states_mb = 0.04
+        assert entry["checkpoint/eager_mb"] - random_states_mb < 0.1 * entry["checkpoint/mb"]
 
 
 # ModelCheckpoint's files

@@ -13,6 +13,7 @@ MUTANTS: list[Mutant] = []
 
 README, DURABILITY, RANKS = "README.md", "docs/durability.md", "docs/many-ranks.md"
 CONSISTENCY, SECURITY, SETTINGS = "docs/consistency.md", "SECURITY.md", "docs/settings.md"
+LIGHTNING = "docs/lightning.md"
 
 
 def promise(document: str, text: str, *mutants: tuple[str, Python | Native, str]) -> None:
@@ -919,6 +920,34 @@ promise(
         "Lightning removes a checkpoint before the next one is durable",
         py("LazyCheckpointIO.remove_checkpoint", swap("saver.remove(...)", "super().remove_checkpoint(path)")),
         "integrations/test_lightning.py::test_the_old_checkpoint_stays_until_the_new_one_is_durable",
+    ),
+)
+
+RESUMES = "integrations/test_lightning_resume.py::test_every_way_to_run_an_epoch_goes_on_in_the_same_bits"
+OF_RANKS = "integrations/test_lightning_resume_ranks.py::test_each_rank_goes_on_with_its_own_numbers_and_data"
+promise(
+    LIGHTNING,
+    "With the plugin, `fit(ckpt_path=…)` goes on where the checkpoint was: with the same batches and the same random "
+    "numbers, whatever the seed of the resumed run.",
+    (
+        "random numbers stay those of the new seed",
+        py("ExactResume.restore_random", swap("self._random.load_state_dict(state)", "None")),
+        RESUMES,
+    ),
+    (
+        "the data begin anew",
+        py("ExactResume._restore_loaders", swap("tracked.load_state_dict(state)", "None")),
+        RESUMES,
+    ),
+    (
+        "a batch that was fetched ahead is left out",
+        py("ExactResume._position", swap("len(getattr(_, _, ()))", "0")),
+        "integrations/test_lightning_resume.py::test_a_checkpoint_of_any_step_goes_on_in_the_same_bits",
+    ),
+    (
+        "each rank goes on with the states of rank 0",
+        py("ExactResume.load", swap("ranks[trainer.global_rank]", "ranks[0]")),
+        OF_RANKS,
     ),
 )
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,36 @@ def test_rollback_in_the_same_process(build: Callable[[], DataLoader[Any]], at: 
     restore_rng(state["rng"])
     loader.load_state_dict(state["loader"])
     assert train(loader, behind.count("end")) == behind
+
+
+def test_between_epochs_persistent_workers_draw_no_seed_again() -> None:
+    """Regression: the resumed process drew the workers' seed from the restored generator, and all later numbers were
+    others."""
+    seed_all()
+    loader = track_loader(SLOW["persistent workers"]())
+    train(loader, 1)
+    saved = save(loader)
+    behind = train(loader, 1)
+    assert train(restored(SLOW["persistent workers"](), saved), 1) == behind
+
+
+def test_numbers_that_others_draw_before_the_first_batch_do_not_get_into_the_epoch() -> None:
+    def log(batches: Iterator[Any]) -> list[Any]:
+        return [(batch.tolist(), torch.rand(1).item()) for batch in batches]
+
+    build = QUICK["augmented in the process"]
+    seed_all()
+    plain = iter(build())
+    torch.rand(5)
+    expected = log(plain)
+    seed_all()
+    loader = track_loader(build())
+    batches = loader.begin()
+    torch.rand(5)
+    begun = log(islice(batches, 3))
+    saved = save(loader)
+    assert begun + log(batches) == expected
+    assert log(restored(build(), saved).begin()) == expected[3:]
 
 
 def test_distributed_sampler() -> None:
