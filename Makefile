@@ -4,7 +4,10 @@ VENV := .venv
 ECO := .venv-ecosystem
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+# The site links to where this clone came from, if that is on the web.
+REPOSITORY = $(shell git remote get-url origin 2>/dev/null | sed -nE \
+    's,^(ssh://)?git@([^:/]+)[:/],https://\2/,; s,^(https?://)[^/@]*@,\1,; s,\.git$$,,; /^https?:/p')
+DOCS = NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
 ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 

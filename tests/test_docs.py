@@ -65,6 +65,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
+def test_the_code_of_the_home_page_fits_its_column() -> None:
+    """The site cuts off what is longer, until the reader scrolls."""
+    text = (DOCS / "index.md").read_text()
+    fenced = [
+        line for block in re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL) for line in block.splitlines()
+    ]
+    indented = re.findall(r"^    .*", text, re.MULTILINE)
+    assert len(fenced) > 20 and [line for line in (*fenced, *indented) if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("page", CODE)
 def test_code_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the blocks of a page in order, with the names that a page takes for given."""
