@@ -85,17 +85,19 @@ class LazyStorageReader(StorageReader):
         for name, items in by_file.items():
             if self._stamps is not None:
                 self._stamps.check(self.path / name)
+            objects = [(item, place) for item, place in items if item.type == LoadItemType.BYTE_IO]
+            places = [(item.storage_index.fqn, place) for item, place in objects]
+            contents = shards.read_items(self.path / name, places, weights_only=self._weights_only)
+            for (item, _), content in zip(objects, contents, strict=True):
+                planner.load_bytes(item, io.BytesIO(content))
             tensors: list[tuple[ReadItem, shards.Part]] = []
             for item, place in items:
-                of = item.storage_index.fqn
                 if item.type == LoadItemType.BYTE_IO:
-                    content = shards.read_item(self.path / name, place, of, weights_only=self._weights_only)
-                    planner.load_bytes(item, io.BytesIO(content))
-                else:
-                    target = planner.resolve_tensor(item).detach()
-                    if target.shape != item.lengths:
-                        raise ConfigError(f"{of}: the planner gives {tuple(target.shape)} for {tuple(item.lengths)}")
-                    tensors.append((item, shards.Part(of, place, tuple(item.storage_offsets), target)))
+                    continue
+                of, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
+                if target.shape != item.lengths:
+                    raise ConfigError(f"{of}: the planner gives {tuple(target.shape)} for {tuple(item.lengths)}")
+                tensors.append((item, shards.Part(of, place, tuple(item.storage_offsets), target)))
             shards.read_parts(self.path / name, [part for _, part in tensors])
             for item, part in tensors:
                 planner.commit_tensor(item, part.target)

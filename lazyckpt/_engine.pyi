@@ -209,6 +209,10 @@ class RangeReader:
 
 def crc32(data: Buffer, value: int = 0) -> int: ...
 def crc32_at(pointer: int, size: int) -> int: ...
+def pickle_in(archive: bytes) -> bytes | None:
+    """The pickle in a small archive of ``torch.save`` whose every checksum is right. None for any other archive, and
+    for one with storages: ``formats/torch_zip_reader.py`` reads it."""
+
 def read_plain_pickle(data: bytes, persistent_load: Callable[[Any], Any], globals: dict[bytes, Any]) -> Any:
     """Reads a pickle of plain state; formats/plain_pickle.py has the grammar.
 

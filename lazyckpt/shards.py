@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -127,7 +127,8 @@ def read_parts(path: Path, parts: Iterable[Part]) -> None:
     shards.read_parts(path, parts, process_engine())
 
 
-def read_item(path: Path, place: Place, name: str, *, weights_only: bool) -> bytes:
-    """Returns a ready-made item of a file; see ``reading.shards.read_bytes``."""
+def read_items(path: Path, items: Iterable[tuple[str, Place]], *, weights_only: bool) -> Iterator[bytes]:
+    """Yields ready-made items of a file, each with its name for messages; see ``reading.shards.read_bytes``."""
     with FileReader(path) as file:
-        return shards.read_bytes(file, place, name, weights_only=weights_only)
+        for name, place in items:
+            yield shards.read_bytes(file, place, name, weights_only=weights_only)

@@ -105,6 +105,7 @@ PYBIND11_MODULE(_engine, m) {
   DefineJob(m, engine_class);
   DefinePlainPickle(m);
   DefineRangeReader(m);
+  DefineSmallArchive(m);
   DefineLeaves(m);
   DefineTensors(m);
   DefineVersions(m);

@@ -127,6 +127,7 @@ using EngineClass = py::class_<EngineHandle, std::shared_ptr<EngineHandle>>;
 void DefineJob(py::module_& m, EngineClass& engine);  // and Engine.begin()
 void DefinePlainPickle(py::module_& m);
 void DefineRangeReader(py::module_& m);
+void DefineSmallArchive(py::module_& m);
 void DefineLeaves(py::module_& m);
 void DefineTensors(py::module_& m);
 void DefineVersions(py::module_& m);

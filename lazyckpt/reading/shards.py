@@ -175,6 +175,8 @@ def read_bytes(file: FileReader, place: Place, name: str, *, weights_only: bool)
     if place.offset < 0 or place.nbytes < 0:
         raise file.corrupt(f"{name}: an item of {place.nbytes} bytes at offset {place.offset}")
     data = file.read(*place)
+    if (pickled := _engine.pickle_in(data)) is not None and (not weights_only or _is_plain(pickled)):
+        return data
     verified = data.startswith(_ZIP)
     if verified:
         for record in item_directory(file, place).records.values():
@@ -183,6 +185,18 @@ def read_bytes(file: FileReader, place: Place, name: str, *, weights_only: bool)
         with load_errors(file.path, weights_only=True, verified=verified):
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return data
+
+
+def _is_plain(pickled: bytes) -> bool:
+    """Whether this is a pickle of numbers, texts and the like, which need no unpickler to tell that they do no harm."""
+    with contextlib.suppress(NotPlain):
+        read_plain(pickled, _no_storage)
+        return True
+    return False
+
+
+def _no_storage(_: Any) -> Any:
+    raise NotPlain
 
 
 def _land(

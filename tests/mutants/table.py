@@ -694,6 +694,12 @@ promise(
         "test_engine.py::test_each_segment_has_its_checksum_wherever_chunks_cut_it",
     ),
     (
+        "the checksums of a small archive are not compared",
+        cc("ReadRecord", "Crc32(0, a.data.data() + data, size) != crc", "false"),
+        "test_small_archive.py::test_a_changed_archive_is_refused_unless_the_careful_reader_takes_it "
+        "test_shards.py::test_every_bit_of_an_object_is_checked",
+    ),
+    (
         "the checksum of the pickle is not compared",
         py("FileReader.read_record", swap("record.crc32 not in _", "False")),
         "test_archive.py::test_a_damaged_pickle_is_found_by_its_checksum",
@@ -1085,6 +1091,11 @@ promise(
         "the index may name any class",
         py("shard_metadata._Unpickler.find_class", body("return super().find_class(module, name)")),
         attacks("sharded.metadata_is_a_gadget"),
+    ),
+    (
+        "an object is plain, whatever its pickle names",
+        py("shards._is_plain", body("return True")),
+        "test_dcp.py::test_a_hostile_pickle_runs_nothing",
     ),
     (
         "tuples of a pickle may be nested for ever",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -29,7 +30,7 @@ from lazyckpt.reading import segments  # noqa: E402
 from lazyckpt.reading import shards as reading  # noqa: E402
 from lazyckpt.reading.shard_metadata import read_metadata  # noqa: E402
 from lazyckpt.reading.shards import Part  # noqa: E402
-from lazyckpt.shards import read_parts, write_shard  # noqa: E402
+from lazyckpt.shards import read_items, read_parts, write_shard  # noqa: E402
 
 SAVED = {
     "matrix": torch.randn(40, 30),
@@ -111,6 +112,23 @@ def test_every_bit_of_an_item_is_checked_although_it_is_read_in_one_piece(tmp_pa
         except (CorruptFileError, UnsupportedFormatError):
             continue
         assert torch.equal(found, tensor), at  # a field that says nothing
+
+
+def test_every_bit_of_an_object_is_checked(tmp_path: Path) -> None:
+    """What says nothing, such as padding, may have other bits."""
+    out = io.BytesIO()
+    torch.save({"lr": 0.125, "names": ["a", "b"]}, out)
+    place = write_shard([("o", out.getvalue())], tmp_path, "a.distcp", target=tmp_path)["o"]
+    path = tmp_path / "a.distcp"
+    sound = path.read_bytes()
+    assert place.offset == 0
+    for at in range(place.nbytes):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :])
+        try:
+            (content,) = read_items(path, [("o", place)], weights_only=True)
+            assert torch.load(io.BytesIO(content)) == {"lr": 0.125, "names": ["a", "b"]}
+        except LoadError:
+            pass
 
 
 def test_a_sparse_tensor_is_read_whole(saved: tuple[Path, dict[str, Place]]) -> None:
