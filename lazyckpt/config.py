@@ -228,9 +228,14 @@ def check_names(owner: str, knobs: Iterable[str], *others: str) -> None:
     names = [*others, *(field.name for field in fields(Config))]
     for name in knobs:
         if name not in names:
-            meant = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {meant[0]!r}?" if meant else f"there is: {', '.join(names)}"
-            raise ConfigError(f"{owner}: {name!r} is not a setting; {hint}")
+            raise ConfigError(f"{owner}: {name!r} is not a setting; {hint(name, names)}")
+
+
+def hint(name: str, names: Iterable[str]) -> str:
+    """Returns which of ``names`` was probably meant, or all of them."""
+    names = list(names)
+    meant = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {meant[0]!r}?" if meant else f"there is: {', '.join(names)}"
 
 
 def _memory_bytes() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.config import RETENTION, Config
+from lazyckpt.config import RETENTION, Config, hint
 from lazyckpt.errors import ConfigError
 
 PREFIX = "LAZYCKPT_"
@@ -56,8 +56,10 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
 def check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Raises ConfigError unless these settings can be used together; ``origins`` says where each was found."""
     for name, value in settings.items():
+        if name in RETENTION:
+            raise ConfigError(f"{origins[name]}: {name}: Accelerate counts its checkpoints; use total_limit")
         if name not in DEFAULTS:
-            raise ConfigError(f"{origins[name]}: {name!r} is not a setting; there are {', '.join(DEFAULTS)}")
+            raise ConfigError(f"{origins[name]}: {name!r} is not a setting; {hint(name, DEFAULTS)}")
         if isinstance(DEFAULTS[name], bool) and not isinstance(value, bool):
             raise ConfigError(f"{origins[name]}: {name}={value!r}: expected true or false")
     try:

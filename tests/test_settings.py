@@ -47,6 +47,20 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: st
         settings.gather(Path("/nowhere/lazyckpt.yaml"), {})
 
 
+def test_a_misspelt_setting_is_told_with_what_was_meant(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "lazyckpt.yaml"
+    file.write_text("max_inflight: 4\n")
+    with pytest.raises(
+        ConfigError, match=r"lazyckpt\.yaml: 'max_inflight' is not a setting; did you mean 'max_in_flight'"
+    ):
+        settings.gather(file, {})
+    with pytest.raises(ConfigError, match="the code: 'colour' is not a setting; there is: enabled, host_buffer_bytes"):
+        settings.gather(tmp_path / "none.yaml", {"colour": "red"})
+    with pytest.raises(ConfigError, match="the code: keep_last: Accelerate counts its checkpoints; use total_limit"):
+        settings.gather(tmp_path / "none.yaml", {"keep_last": 3})
+
+
 def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYCKPT_TORTURE", "1")
     assert settings.gather(Path("/nowhere/lazyckpt.yaml"), {}) == {}
