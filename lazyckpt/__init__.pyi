@@ -1,4 +1,5 @@
 from lazyckpt._version import __version__ as __version__
+from lazyckpt.capture.closures import closure_first as closure_first
 from lazyckpt.capture.guard import CUDAGraph as CUDAGraph
 from lazyckpt.capture.guard import guard as guard
 from lazyckpt.capture.guard import wait_captured as wait_captured

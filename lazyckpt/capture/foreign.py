@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from lazyckpt.capture.closures import runs_closure_first, step_behind
 from lazyckpt.warn import warn_once
 
 if TYPE_CHECKING:
@@ -60,21 +61,37 @@ def _warn(message: str) -> None:
 # what runs before the closure
 
 
-def writes_before_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether code other than torch's runs between the global hook and the closure; warns once, and names that code."""
+def writes_before_closure(optimizer: torch.optim.Optimizer, frame: FrameType, *, by_name: bool) -> bool:
+    """Whether something may write to parameters between the global hook, called from ``frame``, and the closure; warns
+    once, and names it. ``by_name``: the closure is the argument of that name, not the second one."""
     hooks = [
-        *list(torch_optimizer._global_optimizer_pre_hooks.values())[1:],
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
         *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
     ]
-    foreign = hooks[0] if hooks else _foreign_step(type(optimizer).step)
-    if foreign is None:
-        return False
+    foreign = next((hook for hook in hooks if not _is_ours(hook)), None)
+    kind = type(optimizer)
+    if foreign is not None:
+        why = f"{_place_of(foreign)} runs before the closure and may write to parameters. Call it before step() instead"
+    else:
+        step = step_behind(frame, optimizer)
+        if (is_of_torch(kind) and _foreign_step(step) is None) or runs_closure_first(step, optimizer, by_name=by_name):
+            return False
+        place = _place_of(_foreign_step(step) or inspect.unwrap(step))
+        why = (
+            f"the code of {place} does not prove that it runs the closure before it writes to parameters. If it does, "
+            f"call lazyckpt.closure_first({kind.__name__}) once"
+        )
     _warn(
-        f"{type(optimizer).__name__}.step(closure) waits for pending copies before forward and backward, which then do "
-        f"not overlap with them: {_place_of(foreign)} runs before the closure and may write to parameters. Call it "
-        "before step() instead"
+        f"{kind.__name__}.step(closure) waits for pending copies before forward and backward, which then do not "
+        f"overlap with them: {why}"
     )
     return True
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is of lazyckpt. These write to no parameter."""
+    module = getattr(hook, "__module__", None)
+    return isinstance(module, str) and module.startswith(f"{__name__.partition('.')[0]}.")
 
 
 @functools.lru_cache(maxsize=64)

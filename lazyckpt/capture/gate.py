@@ -25,7 +25,7 @@ from torch.optim import optimizer as torch_optimizer
 from lazyckpt.capture import averages, devices
 from lazyckpt.capture.evidence import Evidence
 from lazyckpt.capture.exclusion import LOOK_S, Exclusion, Step
-from lazyckpt.capture.foreign import guard_callers, guard_switches, is_of_torch, warn_of_foreign, writes_before_closure
+from lazyckpt.capture.foreign import guard_callers, guard_switches, warn_of_foreign, writes_before_closure
 from lazyckpt.capture.standing import Standing
 from lazyckpt.capture.torch_methods import gate_methods
 
@@ -207,9 +207,9 @@ class Gate(Exclusion):
             self._count(optimizer)  # the hook runs twice for a subclass that calls super().step()
         self._note_capture(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        # torch's own optimizers run the closure, which holds forward and backward, before they change anything.
-        # Others may not (SAM), and wait up front.
-        if not callable(closure) or not is_of_torch(type(optimizer)) or writes_before_closure(optimizer):
+        # torch's own optimizers run the closure, which holds forward and backward, before they change anything. So do
+        # those whose code proves it (closures.py). Others may not (SAM), and wait up front.
+        if not callable(closure) or writes_before_closure(optimizer, frame, by_name=len(args) <= 1):
             if not callable(closure):
                 self.evidence.look(optimizer)
             self._begin_writing([step], (optimizer,))

@@ -492,6 +492,19 @@ promise(
     ("a step inside save() is not seen", py("Exclusion.stepped_inside", body("return None")), INSTANT),
 )
 
+CLOSURES = "test_closures.py"
+
+promise(
+    CONSISTENCY,
+    "Optimizer steps wait at the gate, whatever writes before their closure.",
+    ("every step is taken to run its closure first", py("runs_closure_first", body("return True")), CLOSURES),
+    ("other code may have made way for the source", py("_tree_of", swap("any(...)", "True")), CLOSURES),
+    ("a proof outlives what it rests on", py("Proof.holds", body("return True")), CLOSURES),
+    ("a context manager of anybody is harmless", py("_Walk._context", body("return False")), CLOSURES),
+    ("an argument of super().step() writes nothing", py("_Walk._is_argument", body("return True")), CLOSURES),
+    ("every hook is one of ours", py("foreign._is_ours", body("return True")), CLOSURES),
+)
+
 promise(
     CONSISTENCY,
     "Eager tensors are copied before save() returns.",
