@@ -12,10 +12,10 @@ import torch
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB, RunSettings, check_names, spells_out
-from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
+from lazyckpt.errors import ConfigError, LoadError, save_error
 from lazyckpt.history import History, checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
-from lazyckpt.pipeline.crew import Crew, warn_if_alone
+from lazyckpt.pipeline.crew import Crew, rank_here, warn_if_alone
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.reentry import alone
@@ -31,6 +31,8 @@ from lazyckpt.providers.optimizer import OptimizerProvider
 from lazyckpt.providers.rename import Rename
 from lazyckpt.providers.sharded import refuse_sharded_tensors
 from lazyckpt.providers.training import LoaderProvider, RngProvider, provider_for
+from lazyckpt.ranks import streams
+from lazyckpt.ranks.roll import Roll
 from lazyckpt.reading.fit import Fit, Restored
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.reading.team import ALONE
@@ -47,11 +49,6 @@ if TYPE_CHECKING:
 RNG = "rng"
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of this process that are not read_only
 _READ_AHEAD_BYTES = 64 * MIB
-
-
-def _rank() -> int:
-    started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if started else 0
 
 
 def _call(actions: list[Callable[[], None]]) -> None:
@@ -114,6 +111,8 @@ class Checkpointer(History):
         self._callers = self._launcher.callers
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)
+        self._roll = Roll(self.directory)
+        self._leaving.append(self._roll.leave)
         config, self._read_only = self.config, read_only
         self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
         self._warned_of_newer = self._warned_of_metric = False
@@ -139,11 +138,11 @@ class Checkpointer(History):
     def _open_for_saves(self) -> None:
         try:
             folders.make_folder(self.directory)
-            if _rank() == 0:  # for all ranks; the others may be saving there already
+            if rank_here() == 0:  # for all ranks; the others may be saving there already
                 removal.sweep(self.directory)
                 commit.Staging(self.directory / "writable").discard()
         except OSError as error:
-            if not self._holds_any():
+            if not self._catalog.holds_any():
                 raise save_error(error, path=self.directory, opening=True) from error
             warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not")
         there = self.directory.resolve()
@@ -153,15 +152,6 @@ class Checkpointer(History):
                 "first, or open those that only restore with read_only=True"
             )
         _open.add(self)
-
-    def _holds_any(self) -> bool:
-        """Whether the folder holds a checkpoint, be it broken. Raises ReadError if that cannot be told."""
-        try:
-            return bool(self._catalog.scan() or self._catalog.broken)
-        except ReadError:
-            raise
-        except LoadError:
-            return False  # there is no such folder
 
     # what is saved
 
@@ -224,9 +214,11 @@ class Checkpointer(History):
         if RNG in parts:
             parts[RNG] = parts.pop(RNG)
         self._provider.parts = parts
-        self._tracks_shards = self._tracks_shards or holds_shards(provider)
+        tracked_shards, self._tracks_shards = self._tracks_shards, self._tracks_shards or holds_shards(provider)
         if self._read_only:
             return
+        if self._tracks_shards and not tracked_shards:
+            self._roll.announce()
         if isinstance(provider, ModuleProvider):
             self._saver.watch(provider.obj)
         if isinstance(provider, ModuleProvider | OptimizerProvider):
@@ -313,6 +305,8 @@ class Checkpointer(History):
             return None
         self._launcher.forget_frozen()
         self._lineage.restored(found[0], own=self._is_own(found[0]))
+        if RNG in found[1].parts and not found[0].is_sharded:
+            streams.warn_if_equal(found[0].path)
         return found
 
     def _leads(self) -> bool:
@@ -385,11 +379,13 @@ class Checkpointer(History):
             self._warn_of_metric(about.metrics, self._best)
         if self._last_save[0] is None:
             warn_if_alone()
+        if crew is None:
+            self._roll.enter()
         self._last_save = step, object()
         request: Request
         plans: Mapping[str, FilePlan]
         if crew is None:
-            request = CheckpointRequest(path, step, self._lineage, about)
+            request = CheckpointRequest(path, step, self._lineage, about, self._roll.look)
             plans = {STATE: StatePlan(self._provider, self._archive)}
         else:
             request, plans = crew.request(path, step, self._lineage, about, self._provider)
@@ -403,7 +399,10 @@ class Checkpointer(History):
         """The ranks that hold the tracked state together; None if this process holds all of it. The first call that
         finds sharded state waits for the other ranks."""
         if self._crew is None and (self._tracks_shards or any(map(holds_shards, self._trained()))):
-            self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s)
+            if not self._read_only:
+                self._roll.announce()
+            waiting = (lambda: None) if self._read_only else self._roll.await_all
+            self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s, waiting=waiting)
             self._leaving.append(self._crew.close)
         return self._crew
 

@@ -97,6 +97,16 @@ class _Entry:
             raise ValueError(f"{'.'.join(map(str, self.path))}, {kind_of(self.part)}: the ranks hold {held}")
 
 
+def _refuse_nested(entries: Mapping[str, _Entry]) -> None:
+    """Raises ValueError if an entry is an object of one rank and holds entries of another: nobody could read both."""
+    by_path = {entry.path: entry for entry in entries.values()}
+    for name, entry in entries.items():
+        for end in range(1, len(entry.path)):
+            if (outer := by_path.get(entry.path[:end])) is not None:
+                what = ".".join(map(str, outer.path))
+                raise ValueError(f"{what} is {kind_of(outer.part)} in {outer.file}, but holds {name} in {entry.file}")
+
+
 def kind_of(part: Part | None) -> str:
     """What must be the same on all ranks that have an entry, in words."""
     return "an object" if part is None else f"a {part.dtype} tensor of {part.size}"
@@ -134,6 +144,7 @@ def metadata_of(files: Inventory) -> bytes:
             if (entry := entries.get(name)) is None:
                 entry = entries[name] = _Entry(file, item)
             entry.add(file, item)
+    _refuse_nested(entries)
     described: dict[str, Any] = {}
     where: dict[Any, Any] = {}
     for name, entry in entries.items():

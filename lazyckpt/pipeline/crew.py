@@ -35,13 +35,14 @@ class Crew:
         self._refused: tuple[Path, int, str] | None = None  # the last call of ``save`` whose arguments made no sense
 
     @classmethod
-    def join(cls, directory: Path, *, timeout_s: float) -> Crew:
-        """Waits for the other ranks. Raises ConfigError, which names the ranks, if they do not all see one folder, and
-        RankError if one does not come."""
+    def join(cls, directory: Path, *, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> Crew:
+        """Waits for the other ranks, and warns if they do not come soon. Raises ConfigError, which names the ranks, if
+        they do not all see one folder, and RankError if one does not come. ``waiting`` is called meanwhile, and may
+        raise."""
         import torch.distributed as dist
 
         alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        return cls(None if alone else Job.join(directory, timeout_s=timeout_s))
+        return cls(None if alone else Job.join(directory, timeout_s=timeout_s, waiting=waiting))
 
     def request(
         self, path: Path, step: int, lineage: Lineage, about: About, state: CompositeProvider
@@ -99,6 +100,12 @@ class Crew:
     def close(self) -> None:
         if self._job is not None:
             self._job.close()
+
+
+def rank_here() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def warn_if_alone() -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,14 +148,19 @@ class Lineage:
 class CheckpointRequest(Request):
     """A numbered checkpoint of a Checkpointer."""
 
-    def __init__(self, path: Path, step: int, lineage: Lineage, about: About) -> None:
+    def __init__(self, path: Path, step: int, lineage: Lineage, about: About, unless: Callable[[], None]) -> None:
+        """``unless`` raises, before anything is published, if another rank saves into the folder, too."""
         super().__init__(path, step)
         self._about = about
+        self._unless = unless
         self._step = step
         self._lineage = lineage
 
     def stage(self) -> Staging:
         return Staging(self.path)
+
+    def agree(self, files: list[tuple[str, int, int]]) -> None:
+        self._unless()
 
     def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any] | None:
         return self._lineage.manifest(self._step, files, self._about)

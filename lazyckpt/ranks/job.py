@@ -15,16 +15,17 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import distributed
 
 from lazyckpt.errors import ConfigError, SaveError, save_error
+from lazyckpt.ranks.muster import Muster
 from lazyckpt.ranks.pulse import ABSENT, Pulse, Watch
 from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
-from lazyckpt.ranks.store import Client, PollingClient, client_of
+from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serves
 from lazyckpt.ranks.votes import Ballot
 from lazyckpt.storage import folders, locks, mounts, owner, removal
 from lazyckpt.storage.owner import Owner
@@ -40,8 +41,8 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0  # between two looks whether a save was 
 class Line:
     """The ``Store`` of the votes: the keys of the job, and a watch on the rank that somebody waits for."""
 
-    def __init__(self, client: Client, pulse: Pulse) -> None:
-        self._client, self._pulse = client, pulse
+    def __init__(self, client: Client, pulse: Pulse, muster: Muster) -> None:
+        self._client, self._pulse, self._muster = client, pulse, muster
 
     def claim(self, key: str, value: bytes) -> bytes:
         return self._client.claim(f"{_KEYS}/{key}", value)
@@ -64,7 +65,7 @@ class Line:
         reply = self._client.ask(f"{_KEYS}/{key}")
         watches = {other: Watch(self._pulse, other, at) for other in (rank, *others)}
         pause_s, longest_s = self._pulse.period_s, self._pulse.period_s
-        if unless is not None:
+        if unless is not None or not self._pulse.complete:
             pause_s, longest_s = _FIRST_LOOK_S, min(_LAST_LOOK_S, longest_s)
         next_watch = time.monotonic()
         told = None
@@ -72,6 +73,8 @@ class Line:
             while (told := reply.wait(pause_s)) is None:
                 if unless is not None and self.look(unless) is not None:
                     return None
+                if not self._pulse.complete:
+                    self._muster.look()
                 if time.monotonic() >= next_watch:
                     for other, watch in list(watches.items()):
                         try:
@@ -108,16 +111,17 @@ class Job:
         _jobs.add(self)
 
     @classmethod
-    def join(cls, directory: Path, *, timeout_s: float = TIMEOUT_S) -> Job:
+    def join(cls, directory: Path, *, timeout_s: float = TIMEOUT_S, waiting: Callable[[], None] = lambda: None) -> Job:
         """Step 1. Call it on every rank; returns when all ranks have joined. Rank 0 makes the folder if it is missing,
-        and removes what earlier generations of the job have left there.
+        and removes what earlier generations of the job have left there. ``waiting`` is called while ranks are missing,
+        and may raise; a warning names them.
 
         Raises ConfigError if the ranks do not see one folder, or if torch.distributed is not initialized; SaveError if
         rank 0 cannot write to it; RankError if a rank does not join."""
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ConfigError("several ranks: call torch.distributed.init_process_group() first")
         shared = distributed.distributed_c10d._get_default_store()
-        return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s)
+        return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s, waiting)
 
     def ballot(self, ordinal: int, step: int | None, layout: str, target: Path) -> Ballot:
         """Step 2. ``ordinal`` counts the saves of this job from 1, also those that fail; ``layout`` is what the ranks
@@ -207,24 +211,35 @@ def _leave(pulse: Pulse, client: Client, directory: Path, mine: Owner, lock: int
     client.close()
 
 
-def join(store: Any, rank: int, world_size: int, directory: Path, timeout_s: float) -> Job:
+def join(
+    store: Any,
+    rank: int,
+    world_size: int,
+    directory: Path,
+    timeout_s: float,
+    waiting: Callable[[], None] = lambda: None,
+) -> Job:
     """``store`` is that of the default group. It belongs to training too, so nothing here waits in it."""
     shared = PollingClient(store)
     client = client_of(store, timeout_s)
+    muster = Muster(directory, world_size, ABSENT * timeout_s, waiting)
     lock = -1
     before = owner.live_owner(directory) if rank == 0 else None
     try:
         begin = f"{_KEYS}/join/{shared.count(f'{_KEYS}/joined/{rank}')}"
         if rank == 0:
-            told, lock = _found(client, shared, begin, directory)
+            told, lock = _found(client, shared, begin, directory, serves(root_of(store)))
         else:
-            told = _awaited(shared, begin, timeout_s)
+            told = _awaited(shared, begin, timeout_s, muster)
         if "error" in told:
             raise SaveError(f"rank 0 {told['error']}", path=directory, opening=True)
         run, generation = told["run"], told["generation"]
         pulse = Pulse(client, f"{_KEYS}/{run}/{generation}", rank, timeout_s)
-        seat = Seat(run, generation, rank, world_size, Line(client, pulse), directory)
+        line, server = Line(client, pulse, muster), 0 if told["serves"] else None
+        seat = Seat(run, generation, rank, world_size, line, directory, server=server)
         pulse.start()
+        # The first rank tells which others are missing; they only look whether they wait in vain.
+        muster.missing = lambda: [r for r in range(world_size if rank == 0 else 0) if pulse.look(r) is None]
     except BaseException as error:
         locks.drop(lock)
         client.close()
@@ -247,13 +262,13 @@ def join(store: Any, rank: int, world_size: int, directory: Path, timeout_s: flo
     return job
 
 
-def _found(client: Client, shared: Client, begin: str, directory: Path) -> tuple[dict[str, Any], int]:
+def _found(client: Client, shared: Client, begin: str, directory: Path, serves: bool) -> tuple[dict[str, Any], int]:
     """Rank 0: starts a new generation, in the folder and in the store. Returns what it tells, and the lock of the
     owner."""
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
     run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
     new = Owner.here(run, client.count(f"{_KEYS}/generation"))
-    told = {**vars(new), "directory": str(directory)}
+    told = {**vars(new), "directory": str(directory), "serves": serves}
     lock = -1
     try:
         folders.make_folder(directory)
@@ -269,7 +284,7 @@ def _found(client: Client, shared: Client, begin: str, directory: Path) -> tuple
     return told, lock
 
 
-def _awaited(shared: Client, begin: str, timeout_s: float) -> dict[str, Any]:
+def _awaited(shared: Client, begin: str, timeout_s: float, muster: Muster) -> dict[str, Any]:
     """Another rank: returns what rank 0 tells."""
     end = time.monotonic() + ABSENT * timeout_s
     pause_s = 0.001
@@ -277,6 +292,7 @@ def _awaited(shared: Client, begin: str, timeout_s: float) -> dict[str, Any]:
         if time.monotonic() > end:
             what = f"rank 0 has not opened a Checkpointer for {ABSENT * timeout_s:g} s. Does every rank open it?"
             raise ConfigError(what)
+        muster.look()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
     told: dict[str, Any] = json.loads(found)

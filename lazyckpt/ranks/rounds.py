@@ -92,6 +92,14 @@ class Seat:
     store: Store
     directory: Path  # for messages
     fan_in: int = FAN_IN
+    server: int | None = None  # the rank whose process serves the store, if one does
+
+    def without_store(self, error: StoreLost) -> Aborted:
+        """The answer of a rank that has lost the store."""
+        if self.server in (None, self.rank):
+            return Aborted(self.rank, f"lost the store: {error}")
+        what = f"has ended, or cannot be reached: rank {self.rank} has lost the store, which rank {self.server} serves"
+        return Aborted(self.server, f"{what} ({error})")
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,7 @@ def exchange(seat: Seat, number: int, topic: str, value: bytes) -> list[bytes]:
     try:
         told = _exchange(round, topic.encode() + _END + value)
     except StoreLost as error:
-        told = Aborted(seat.rank, f"lost the store: {error}").encode()
+        told = seat.without_store(error).encode()
     round.finish()
     if (aborted := decode(told)) is not None:
         raise RankError(aborted.why, rank=aborted.rank, path=seat.directory, agreeing_on=topic.partition("/")[0])

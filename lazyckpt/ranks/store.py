@@ -14,11 +14,13 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lazyckpt.ranks.rounds import StoreLost
 
+_LISTENS = "0A"  # as /proc has it
 _FOREVER = timedelta(days=14)  # torch counts milliseconds in 32 bits
 _ABSENT = b"~lazyckpt: nothing~"  # no key has this value
 _RELEASED = b"~lazyckpt: released~"
@@ -87,6 +90,24 @@ def root_of(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def serves(root: Any) -> bool:
+    """Whether this process serves the store ``root``: it listens at the port of a TCPStore."""
+    if not isinstance(root, TCPStore):
+        return False
+    with contextlib.suppress(OSError):
+        sockets = set()
+        for fd in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # that which lists the others is closed by now
+                sockets.add(os.readlink(fd))
+        for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                address, state, inode = fields[1], fields[3], fields[9]
+                if state == _LISTENS and int(address[-4:], 16) == root.port and f"socket:[{inode}]" in sockets:
+                    return True
+    return False
 
 
 class PollingClient:

@@ -203,7 +203,7 @@ class Ballot:
             except StoreLost as error:
                 assert self._folder is not None
                 self._folder.await_decision()
-                self._settle_by_folder(Aborted(self._seat.rank, f"lost the store: {error}"))
+                self._settle_by_folder(self._seat.without_store(error))
         self._raise_aborted()
 
     def _gather(self, own: bytes) -> dict[int, bytes]:
@@ -223,7 +223,7 @@ class Ballot:
         except RankLost as lost:
             self._abort(Aborted(lost.rank, lost.why))
         except StoreLost as error:
-            self._abort(Aborted(self._seat.rank, f"lost the store: {error}"))
+            self._abort(self._seat.without_store(error))
         self._raise_aborted()
 
     def _abort(self, aborted: Aborted) -> None:

@@ -43,6 +43,15 @@ class Catalog:
         chosen = self._chosen_by_rollback(max(c.sequence for c in found))
         return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
 
+    def holds_any(self) -> bool:
+        """Whether the folder holds a checkpoint, be it broken. Raises ReadError if that cannot be told."""
+        try:
+            return bool(self.scan() or self.broken)
+        except ReadError:
+            raise
+        except LoadError:
+            return False  # there is no such folder
+
     def _chosen_by_rollback(self, newest: int) -> int:
         """The sequence of the checkpoint to continue from; ``newest`` unless a rollback chose another."""
         note = self._note(warn)

@@ -13,6 +13,7 @@ from collections.abc import Container
 from pathlib import Path
 
 OVERLAYS = ("overlay", "fuse.fuse-overlayfs")
+_UNKNOWN = "unknown", ""
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes spaces and backslashes there
 
 
@@ -47,7 +48,13 @@ def file_system(folder: Path) -> tuple[str, Path]:
     """The type and the mount point of the file system of a folder; "unknown" where there is no /proc."""
     table = _mounts()
     point = _mount_of(folder, table)
-    return table.get(point, "unknown"), point
+    return table.get(point, _UNKNOWN)[0], point
+
+
+def source_of(folder: Path) -> tuple[str, str]:
+    """The type of the file system of a folder, and what is mounted there, such as ``server:/export``."""
+    table = _mounts()
+    return table.get(_mount_of(folder, table), _UNKNOWN)
 
 
 def _mount_of(folder: Path, points: Container[Path]) -> Path:
@@ -55,14 +62,19 @@ def _mount_of(folder: Path, points: Container[Path]) -> Path:
     return next((path for path in (folder, *folder.parents) if path in points), Path("/"))
 
 
-def _mounts() -> dict[Path, str]:
-    """The type of what is mounted, by mount point; of several on one, the last. Empty where there is no /proc."""
+def _mounts() -> dict[Path, tuple[str, str]]:
+    """Type and source of what is mounted, by mount point; of several on one, the last. Empty without /proc."""
     try:
         table = Path("/proc/self/mountinfo").read_bytes()
     except OSError:
         return {}
     lines = (os.fsdecode(line).split(" ") for line in table.splitlines())
-    return {
-        Path(_OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[4])): fields[fields.index("-") + 1]
-        for fields in lines
-    }
+    return {Path(_plain(fields[4])): _what(fields[fields.index("-") + 1 :]) for fields in lines}
+
+
+def _what(fields: list[str]) -> tuple[str, str]:
+    return fields[0], _plain(fields[1])
+
+
+def _plain(field: str) -> str:
+    return _OCTAL.sub(lambda code: chr(int(code[1], 8)), field)

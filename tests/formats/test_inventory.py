@@ -51,6 +51,7 @@ def test_of_equal_items_the_first_counts():
         ([BOTTOM._replace(part=BOTTOM.part._replace(dtype="int8"))], "model.weight is a float32.*but a int8"),
         ([BOTTOM._replace(part=BOTTOM.part._replace(size=(6, 2)))], "model.weight .*but a float32 tensor of .6, 2."),
         ([BOTTOM._replace(path=("model.weight",))], "model.weight is .*'model', 'weight'.*'model.weight'"),
+        ([BOTTOM, Item(("model",), None, 0, 9)], "model is an object in __1_0.*, but holds model.weight in __0_0"),
         ([], r"model.weight, a float32 tensor of \(5, 2\): the ranks hold \(3, 2\) at \(0, 0\) in __0_0.distcp"),
         ([BOTTOM._replace(part=BOTTOM.part._replace(offsets=(2, 0), sizes=(3, 2)))], "the ranks hold"),
     ],

@@ -259,6 +259,51 @@ promise(
     RANKS,
     "If a rank fails, dies or hangs, every rank gets a RankError that names it and the cause, in time.",
     (
+        "replicas that all save into one folder replace each other's checkpoints",
+        py("Roll.enter", swap("int(client.claim(...))", "mine")),
+        "test_roll.py::test_replicas_that_all_save_into_one_folder_are_refused_on_every_rank",
+    ),
+    (
+        "the rank whose checkpoints others would replace is not told",
+        py("CheckpointRequest.agree", body("return")),
+        "test_roll.py::test_replicas_that_all_save_into_one_folder_are_refused_on_every_rank",
+    ),
+    (
+        "a rank without shards saves where others save shards",
+        py("Roll.announce", body("return")),
+        "test_roll.py::test_a_rank_without_shards_is_refused_where_others_save_shards",
+    ),
+    (
+        "ranks wait for one that saves by itself",
+        py("Roll.await_all", body("return")),
+        "test_roll.py::test_a_rank_without_shards_is_refused_where_others_save_shards",
+    ),
+    (
+        "folders of one name on different machines count as one",
+        py("roll.identity", swap("_kernel()", "''")),
+        "test_roll.py::test_equal_names_on_different_machines_are_different_folders",
+    ),
+    (
+        "ranks draw equal random numbers, and nobody is told",
+        py("streams.warn_if_equal", body("return")),
+        "test_streams.py::test_replicas_that_restore_one_random_state_are_told_how_to_part",
+    ),
+    (
+        "a rank waits for others in silence",
+        py("Muster.look", swap("self._warn(...)")),
+        "test_muster.py",
+    ),
+    (
+        "a rank that has lost the store of rank 0 blames itself",
+        py("Seat.without_store", swap("self.server in (None, self.rank)", "True")),
+        "test_crew_faults.py::test_a_rank_0_that_dies_with_the_store_is_named",
+    ),
+    (
+        "an object of one rank holds entries of another",
+        py("inventory._refuse_nested", body("return")),
+        "test_inventory.py",
+    ),
+    (
         "a call that raises an earlier failure saves nothing",
         py("Launcher.launch", swap("self._background.has_failed()", "self._background.raise_failed()")),
         "test_caught.py::test_what_fails_on_one_rank_costs_that_checkpoint_alone",

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ranks
+from processes import Died, Ranks, die
 
 import lazyckpt
 from lazyckpt import _engine
 from lazyckpt.ranks.pulse import ABSENT
+from lazyckpt.storage.owner import OWNER
 from ranks.training import KNOBS, Answer, Training, tick_of
 
 TIMEOUT_S = 0.6  # where a test waits for it
@@ -346,6 +347,27 @@ def test_without_their_store_all_ranks_fail_the_save_and_train_on(ranks: Ranks, 
             assert re.search(r"RankError: .*rank \d lost the store: ", answers[step].text), answers[step]
             assert answers[step].late_s < ABSENT_S + SLACK_S
     assert left(tmp_path) == [name(1), name(5)]
+
+
+def dies_with_the_store(folder: Path) -> str:
+    """Rank 0 serves the store."""
+    case = Case(folder, rank_timeout_s=TIMEOUT_S)
+    with case.checkpointer() as ckpt:
+        case.training.step()
+        case.save(ckpt).result()
+        case.training.step()
+        dist.barrier()
+        if case.rank == 0:
+            die()
+        return str(case.save(ckpt).exception())
+
+
+def test_a_rank_0_that_dies_with_the_store_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    """Regression: the other rank named itself."""
+    died, told = ranks.run(2, dies_with_the_store, tmp_path)
+    assert isinstance(died, Died)
+    assert "rank 0 has ended, or cannot be reached: rank 1 has lost the store, which rank 0 serves" in told
+    assert left(tmp_path) == [OWNER, name(1)]
 
 
 def test_the_case_trains_as_it_says(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
 from lazyckpt.ranks.rounds import StoreLost
-from lazyckpt.ranks.store import Client, TcpClient, client_of
+from lazyckpt.ranks.store import Client, TcpClient, client_of, root_of, serves
 
 Make = Callable[[], Any]
 
@@ -217,3 +217,10 @@ def test_a_torch_without_clones_gets_connections_of_its_own(tcp: TcpClient, monk
     store = plain()
     store.set("key", "value")
     assert tcp.look("key") == b"value"
+
+
+def test_a_process_knows_whether_it_serves_the_store(served: tuple[int, int], tmp_path: Path) -> None:
+    assert serves(root_of(PrefixStore("a", tcp_store())))
+    _, port = served
+    assert not serves(TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False))
+    assert not serves(HashStore()) and not serves(FileStore(str(tmp_path / "store"), 1))

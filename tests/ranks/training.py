@@ -133,7 +133,7 @@ class _Layer(torch.nn.Module):
         return (self.weight * _spread(self.name, _pattern(self.name, tick))).sum()
 
 
-class _Net(torch.nn.Module):
+class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleDict({name: _Layer(name) for name in SHAPES})
@@ -147,7 +147,7 @@ class _Net(torch.nn.Module):
 class Training:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
-        self.model = _Net()
+        self.model = Net()
         mesh = init_device_mesh("cpu", (world_size,))
         for layer in self.model.layers.values():
             fully_shard(layer, mesh=mesh)

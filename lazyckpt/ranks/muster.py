@@ -1,0 +1,58 @@
+"""What a rank does while it waits for others to join: it says who is missing, and looks whether it waits in vain."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lazyckpt.ranks.rounds import StoreLost
+from lazyckpt.warn import warn
+
+_FIRST_S = 5.0  # until the first warning; each further one takes four times as long
+_GROWTH = 4
+_LOOK_S = 0.25
+_NAMED = 8  # ranks, at most
+
+
+class Muster:
+    """One wait for all ranks of a job. Call ``look`` again and again."""
+
+    def __init__(
+        self,
+        directory: Path,
+        world_size: int,
+        limit_s: float,
+        waiting: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``limit_s``: after which the job gives up. ``waiting`` raises if the wait is in vain."""
+        self.missing: Callable[[], list[int]] = lambda: [0]
+        """Returns the ranks that have not joined, as far as this one has to tell."""
+        self._directory, self._world_size, self._limit_s = directory, world_size, limit_s
+        self._waiting = waiting
+        self._clock = clock
+        self._begin = self._looked = clock()
+        self._patience_s = _FIRST_S
+
+    def look(self) -> None:
+        """Raises what ``waiting`` raises."""
+        now = self._clock()
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._waiting()
+        if now - self._begin >= self._patience_s:
+            self._patience_s *= _GROWTH
+            with contextlib.suppress(StoreLost):
+                if missing := self.missing():
+                    self._warn(missing, now - self._begin)
+
+    def _warn(self, missing: list[int], waited_s: float) -> None:
+        named = ", ".join(map(str, missing[:_NAMED])) + f" and {len(missing) - _NAMED} more" * (len(missing) > _NAMED)
+        warn(
+            f"{self._directory}: rank{'s' * (len(missing) > 1)} {named} of {self._world_size} not there after "
+            f"{waited_s:.0f} s. All ranks save and restore sharded state together: each tracks its DTensors in a "
+            "Checkpointer and makes the same calls, or calls stage(all_ranks=True). This rank waits for up to "
+            f"{self._limit_s:.0f} s (5 times rank_timeout_s)"
+        )
