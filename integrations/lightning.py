@@ -13,6 +13,8 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ try:
 
     from lazyckpt.integrations import lightning_last
     from lazyckpt.integrations.lightning_callback import Attended, LazyCheckpointCallback
+    from lazyckpt.integrations.lightning_done import Reports
     from lazyckpt.integrations.lightning_last import META, local_path
 except ImportError as error:
     raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
@@ -54,6 +57,9 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or at the end
     of ``fit``; ``on_error="warn"`` makes it a warning. Its threads and buffers live as long as ``fit``; with Fabric,
     from the first save to the end of the program.
+
+    ``on_done`` hears of a checkpoint when a resumed run would find it: with ``save_last``, when ``last`` is durable,
+    too. It is called on a background thread or, if all is durable by then, on the training thread.
     """
 
     @spells_out(Settings)
@@ -70,6 +76,8 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         self._attended: bool | None = None  # by the callback, now; None: there was no Trainer yet
         self._failure: lazyckpt.SaveError | None = None  # for the callback
         self._unreported: list[lazyckpt.SaveHandle] = []  # for the callback
+        self._news: list[tuple[lazyckpt.SaveHandle | None, Callable[[], None]]] = []
+        self.reports = Reports()
         self._failed_at_once: Path | None = None  # the newest save, if it blocked and failed
         self._removed: set[Path] = set()  # may still be there
         self._links: set[Path] = set()  # may not be there yet
@@ -105,6 +113,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         self._failed_at_once = None
         step = checkpoint.get("global_step")
         handle = self._open_saver().save(checkpoint, target, step=step if isinstance(step, int) else None)
+        self.reports.add(handle)
         if self._attended:
             self._unreported.append(handle)
 
@@ -119,6 +128,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             if first:
                 staged.add(META, rest)
             handle = staged.save(blocking=blocking)
+            self.reports.add(handle)
         if blocking:
             self._close_saver()  # ``teardown`` may not be called after this
         else:
@@ -188,8 +198,11 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         if target is None or saver is None:
             super().remove_checkpoint(path)
             return
-        saver.remove(target)
         self._removed.add(target)
+        if self._news:  # a logger that has yet to hear of the file finds it
+            self._news.append((None, lambda: saver.remove(target)))
+        else:
+            saver.remove(target)
 
     def wait(self) -> None:
         """Waits until everything saved is durable. Raises the first SaveError that was not raised yet."""
@@ -197,6 +210,9 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         if saver is None:
             return
         try:
+            if self._news:
+                saver.drain()
+                self.tell()
             saver.wait()  # also for the removals, and for what handles call when they are done: link()
         finally:
             self._links.clear()
@@ -205,6 +221,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     def teardown(self) -> None:
         """Waits; stops the threads. The next save starts new ones."""
         attended, self._attended = self._attended, False
+        self.reports.release()
         try:
             try:
                 self.wait()
@@ -256,6 +273,14 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         else:
             make()
 
+    def tell(self) -> None:
+        """Tells the loggers of durable files, and removes what waits for that. On the training thread: loggers are not
+        made for others."""
+        while self._news and (self._news[0][0] is None or self._news[0][0].done()):
+            handle, act = self._news.pop(0)
+            if handle is None or Future.exception(handle) is None:
+                act()
+
     def _own_saver(self) -> lazyckpt.Saver | None:
         return self._saver if self._pid == os.getpid() else None  # not what a forked process inherited
 
@@ -272,7 +297,10 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     def _open_saver(self) -> lazyckpt.Saver:
         saver = self._own_saver()
         if saver is None:
-            saver = self._saver = lazyckpt.Saver(**self._knobs)
+            knobs: dict[str, Any] = {**self._knobs}
+            if self._config.on_done is not None:
+                self.reports.on_done, knobs["on_done"] = self._config.on_done, self.reports.settled
+            saver = self._saver = lazyckpt.Saver(**knobs)
             self._pid = os.getpid()
             self._at_the_end = weakref.finalize(self, close_and_warn, saver)  # Fabric calls no teardown()
         return saver

@@ -7,7 +7,10 @@ swap weights, and tells the loggers. Trainers get it by themselves if their plug
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -37,6 +40,10 @@ class Attended:
     _attended: bool | None  # by the callback, now; None: there was no Trainer yet
     _failure: lazyckpt.SaveError | None  # which the callback raises on every rank
     _unreported: list[lazyckpt.SaveHandle]
+    _news: list[tuple[lazyckpt.SaveHandle | None, Callable[[], None]]]  # for loggers, when the file is durable
+
+    def tell(self) -> None:
+        raise NotImplementedError
 
     def wait(self) -> None:
         raise NotImplementedError
@@ -75,7 +82,6 @@ class LazyCheckpointCallback(StartsAnew, Callback):
 
     def _start_anew(self) -> None:
         self._io: Attended | None = None
-        self._news: list[tuple[lazyckpt.SaveHandle, Callable[[], None]]] = []  # for loggers, when it is durable
         self._resume = ExactResume()
         self._undo = contextlib.ExitStack()
 
@@ -118,10 +124,18 @@ class LazyCheckpointCallback(StartsAnew, Callback):
 
     def _tell(self, io: Attended, after_save_checkpoint: Callable[[Any], None], callback: Any) -> None:
         pending = io._pending()
-        if pending:
-            self._news.append((pending[-1], functools.partial(after_save_checkpoint, callback)))
-        else:
+        if not (pending or io._news):
             after_save_checkpoint(callback)
+            return
+        then = AsItWas(callback)
+
+        def tell() -> None:
+            try:
+                after_save_checkpoint(then)
+            finally:
+                then.is_over()
+
+        io._news.append((pending[-1] if pending else None, tell))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._io is None or not (trainer.is_global_zero or self._io.on_all_ranks):
@@ -203,10 +217,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        while self._news and self._news[0][0].done():
-            handle, tell = self._news.pop(0)
-            if Future.exception(handle) is None:
-                tell()
+        self._io.tell()
 
     # the end
 
@@ -240,6 +251,35 @@ class LazyCheckpointCallback(StartsAnew, Callback):
         self._report(trainer)
         self._undo.close()
         self._io = None
+
+
+class AsItWas:
+    """A ModelCheckpoint as it was when it had saved, for a logger that is told later; as it is, after that."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self._checkpoint = checkpoint  # Lightning gives loggers a weak reference
+        self._then: dict[str, Any] | None = {
+            name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(checkpoint).items()
+        }
+
+    def is_over(self) -> None:
+        self._then = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return self._checkpoint.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_checkpoint", "_then"):
+            raise AttributeError(name)  # of a copy that is not made yet
+        if self._then is None:
+            return getattr(self._checkpoint, name)
+        if name in self._then:
+            return self._then[name]
+        found = inspect.getattr_static(self._checkpoint.__class__, name, None)
+        if isinstance(found, property):
+            return found.__get__(self)
+        return types.MethodType(found, self) if inspect.isfunction(found) else getattr(self._checkpoint, name)
 
 
 class _Late:

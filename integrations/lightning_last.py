@@ -51,9 +51,26 @@ def _save_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Train
     try:
         original(trainer, monitor_candidates)
     finally:
+        io.reports.release()
         superseded = _superseded.pop(callback, [])
     for path in superseded:
         trainer.strategy.remove_checkpoint(path)
+
+
+# Methods with which a ModelCheckpoint saves and removes. Code that overrides one may read the file right behind it.
+_SAVING = (
+    *("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end", "_save_topk_checkpoint"),
+    *("_save_none_monitor_checkpoint", "_save_monitor_checkpoint", "_update_best_and_save", "_save_checkpoint"),
+    *("_save_last_checkpoint", "_remove_checkpoint"),
+)
+
+
+def _save_for_readers(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer, filepath: str) -> None:
+    if getattr(callback, "save_last", None):
+        io.reports.hold()  # until _save_last
+    original(trainer, filepath)
+    if any(getattr(type(callback), name) is not getattr(ModelCheckpoint, name) for name in _SAVING):
+        io.wait()
 
 
 def _find_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
@@ -116,6 +133,7 @@ def install(io_type: type) -> None:
         trainer.strategy.barrier()
 
     ModelCheckpoint._link_checkpoint = staticmethod(link)
+    wrap(ModelCheckpoint, "_save_checkpoint", find_among)(_save_for_readers)
     wrap(ModelCheckpoint, "_remove_checkpoint", find_among)(_remove_behind_last)
     wrap(ModelCheckpoint, "_save_last_checkpoint", find_among)(_save_last)
     wrap(ModelCheckpoint, "_find_last_checkpoints", find_among)(_find_last)

@@ -987,6 +987,48 @@ promise(
     ),
 )
 
+NEWS = "integrations/test_lightning_news.py"
+promise(
+    DURABILITY,
+    "In Lightning, `on_done` hears of a checkpoint when `last` is durable, too.",
+    (
+        "a checkpoint is reported before last",
+        py("Reports.hold", body("pass")),
+        f"{NEWS}::test_a_checkpoint_is_reported_when_last_is_that_of_its_step",
+    ),
+)
+promise(
+    LIGHTNING,
+    "It sees the `ModelCheckpoint` as it was at the save, and the files of that moment are still there.",
+    (
+        "a logger sees a later moment",
+        py("AsItWas.__getattr__", swap("self._then is None", "True")),
+        f"{NEWS}::test_a_logger_that_is_told_late_sees_the_moment_of_the_save",
+    ),
+    (
+        "a logger's files are gone",
+        py("LazyCheckpointIO.remove_checkpoint", swap("self._news", "False")),
+        f"{NEWS}::test_a_logger_that_is_told_late_sees_the_moment_of_the_save",
+    ),
+)
+promise(
+    LIGHTNING,
+    "Its saves wait until the file is durable, so training waits, too.",
+    (
+        "a subclass does not find its file",
+        py("_save_for_readers", swap("io.wait()")),
+        f"{NEWS}::test_a_subclass_that_reads_the_file_at_once_finds_it",
+    ),
+)
+promise(
+    LIGHTNING,
+    "It goes first among `trainer.callbacks` while the Trainer runs, and back to its place afterwards.",
+    (
+        "callbacks stay reordered",
+        py("LazyCheckpointCallback._move_to_the_front", swap("self._undo.callback(move_back)")),
+        "integrations/test_lightning_callback.py::test_what_a_user_sees_is_as_it_was_when_a_run_is_over",
+    ),
+)
 RESUMES = "integrations/test_lightning_resume.py::test_every_way_to_run_an_epoch_goes_on_in_the_same_bits"
 OF_RANKS = "integrations/test_lightning_resume_ranks.py::test_each_rank_goes_on_with_its_own_numbers_and_data"
 promise(
