@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import json
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
-import torch
 
 from benchmarks import __main__ as command
 from benchmarks import ablation, frameworks, growth, latency, papers, tuning, verdict, witness, workload
+from benchmarks.arms.dcp import keep_open
 from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
-from benchmarks.gpu import restore, training
-from benchmarks.gpu.part import Part as GpuPart
+from benchmarks.gpu import calls, day, prepare
+from benchmarks.gpu.__main__ import run
+from benchmarks.gpu.day import Day
 from benchmarks.parts import PARTS
 from benchmarks.report import load_section
 from benchmarks.settings import Settings
@@ -124,30 +128,114 @@ def test_every_rank_saves_and_loads(small: None, tmp_path: Path, monkeypatch: py
     assert loads[0] == loads[1] and {"lazyckpt restore", "dcp, dcp.load"} <= set(loads[0])
 
 
-# On a GPU, rehearsed on the host
+# The day on a GPU (docs/internals/gpu.md), rehearsed on the host
 
 
-@pytest.fixture
-def part(tmp_path: Path) -> GpuPart:
-    directory = tmp_path / "checkpoints"
-    directory.mkdir()
-    return GpuPart("memory", torch.device("cpu"), 60.0, 4_000_000, directory, tmp_path / "memory.json")
+def new_day(call: str, folder: Path) -> Day:
+    return Day(call, "cpu", 300.0, folder / "out", folder, folder)
 
 
-@pytest.mark.parametrize("measure", [training.measure_pairs, training.measure_large, restore.measure_restore])
-def test_a_part_for_the_gpu_runs(
-    measure: Callable[[GpuPart], None], part: GpuPart, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "ARMS", ("lazyckpt", "torch.save"))
-    monkeypatch.setattr(training, "ROUNDS", 1)
-    measure(part)
-    assert '"rows": [[' in part.output.read_text().replace("\n", "").replace("  ", "")
+PARTS_OF = {"right": {"bits", "waits", "peak"}, "fast": {"pairs", "peers", "disk", "large", "restore"}}
 
 
-def test_the_report_of_the_gpu_benchmark(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--minutes", "2", "--gb", "0.004", "--only", "peak"]
-    arguments += ["--output", str(tmp_path), "--dir", str(tmp_path), "--tmpfs", str(tmp_path)]
-    benchmark = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    subprocess.run(benchmark, cwd=ROOT, env=os.environ, check=True, capture_output=True, timeout=120)
-    report = (tmp_path / "report.md").read_text()
-    assert "none: a rehearsal on the host" in report and "| lazyckpt |" in report
+@pytest.mark.parametrize("call", PARTS_OF)
+def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage runs, is in the summary, and leaves its tables. What it measures in a test is not looked at."""
+    monkeypatch.setattr(day, "SHORTER", 0.05)
+    monkeypatch.setattr(calls, "CORE", ("tests/gpu/test_real.py::test_restore_of_many_small_tensors",))
+    tests = Day.tests  # each call takes seconds to start
+    monkeypatch.setattr(Day, "tests", lambda self, name, *arguments: name == "core" and tests(self, name, *arguments))
+    run(new_day(call, tmp_path))
+    out = tmp_path / "out"
+    summary = (out / "summary.txt").read_text()
+    assert "ENDED" not in summary and "REFUTED" not in summary, summary
+    assert {path.stem for path in out.glob("*.json")} == PARTS_OF[call], summary
+    assert all(f"-- {name}: done" in summary for name in PARTS_OF[call]), summary
+    assert not list(tmp_path.glob("lazyckpt-day*-*[0-9]-*"))
+    if call == "right":
+        assert "tests passed: 1" in summary and "bits are right: 1 (expected 1)" in summary
+
+
+def test_a_day_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    """Of what was finished: the summary says it, and the tables are whole."""
+    folder = tmp_path / "out"
+    command = [sys.executable, "-m", "benchmarks.gpu", "right", "--device", "cpu", "--out", str(folder)]
+    command += ["--tmpfs", str(tmp_path), "--disk", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 120
+        while "-- bits: done" not in (folder / "summary.txt").read_text() if folder.exists() else True:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    assert "-- bits: done" in (folder / "summary.txt").read_text()
+    (table,) = json.loads((folder / "bits.json").read_text())
+    assert ["bits", "1.0000"] in table["rows"]
+
+
+def test_what_is_refuted_is_said_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(day, "LEAST_S", 0)
+    told = new_day("fast", tmp_path)
+    told.is_rehearsal = False
+    told.check("peak", 44)
+    told.check("peak", 55.1)
+    told.check("torn", 7)
+    told.check("dcp", None)
+    told.stage("slow", 2, [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"])
+    told.conclude()
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    again = summary.split("LOOK AT:")[1]
+    assert "REFUTED  pinned copies by torch, GB/s: 44" in again and "the virtual machine" in again
+    assert "wait_captured(): 7" in again and "MISSING" in again and "55.1" not in again
+    assert "slow: STOPPED after 2 s" in summary and "begun" in (tmp_path / "out" / "log.txt").read_text()
+
+
+def test_an_engine_of_the_same_sources_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one call packs, the next one unpacks, on a machine that has nothing of it; other sources are built."""
+    for machine in ("first", "second"):
+        root = tmp_path / machine
+        (root / "lazyckpt").mkdir(parents=True)
+        (root / "build").mkdir()
+        (root / "csrc").mkdir()
+        (root / "csrc" / "a.cc").write_text("int a;")
+        for name, path in {"ROOT": "", "CARRIED": "build/carried", "STAMP": "build/engine.sha"}.items():
+            monkeypatch.setattr(prepare, name, root / path)
+        if machine == "first":
+            (root / "lazyckpt" / "_engine.so").write_text("built")
+            prepare.STAMP.write_text(prepare.digest_of_sources())
+            prepare.pack(tmp_path / "engine.tgz")
+    assert not prepare.has_engine()
+    shutil.unpack_archive(tmp_path / "engine.tgz", prepare.ROOT, "gztar")
+    assert prepare.has_engine() and (prepare.ROOT / "lazyckpt" / "_engine.so").read_text() == "built"
+    (prepare.ROOT / "csrc" / "a.cc").write_text("int b;")
+    assert not prepare.has_engine()
+
+
+def test_a_stager_that_closes_itself_is_kept_open() -> None:
+    """As in torch 2.11; another version's is left alone."""
+
+    class Cache:
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    class Broken:
+        def __init__(self) -> None:
+            self._state_dict_stager = Cache()
+
+        def _stage(self) -> None:
+            self._state_dict_stager.close()
+
+    class Whole(Broken):
+        def _stage(self) -> None:
+            pass
+
+    for stager, closed in ((Broken(), 0), (Whole(), 1)):
+        keep_open(stager)
+        stager._stage()
+        stager._state_dict_stager.close()
+        assert stager._state_dict_stager.closed == closed

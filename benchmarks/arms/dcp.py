@@ -7,6 +7,7 @@ Several ranks share the cores, and `async_save` has a process group of its own.
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class DcpAsync(Dcp):
                 use_non_blocking_copy=on_gpu,
             )
         )
+        keep_open(self._stager)
         self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
         self._pending: Any = None
 
@@ -81,6 +83,13 @@ class DcpAsync(Dcp):
 
     def close(self) -> None:
         self._stager.close()
+
+
+def keep_open(stager: Any) -> None:
+    """Lets torch reuse a stager of ours. In torch 2.11, a stager closes its own cache after every save, and the second
+    save fails with ``KeyError: <class 'type'>`` (pytorch#183413)."""
+    if "_state_dict_stager.close()" in inspect.getsource(type(stager)._stage):
+        stager._state_dict_stager.close = lambda: None
 
 
 def _process_group() -> None:

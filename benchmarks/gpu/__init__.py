@@ -1,5 +1,5 @@
-"""Benchmarks of checkpoints out of a GPU: `python -m benchmarks.gpu`, within a time that is given.
+"""The day on a GPU that is lent for minutes: `python -m benchmarks.gpu right` and `… fast`. See docs/internals/gpu.md.
 
-Every part is a process of its own, so that neither an error that sticks to a CUDA context nor a call that hangs costs
-more than its part.
+Every stage is a process of its own, so that neither an error that sticks to a CUDA context nor a call that hangs costs
+more than its stage. Whatever is finished is on the disk.
 """

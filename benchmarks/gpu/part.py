@@ -28,7 +28,8 @@ class Part:
     seconds: float
     state_bytes: int  # at most
     directory: Path  # where checkpoints go
-    output: Path  # its tables, as JSON; figures go beside it
+    output: Path  # its tables, as JSON
+    arms: tuple[str, ...] = ("lazyckpt",)  # of a comparison
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.seconds
@@ -67,19 +68,17 @@ def on_tmpfs(directory: Path) -> bool:
     return max(above)[1] == "tmpfs"
 
 
-def roomiest_tmpfs() -> Path:
-    """The folder in memory with the most room: in a container, /dev/shm may have 64 MB."""
-    writable = [Path(mount) for mount, kind in _mounts() if kind == "tmpfs" and os.access(mount, os.W_OK)]
-    return max(writable, key=lambda mount: shutil.disk_usage(mount).free, default=Path("/dev/shm"))
-
-
 def main(parts: dict[str, Callable[[Part], None]]) -> None:
-    parser = argparse.ArgumentParser(description="One part of `python -m benchmarks.gpu`, which starts it.")
+    """The command line of a part: `python -m benchmarks.gpu` starts it, and a person may."""
+    parser = argparse.ArgumentParser(description="One part of `python -m benchmarks.gpu`, by itself.")
     parser.add_argument("name", choices=parts)
     parser.add_argument("--device", type=torch.device, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--state-bytes", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--arms", type=lambda names: tuple(names.split(",")), default=("lazyckpt",))
     part = Part(**vars(parser.parse_args()))
+    if part.device.type == "cpu":
+        torch.set_num_threads(1)  # busy cores make OpenMP's barriers spin
     parts[part.name](part)

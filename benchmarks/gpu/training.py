@@ -1,5 +1,5 @@
 """End to end: training on the GPU with a checkpoint at every step, over the same with none; one large checkpoint; where
-the time of one goes (DataStates-LLM, table III and figure 15).
+the time of one goes (DataStates-LLM, table III).
 
 In every round all arms and none take a turn each, in shuffled order; their ratios are of the same round.
 """
@@ -22,20 +22,10 @@ from benchmarks.arms.lazy import LazyCkpt
 from benchmarks.gpu.part import Part, main
 from benchmarks.paired import median, ratios, rounds, spread
 from benchmarks.report import Table
-from benchmarks.timeline import timeline
 from benchmarks.train import WARM_UP_STEPS, durable_seconds, run_block
 from benchmarks.workload import Training
 from lazyckpt import CheckpointMetrics
 
-ARMS = (
-    "lazyckpt",
-    "torch.save",
-    "lightning-async",
-    "torchsnapshot",
-    "dcp-async-thread",
-    "dcp-async-process",
-    "torch_checkpointing",
-)
 STEPS = 3  # in a block
 ROUNDS = 9  # at most
 COMPUTE_OVER_DURABLE = 1.25  # the disk can just keep up
@@ -47,11 +37,11 @@ def measure_pairs(part: Part) -> None:
     """Blocks of every arm, until the time is over."""
     state_bytes = part.fitting_bytes(in_memory=4, on_disk=6)
     # Of the time, half is for peers that are slower; three rounds are to fit into the rest.
-    per_checkpoint_s = part.left_s / 2 / (3 * (len(ARMS) + 1) * STEPS) / COMPUTE_OVER_DURABLE
+    per_checkpoint_s = part.left_s / 2 / (3 * (len(part.arms) + 1) * STEPS) / COMPUTE_OVER_DURABLE
     rate = _durable_rate(part.directory, min(state_bytes, PROBE_BYTES))
     contest = Contest(part, int(min(state_bytes, rate * per_checkpoint_s)))
     try:
-        order = [NONE.name, *ARMS]
+        order = [NONE.name, *part.arms]
         for names in [order, *rounds(order, ROUNDS - 1)]:
             for name in names:
                 contest.turn(name)
@@ -109,7 +99,7 @@ class Contest:
         self._longest_s[name] = max(self._longest_s[name], time.monotonic() - start)
 
     def fits(self, name: str) -> bool:
-        return self._part.left_s > 1.3 * self._longest_s[name] + 5
+        return self._part.left_s > 1.3 * self._longest_s[name] + 0.05 * self._part.seconds
 
     def tables(self) -> list[Table]:
         where = f"{self.state_bytes / 1e9:.2f} GB of AdamW state, {self._part.directory}"
@@ -119,7 +109,7 @@ class Contest:
         )
         nones = self._seconds.get(NONE.name, [])
         ours = median(self._blocked_s.get("lazyckpt", []))
-        for name in ARMS:
+        for name in self._part.arms:
             if name in self._failures:
                 table.missing(name, self._failures[name])
                 continue
@@ -156,7 +146,7 @@ class Contest:
 
     def _enter(self, kind: ArmKind) -> None:
         """Makes an arm and lets it warm up; one that fails is out, with its reason."""
-        if self._part.left_s < 20 and kind.name not in (NONE.name, "lazyckpt"):
+        if self._part.left_s < 0.2 * self._part.seconds and kind.name not in (NONE.name, "lazyckpt"):
             self._failures[kind.name] = "no time was left to warm it up"
             return
         directory = self._part.directory / kind.name
@@ -246,8 +236,6 @@ def _breakdown(part: Part, contest: Contest) -> list[Table]:
         f"medians of {len(while_computing)} checkpoints while training computes; device -> host has the checksums in "
         "it, host -> file is what comes after the last byte has been copied: most of the writing is done by then."
     )
-    output = part.output.with_name(f"{part.name}-timeline")
-    table.notes.append(timeline(contest.training, part.directory / "timeline", output))
     return [table]
 
 
@@ -325,4 +313,4 @@ def measure_large(part: Part) -> None:
 
 
 if __name__ == "__main__":
-    main({"memory": measure_pairs, "disk": measure_pairs, "large": measure_large})
+    main({**dict.fromkeys(("pairs", "peers", "disk"), measure_pairs), "large": measure_large})
