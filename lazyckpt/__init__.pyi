@@ -31,7 +31,7 @@ from lazyckpt.pipeline.preemption import commit_on as commit_on
 from lazyckpt.providers.data_loader import track_loader as track_loader
 from lazyckpt.providers.objects import StateProvider as StateProvider
 from lazyckpt.providers.rng import RandomStates as RandomStates
-from lazyckpt.reading.fit import Restored as Restored
+from lazyckpt.reading.restored import Restored as Restored
 from lazyckpt.saver import Saver as Saver
 from lazyckpt.staged import StagedFolder as StagedFolder
 from lazyckpt.tools.convert import Conversion as Conversion

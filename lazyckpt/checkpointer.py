@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB, RunSettings, check_names, spells_out
-from lazyckpt.errors import ConfigError, LoadError, save_error
-from lazyckpt.history import History, checked_metrics, checked_step
+from lazyckpt.errors import ConfigError, save_error
+from lazyckpt.history import checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.crew import Crew, rank_here, warn_if_alone
 from lazyckpt.pipeline.handle import SaveHandle
@@ -28,25 +27,20 @@ from lazyckpt.providers.kinds import kinds_of
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider
-from lazyckpt.providers.rename import Rename
 from lazyckpt.providers.sharded import refuse_sharded_tensors
 from lazyckpt.providers.training import LoaderProvider, RngProvider, provider_for
-from lazyckpt.ranks import streams
 from lazyckpt.ranks.roll import Roll
-from lazyckpt.reading.fit import Fit, Restored
-from lazyckpt.reading.restore import restore_newest, restore_one
-from lazyckpt.reading.team import ALONE
+from lazyckpt.restoring import RNG, Restoring
 from lazyckpt.saver import Saver
-from lazyckpt.storage import commit, folders, manifest, paths, removal, rollback
+from lazyckpt.storage import commit, folders, manifest, paths, removal
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import STATE, Checkpoint
+from lazyckpt.storage.manifest import STATE
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-RNG = "rng"
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of this process that are not read_only
 _READ_AHEAD_BYTES = 64 * MIB
 
@@ -56,19 +50,7 @@ def _call(actions: list[Callable[[], None]]) -> None:
         actions.pop()()
 
 
-class _How(TypedDict, total=False):
-    """The other arguments of ``Checkpointer.restore``."""
-
-    step: int | None
-    path: str | os.PathLike[str] | None
-    only: Iterable[str] | None
-    rename: Rename | None
-    cast: bool
-    loader: bool
-    best: bool
-
-
-class Checkpointer(History):
+class Checkpointer(Restoring):
     """Saves and restores a training run in the folder ``directory``. Makes the folder if it is missing.
 
         with lazyckpt.Checkpointer("runs/a") as ckpt:
@@ -223,133 +205,6 @@ class Checkpointer(History):
             self._saver.watch(provider.obj)
         if isinstance(provider, ModuleProvider | OptimizerProvider):
             self._saver.expect(provider.obj)
-
-    # restore
-
-    @overload
-    def restore(self, *, strict: Literal[True] = ..., **how: Unpack[_How]) -> int | None: ...
-    @overload
-    def restore(self, *, strict: Literal[False], **how: Unpack[_How]) -> Restored | None: ...
-    def restore(
-        self,
-        *,
-        step: int | None = None,
-        path: str | os.PathLike[str] | None = None,
-        only: Iterable[str] | None = None,
-        strict: bool = True,
-        rename: Rename | None = None,
-        cast: bool = False,
-        loader: bool = True,
-        best: bool = False,
-    ) -> int | Restored | None:
-        """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none.
-
-        The newest is the one saved last, whatever its step. A damaged one is passed over with a warning. Waits for
-        saves in flight.
-
-        Args:
-            step: Selects the checkpoint of this step instead.
-            path: Selects a checkpoint folder instead, of any run.
-            only: Names of the parts to restore, such as ["model"]. The others stay as they are, and of the file only
-                the bytes of these parts are read.
-            strict: False restores what the checkpoint and the tracked state both have: parts, and the entries of a
-                module. Returns a ``Restored``, which tells what was missing or unexpected. Other shapes are an error
-                still.
-            rename: New names for the entries of modules: prefixes and what replaces them, {"module.": ""}, or a
-                function of a name. None as a new name leaves the entry out.
-            cast: Converts floating-point tensors of modules to the dtype of the tracked ones.
-            loader: False leaves tracked loaders as they are: training begins a new epoch.
-            best: Takes the checkpoint with the best metric (``best`` and ``mode`` of the Checkpointer) instead.
-
-        Raises:
-            RestoreError: If the checkpoint does not fit the tracked state (nothing is touched then), if tracked state
-                fails to load it, or if no checkpoint is whole.
-            LoadError: If the selected checkpoint, or the folder, cannot be read; UnsupportedFormatError if it holds
-                types that are not allowed (``torch.serialization.add_safe_globals``).
-            ConfigError: For arguments that make no sense.
-        """
-        self._launcher.check_usable()
-        if (step is not None) + (path is not None) + bool(best) > 1:
-            raise ConfigError("restore: give one of step, path and best")
-        fit = Fit.of(self._provider, only=only, strict=strict, rename=rename, cast=cast, loader=loader)
-        if step is not None:
-            found = self._restore(fit, "restore", f"step={step}", folder=lambda: self._folder_of(step))
-        elif path is not None:
-            found = self._restore(fit, "restore", f"path={os.path.abspath(path)!r}", folder=lambda: Path(path))
-        else:
-            told = ["best=True"] if best else []
-            found = self._restore(fit, "restore", *told, best=self._checked_best() if best else None)
-        if found is None:
-            return None
-        checkpoint, restored = found
-        if (step is not None or path is not None or best) and self._leads():
-            self._warn_of_newer(checkpoint)
-        return checkpoint.step if strict else restored
-
-    @alone("restore()")
-    def _restore(
-        self, fit: Fit, call: str, *told: str, folder: Callable[[], Path] | None = None, best: Best | None = None
-    ) -> tuple[Checkpoint, Restored] | None:
-        """Restores the newest checkpoint or the ``best``, or that in ``folder``, which is asked for once all saves are
-        durable. ``call`` and ``told``: the method that was called, and which checkpoint it was told to take."""
-        self._saver.drain()
-        gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
-        engine = self._saver.engine
-        team = ALONE if (crew := self._sharded()) is None else crew.team
-        team.compare(f"{call}({', '.join([*told, *fit.told()])})")
-        if folder is not None:
-            found = restore_one(folder(), self._provider, engine, fit, team)
-        elif (newest := restore_newest(self._catalog, self._provider, engine, fit, best, team)) is not None:
-            found = newest
-        else:
-            return None
-        self._launcher.forget_frozen()
-        self._lineage.restored(found[0], own=self._is_own(found[0]))
-        if RNG in found[1].parts and not found[0].is_sharded:
-            streams.warn_if_equal(found[0].path)
-        return found
-
-    def _leads(self) -> bool:
-        """Whether this process changes and judges the folder: rank 0 does, for all ranks."""
-        return not self._read_only and (self._crew is None or self._crew.rank == 0)
-
-    def _is_own(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.path.parent.resolve() == self.directory.resolve()
-
-    def rollback(self, step: int, **how: Any) -> int | Restored:
-        """Restore the checkpoint of ``step`` and make it the one to continue from, also after a crash before the next
-        save. ``how``: ``only``, ``strict``, ``rename``, ``cast`` and ``loader``, as in ``restore``.
-
-        The newer checkpoints stay until retention drops them. Raises what ``restore`` raises, and SaveError.
-        """
-        self._launcher.check_usable()
-        self._refuse_read_only("rollback()")
-
-        def folder() -> Path:
-            if (found := self._folder_of(step)).is_symlink():
-                raise LoadError("a symbolic link, to which no run goes back; restore(path=…) follows it", path=found)
-            return found
-
-        fit = Fit.of(self._provider, **how)
-        found = self._restore(fit, "rollback", str(step), folder=folder)
-        assert found is not None
-        checkpoint, restored = found
-        try:
-            if self._leads():
-                rollback.note(self.directory, checkpoint, max((c.sequence for c in self._catalog.scan()), default=0))
-        except OSError as error:
-            raise save_error(error, path=self.directory / rollback.NOTE, step=step) from error
-        return step if fit.strict else restored
-
-    def _warn_of_newer(self, restored: Checkpoint) -> None:
-        newest = next(iter(self._catalog.scan()), restored)
-        if self._is_own(restored) and newest.path.name != restored.path.name and not self._warned_of_newer:
-            self._warned_of_newer = True
-            why = "was saved later" if newest.sequence > restored.sequence else "was chosen by rollback()"
-            warn(
-                f"restored step {restored.step}, but step {newest.step} {why}, and restore() takes that one "
-                f"until this run saves; rollback({restored.step}) makes it stay at step {restored.step}"
-            )
 
     # save
 

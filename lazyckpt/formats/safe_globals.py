@@ -150,6 +150,7 @@ _Calls = dict[str, tuple[Any, Callable[[tuple[Any, ...]], bool]]]
 
 def _standard_library() -> _Calls:
     calls: _Calls = {
+        "builtins.int": (int, lambda arguments: len(arguments) == 1 and type(arguments[0]) is int),
         "builtins.frozenset": (frozenset, lambda arguments: len(arguments) == 1 and type(arguments[0]) is list),
         "builtins.bytes": (bytes, lambda arguments: not arguments),
         "datetime.date": (datetime.date, _is_moment(4)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,32 +15,14 @@ from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.kinds import other_kinds, refuse_other_kinds
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.rename import Rename, checked, rename_state, suggestion
+from lazyckpt.providers.rename import Rename, checked, rename_state, renamed, suggestion
 from lazyckpt.providers.training import LoaderProvider
+from lazyckpt.reading.restored import Restored
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.warn import warn
 
+_MAX_NAMES = 2  # of the entries of a part, in a message
 _LOADER_KEYS = {"yielded", "start", "now"}  # of every version
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What ``restore(strict=False)`` did.
-
-    Attributes:
-        step: The step of the checkpoint.
-        path: Its folder.
-        parts: The names of the tracked state that was restored.
-        missing: What was to be restored and is not in the checkpoint, so it stays as it was: the name of a part, or
-            "model.head.bias" for an entry of a module.
-        unexpected: What is in the checkpoint and not in the tracked state, likewise.
-    """
-
-    step: int
-    path: Path
-    parts: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,6 +31,7 @@ class Fit:
 
     only: frozenset[str] | None = None
     strict: bool = True
+    parts: Mapping[str, str] | None = None  # names in the checkpoint, by names of tracked state
     rename: Rename | None = None
     cast: bool = False
     loader: bool = True
@@ -57,7 +40,8 @@ class Fit:
         """The arguments that are not the default. Of a function nobody can tell whether another rank has the same."""
         only = None if self.only is None else sorted(self.only, key=str)
         rename = "a function" if callable(self.rename) else self.rename
-        arguments = {"only": only, "strict": self.strict, "rename": rename, "cast": self.cast, "loader": self.loader}
+        arguments = {"only": only, "strict": self.strict, "parts": self.parts, "rename": rename, "cast": self.cast}
+        arguments["loader"] = self.loader
         return [f"{name}={value}" for name, value in arguments.items() if value != getattr(Fit, name)]
 
     @classmethod
@@ -67,6 +51,7 @@ class Fit:
         *,
         only: Any = None,
         strict: bool = True,
+        parts: Any = None,
         rename: Any = None,
         cast: bool = False,
         loader: bool = True,
@@ -86,7 +71,18 @@ class Fit:
                 raise ConfigError(f"restore: only={unknown[0]!r}: nothing of that name is tracked; there is: {there}")
             if not loader and all(isinstance(tracked.parts[name], LoaderProvider) for name in only):
                 raise ConfigError("restore: only a loader, and loader=False, restores nothing")
-        return cls(only, strict, None if rename is None else checked(rename), cast, loader)
+        if parts is not None:
+            _check_parts(parts, tracked)
+        return cls(only, strict, parts, None if rename is None else checked(rename), cast, loader)
+
+
+def _check_parts(parts: Any, tracked: CompositeProvider) -> None:
+    """Raises ConfigError if these are no names of parts in a checkpoint by names of tracked state."""
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in (*parts, *parts.values())):
+        raise ConfigError(f'restore: parts={parts!r}: expected tracked names with saved ones, {{"net": "model"}}')
+    if unknown := [name for name in parts if name not in tracked.parts]:
+        there = ", ".join(tracked.parts)
+        raise ConfigError(f"restore: parts: nothing is tracked as {unknown[0]!r}; there is: {there}")
 
 
 class Fitting:
@@ -101,9 +97,17 @@ class Fitting:
         self._left: frozenset[str] = frozenset()
         self._missing: list[str] = []
         self._unexpected: list[str] = []
+        self.sources = {name: (fit.parts or {}).get(name, name) for name in self._parts()}
+        """The names in the checkpoint, by names of the tracked state that is to be restored."""
+        for name, source in self.sources.items():
+            if twice := [other for other in self.sources if self.sources[other] == source and other != name]:
+                raise ConfigError(
+                    f"restore: parts: {name!r} and {twice[0]!r} would both take {source!r}; leave one out with only=[…]"
+                )
+        self._kinds = self._as_tracked(checkpoint.kinds)
         if fit.strict:
             try:
-                refuse_other_kinds(checkpoint.kinds, self._parts())
+                refuse_other_kinds(self._kinds, self._parts())
             except RestoreError as error:
                 raise misfit(checkpoint.path, error) from None
 
@@ -127,9 +131,15 @@ class Fitting:
             and name not in self._left
         }
 
+    def _as_tracked(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The same by the names of the tracked state that takes it."""
+        taken = {source: name for name, source in self.sources.items()}
+        # What a checkpoint has under the name of tracked state that takes another part, nothing takes.
+        return {taken.get(key, f"{key} as it was saved" if key in self.sources else key): saved[key] for key in saved}
+
     def restored(self) -> Restored:
         """Says what was restored; call it once that is done. Warns of state that another class has saved."""
-        if differing := other_kinds(self._checkpoint.kinds, self.provider.parts):
+        if differing := other_kinds(self._kinds, self.provider.parts):
             warn(
                 f"restored the state of another class: {', '.join(differing)}; training may fail or go wrong; "
                 "leave it out with restore(only=[…])"
@@ -145,6 +155,7 @@ class Fitting:
         self.provider.parts = parts = self._parts()
         if type(saved) is not dict:
             return saved
+        saved = self._as_tracked(saved)
         others = [name for name in saved if name not in tracked] if fit.only is None else []
         if not fit.loader:
             others = [name for name in others if not _is_position(saved[name])]
@@ -153,11 +164,34 @@ class Fitting:
             self._unexpected, others = others, []
             self.provider.parts = parts = {name: part for name, part in parts.items() if name in saved}
         chosen = {name: state for name, state in saved.items() if name in parts or name in others}
+        if not fit.strict:
+            self._refuse_to_take_no_weights(saved)
         for name, part in parts.items():
             if isinstance(part, ModuleProvider) and isinstance(chosen.get(name), dict):
                 chosen[name] = self._fit_module(name, chosen[name], part.obj)
                 parts[name] = ModuleProvider(part.obj, casts=True) if fit.cast else part
         return chosen
+
+    def _refuse_to_take_no_weights(self, saved: dict[str, Any]) -> None:
+        """Raises RestoreError, which lists both sides, if there are modules to be restored and the checkpoint has
+        nothing of any of them."""
+        modules = {name: part.obj for name, part in self._parts().items() if isinstance(part, ModuleProvider)}
+        live: dict[str, Any] = {name: module.state_dict() for name, module in modules.items()}
+        if not any(self._takes(saved[name], live[name]) for name in live if name in saved) and any(live.values()):
+            here = [f"{name} ({_entries(state)})" for name, state in live.items()]
+            there = [f"{name} ({_entries(state)})" for name, state in saved.items()]
+            raise RestoreError(
+                f"the checkpoint has no weights for what is tracked: tracked is {', '.join(here)}; the checkpoint has "
+                f'{", ".join(there)}; restore(parts={{"net": "model"}}) takes model for net, and rename= gives '
+                "entries other names"
+            )
+
+    def _takes(self, saved: Any, live: Any) -> bool:
+        """Whether a module with the state ``live`` takes something of ``saved``."""
+        if not isinstance(saved, dict) or not isinstance(live, Mapping) or not live:
+            return True  # which its provider judges
+        names = saved if self._fit.rename is None else renamed(saved, self._fit.rename).values()
+        return not live.keys().isdisjoint(names) or suggestion(saved, live) is not None
 
     def _fit_module(self, name: str, state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
         if self._fit.rename is not None:
@@ -193,6 +227,14 @@ def hand_over(
     except RestoreError as error:
         what = f"{path} was not restored, the tracked state is undefined now: {error}"
         raise RestoreError(what) from error.__cause__ or error
+
+
+def _entries(state: Any) -> str:
+    """A few names of the entries of a state, for a message."""
+    if not isinstance(state, Mapping):
+        return type(state).__name__
+    names = list(map(str, state))
+    return ", ".join(names[:_MAX_NAMES]) + ", …" * (len(names) > _MAX_NAMES) if names else "nothing"
 
 
 def _is_position(state: Any) -> bool:

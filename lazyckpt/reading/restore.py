@@ -21,8 +21,9 @@ from lazyckpt.providers.global_state import holds_shards, is_dtensor
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive
-from lazyckpt.reading.fit import Fit, Fitting, Restored, hand_over, misfit
+from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
 from lazyckpt.reading.restore_shards import Shards, scatter
+from lazyckpt.reading.restored import Restored
 from lazyckpt.reading.team import ALONE, Team
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
@@ -144,7 +145,11 @@ class _Attempt:
         return fitting.restored()
 
     def _restore_file(self, path: Path, fitting: Fitting) -> None:
-        with _open(path, self._engine, fitting) as archive:
+        try:
+            opened = _open(path, self._engine, fitting)
+        except RestoreError as error:
+            raise misfit(path, error) from None
+        with opened as archive:
             self.touches = True
             restore_archive(archive, fitting.provider, path)
 

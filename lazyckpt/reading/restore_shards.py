@@ -38,11 +38,12 @@ class Shards:
         self._folder = folder = Folder(path)
         own = _own_state(folder, fitting, team)
         tree, self._names = _tree(folder, own, folder.read_object)
-        names = global_state.parameter_names(fitting.provider.parts)
+        parts = {fitting.sources.get(name, name): part for name, part in fitting.provider.parts.items()}
+        names = global_state.parameter_names(parts)
         try:
-            for name, part in fitting.provider.parts.items():
-                if isinstance(part, OptimizerProvider) and is_of_torch(tree.get(name)):
-                    tree[name] = global_state.by_number(tree[name], part.obj, names)
+            for source, part in parts.items():
+                if isinstance(part, OptimizerProvider) and is_of_torch(tree.get(source)):
+                    tree[source] = global_state.by_number(tree[source], part.obj, names)
             self._tree = tree if fitting.choose is None else fitting.choose(tree)
             self._provider = fitting.provider
             landings = self._provider.landings(self._tree)
@@ -107,11 +108,12 @@ def _own_state(folder: Folder, fitting: Fitting, team: Team) -> dict[str, int]:
     left: list[str] = []
     saved_by = 0
     for name, part in fitting.provider.parts.items():
-        ranks = {str(e.path[1]) for e in folder.entries.values() if e.path[0] == name and global_state.is_own(part)}
+        source = fitting.sources.get(name, name)
+        ranks = {str(e.path[1]) for e in folder.entries.values() if e.path[0] == source and global_state.is_own(part)}
         if not ranks:
             continue  # nobody's own; or not in the checkpoint, which is an error below
         if len(ranks) == team.world_size or (str(team.rank) in ranks and not isinstance(part, LoaderProvider)):
-            taken[name] = team.rank
+            taken[source] = team.rank
         else:
             left.append(name)
         saved_by = len(ranks)

@@ -1343,3 +1343,18 @@ promise(
         "test_module.py::test_hooks_before_state_dict_run_at_a_restore",
     ),
 )
+
+promise(
+    "docs/change-the-model.md",
+    "strict=False refuses a checkpoint that has no weights for any tracked module.",
+    (
+        "weights are left out in silence",
+        py("Fitting._refuse_to_take_no_weights", body("return None")),
+        "test_parts.py::test_a_restore_that_would_take_no_weights_is_refused_and_lists_both_sides",
+    ),
+    (
+        "two parts take the same one",
+        py("Fitting.__init__", never_raises("ConfigError")),
+        "test_parts.py::test_names_that_make_no_sense",
+    ),
+)
