@@ -20,6 +20,7 @@ CORE = (  # the most telling first
     REAL + "load_straight_to_the_device",
     REAL + "restore_of_many_small_tensors",
     REAL + "nothing_is_allocated_on_the_device",
+    REAL + "smaller_copies_and_views_take_no_memory_of_the_device",
     TRAINING + "steps_of_a_graph_that_is_gated_are_lazy",
     TRAINING + "a_ring_that_cannot_be_pinned",
 )

@@ -111,6 +111,9 @@ class Day:
     ) -> list[Any]:
         """Runs a part of a module (part.py). Returns its tables so far; they are in NAME.json as they grow."""
         seconds = min(seconds * (SHORTER if self.is_rehearsal else 1), self.left_s - START_S)
+        if seconds < 1:
+            self.say(f"-- {name}: no time was left")
+            return []
         size = int(gigabytes * 1e9 * (SMALLER if self.is_rehearsal else 1))
         folder, output = where / f"lazyckpt-day-{os.getpid()}-{name}", self.out / f"{name}.json"
         folder.mkdir(parents=True)

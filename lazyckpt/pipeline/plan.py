@@ -20,6 +20,7 @@ from lazyckpt.providers.casting import Casting
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
 from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.pickles import Skeleton, pickle_of
+from lazyckpt.providers.ranges import to_host
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import refuse_part
 
@@ -169,7 +170,7 @@ class SafetensorsPlan(FilePlan):
             # A view of a larger storage is written as what it shows, copied in host memory.
             dense = tensor.detach()
             if not dense.is_contiguous() or dense.untyped_storage().nbytes() != dense.nbytes or dense.is_conj():
-                dense = dense.cpu()
+                dense = to_host(dense)
             dense = dense.resolve_conj().resolve_neg().contiguous()
             if dense.untyped_storage().nbytes() != dense.nbytes:
                 dense = dense.clone()

@@ -17,6 +17,7 @@ import torch
 from lazyckpt.errors import ConfigError
 from lazyckpt.providers.base import StorageTable, TensorViews
 from lazyckpt.providers.module import ModuleProvider
+from lazyckpt.providers.ranges import to_host
 
 
 class Casting:
@@ -50,7 +51,7 @@ class Casting:
             view = value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_neg()
             place = value.untyped_storage()._cdata, *view
             if place not in done:
-                done[place] = value.detach().cpu().to(self._dtype)
+                done[place] = to_host(value.detach()).to(self._dtype)
             return done[place]
         live = value.untyped_storage()
         stand_in = kept.get(live._cdata)

@@ -22,6 +22,25 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a strided tensor as it is, or a copy of it in host memory if it is elsewhere.
+
+    No kernel runs on its device and no memory is taken there: ``tensor.cpu()`` would first straighten a view there. The
+    copy takes all bytes between the first and the last element."""
+    return tensor if tensor.is_cpu else span_copied(tensor)
+
+
+def span_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a strided tensor with a storage of its own in host memory. Calls wait for the device."""
+    if tensor.is_conj():
+        return span_copied(tensor.conj()).conj()
+    if tensor.is_neg():
+        return torch._neg_view(span_copied(torch._neg_view(tensor)))
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+    return span.to("cpu", copy=True).as_strided(tensor.shape, tensor.stride(), 0)
+
+
 def in_front(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor if it fills the first bytes of its storage, ``tensor.nbytes`` of them, and a copy in host
     memory if not.
@@ -37,9 +56,9 @@ def in_front(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.cpu().resolve_conj().resolve_neg()
+        tensor = to_host(tensor).resolve_conj().resolve_neg()
     if tensor.storage_offset() or not is_dense(tensor):
-        tensor = tensor.to("cpu", copy=True)
+        tensor = to_host(tensor).clone()
     if (held := tensor.untyped_storage().nbytes()) < tensor.nbytes:
         raise ConfigError(
             f"it needs {tensor.nbytes} bytes, but its storage has {held}: it was resized, or sharded training has "

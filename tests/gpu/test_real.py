@@ -197,6 +197,26 @@ def test_nothing_is_allocated_on_the_device(large: tuple[Large, lazyckpt.Saver],
         job.optimizer.step()
 
 
+def test_smaller_copies_and_views_take_no_memory_of_the_device(real_gpu: torch.device, tmp_path: Path) -> None:
+    """Regression: dtype= converted there, and views were made dense there."""
+    model = torch.nn.Linear(4096, 4096, device=real_gpu)
+    weight = model.weight.detach()
+    views = {"columns": weight[:, 64:128], "rows": weight[7:9], "turned": weight.t()}
+    expected = {name: view.cpu().contiguous() for name, view in views.items()}
+    with lazyckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.track(model=model)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        for dtype in (torch.float16, torch.bfloat16):
+            half = ckpt.save_part("model", tmp_path / "half.pt", dtype=dtype).result(60)
+            assert torch.equal(torch.load(half)["weight"], model.weight.detach().cpu().to(dtype))
+        for name, view in views.items():
+            lazyckpt.save({name: view}, tmp_path / "view.safetensors")
+            assert torch.equal(lazyckpt.load(tmp_path / "view.safetensors")[name], expected[name])
+        assert torch.cuda.max_memory_allocated() == allocated
+
+
 def test_a_graph_is_captured_while_copies_are_under_way(
     large: tuple[Large, lazyckpt.Saver], pending: Pending, tmp_path: Path
 ) -> None:

@@ -907,12 +907,12 @@ promise(
     "No copy is made on the GPU.",
     (
         "weights are converted on the GPU",
-        py("Casting._convert", swap("value.detach().cpu()", "value.detach()")),
+        py("Casting._convert", swap("to_host(...)", "value.detach()")),
         "providers/test_casting.py::test_what_is_converted_at_once_is_copied_to_the_host_before",
     ),
     (
         "a view becomes dense on the GPU",
-        py("in_front", swap("tensor.to(...)", "tensor.clone()")),
+        py("in_front", swap("to_host(tensor)", "tensor")),
         "providers/test_casting.py::test_views_are_made_dense_in_host_memory",
     ),
 )

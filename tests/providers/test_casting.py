@@ -13,8 +13,9 @@ from torch import nn
 
 import lazyckpt
 from lazyckpt.errors import ConfigError, TornSnapshotError
+from lazyckpt.pipeline.plan import SafetensorsPlan
 from lazyckpt.providers.casting import Casting
-from lazyckpt.providers.ranges import in_front
+from lazyckpt.providers.ranges import in_front, span_copied
 
 
 def train(count: int = 1, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -263,52 +264,76 @@ def test_tied_weights_are_written_once(tmp_path: Path, dtype: torch.dtype) -> No
     assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr()
 
 
-def host_copies(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Collects what is copied to the host from now on. On a GPU, a conversion or a clone of anything else is a copy
-    there."""
-    copies, cpu, to, clone = [], torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.clone
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes the host's tensors look like a GPU's: copies to the host are noted, and nothing else may copy them."""
+    calls: list[str] = []
+    to, clone = torch.Tensor.to, torch.Tensor.clone
+    copies: list[torch.UntypedStorage] = []  # kept, so that no other storage gets their identity
 
-    def noted(copy: torch.Tensor) -> torch.Tensor:
-        copies.append(copy)
+    def is_copy(tensor: torch.Tensor) -> bool:
+        return any(tensor.untyped_storage()._cdata == storage._cdata for storage in copies)
+
+    def moved(tensor: torch.Tensor, *args: Any, **knobs: Any) -> torch.Tensor:
+        if args != ("cpu",):
+            assert is_copy(tensor), "converted where it is"
+            return to(tensor, *args, **knobs)
+        assert tensor.is_contiguous(), "torch straightens it where it is"
+        copy = to(tensor, *args, **knobs)
+        copies.append(copy.untyped_storage())
+        calls.append("to the host")
         return copy
 
-    def convert(tensor: torch.Tensor, *args: Any, **knobs: Any) -> torch.Tensor:
-        if args == ("cpu",):
-            return noted(to(tensor, *args, **knobs))
-        return to(on_host(tensor), *args, **knobs)
+    def cloned(tensor: torch.Tensor, **knobs: Any) -> torch.Tensor:
+        assert is_copy(tensor), "cloned where it is"
+        return clone(tensor, **knobs)
 
-    def on_host(tensor: torch.Tensor) -> torch.Tensor:
-        assert any(tensor is copy for copy in copies), "copied where it is"
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: noted(cpu(tensor)))
-    monkeypatch.setattr(torch.Tensor, "to", convert)
-    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: clone(on_host(tensor)))
-    return copies
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(is_copy))
+    return calls
 
 
-def test_what_is_converted_at_once_is_copied_to_the_host_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_converted_at_once_is_copied_to_the_host_before(elsewhere: list[str]) -> None:
     """Regression: weights on a GPU were converted there, with half a model of memory that training may not have."""
-    tensor = torch.rand(30)
-    with monkeypatch.context() as patch:
-        copies = host_copies(patch)
-        converted = Casting(torch.float16).converted({"a": tensor, "b": tensor[::2], "c": tensor})
-    assert len(copies) == 2
-    assert equal(dict(converted), halved({"a": tensor, "b": tensor[::2], "c": tensor}, torch.float16))
+    tensor = torch.arange(30.0)
+    converted = Casting(torch.float16).converted({"a": tensor, "b": tensor[::2], "c": tensor})
+    assert len(elsewhere) == 2
+    numbers = {name: value.tolist() for name, value in converted.items()}
+    assert numbers == {"a": tensor.tolist(), "b": tensor[::2].tolist(), "c": tensor.tolist()}
+    assert all(value.dtype is torch.float16 for value in converted.values())
 
 
-def test_views_are_made_dense_in_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For safetensors and for shards. Regression: on a GPU, they were copied there."""
+def test_views_are_made_dense_in_host_memory(elsewhere: list[str], tmp_path: Path) -> None:
+    """For shards and for safetensors. Regression: on a GPU, they were copied there."""
     rows = torch.arange(24.0).view(4, 6)
-    views = {"part": rows[1:3], "columns": rows[:, 2:4], "turned": rows.t()}
-    with monkeypatch.context() as patch:
-        copies = host_copies(patch)
-        fronts = {name: in_front(view) for name, view in views.items()}
-        assert len(copies) == 2, "what is turned fills its storage"
-        for name, view in views.items():
-            lazyckpt.save({name: view}, tmp_path / f"{name}.safetensors")
-        assert len(copies) == 5
-    assert equal({name: front for name, front in fronts.items() if front is not None}, views)
-    assert all(torch.equal(load_file(tmp_path / f"{name}.safetensors")[name], view) for name, view in views.items())
+    views = {"part": rows[1:3], "columns": rows[:, 2:4], "turned": rows.t(), "none": rows[:, :0]}
+    fronts = {name: in_front(view) for name, view in views.items()}
+    assert len(elsewhere) == 2, "what is turned fills its storage"
+    assert {name: front.tolist() for name, front in fronts.items() if front is not None} == {
+        name: view.tolist() for name, view in views.items()
+    }
+    for name, view in views.items():
+        (storage,) = SafetensorsPlan({name: view}).gather().storages
+        shown = torch.empty(0).set_(storage)
+        assert shown.tolist() == view.flatten().tolist() and storage.nbytes() == view.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_span_that_is_copied_shows_the_same(dtype: torch.dtype) -> None:
+    base = torch.randn(5, 6, 7, dtype=dtype)
+    views = [
+        base,
+        base[1:3],
+        base[:, 2:5, ::3],
+        base.permute(2, 0, 1),
+        base[0, 0, 3],
+        base[:, :0],
+        base.expand(2, 5, 6, 7),
+    ]
+    if dtype.is_complex:
+        views += [view.conj() for view in views] + [base.conj().imag, base.conj().imag[::2, 1]]
+    for view in views:
+        copy = span_copied(view)
+        assert torch.equal(copy, view) and copy.untyped_storage()._cdata != view.untyped_storage()._cdata
+        assert copy.untyped_storage().nbytes() <= base.untyped_storage().nbytes()
