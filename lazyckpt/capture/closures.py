@@ -34,9 +34,9 @@ _PURE_METHODS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture
 _Class = TypeVar("_Class", bound=type[Any])
 
 # The layers that torch puts around a step: of its hooks, of `differentiable`, of no_grad() and the like.
-_HOOKED: CodeType = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__  # type: ignore[attr-defined]
+_HOOKED: CodeType = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 _USE_GRAD: CodeType = torch_optimizer._use_grad_for_differentiable(lambda self: None).__code__
-_IN_CONTEXT: CodeType = torch.no_grad()(lambda: None).__code__  # type: ignore[attr-defined]
+_IN_CONTEXT: CodeType = torch.no_grad()(lambda: None).__code__
 
 _vouched: weakref.WeakKeyDictionary[type[Any], Any] = weakref.WeakKeyDictionary()  # with the step at that time
 
@@ -410,7 +410,7 @@ def _tree_of(code: CodeType) -> ast.FunctionDef:
         raise Unproven
     named = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name)
     for node in named:
-        if min(part.lineno for part in (node, *node.decorator_list)) == code.co_firstlineno:
+        if min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) == code.co_firstlineno:
             return node
     raise Unproven
 

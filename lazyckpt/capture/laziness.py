@@ -16,6 +16,7 @@ import torch
 from lazyckpt.capture import devices
 from lazyckpt.capture.frozen import FrozenParameters, frozen_parameters
 from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.shared import may_be_shared
 from lazyckpt.capture.torn import TornStorages
 from lazyckpt.providers.base import TensorViews
 from lazyckpt.providers.wrappers import storages_in
@@ -55,14 +56,16 @@ def decide(
     if located is not None:  # torch copies these now
         owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
     if watched:
-        on_host = repeat(True) if located is None else map(devices.HOST.__eq__, located)
+        hosts = repeat(True) if located is None else map(devices.HOST.__eq__, located)
         owners = [
             0 if host and nbytes <= WATCHED_MIN_BYTES else bits
-            for host, nbytes, bits in zip(on_host, views.sizes, owners, strict=located is not None)
+            for host, nbytes, bits in zip(hosts, views.sizes, owners, strict=located is not None)
         ]
     else:  # another process may write to shared memory; the page witness refuses it by itself
-        columns = zip(owners, views.devices, views.storages, strict=True)
-        owners = [0 if bits and d.type == "cpu" and s.is_shared() else bits for bits, d, s in columns]
+        columns = zip(owners, views.devices, strict=True)
+        on_host = [at for at, (bits, device) in enumerate(columns) if bits and device.type == "cpu"]
+        for at, shared in zip(on_host, may_be_shared([views.storages[at] for at in on_host]), strict=True):
+            owners[at] = 0 if shared else owners[at]
     return owners, found, any(may_be_lazy)
 
 

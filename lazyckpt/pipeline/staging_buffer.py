@@ -89,6 +89,12 @@ def _is_watched(witness: str) -> bool:
     if witness == "versions":
         return False
     refused = _engine.page_witness(copy_on_write=witness == "copy")
+    if refused and witness == "auto":
+        warn_once(
+            f"the kernel does not watch host memory here ({refused}), so version counters tell whether something wrote "
+            'to a tensor before its copy. They miss some writers, which docs/consistency.md lists. witness="versions" '
+            "turns this message off"
+        )
     if not refused or witness == "auto":
         return not refused
     needs = "Linux 6.7 or newer and, in a container, a seccomp profile that allows userfaultfd"

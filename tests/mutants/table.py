@@ -537,6 +537,24 @@ promise(
     ("a step inside save() is not seen", py("Exclusion.stepped_inside", body("return None")), INSTANT),
 )
 
+SHARED_MEMORY = "test_shared_memory.py"
+
+promise(
+    CONSISTENCY,
+    "Shared memory is copied before save() returns, also where torch does not know that it is shared.",
+    ("only memory that torch shares is shared", py("shared._look_at", swap("_overlaps(...)", "False")), SHARED_MEMORY),
+    (
+        "memory that nothing tells of is private",
+        py("shared._look_at", swap("mappings is None", "False")),
+        SHARED_MEMORY,
+    ),
+    (
+        "a storage that moved is taken for the old one",
+        py("may_be_shared", swap("known[1] != place[1]", "False")),
+        SHARED_MEMORY,
+    ),
+)
+
 CLOSURES = "test_closures.py"
 
 promise(
