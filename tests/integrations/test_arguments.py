@@ -71,7 +71,9 @@ def test_a_setting_of_retention_is_refused_with_what_to_use() -> None:
 
 def test_the_reference_lists_what_the_signatures_list(tmp_path: Path) -> None:
     griffe = pytest.importorskip("griffe")
-    (tmp_path / "lazyckpt").symlink_to(ROOT / "lazyckpt")
+    (tmp_path / "lazyckpt").mkdir()
+    for name in ("__init__.py", "config.py", "checkpointer.py", "saver.py"):
+        (tmp_path / "lazyckpt" / name).symlink_to(ROOT / "lazyckpt" / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
         extensions = griffe.load_extensions("settings_in_reference")
