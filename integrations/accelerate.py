@@ -28,7 +28,7 @@ from lazyckpt.capture.gate import gate
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import StartsAnew, announce, close_and_warn
 from lazyckpt.integrations.redirect import safetensors_into
-from lazyckpt.storage import folders, in_place
+from lazyckpt.storage import folders, hidden, in_place, removal, unfinished
 from lazyckpt.warn import warn
 
 try:
@@ -123,6 +123,7 @@ class StateSaver(StartsAnew):
         self._replaced = {name: vars(accelerator)[name] for name in _METHODS if name in vars(accelerator)}
         self._start_anew()
         self._open_saver()  # now, since a setting may be wrong
+        self._sweep()
         self._open_group()
         for name in _METHODS:
             setattr(accelerator, name, getattr(self, name))
@@ -157,6 +158,13 @@ class StateSaver(StartsAnew):
             # For a script that does not call end_training().
             self._at_the_end = weakref.finalize(self._accelerator, close_and_warn, self._saver)
         return self._saver
+
+    def _sweep(self) -> None:
+        """Removes what dead runs have left where a script looks for the newest folder, before it does."""
+        if self._accelerator.is_main_process:
+            for folder in {Path.cwd(), Path(self._accelerator.project_dir or ".").absolute()}:
+                with contextlib.suppress(OSError):  # a save will say so
+                    removal.sweep(folder)
 
     def _close_saver(self) -> None:
         if self._saver is not None:
@@ -218,12 +226,15 @@ class StateSaver(StartsAnew):
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """``accelerate.Accelerator.load_state``, after all saves of this process's Accelerators are durable.
 
-        First finishes the publication of ``input_dir`` if a crash cut it off; raises LoadError if that fails. Raises
-        the SaveError of a failed save that was not raised before; a second call then loads what there is.
+        First finishes the publication of ``input_dir`` if a crash cut it off; raises LoadError if that fails, and for
+        the temporary name of a checkpoint. Raises the SaveError of a failed save that was not raised before; a second
+        call then loads what there is.
         """
         with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
             for saver in {*_alive, self}:
                 saver.wait()
+            if input_dir is not None:
+                unfinished.refuse(Path(input_dir).expanduser())
             if self._accelerator.is_main_process and input_dir is not None:
                 _finish(Path(input_dir).expanduser())
         lazyckpt.wait_captured()  # other savers may still be copying what is about to be overwritten
@@ -290,14 +301,10 @@ class StateSaver(StartsAnew):
     def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
         for model in self._accelerator._models:
             saver.watch(model)
-        # Not beside the checkpoints: load_state() takes the highest number of the names there, and fails on a name
-        # without one.
-        inside = Path(self._accelerator.project_dir or target.parent).resolve()
-        return saver.stage(
-            target.absolute(),
-            inside=inside if inside in target.parent.resolve().parents else None,
-            all_ranks=self._accelerator.is_fsdp2,
-        )
+        # Not in checkpoints/: load_state() takes the highest number there, and fails on a name without one.
+        root, parent = Path(self._accelerator.project_dir or target.parent).resolve(), target.parent.resolve()
+        inside = hidden.place(root if root in parent.parents else parent)
+        return saver.stage(target.absolute(), inside=inside, all_ranks=self._accelerator.is_fsdp2)
 
     def _write(self, folder: Path, staged: lazyckpt.StagedFolder | None, *args: Any, **kwargs: Any) -> None:
         """Makes accelerate save into ``folder``."""

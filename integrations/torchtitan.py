@@ -15,7 +15,6 @@ torchtitan finds checkpoints by ``re.search(r"step-(\\d+)")``, which also finds 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import os
@@ -36,7 +35,7 @@ from lazyckpt.capture.gate import gate
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import announce, close_and_warn
 from lazyckpt.integrations.dcp import LazyStorageReader
-from lazyckpt.storage import removal
+from lazyckpt.storage import hidden, removal
 from lazyckpt.warn import warn
 
 try:
@@ -139,7 +138,7 @@ class LazyCheckpointManager(CheckpointManager):
         target = Path(checkpoint_id).absolute()
         step = int(match[1]) if (match := _STEP.fullmatch(target.name)) else None
         with self._saver.stage(
-            target, inside=self._folder / STAGING, step=step, all_ranks=True, keep_others=False
+            target, inside=hidden.place(self._folder, STAGING), step=step, all_ranks=True, keep_others=False
         ) as staged:
             if to_hf:
                 super().dcp_save(state_dict, str(staged.path), AsyncMode.DISABLED, enable_garbage_collection, to_hf)
@@ -172,12 +171,7 @@ class LazyCheckpointManager(CheckpointManager):
         if not hasattr(self, "_at_the_end"):
             return  # __init__ raised
         self._at_the_end.detach()
-        try:
-            self._saver.__exit__(*sys.exc_info())
-        finally:
-            if self._rank == 0:
-                with contextlib.suppress(OSError):  # it was never made, or another job stages there
-                    (self._folder / STAGING).rmdir()
+        self._saver.__exit__(*sys.exc_info())
 
     # loads
 

@@ -34,7 +34,7 @@ import lazyckpt
 from lazyckpt import settings
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations import StartsAnew, announce, wrap
-from lazyckpt.storage import removal
+from lazyckpt.storage import hidden, removal, unfinished
 from lazyckpt.warn import warn, warn_once
 
 try:
@@ -422,18 +422,24 @@ def _finalize(callback: LazyCheckpointCallback, original: Any, trainer: Trainer,
         trainer.state.best_model_checkpoint = None
     # With save_total_limit=1 the Trainer now removes the last checkpoint if it is not the best one. It would do so in
     # place, and a kill would leave half of it under its name.
-    atomic = types.SimpleNamespace(**{**vars(shutil), "rmtree": _remove_at_once})
+    rmtree = functools.partial(_remove_at_once, staging_folder(trainer.args))
+    atomic = types.SimpleNamespace(**{**vars(shutil), "rmtree": rmtree})
     with attribute(transformers.trainer, "shutil", atomic):
         return original(*args, **kwargs)
 
 
-def _remove_at_once(checkpoint: str, ignore_errors: bool = True) -> None:
+def _remove_at_once(inside: Path, checkpoint: str, ignore_errors: bool = True) -> None:
     with contextlib.suppress(OSError):
-        removal.remove(Path(checkpoint))
+        hidden.make(inside)
+        removal.remove(Path(checkpoint).absolute(), inside=inside)
+    hidden.remove(inside)
 
 
 @wrap(Trainer, "train", _callback_of)
 def _train(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    resume = args[0] if args else kwargs.get("resume_from_checkpoint")
+    if isinstance(resume, str | os.PathLike):
+        unfinished.refuse(resume)
     callback.wait()  # it is about to look for the last checkpoint
     trainer.accelerator.wait_for_everyone()
     try:

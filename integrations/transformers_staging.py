@@ -17,7 +17,7 @@ from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
 
 import lazyckpt
 from lazyckpt.integrations.redirect import safetensors_into
-from lazyckpt.storage import removal
+from lazyckpt.storage import hidden, removal
 from lazyckpt.warn import warn
 
 # Inside output_dir, since it must be on the same file system. Neither resumption nor rotation looks at it, and
@@ -28,19 +28,19 @@ _LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME}  # written by torc
 
 
 def staging_folder(args: TrainingArguments) -> Path:
-    return Path(str(args.output_dir), STAGING).absolute()
+    return hidden.place(Path(str(args.output_dir)).absolute(), STAGING)
 
 
 def tidy(inside: Path) -> None:
     """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
-    try:
-        removal.sweep(inside)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        warn(f"what dead runs left in {inside} is not removed: {error}")
-    with contextlib.suppress(OSError):  # not empty
-        inside.rmdir()
+    for folder in hidden.swept_with(inside):
+        try:
+            removal.sweep(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            warn(f"what dead runs left in {folder} is not removed: {error}")
+    hidden.remove(inside)
 
 
 def oldest_first(run_dir: str) -> list[str]:

@@ -23,7 +23,7 @@ from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.part import NoPart, part
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.restore_shards import load_shards
-from lazyckpt.storage import paths, removal
+from lazyckpt.storage import paths, removal, unfinished
 from lazyckpt.storage.manifest import DCP_METADATA, MANIFEST, STATE, is_missing, read_checkpoint
 
 
@@ -99,6 +99,7 @@ def load(
 def _load(path: str | os.PathLike[str], map_location: MapLocation, weights_only: bool, choose: _Choice) -> Any:
     paths.local(path)
     path = Path(path)
+    unfinished.refuse(path)
     if os.path.isdir(path):  # Path.is_dir() raises what load_error() is for
         if _is_sharded(path):
             return load_shards(path, _device(map_location), choose, key=choose.key, weights_only=weights_only)

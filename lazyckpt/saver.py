@@ -25,7 +25,7 @@ from lazyckpt.pipeline.reentry import alone, other_thread, refuse
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
-from lazyckpt.storage import folders, in_place, paths, removal
+from lazyckpt.storage import hidden, in_place, paths, removal
 from lazyckpt.storage.commit import Staging
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Saver:
         self._archives = ArchiveCache()  # of lone archives, whatever their names
         self._staged_archives: dict[str, ArchiveCache] = {}  # of archives in staged folders, by name
         self._prepared: set[Path] = set()  # folders
+        self._staged_in: dict[Path, Path] = {}  # by the folder that the checkpoints appear in
         self._crews: dict[Path, Crew] = {}  # by the folder in which the ranks stage
         self._pid = os.getpid()
         self._ended = False  # all that was saved is durable
@@ -110,10 +111,11 @@ class Saver:
     ) -> StagedFolder:
         """Begin a folder that appears as ``path`` when everything in it is durable.
 
-        Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount. It
-        replaces a folder of that name, but keeps files there that it lacks itself, unless ``keep_others`` is false. A
-        folder that cannot be renamed (a mount point, for example) is filled instead, and keeps them (in_place.py). A
-        symbolic link is followed. Raises SaveError if the folder cannot be made.
+        Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount; so
+        has what ``remove`` removes later. It replaces a folder of that name, but keeps files there that it lacks
+        itself, unless ``keep_others`` is false. A folder that cannot be renamed (a mount point, for example) is filled
+        instead, and keeps them (in_place.py). A symbolic link is followed. Raises SaveError if the folder cannot be
+        made.
 
         With ``all_ranks``, the ranks of torch.distributed fill one folder together. Every rank calls this with the same
         arguments, for the same folders in the same order, and then ``save`` of what it returns. It waits until rank 0
@@ -134,7 +136,7 @@ class Saver:
                         target,
                         step,
                         alone=partial(self._stage_alone, target, folder, keep_others),
-                        prepare=self._prepare,
+                        prepare=partial(self._prepare_both, folder),
                         keep_others=keep_others,
                     )
             else:
@@ -144,6 +146,8 @@ class Saver:
         return StagedFolder(self.launcher, request, self._staged_archives)
 
     def _stage_alone(self, target: Path, inside: Path | None, keep_others: bool) -> Staging:
+        if inside is not None:
+            self._staged_in[target.parent] = inside
         return in_place.stage(target, inside, self._prepare, keep_others=keep_others)
 
     def _crew(self, folder: Path) -> Crew:
@@ -158,9 +162,24 @@ class Saver:
     def _prepare(self, folder: Path) -> None:
         """Makes a folder to save into and removes what dead processes left in it, once. Raises OSError."""
         if folder not in self._prepared:
-            folders.make_folder(folder)
-            removal.sweep(folder)
+            self._leave_places()
+            hidden.make(folder)
+            for one in hidden.swept_with(folder):
+                removal.sweep(one)
             self._prepared.add(folder)
+
+    def _prepare_both(self, inside: Path | None, parent: Path) -> None:
+        """Rank 0 of a crew: prepares the folder of a checkpoint, and that in which it is staged."""
+        self._prepare(parent)
+        if inside is not None:
+            self._staged_in[parent] = inside
+            self._prepare(inside)
+
+    def _leave_places(self) -> None:
+        """Removes the places (hidden.py) that are empty. The next save into one makes it again."""
+        for place in filter(hidden.is_place, self._prepared):
+            hidden.remove(place)
+        self._prepared = {folder for folder in self._prepared if folder.exists()}
 
     def watch(self, module: torch.nn.Module) -> None:
         """Make ``module.load_state_dict`` wait for pending copies. Also lets its frozen parameters become lazy."""
@@ -194,6 +213,7 @@ class Saver:
         self.launcher.check_process()
         if path is None:
             self._background.drain()
+            self._leave_places()
         else:
             wanted = Path(path).resolve()  # however it was spelled
             ways = [(h, h.path.resolve()) for h in self.pending()]
@@ -214,7 +234,8 @@ class Saver:
         stays if it is saved again after this call.
         """
         self.launcher.check_usable()
-        self._background.remove(paths.local(path))
+        local = paths.local(path)
+        self._background.remove(local, self._staged_in.get(local.parent))
 
     def close(self) -> None:
         """Wait until everything is durable; stop the threads. Raises the SaveError of a save that failed."""
@@ -229,6 +250,7 @@ class Saver:
         self._background.close()
         for crew in self._crews.values():
             crew.close()
+        self._leave_places()
         if self._trace is not None:
             self._trace.close()
         self.launcher.modules.clear()

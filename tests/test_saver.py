@@ -380,7 +380,12 @@ def test_what_is_saved_again_is_not_removed(
 ) -> None:
     """Regression: a removal that waited for an earlier save deleted what was saved under that name since."""
     hide = removal.hide
-    monkeypatch.setattr(removal, "hide", lambda path: (time.sleep(0.2), hide(path))[1])  # so late that it is there
+
+    def late(doomed: Path, **where: Any) -> Path | None:
+        time.sleep(0.2)  # it is there by then
+        return hide(doomed, **where)
+
+    monkeypatch.setattr(removal, "hide", late)
     torch.save("old", tmp_path / "a.pt")
     saver.save(training.state(), tmp_path / "b.pt")
     saver.remove(tmp_path / "a.pt")
@@ -398,11 +403,11 @@ def test_nothing_is_saved_between_the_question_and_the_removal(
     saving: list[threading.Thread] = []
     hide = removal.hide
 
-    def overtaken(doomed: Path) -> Path | None:
+    def overtaken(doomed: Path, **where: Any) -> Path | None:
         saving.append(threading.Thread(target=lambda: saver.save("new", doomed).result(30)))
         saving[0].start()
         saving[0].join(0.5)
-        return hide(doomed)
+        return hide(doomed, **where)
 
     torch.save("old", path)
     monkeypatch.setattr(removal, "hide", overtaken)

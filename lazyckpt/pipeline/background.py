@@ -71,13 +71,13 @@ class Background:
         self._in_flight.append(handle)
         self._last = handle
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Path, inside: Path | None = None) -> None:
         """Removes a file or folder once every save launched so far is durable and its done-callbacks have returned.
-        Keeps it if the last save fails, or if it is saved again."""
+        Keeps it if the last save fails, or if it is saved again. ``inside``: as in ``removal.hide``."""
         with self._removal:
             self._doomed.add(path)
         handles = [*self.pending, *([self._last] if self._last else [])]
-        self._submit(partial(self._remove_behind, path, handles, self._tasks))
+        self._submit(partial(self._remove_behind, path, inside, handles, self._tasks))
 
     def wait_for_room(self) -> None:
         """Waits until fewer than ``max_in_flight`` checkpoints are in flight."""
@@ -243,7 +243,7 @@ class Background:
             for trash in filter(None, hidden):
                 removal.unlink(trash)
 
-    def _remove_behind(self, path: Path, handles: list[SaveHandle], earlier: list[Task]) -> None:
+    def _remove_behind(self, path: Path, inside: Path | None, handles: list[SaveHandle], earlier: list[Task]) -> None:
         # A handle is done before its callbacks run, and a callback may move a link away from the path. So wait for the
         # tasks. A worker has already taken each earlier one, so this wait ends.
         concurrent.futures.wait(earlier)
@@ -254,9 +254,9 @@ class Background:
             return
         try:
             with self._removal:
-                trash = removal.hide(path) if path in self._doomed else None
+                trash = removal.hide(path, inside=inside) if path in self._doomed else None
                 self._doomed.discard(path)
             if trash is not None:
-                removal.unlink(trash)
+                removal.unlink(trash, path.parent)
         except OSError as cause:
             warn_in_background(f"{path} could not be removed: {cause}")

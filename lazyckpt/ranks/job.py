@@ -27,7 +27,7 @@ from lazyckpt.ranks.pulse import ABSENT, Pulse, Watch
 from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
 from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serves
 from lazyckpt.ranks.votes import Ballot
-from lazyckpt.storage import folders, locks, mounts, owner, removal
+from lazyckpt.storage import hidden, locks, mounts, owner, removal
 from lazyckpt.storage.owner import Owner
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
 from lazyckpt.warn import warn
@@ -271,7 +271,7 @@ def _found(client: Client, shared: Client, begin: str, directory: Path, serves: 
     told = {**vars(new), "directory": str(directory), "serves": serves}
     lock = -1
     try:
-        folders.make_folder(directory)
+        hidden.make(directory)
         lock = owner.take(directory, new)
         removal.sweep(directory, new)
         shared.set(begin, json.dumps(told).encode())

@@ -25,6 +25,7 @@ from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
 from lazyckpt.reading.restore_shards import Shards, scatter
 from lazyckpt.reading.restored import Restored
 from lazyckpt.reading.team import ALONE, Team
+from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
 from lazyckpt.storage.retention import Best
@@ -106,10 +107,15 @@ def restore_one(
     return patiently(lambda: _restore_one(path, tracked, engine, fit, team))
 
 
+def _read(path: Path) -> Checkpoint:
+    unfinished.refuse(path)
+    return read_checkpoint(path)
+
+
 def _restore_one(
     path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team
 ) -> tuple[Checkpoint, Restored]:
-    checkpoint = team.follow(lambda: read_checkpoint(path))
+    checkpoint = team.follow(lambda: _read(path))
     attempt = _Attempt(tracked, engine, fit, team)
     try:
         return checkpoint, attempt.restore(checkpoint)

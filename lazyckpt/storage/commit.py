@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyckpt import _engine
-from lazyckpt.storage import folders, locks, permissions, removal
+from lazyckpt.storage import folders, hidden, locks, permissions, removal
 from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA, MANIFEST
 
 
@@ -52,7 +52,7 @@ class Staging:
             except FileNotFoundError:
                 if inside is None or inside.exists():
                     raise
-                folders.make_folder(inside)  # another process found it empty, and removed it
+                hidden.make(inside)  # another process found it empty, and removed it
                 continue
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -146,7 +146,7 @@ class Staging:
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
         # A file system without RENAME_EXCHANGE. For an instant neither has the name; older checkpoints stand in.
-        old = folders.fresh_name(folders.TRASH, self.target)
+        old = folders.fresh_name(folders.TRASH, self.path.parent / self.target.name)
         os.rename(self.target, old)
         try:
             os.rename(self.path, self.target)
@@ -163,6 +163,8 @@ class Staging:
         try:
             if not self._published:
                 shutil.rmtree(self.path, ignore_errors=True)
+                if hidden.is_place(self.path.parent):
+                    hidden.remove(self.path.parent)
         finally:
             self._unlock()
 

@@ -72,6 +72,11 @@ def is_unfinished(name: str) -> bool:
     return _UNFINISHED.fullmatch(name) is not None
 
 
+def target_of(name: str) -> str:
+    """What ``fresh_name`` was given, for a name that ``is_unfinished``."""
+    return name.partition("-")[2].rpartition("-")[0]
+
+
 def reraise(error: OSError) -> NoReturn:
     """Raises ``error``: for ``os.walk`` and ``os.fwalk``, which otherwise skip a folder that they cannot list."""
     raise error

@@ -19,21 +19,22 @@ from lazyckpt.storage.owner import Owner
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
-def remove(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> bool:
+def remove(path: Path, may_go: Callable[[Path], bool] = lambda path: True, *, inside: Path | None = None) -> bool:
     """Hides a path, then removes it. After a crash in between, ``sweep`` removes the rest.
 
     Returns whether nothing has the name now. Raises OSError."""
-    if (trash := hide(path, may_go)) is not None:
-        unlink(trash)
+    if (trash := hide(path, may_go, inside=inside)) is not None:
+        unlink(trash, path.parent)
     return not os.path.lexists(path)
 
 
-def hide(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> Path | None:
-    """Renames a path out of sight, unless ``may_go`` refuses when no other process can replace the path any more.
+def hide(path: Path, may_go: Callable[[Path], bool] = lambda path: True, *, inside: Path | None = None) -> Path | None:
+    """Renames a path out of sight, unless ``may_go`` refuses when no other process can replace the path any more. It
+    gets a name beside the old one, or in the folder ``inside`` if that is there and on the same mount.
 
     Returns the path for ``unlink``. None: nothing is left to remove, or it stays. Raises OSError."""
     try:
-        trash = _rename_away(path)
+        trash = _rename_away(path, inside)
         if trash is None:
             take_apart(path, may_go)
     except FileNotFoundError:
@@ -44,15 +45,17 @@ def hide(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -> Path
     return trash
 
 
-def _rename_away(path: Path) -> Path | None:
+def _rename_away(path: Path, inside: Path | None) -> Path | None:
     """Returns the new name, or None if the path must be removed where it is."""
     if not path.is_dir() and mounts.is_overlay(path.parent):
         path.lstat()
         return None  # a rename would first copy a file of a lower layer to the upper one
-    trash = folders.fresh_name(folders.TRASH, path)
+    trash = folders.fresh_name(folders.TRASH, path if inside is None else inside / path.name)
     try:
         os.rename(path, trash)
     except OSError as error:
+        if inside is not None and error.errno in (errno.ENOENT, errno.EXDEV):
+            return _rename_away(path, None)
         if error.errno == errno.EXDEV:
             return None
         raise
@@ -100,11 +103,13 @@ def _unlink_files(fd: int, endings: tuple[str, ...]) -> None:
         os.fsync(folder)
 
 
-def unlink(trash: Path) -> None:
-    """Removes a folder, file or link that was renamed to ``trash``.
+def unlink(trash: Path, was_in: Path | None = None) -> None:
+    """Removes a folder, file or link that was renamed to ``trash``. ``was_in``: the folder that it was in, unless it is
+    the same.
 
     Syncs the rename first: a power cut must not give the final name back to half of a checkpoint."""
-    folders.sync_path(trash.parent)
+    for folder in dict.fromkeys((trash.parent, was_in or trash.parent)):
+        folders.sync_path(folder)
     if trash.is_dir() and not trash.is_symlink():
         shutil.rmtree(trash, ignore_errors=True)
     else:
@@ -116,7 +121,9 @@ def sweep(root: Path, by: Owner | None = None) -> list[Path]:
     replaced its name back. ``by``: also removes what older generations of this job have staged."""
     asides = _unfinished(root, folders.REPLACED)
     replaced = [
-        path for path in asides if folders.is_whole(_name_of(path)) and not put_back(path, root / _name_of(path))
+        path
+        for path in asides
+        if folders.is_whole(name := folders.target_of(path.name)) and not put_back(path, root / name)
     ]
     trash = [*_unfinished(root, folders.TRASH), *filter(None, map(hide, replaced))]
     staged = sweep_staged(root, by)
@@ -135,11 +142,6 @@ def put_back(aside: Path, target: Path) -> bool:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # published meanwhile
                     raise
     return not os.path.lexists(aside)
-
-
-def _name_of(aside: Path) -> str:
-    """The name of a checkpoint that was moved aside."""
-    return aside.name.removeprefix(folders.REPLACED).rpartition("-")[0]
 
 
 def sweep_staged(root: Path, by: Owner | None = None) -> list[Path]:

@@ -74,7 +74,7 @@ def main(folder: Path, steps: int, every: int, *options: str) -> None:
             print(json.dumps({"step": position.step, "loss": loss.item().hex()}), flush=True)
             if position.step % every == 0:
                 accelerator.save_state()
-                if position.step >= int(chosen.get("kill-at", steps + 1)) and any(folder.glob(".tmp-*")):
+                if position.step >= int(chosen.get("kill-at", steps + 1)) and any(folder.rglob(".tmp-*")):
                     os.kill(os.getpid(), signal.SIGKILL)
             if position.step == steps:
                 break

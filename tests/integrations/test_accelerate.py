@@ -40,8 +40,8 @@ from duplicates import DUPLICATES  # noqa: E402
 import lazyckpt  # noqa: E402
 import lazyckpt.run  # noqa: E402
 from lazyckpt.integrations.accelerate import StateSaver, enable  # noqa: E402
-from lazyckpt.storage import commit, folders, in_place, removal  # noqa: E402
-from trainers import contents, forget_accelerators, ranks  # noqa: E402
+from lazyckpt.storage import commit, folders, hidden, in_place, removal  # noqa: E402
+from trainers import Forked, contents, forget_accelerators, ranks  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("plain_accelerate.py")
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
@@ -358,7 +358,7 @@ def test_only_whole_checkpoints_are_ever_seen_among_the_checkpoints(tmp_path: Pa
     run.step()
     run.accelerator.load_state()  # waits until the newest is there
     assert torch.equal(run.model.layers[0].weight, weights[-1])
-    assert staged_in == [tmp_path] * 3
+    assert staged_in == [hidden.place(tmp_path)] * 3
     assert names(tmp_path) == ["checkpoints"]
 
 
@@ -495,7 +495,7 @@ def test_a_resumed_run_does_not_run_into_what_total_limit_removes(
         run.accelerator.save_state()
     run.accelerator.end_training()
     hide = removal.hide
-    monkeypatch.setattr(removal, "hide", lambda path: (time.sleep(0.3), hide(path))[1])
+    monkeypatch.setattr(removal, "hide", lambda path, **where: (time.sleep(0.3), hide(path, **where))[1])
     resumed = Run(**automatic(tmp_path, total_limit=2))
     enable(resumed.accelerator)
     resumed.accelerator.load_state()
@@ -796,7 +796,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Any, run_here: 
     )
     killed = losses(done.stdout)
     assert done.returncode != 0 and "died with <Signals.SIGKILL" in done.stderr, done.stderr
-    assert list((tmp_path / "killed").glob(".tmp-*"))
+    assert list((tmp_path / "killed" / ".lazyckpt" / "staged").glob(".tmp-*"))
     resumed = run_here(tmp_path / "killed", 14, 2)
     assert sorted(whole) == list(range(1, 15)) and 1 < min(resumed) <= max(killed) + 1 <= 14
     assert {**killed, **resumed} == whole == {**resumed, **killed}
@@ -804,6 +804,71 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, graph: Any, run_here: 
     newest = [sorted((tmp_path / run / "checkpoints").iterdir(), key=number)[-1] for run in ("whole", "killed")]
     assert contents(newest[0], graph) == contents(newest[1], graph)
     assert names(tmp_path / "killed") == ["checkpoints"] and len(names(newest[1].parent)) == 2
+
+
+def save_until_killed(folder: Path) -> None:
+    """Saves step_1, step_2, … into the working folder, and is killed before step_3 has its name."""
+    os.chdir(folder)
+    publish = commit.Staging.publish
+
+    def deadly(self: commit.Staging) -> Any:
+        if self.target.name == "step_3":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return publish(self)
+
+    commit.Staging.publish = deadly  # type: ignore[method-assign]
+    run = Run()
+    enable(run.accelerator)
+    for step in (1, 2, 3, 4):
+        run.step()
+        run.accelerator.save_state(f"step_{step}")
+    run.accelerator.end_training()
+
+
+@pytest.mark.parametrize("time_of", [os.path.getctime, os.path.getmtime])
+def test_the_idiom_of_accelerates_examples_resumes_after_a_kill(
+    time_of: Callable[[str], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the newest folder was .tmp-step_3-…, and stayed it at every start."""
+    folder = tmp_path / "run"
+    (folder / "step_0").mkdir(parents=True)  # of a run without lazyckpt
+    died = Forked(lambda: save_until_killed(folder), tmp_path / "output")
+    assert died.wait() == -signal.SIGKILL, died.output.read_text()
+    monkeypatch.chdir(folder)
+    dirs = [f.name for f in os.scandir(os.getcwd()) if f.is_dir()]
+    dirs.sort(key=time_of)
+    assert (dirs[-1], sorted(dirs)) == ("step_2", [".lazyckpt", "step_0", "step_1", "step_2"])
+    run = Run()
+    enable(run.accelerator)
+    run.accelerator.load_state(dirs[-1])
+    run.step()
+    run.accelerator.save_state("step_3")
+    run.accelerator.end_training()
+    assert names(folder) == ["step_0", "step_1", "step_2", "step_3"]
+
+
+def test_enable_removes_what_a_killed_run_of_an_older_version_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the script would find it, before the first save, and stay stuck."""
+    for root in (tmp_path, tmp_path / "project"):
+        for prefix in (folders.TEMPORARY, folders.TRASH):
+            folders.fresh_name(prefix, root / "step_3").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    enable(accelerate.Accelerator(cpu=True, project_dir="project"))
+    assert names(tmp_path) == ["project"] and names(tmp_path / "project") == []
+
+
+@pytest.mark.parametrize("left", [".lazyckpt", ".lazyckpt/staged/.tmp-step_3-*", ".tmp-step_3-*", ".trash-step_1-*"])
+def test_load_state_of_a_temporary_name_says_which_checkpoint_is_whole(left: str, tmp_path: Path) -> None:
+    run = Run()
+    enable(run.accelerator)
+    run.accelerator.save_state(tmp_path / "step_2")
+    run.accelerator.end_training()
+    unfinished = tmp_path / left.replace("*", "0" * 32)
+    unfinished.mkdir(parents=True)
+    with pytest.raises(lazyckpt.LoadError, match=f"the newest whole one is {tmp_path}/step_2"):
+        run.accelerator.load_state(str(unfinished))
 
 
 def test_two_ranks_save_one_folder(tmp_path: Path, graph: Any) -> None:

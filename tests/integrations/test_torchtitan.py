@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import lazyckpt
 from lazyckpt.pipeline import persist
 from lazyckpt.ranks.votes import Ballot
-from lazyckpt.storage import folders
+from lazyckpt.storage import folders, hidden
 
 pytest.importorskip("torchtitan", reason="it needs Python 3.11", exc_type=ImportError)
 from torchtitan.components.checkpointer import CheckpointManager
@@ -232,7 +232,8 @@ def looking(folder: Path) -> Any:
 
     def decide(ballot: Any) -> None:
         seen.append((plainly_found(folder / "checkpoint"), names(folder)))
-        assert any((staged / ".metadata").exists() for staged in (folder / "checkpoint" / STAGING).glob(".tmp-*"))
+        place = hidden.place(folder / "checkpoint", STAGING)
+        assert any((staged / ".metadata").exists() for staged in place.glob(".tmp-*"))
         real(ballot)
 
     with pytest.MonkeyPatch.context() as patch:

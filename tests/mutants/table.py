@@ -1095,9 +1095,34 @@ promise(
     "At every rename of a Hugging Face run, get_last_checkpoint finds a whole checkpoint.",
     (
         "the Trainer removes the last checkpoint in place",
-        py("transformers._finalize", swap("_remove_at_once", "shutil.rmtree")),
+        py("transformers._finalize", swap("functools.partial(_remove_at_once, ...)", "shutil.rmtree")),
         "integrations/test_transformers.py::"
         "test_whenever_the_process_ends_the_last_checkpoint_and_the_best_that_it_names_are_there",
+    ),
+)
+
+promise(
+    DURABILITY,
+    "A kill leaves nothing beside the checkpoints of trainers that a script could take for one.",
+    (
+        "the folder for staged checkpoints is as new as it is",
+        py("hidden.make", swap("_make_old(...)")),
+        "test_hidden.py::test_no_idiom_ever_finds_an_unfinished_checkpoint",
+    ),
+    (
+        "staged beside the checkpoints",
+        py("in_place.stage", swap("commit.Staging(target, inside, keep_others=keep_others)", "commit.Staging(target)")),
+        "test_hidden.py::test_no_idiom_ever_finds_an_unfinished_checkpoint",
+    ),
+    (
+        "removed beside the checkpoints",
+        py("Saver.remove", swap("self._staged_in.get(...)")),
+        "test_hidden.py::test_no_idiom_ever_finds_an_unfinished_checkpoint",
+    ),
+    (
+        "a temporary name is loaded",
+        py("unfinished.refuse", swap("folders.is_unfinished(part.name)", "False")),
+        "test_hidden.py::test_a_load_of_a_temporary_name_says_which_checkpoint_is_whole",
     ),
 )
 
@@ -1126,7 +1151,7 @@ promise(
     "A run that is killed goes on from the newest whole checkpoint; old ones stay until newer ones are durable.",
     (
         "checkpoints are staged where torchtitan looks for them",
-        py("LazyCheckpointManager.dcp_save", swap("self._folder / STAGING", "None")),
+        py("LazyCheckpointManager.dcp_save", swap("hidden.place(...)", "None")),
         "integrations/test_torchtitan.py::test_a_staged_folder_is_never_taken_for_a_checkpoint",
     ),
     (
