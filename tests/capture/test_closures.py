@@ -276,8 +276,9 @@ def test_every_class_of_torch_but_lbfgs_is_proven_in_a_subclass() -> None:
     assert unproven == {torch.optim.LBFGS}
 
 
-def pending_at_closure(run: Any, disk: Any, pending: Any, *, by_name: bool = True) -> int:
-    """Chunks that were not copied when the closure of a step began, after a save."""
+def pending_at_closure(run: Any, disk: Any, pending: Any, *, waits: bool, by_name: bool = True) -> int:
+    """Chunks that were not copied when the closure of a step began, after a save. ``waits``: whether the step needs the
+    disk before its closure, which otherwise gives the disk back."""
     run.backward()
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     disk.hold()
@@ -289,7 +290,8 @@ def pending_at_closure(run: Any, disk: Any, pending: Any, *, by_name: bool = Tru
         disk.release()
         return run.backward()
 
-    disk.release(after_s=0.1)
+    if waits:
+        disk.release(after_s=0.1)
     if by_name:
         run.optimizer.step(closure=closure)
     else:
@@ -306,7 +308,7 @@ def test_a_proven_step_waits_behind_its_closure(kind: type[Any], make_run: Any, 
     run.optimizer.step(run.backward)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert pending_at_closure(run, disk, pending, by_name=kind is not OtherName) > 0
+        assert pending_at_closure(run, disk, pending, waits=False, by_name=kind is not OtherName) > 0
 
 
 @pytest.mark.parametrize("kind", [WritesFirst, WritesInGetattribute, WritesInHealthCheck, WritesByDecorator])
@@ -315,7 +317,7 @@ def test_another_step_waits_in_front_and_is_told_of_once(kind: Any, make_run: An
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.optimizer.step(run.backward)
-        assert [pending_at_closure(run, disk, pending) for _ in range(2)] == [0, 0]
+        assert [pending_at_closure(run, disk, pending, waits=True) for _ in range(2)] == [0, 0]
     (message,) = [str(w.message) for w in told if "closure" in str(w.message)]
     assert f"lazyckpt.closure_first({kind.__name__})" in message
 
@@ -340,7 +342,7 @@ def test_the_user_vouches_for_a_class(make_run: Any, disk: Any, pending: Any) ->
     assert is_proven(Vouched) and is_proven(Child) and not is_proven(Other)
     run = make_run(lambda p: Child(p, lr=1e-3), warm=False)
     run.optimizer.step(run.backward)
-    assert pending_at_closure(run, disk, pending) > 0
+    assert pending_at_closure(run, disk, pending, waits=False) > 0
     Vouched.step = WritesFirst.step  # type: ignore[method-assign]
     assert not is_proven(Vouched), "the vouched step is gone"
     for wrong in (3, Vouched([torch.nn.Parameter(torch.zeros(1))], lr=0.1), int):
@@ -394,7 +396,7 @@ def test_a_hook_of_somebody_else_between_the_gate_and_the_closure(make_run: Any,
     run.optimizer.step(run.backward)
     run.optimizer.register_step_pre_hook(lambda optimizer, *_: write(optimizer))
     with pytest.warns(UserWarning, match="runs before the closure and may write"):
-        assert pending_at_closure(run, disk, pending) == 0
+        assert pending_at_closure(run, disk, pending, waits=True) == 0
 
 
 def test_our_own_hooks_are_no_writers(tmp_path: Any, make_run: Any, disk: Any, pending: Any) -> None:
@@ -403,11 +405,11 @@ def test_our_own_hooks_are_no_writers(tmp_path: Any, make_run: Any, disk: Any, p
     run.optimizer.step(run.backward)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert pending_at_closure(run, disk, pending) > 0
+        assert pending_at_closure(run, disk, pending, waits=False) > 0
     hook: Callable[..., None] = lambda optimizer, *_: write(optimizer)  # noqa: E731
     handle = register_optimizer_step_pre_hook(hook)
     try:
         with pytest.warns(UserWarning, match=r"test_closures\.py"):
-            assert pending_at_closure(run, disk, pending) == 0
+            assert pending_at_closure(run, disk, pending, waits=True) == 0
     finally:
         handle.remove()
