@@ -19,7 +19,7 @@ from ecosystem.rows import EVERY, STEPS, Row, Run, Train, seed_all
 
 
 @contextlib.contextmanager
-def accelerator(run: Run) -> Iterator[Any]:
+def accelerator(run: Run, **options: Any) -> Iterator[Any]:
     """One that saves lazily if the run asks for it. Call ``run_enabled`` behind ``prepare``."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -27,7 +27,7 @@ def accelerator(run: Run) -> Iterator[Any]:
     from lazyckpt.integrations.accelerate import enable
 
     seed_all(run.seed)
-    own = Accelerator(cpu=True)
+    own = Accelerator(cpu=True, **options)
     if run.knobs is not None:
         enable(own, **run.knobs)
     try:
@@ -76,6 +76,40 @@ def _with_scheduler(run: Run) -> Any:
                 break
             next_step = next(steps)
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def _mid_epoch(stateful: bool) -> Train:
+    """Shuffles and drops out; five batches are an epoch, so resumption is in the middle of the second one."""
+
+    def train(run: Run) -> Any:
+        from accelerate.utils import DataLoaderConfiguration
+
+        loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3, use_stateful_dataloader=stateful)
+        with accelerator(run, dataloader_config=loading) as own:
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            images, classes = digits()
+            rows = torch.utils.data.TensorDataset(images[: 5 * BATCH], classes[: 5 * BATCH])
+            # A generator of its own: without one, each epoch begins with a draw from the stream of dropout.
+            order = torch.Generator().manual_seed(3)
+            loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True, generator=order)
+            model, optimizer, loader = own.prepare(model, optimizer, loader)
+            steps = _steps(run, own)
+            number = next(steps)  # loads
+            while number is not None:
+                epoch, batch = divmod(number - 1, 5)
+                loader.set_epoch(epoch)
+                for images, classes in own.skip_first_batches(loader, batch) if batch and not stateful else loader:
+                    model.train()
+                    own.backward(nn.functional.cross_entropy(model(images), classes))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    number = next(steps, None)  # saves
+                    if number is None:
+                        break
+            return {"model": model, "optimizer": optimizer}
+
+    return train
 
 
 def _schedule_free(run: Run) -> Any:
@@ -306,8 +340,19 @@ ACCELERATE = ("accelerate",)
 _FABRIC = "With `RandomStates` and `track_loader` in what it saves; otherwise it leaves them to the script."
 _LIGHTNING = "Lightning alone begins the interrupted epoch anew."
 _HOOKS = "`EMAModel.save_pretrained` copies the averages before it saves them, and `save()` copies them again."
+_LOADER = (
+    "Give the loader a `generator`, or each epoch begins with a draw from the stream of dropout, a resumed one too. "
+    "Give `DataLoaderConfiguration` a `data_seed`: `save_state` does not save the sampler's."
+)
 ROWS = [
     Row("Accelerate, with a scheduler and a loader", ACCELERATE, _with_scheduler),
+    Row("Accelerate, shuffle + dropout, mid-epoch", ACCELERATE, _mid_epoch(stateful=False), note=_LOADER),
+    Row(
+        "Accelerate, use_stateful_dataloader, mid-epoch",
+        (*ACCELERATE, "torchdata"),
+        _mid_epoch(stateful=True),
+        note=_LOADER,
+    ),
     Row("Accelerate + schedulefree", (*ACCELERATE, "schedulefree"), _schedule_free),
     Row("Accelerate + PEFT LoRA", (*ACCELERATE, "peft"), _lora),
     Row("Accelerate + registered AveragedModel", ACCELERATE, _registered_average(averages.torch_average)),
