@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError, LoadError, save_error
@@ -132,9 +131,19 @@ class Restoring(History):
     def _is_own(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.path.parent.resolve() == self.directory.resolve()
 
-    def rollback(self, step: int, **how: Any) -> Restored:
+    def rollback(
+        self,
+        step: int,
+        *,
+        only: Iterable[str] | None = None,
+        strict: bool = True,
+        parts: Mapping[str, str] | None = None,
+        rename: Rename | None = None,
+        cast: bool = False,
+        loader: bool = True,
+    ) -> Restored:
         """Restore the checkpoint of ``step`` and make it the one to continue from, also after a crash before the next
-        save. ``how``: ``only``, ``strict``, ``parts``, ``rename``, ``cast`` and ``loader``, as in ``restore``.
+        save. The other arguments are those of ``restore``.
 
         The newer checkpoints stay until retention drops them. Raises what ``restore`` raises, and SaveError.
         """
@@ -146,7 +155,7 @@ class Restoring(History):
                 raise LoadError("a symbolic link, to which no run goes back; restore(path=…) follows it", path=found)
             return found
 
-        fit = Fit.of(self._provider, **how)
+        fit = Fit.of(self._provider, only=only, strict=strict, parts=parts, rename=rename, cast=cast, loader=loader)
         found = self._restore(fit, "rollback", str(step), folder=folder)
         assert found is not None
         checkpoint, restored = found

@@ -48,6 +48,20 @@ def test_a_checkpointer_lists_every_field_of_config(taker: type) -> None:
     assert list(shown) == list(Config.__dataclass_fields__) and is_as_in_config(shown)
 
 
+def test_only_track_takes_any_name() -> None:
+    """Regression: `rollback(step, **how)` showed none of its arguments."""
+    public = [getattr(lazyckpt, name) for name in lazyckpt.__all__]
+    methods = [getattr(kind, name) for kind in filter(inspect.isclass, public) for name in vars(kind) if name[0] != "_"]
+    methods += [getattr(lazyckpt.Checkpointer, name) for name in dir(lazyckpt.Checkpointer) if name[0] != "_"]
+    any_name = {
+        called.__qualname__
+        for called in filter(inspect.isfunction, [*public, *methods])
+        for parameter in inspect.signature(called).parameters.values()
+        if parameter.kind is parameter.VAR_KEYWORD
+    }
+    assert any_name <= {"Checkpointer.track", "CUDAGraph.capture_begin"}  # the latter has torch's arguments
+
+
 @pytest.mark.parametrize(("package", "name"), INTEGRATIONS, ids=str)
 def test_an_integration_lists_every_field_but_retention(package: str, name: str) -> None:
     pytest.importorskip(package)
