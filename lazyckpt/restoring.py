@@ -110,7 +110,7 @@ class Restoring(History):
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         engine = self._saver.engine
-        team = ALONE if (crew := self._sharded()) is None else crew.team
+        team = ALONE if (crew := self._sharded()) is None else crew.meet()
         team.compare(f"{call}({', '.join([*told, *fit.told()])})")
         if folder is not None:
             found = restore_one(folder(), self._provider, engine, fit, team)

@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lazyckpt.errors import save_error
+from lazyckpt.errors import SaveError, save_error
 from lazyckpt.pipeline.job_request import JobCheckpointRequest, JobRequest, Member
-from lazyckpt.pipeline.plan import FilePlan
-from lazyckpt.pipeline.request import About, Lineage
+from lazyckpt.pipeline.plan import FilePlan, NoPlan
+from lazyckpt.pipeline.request import About, Lineage, Request
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import NameCache, TrackedState
 from lazyckpt.ranks.job import Job
 from lazyckpt.reading.team import ALONE, JobTeam, Team
 from lazyckpt.storage.commit import Staging
+from lazyckpt.storage.manifest import STATE
 from lazyckpt.warn import warn
 
 
@@ -46,9 +47,11 @@ class Crew:
 
     def request(
         self, path: Path, step: int, lineage: Lineage, about: About, state: CompositeProvider
-    ) -> tuple[JobRequest, Mapping[str, FilePlan]]:
+    ) -> tuple[Request, Mapping[str, FilePlan]]:
         """A save of ``state`` as checkpoint ``path``, and the plan of this rank's file."""
         self._give_up_refused(step)
+        if (why := self._member.turns.find(step, path)) is not None:
+            return Request(path, step), {STATE: NoPlan(SaveError(why, path=path, step=step))}
         request = JobCheckpointRequest(path, step, lineage, about, member=self._member, layout=", ".join(state.parts))
         name, plan = request.plan("", TrackedState(state.parts, self.rank, self._names))
         return request, {name: plan}
@@ -63,8 +66,7 @@ class Crew:
         refused, self._refused = self._refused, None
         if self._job is not None and refused is not None and refused[1] != step:
             path, given_up, why = refused
-            self._member.saves += 1
-            self._job.ballot(self._member.saves, given_up, "", path).refuse(why)
+            self._job.ballot(self._member.turns.next(), given_up, "", path).refuse(why)
 
     def stage(
         self,
@@ -80,6 +82,8 @@ class Crew:
         ``Saver.stage``.
 
         Raises SaveError, of rank 0 too; then all ranks raise."""
+        if step is not None and (why := self._member.turns.find(step, target)) is not None:
+            raise SaveError(why, path=target, step=step)
         request = JobRequest(
             target,
             step,
@@ -96,6 +100,11 @@ class Crew:
             raise save_error(told, path=target, step=step) if isinstance(told, OSError) else told from None
         request.reached()  # the caller may have large files to write before it saves
         return request
+
+    def meet(self) -> Team:
+        """Waits until all ranks restore. Their next saves have one number again, whatever calls each has made."""
+        self._member.turns.meet()
+        return self.team
 
     def close(self) -> None:
         if self._job is not None:

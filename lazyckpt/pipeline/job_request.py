@@ -20,6 +20,7 @@ from lazyckpt.formats.distcp import stamp_of
 from lazyckpt.formats.inventory import Inventory, Item, decode, encode, metadata_of, sealed
 from lazyckpt.pipeline.rank_plan import Contents, RankCache, RankPlan
 from lazyckpt.pipeline.request import About, Lineage, Request
+from lazyckpt.pipeline.turns import Turns
 from lazyckpt.providers.global_state import Leaves
 from lazyckpt.ranks.job import Job
 from lazyckpt.storage.commit import Staging
@@ -88,7 +89,7 @@ class Member:
         """``job``: None if this process is the only rank."""
         self.job = job
         self.rank = 0 if job is None else job.rank
-        self.saves = 0
+        self.turns = Turns(job)
         self.inventories = Inventories()
         self.caches: dict[str, RankCache] = {}  # by the name of the folder of torch.distributed.checkpoint
         self.shared: Shared = {}  # rank 0: of the save before
@@ -112,8 +113,7 @@ class JobRequest(Request):
         """``layout`` must be the same on all ranks. ``alone`` makes the staged folder if this is the only rank. Rank 0
         calls ``prepare`` with the folder above. ``keep_others``: as in ``Staging``."""
         super().__init__(path, step)
-        member.saves += 1
-        self._ordinal = member.saves
+        self._ordinal = member.turns.next()
         self._member = member
         self._alone = alone
         self._prepare = prepare
@@ -153,7 +153,11 @@ class JobRequest(Request):
             staging = self._staging = self._job.stage(self.path, keep_others=self._keep_others)
             self._ballot.begin(staging.path.name, self._note)
             return staging
-        name, note = self._ballot.staged_name()
+        try:
+            name, note = self._ballot.staged_name()
+        finally:
+            if self._ballot.step_of_rank_0 is not None:
+                self._member.turns.strayed(self._ordinal, self._ballot.step_of_rank_0)
         for folder, kinds in json.loads(note or "{}").items():
             self._member.caches.setdefault(folder, RankCache()).elsewhere = kinds
         return self._job.attach(self.path, name)

@@ -261,7 +261,7 @@ def _name_of(plans: Plans, view: TensorView) -> str:
 def _serialization_errors(handle: SaveHandle) -> Iterator[None]:
     try:
         yield
-    except ShardedTensorError:
+    except (ShardedTensorError, SaveError):
         raise
     except Exception as error:
         what = unsavable(error)

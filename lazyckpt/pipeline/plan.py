@@ -52,6 +52,24 @@ class FilePlan(ABC):
         """The path to a tensor of the state that views ``storage``; for messages."""
 
 
+class NoPlan(FilePlan):
+    """A file that cannot be saved, and why: the save fails as one whose state cannot be had."""
+
+    any_order = True
+
+    def __init__(self, why: Exception) -> None:
+        self._why = why
+
+    def gather(self) -> TensorViews:
+        raise self._why
+
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
+        raise self._why
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return None
+
+
 class ArchiveCache:
     """What successive archives of one state share: pickle, storage keys and layout. Holds no tensor."""
 

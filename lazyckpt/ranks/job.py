@@ -108,6 +108,7 @@ class Job:
         self.world_size = seat.world_size
         self.generation = seat.generation
         self.directory = seat.directory
+        self.timeout_s = pulse.timeout_s
         _jobs.add(self)
 
     @classmethod
@@ -126,16 +127,23 @@ class Job:
     def ballot(self, ordinal: int, step: int | None, layout: str, target: Path) -> Ballot:
         """Step 2. ``ordinal`` counts the saves of this job from 1, also those that fail; ``layout`` is what the ranks
         must agree on; ``target`` is the final folder, on the file system of the job's folder. Sends nothing."""
-        self._previous = Ballot(
+        self._previous = self._ballot(ordinal, step, layout, target, self._previous)
+        return self._previous
+
+    def peek(self, ordinal: int, target: Path) -> Ballot:
+        """Looks at the vote on a save in which this rank may not take part."""
+        return self._ballot(ordinal, None, "", target, None)
+
+    def _ballot(self, ordinal: int, step: int | None, layout: str, target: Path, previous: Ballot | None) -> Ballot:
+        return Ballot(
             self._seat,
             ordinal,
             step,
             layout,
             target=target,
             folder=lambda name: SharedFolder(target, self.directory / name, self._owner, self._pulse.timeout_s),
-            previous=self._previous,
+            previous=previous,
         )
-        return self._previous
 
     def name_of(self, ordinal: int) -> str:
         """A name for a save, the same on all ranks, which no other save of any job has."""

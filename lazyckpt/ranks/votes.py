@@ -96,6 +96,7 @@ class Ballot:
         self._own: bytes | None = None  # rank 0's receipt
         self._bound = False  # can no more refuse: the vote is out, or rank 0 has begun to rename
         self._answer: Aborted | bool | None = None  # True: committed
+        self.step_of_rank_0: int | None = None  # under this number, if it is another one than here
 
     # steps 1 to 3
 
@@ -119,9 +120,18 @@ class Ballot:
             record = json.loads(told)
             name, note = record.pop("name"), record.pop("note")
             if record != self._begin:
+                if record["step"] != self._step:
+                    self.step_of_rank_0 = record["step"]
                 raise RankLost(self._seat.rank, _difference(self._begin, record))
         self._folder = self._open(name)
         return name, note
+
+    def begun(self) -> tuple[bool, int | None]:
+        """Other ranks: whether rank 0 has begun, or anybody has aborted, and which step rank 0 saves. One message."""
+        told = self._seat.store.look(self._round.key("begin"))
+        if told is None or decode(told) is not None:
+            return told is not None, None
+        return True, json.loads(told)["step"]
 
     def vote(self, receipt: bytes) -> None:
         """Votes yes: this rank's files are durable. Waits for the ranks below. ``receipt`` is for rank 0."""
@@ -315,7 +325,7 @@ def _difference(mine: dict[str, object], of_rank_0: dict[str, object]) -> str:
         )
     return (
         f"saves step {mine['step']}; rank 0 saves step {of_rank_0['step']} (number {mine['ordinal']} of the saves of "
-        "each). If a rank left out a save, open a new Checkpointer on every rank"
+        "each); the ranks save together again at the next step that all of them save"
     )
 
 

@@ -259,6 +259,11 @@ promise(
     RANKS,
     "If a rank fails, dies or hangs, every rank gets a RankError that names it and the cause, in time.",
     (
+        "a rank that has left out a save stays out of step",
+        py("Turns.find", body("return None")),
+        "test_caught.py::test_a_call_that_one_rank_repeats_or_leaves_out_costs_few_checkpoints",
+    ),
+    (
         "replicas that all save into one folder replace each other's checkpoints",
         py("Roll.enter", swap("int(client.claim(...))", "mine")),
         "test_roll.py::test_replicas_that_all_save_into_one_folder_are_refused_on_every_rank",
@@ -324,7 +329,7 @@ promise(
             "JobRequest.__init__",
             swap(
                 "member.job.ballot(...)",
-                "member.job.reach(member.saves) or member.job.ballot(member.saves, step, layout, path)",
+                "member.job.reach(self._ordinal) or member.job.ballot(self._ordinal, step, layout, path)",
             ),
         ),
         f"{CREW_FAULTS}::test_a_rank_that_hangs_is_named_within_five_timeouts",

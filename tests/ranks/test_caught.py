@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from processes import Ranks
 
 import lazyckpt
 from lazyckpt import _engine
+from lazyckpt.pipeline import turns
 from ranks.training import KNOBS, Training, tick_of
 
 STEPS = 7
@@ -188,3 +190,57 @@ def test_a_failure_that_nobody_catches_ends_training_on_all_ranks(ranks: Ranks, 
         assert "(step 3:" in text
     assert [step for _, step in told] == [3 if rank == victim else 4 for rank in range(2)]
     assert saved(tmp_path) == [1, 2]
+
+
+# a rank that calls save() more or less often than the others
+
+
+def other_calls(folder: Path, repeats: list[int], leaves_out: list[int], victim: int) -> list[str]:
+    """Rank ``victim`` repeats its call at these steps, and makes none at others."""
+    rank = dist.get_rank()
+    training, handles = Training(rank, dist.get_world_size()), []
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setattr(turns, "_PATIENCE_S", 0.3)
+        with lazyckpt.Checkpointer(folder, **KNOBS, rank_timeout_s=10.0, on_error="warn") as ckpt:
+            ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock)
+            for step in range(1, STEPS + 3):
+                training.step()
+                calls = 1 + (rank == victim and step in repeats) - (rank == victim and step in leaves_out)
+                handles += [ckpt.save(step) for _ in range(calls)]
+                time.sleep(0.05)  # as training takes, so that a save usually settles before the next
+    return [str(error) for handle in handles if (error := handle.exception()) is not None]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("repeats", "leaves_out"), [([3], []), ([], [3]), ([2], [4])], ids=str)
+def test_a_call_that_one_rank_repeats_or_leaves_out_costs_few_checkpoints(
+    ranks: Ranks, tmp_path: Path, repeats: list[int], leaves_out: list[int], victim: int
+) -> None:
+    """Regression: no checkpoint was committed any more."""
+    for told in ranks.run(2, other_calls, tmp_path, repeats, leaves_out, victim):
+        assert told or (victim == 1 and repeats == [3])
+    assert {1, STEPS + 1, STEPS + 2} <= set(saved(tmp_path)), saved(tmp_path)
+
+
+def all_repeat(folder: Path) -> list[str]:
+    """All ranks repeat their calls, and leave out others. One of them then goes back."""
+    rank = dist.get_rank()
+    training, handles = Training(rank, dist.get_world_size()), []
+    with lazyckpt.Checkpointer(folder, **KNOBS, rank_timeout_s=10.0) as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock)
+        for step in (1, 1, 2, 5, 5, 5):
+            while training.tick < step:
+                training.step()
+            handles.append(ckpt.save(step))
+        for handle in handles:
+            handle.result()
+        assert ckpt.restore(step=2) == 2
+        training.step()
+        return [handle.result().name for handle in (*handles, ckpt.save(3))]
+
+
+def test_calls_that_all_ranks_repeat_are_saves_like_others(ranks: Ranks, tmp_path: Path) -> None:
+    names = [f"step-{step:08d}" for step in (1, 1, 2, 5, 5, 5, 3)]
+    assert ranks.run(2, all_repeat, tmp_path) == [names] * 2
+    assert saved(tmp_path) == [1, 2, 3, 5]

@@ -162,6 +162,11 @@ class Strange:
         pass
 
 
+def again(step: int) -> str:
+    """A rank that has left out step 2 gives up step 3, and is in step at the next one."""
+    return name(step) if step == 4 else ""
+
+
 def differs(folder: Path, how: str) -> dict[int, Answer]:
     """Saves four times. At the second one rank 1 does something else. Training waits for it, in its collectives."""
     case = Case(folder, **{"rank_timeout_s": TIMEOUT_S} if "hangs" in how else {})
@@ -213,8 +218,8 @@ def test_a_rank_that_hangs_is_named_within_five_timeouts(ranks: Ranks, tmp_path:
         ("bad metrics, then on", r"rank 1 failed: save: metrics=.*'low'.*expected numbers", name),
         (
             "leaves out a save",
-            r"rank 1 saves step 3; rank 0 saves step 2 .*open a new Checkpointer on every rank",
-            None,
+            r"rank 1 saves step 3; rank 0 saves step 2 .*save together again at the next step",
+            again,
         ),
     ],
 )
@@ -227,9 +232,9 @@ def test_a_rank_that_saves_something_else_is_named_at_once(
     assert answers[2].late_s < SLACK_S
     for step in (3, 4):
         for answer in (answers[step], others[step]):
-            assert later is None or answer.text == later(step)
-            assert later is not None or "RankError" in answer.text
-    assert left(tmp_path) == [name(1), *(later(step) for step in (3, 4) if later)]
+            expected = later(step) if later is not None else ""
+            assert answer.text == expected if expected else "RankError" in answer.text
+    assert left(tmp_path) == [name(1), *(later(step) for step in (3, 4) if later is not None and later(step))]
 
 
 def test_a_tensor_of_another_size_on_another_rank_is_refused_each_time(ranks: Ranks, tmp_path: Path) -> None:
