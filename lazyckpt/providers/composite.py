@@ -14,7 +14,6 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import ShardedTensorError
-from lazyckpt.providers.training import LoaderProvider, RngProvider
 
 
 class CompositeProvider:
@@ -53,24 +52,15 @@ class CompositeProvider:
         problems += [f"{name}: in the checkpoint, but not tracked" for name in unexpected]
         landings = []
         self._landings = {}
-        fitting, failed, only_loaders = [], False, not problems
         for name, part in self.parts.items():
             if name not in saved:
                 continue
             try:
                 landings.append(part.landings(saved[name]))
                 self._landings[name] = {id(landing.saved) for landing in landings[-1]}
-                fitting += [] if isinstance(part, RngProvider) else [name]
             except RestoreError as error:
                 problems += [f"{name}: {line}" for line in str(error).splitlines()]
-                failed = True
-                only_loaders = only_loaders and isinstance(part, LoaderProvider)
         if problems:
-            if not failed:
-                problems.append("restore(strict=False) takes over the parts that both have")
-            elif fitting and not only_loaders:  # for these, the problem names restore(loader=False)
-                quoted = ", ".join(f'"{name}"' for name in fitting)
-                problems.append(f"restore(only=[{quoted}]) takes over what fits")
             raise RestoreError("\n".join(problems))
         return list(itertools.chain.from_iterable(landings))
 

@@ -48,9 +48,6 @@ def _name_of(obj: Any) -> str:
 def refuse_other_kinds(saved: Mapping[str, str], parts: Mapping[str, StateProvider]) -> None:
     """Raises RestoreError if a part was saved by another class. ``saved``: as ``kinds_of`` told it then."""
     if problems := other_kinds(saved, parts):
-        here = kinds_of(parts)
-        others = ", ".join(f'"{name}"' for name in parts if saved.get(name) == here.get(name))
-        problems.append(f"restore(only=[{others}]) leaves it as it is")
         raise RestoreError("\n".join(problems))
 
 

@@ -189,18 +189,15 @@ def _has_custom_loader(module: torch.nn.Module, key: str) -> bool:
     return False
 
 
-_MAX_NAMES = 3  # in a proposal
-
-
 def compare(saved: Any, live: Mapping[str, Any], *, casts: bool = False) -> None:
-    """Raises RestoreError that tells every entry of a state dict that is missing, unexpected or of another shape, and
-    the argument of ``restore()`` that helps. ``casts``: another floating-point dtype is no difference."""
+    """Raises RestoreError that tells every entry of a state dict that is missing, unexpected or of another
+    shape. ``casts``: another floating-point dtype is no difference."""
     if not isinstance(saved, Mapping):
         raise RestoreError(f"expected a state dict, found {describe(saved)}")
-    if (rename := suggestion(saved, live)) is not None:
+    if suggestion(saved, live) is not None:
         raise RestoreError(
-            f"the names differ by a prefix alone ({next(iter(saved))} in the checkpoint, {next(iter(live))} in the "
-            f"model): restore(rename={rename})"
+            f"the names differ by a prefix alone: {next(iter(saved))} in the checkpoint, {next(iter(live))} in the "
+            "model"
         )
     missing = [f"{name}: not in the checkpoint" for name in live if name not in saved]
     unexpected = [f"{name}: in the checkpoint, but not in the model" for name in saved if name not in live]
@@ -211,9 +208,9 @@ def compare(saved: Any, live: Mapping[str, Any], *, casts: bool = False) -> None
         and isinstance(value, torch.Tensor)
         and not is_lazy(value)  # takes its shape from what is loaded
         and not matches(saved[name], value)
-        and not (casts and _differ_in_dtype(saved[name], value))
+        and not (casts and differ_in_dtype(saved[name], value))
     ]
-    castable = [name for name in others if _differ_in_dtype(saved[name], live[name])]
+    castable = [name for name in others if differ_in_dtype(saved[name], live[name])]
     reshaped = [name for name in others if name not in castable]
     problems = missing + unexpected
     problems += [
@@ -222,18 +219,11 @@ def compare(saved: Any, live: Mapping[str, Any], *, casts: bool = False) -> None
     for dtypes, count in Counter((saved[name].dtype, live[name].dtype) for name in castable).items():
         was, now = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         problems.append(f"{count} of {len(live)} entries are {was} in the checkpoint and {now} in the model")
-    if castable:
-        problems.append("restore(cast=True) converts the dtype")
-    if reshaped:
-        names = ", ".join(f'"{name}": None' for name in reshaped[:_MAX_NAMES]) + ", …" * (len(reshaped) > _MAX_NAMES)
-        problems.append(f"restore(rename={{{names}}}, strict=False) leaves out what has another shape")
-    elif missing or unexpected:
-        problems.append("restore(strict=False) takes over the entries that both have")
     if problems:
         raise RestoreError("\n".join(problems))
 
 
-def _differ_in_dtype(saved: Any, live: Any) -> bool:
+def differ_in_dtype(saved: Any, live: Any) -> bool:
     """Whether two tensors differ in a dtype alone that ``copy_`` converts: from a float to a float."""
     return (
         isinstance(saved, torch.Tensor)

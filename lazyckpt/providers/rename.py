@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,6 +18,7 @@ Rename = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 # What DistributedDataParallel, torch.compile, FSDP1 and activation checkpointing put into the names of parameters.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _MAX_PREFIXES = 8  # to try
+_MAX_WORDS = 32  # of wrappers between names, to tell one by one
 
 
 def checked(rename: Any) -> Rename:
@@ -72,22 +75,59 @@ def rename_state(state: Mapping[str, Any], rename: Rename) -> OrderedDict[str, A
     return result
 
 
-def suggestion(saved: Collection[str], live: Collection[str]) -> str | None:
-    """The ``rename`` that makes the saved names the live ones, as Python source; None if no prefix explains them.
+@dataclass(frozen=True)
+class WithoutWord:
+    """A ``rename`` that takes a word out of names. Prints as Python source."""
 
-    Recognizes one common prefix, on either side, and the words that wrappers put between names.
-    """
+    word: str
+    left_out: tuple[str, ...] = ()
+
+    def __call__(self, name: str) -> str | None:
+        return None if name in self.left_out else name.replace(self.word, "")
+
+    def __str__(self) -> str:
+        source = f'name.replace("{self.word}", "")'
+        out = ", ".join(map(json.dumps, self.left_out))
+        return f"lambda name: None if name in [{out}] else {source}" if out else f"lambda name: {source}"
+
+
+def suggestion(saved: Collection[str], live: Collection[str]) -> Rename | None:
+    """The ``rename`` that makes the saved names exactly the live ones; None if no prefix explains them."""
+    found = likeliest(saved, live)
+    return found if found is not None and set(renamed(saved, found).values()) == set(live) else None
+
+
+def likeliest(saved: Collection[str], live: Collection[str]) -> Rename | None:
+    """The ``rename`` that makes most of the saved names live ones; None if there are as many without it.
+
+    Recognizes one common prefix, on either side, and the words that wrappers put between names."""
     if set(saved) == set(live) or not saved or not live:
         return None
-    for prefix in _prefixes(saved, live):
-        if set(saved) == {prefix + name for name in live}:
-            return f'{{"{prefix}": ""}}'
-        if {prefix + name for name in saved} == set(live):
-            return f'{{"": "{prefix}"}}'
-    for word in _WRAPPERS:
-        if {name.replace(word, "") for name in saved} == set(live):
-            return f'lambda name: name.replace("{word}", "")'
-    return None
+    there = set(live)
+    choices: list[Rename] = [rename for prefix in _prefixes(saved, live) for rename in ({prefix: ""}, {"": prefix})]
+    choices += map(WithoutWord, _WRAPPERS)
+    choices += [{plain: name for name, plain in _wrapped(live)}, dict(_wrapped(saved))]
+    best, most = None, len(there.intersection(saved))
+    for choice in choices:
+        if isinstance(choice, Mapping) and len(choice) > _MAX_WORDS:
+            continue
+        try:
+            found = len(there.intersection(renamed(saved, choice).values()))
+        except ConfigError:  # two names become one
+            continue
+        if found > most:
+            best, most = choice, found
+    return best
+
+
+def _wrapped(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The beginnings of names up to their last word of a wrapper, and the same without such words."""
+    for name in names:
+        if end := max(name.rfind(word) + len(word) if word in name else 0 for word in _WRAPPERS):
+            plain = name[:end]
+            for word in sorted(_WRAPPERS, key=len, reverse=True):  # one is the end of others
+                plain = plain.replace(word, "")
+            yield name[:end], plain
 
 
 def _prefixes(saved: Collection[str], live: Collection[str]) -> list[str]:

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import ConfigError, RestoreError
+from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
+from lazyckpt.providers.global_state import by_number, parameter_names
 from lazyckpt.providers.kinds import other_kinds, refuse_other_kinds
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
+from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
 from lazyckpt.providers.rename import Rename, checked, rename_state, renamed, suggestion
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.restored import Restored
@@ -89,7 +92,7 @@ class Fitting:
     """Cuts the state of one checkpoint down to what fits into the tracked state."""
 
     def __init__(self, tracked: CompositeProvider, fit: Fit, checkpoint: Checkpoint) -> None:
-        """Raises RestoreError if tracked state that is to be restored is of another class than when it was saved."""
+        """Raises ConfigError if two parts would take the same one."""
         self.provider = tracked  # of the parts that are restored
         self._tracked = tracked
         self._fit = fit
@@ -97,7 +100,7 @@ class Fitting:
         self._left: frozenset[str] = frozenset()
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        self.sources = {name: (fit.parts or {}).get(name, name) for name in self._parts()}
+        self.sources = {name: (fit.parts or {}).get(name, name) for name in self.selected()}
         """The names in the checkpoint, by names of the tracked state that is to be restored."""
         for name, source in self.sources.items():
             if twice := [other for other in self.sources if self.sources[other] == source and other != name]:
@@ -105,11 +108,35 @@ class Fitting:
                     f"restore: parts: {name!r} and {twice[0]!r} would both take {source!r}; leave one out with only=[…]"
                 )
         self._kinds = self._as_tracked(checkpoint.kinds)
-        if fit.strict:
-            try:
-                refuse_other_kinds(self._kinds, self._parts())
-            except RestoreError as error:
-                raise misfit(checkpoint.path, error) from None
+        self.saved: Any = None  # all of it, once ``choose`` or ``landings`` was called
+        self.by_name = False
+        """Whether the state of optimizers is by the names of parameters, as in a sharded folder, and not by number."""
+
+    @property
+    def fit(self) -> Fit:
+        return self._fit
+
+    @property
+    def saved_kinds(self) -> Mapping[str, str]:
+        return self._checkpoint.kinds
+
+    def tracked(self) -> Mapping[str, StateProvider]:
+        return self._tracked.parts
+
+    def again(self, fit: Fit) -> Fitting:
+        """The same with other arguments."""
+        other = Fitting(self._tracked, fit, self._checkpoint)
+        other._left, other.by_name = self._left, self.by_name
+        return other
+
+    def landings(self, tree: Any) -> list[Landing]:
+        """Checks the part that ``choose`` has chosen, see ``CompositeProvider.landings``. Raises RestoreError, too, if
+        tracked state is of another class than when it was saved."""
+        if self.saved is None:
+            self.saved = tree
+        if self._fit.strict:
+            refuse_other_kinds(self._kinds, self.selected())
+        return self.provider.landings(tree)
 
     def leave(self, names: Iterable[str]) -> None:
         """Leaves these parts as they are, whatever the checkpoint has of them. Call it before ``choose``."""
@@ -118,9 +145,9 @@ class Fitting:
     @property
     def choose(self) -> Callable[[Any], Any] | None:
         """What chooses from the saved state; None if all of it is taken as it is."""
-        return None if self._fit == Fit() and not self._left else self._choose
+        return None if self._fit == Fit() and not self._left and not self.by_name else self._choose
 
-    def _parts(self) -> dict[str, StateProvider]:
+    def selected(self) -> dict[str, StateProvider]:
         """The tracked state that is to be restored."""
         fit = self._fit
         return {
@@ -152,7 +179,8 @@ class Fitting:
         ConfigError for a ``rename`` that makes no sense."""
         fit, tracked = self._fit, self._tracked.parts
         self.provider = CompositeProvider()
-        self.provider.parts = parts = self._parts()
+        self.provider.parts = parts = self.selected()
+        self.saved = saved
         if type(saved) is not dict:
             return saved
         saved = self._as_tracked(saved)
@@ -170,20 +198,23 @@ class Fitting:
             if isinstance(part, ModuleProvider) and isinstance(chosen.get(name), dict):
                 chosen[name] = self._fit_module(name, chosen[name], part.obj)
                 parts[name] = ModuleProvider(part.obj, casts=True) if fit.cast else part
+        for name, part in parts.items() if self.by_name else ():
+            if isinstance(part, OptimizerProvider) and is_of_torch(chosen.get(name)):
+                sources = {self.sources.get(one, one): its for one, its in tracked.items()}
+                chosen[name] = by_number(chosen[name], part.obj, parameter_names(sources))
         return chosen
 
     def _refuse_to_take_no_weights(self, saved: dict[str, Any]) -> None:
         """Raises RestoreError, which lists both sides, if there are modules to be restored and the checkpoint has
         nothing of any of them."""
-        modules = {name: part.obj for name, part in self._parts().items() if isinstance(part, ModuleProvider)}
+        modules = {name: part.obj for name, part in self.selected().items() if isinstance(part, ModuleProvider)}
         live: dict[str, Any] = {name: module.state_dict() for name, module in modules.items()}
         if not any(self._takes(saved[name], live[name]) for name in live if name in saved) and any(live.values()):
             here = [f"{name} ({_entries(state)})" for name, state in live.items()]
             there = [f"{name} ({_entries(state)})" for name, state in saved.items()]
             raise RestoreError(
                 f"the checkpoint has no weights for what is tracked: tracked is {', '.join(here)}; the checkpoint has "
-                f'{", ".join(there)}; restore(parts={{"net": "model"}}) takes model for net, and rename= gives '
-                "entries other names"
+                f"{', '.join(there)}"
             )
 
     def _takes(self, saved: Any, live: Any) -> bool:
@@ -194,8 +225,9 @@ class Fitting:
         return not live.keys().isdisjoint(names) or suggestion(saved, live) is not None
 
     def _fit_module(self, name: str, state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-        if self._fit.rename is not None:
-            state = rename_state(state, self._fit.rename)
+        if self._fit.strict and self._fit.rename is None:
+            return state
+        state = rename_state(state, self._fit.rename or {})  # a new one
         if self._fit.strict:
             return state
         live = module.state_dict()
@@ -211,11 +243,13 @@ class Fitting:
         return state
 
 
-def misfit(path: Path, error: Exception) -> RestoreError:
-    """The error for a checkpoint that does not fit. ``error``: whatever a provider raised."""
+def misfit(path: Path, error: Exception, hint: str | None = None) -> RestoreError:
+    """The error for a checkpoint that does not fit. ``error``: whatever a provider raised. ``hint``: a call that would
+    succeed."""
     expected = isinstance(error, RestoreError)
     lines = textwrap.indent(str(error) if expected else f"{type(error).__name__}: {error}", "  ")
-    return RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}")
+    told = "" if hint is None else f"\n  {hint} takes what fits"
+    return RestoreError(f"{path} does not fit the tracked state; nothing was restored:\n{lines}{told}")
 
 
 def hand_over(

@@ -22,6 +22,7 @@ from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
+from lazyckpt.reading.hint import hint
 from lazyckpt.reading.restore_shards import Shards, scatter
 from lazyckpt.reading.restored import Restored
 from lazyckpt.reading.team import ALONE, Team
@@ -154,10 +155,10 @@ class _Attempt:
         try:
             opened = _open(path, self._engine, fitting)
         except RestoreError as error:
-            raise misfit(path, error) from None
+            raise misfit(path, error, hint(fitting, fitting.saved)) from None
         with opened as archive:
             self.touches = True
-            restore_archive(archive, fitting.provider, path)
+            restore_archive(archive, fitting.provider, path, fitting)
 
     def refused(self, error: ReadError) -> ReadError:
         touched = "; the tracked state is undefined now" if self.touches else ""
@@ -169,13 +170,16 @@ def _open(path: Path, engine: _engine.Engine, fitting: Fitting) -> Archive:
         return Archive(file, "cpu", weights_only=True, engine=engine, lands=True, choose=fitting.choose)
 
 
-def restore_archive(archive: Archive, provider: CompositeProvider | StateProvider, path: Path) -> None:
+def restore_archive(
+    archive: Archive, provider: CompositeProvider | StateProvider, path: Path, fitting: Fitting | None = None
+) -> None:
     """Checks, then reads, then hands over. Touches nothing unless everything fits."""
     with collector_paused():
         try:
-            landings = provider.landings(archive.tree)
+            landings = (fitting or provider).landings(archive.tree)
         except Exception as error:  # a provider may raise anything for a state that we have not written
-            raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
+            told = None if fitting is None else hint(fitting, fitting.saved)
+            raise misfit(path, error, told) from (None if isinstance(error, RestoreError) else error)
         shards = []
         if "torch.distributed.tensor" in sys.modules:
             shards = [landing for landing in landings if is_dtensor(landing.live)]

@@ -19,10 +19,11 @@ from lazyckpt.providers import global_state
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.optimizer import OptimizerProvider, groups_of, is_of_torch
+from lazyckpt.providers.optimizer import OptimizerProvider, groups_of
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
 from lazyckpt.reading.folder import Folder, Target
+from lazyckpt.reading.hint import hint
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.shards import part_of
 from lazyckpt.reading.team import Team
@@ -38,19 +39,17 @@ class Shards:
         self._folder = folder = Folder(path)
         own = _own_state(folder, fitting, team)
         tree, self._names = _tree(folder, own, folder.read_object)
-        parts = {fitting.sources.get(name, name): part for name, part in fitting.provider.parts.items()}
-        names = global_state.parameter_names(parts)
+        fitting.by_name = True
         try:
-            for source, part in parts.items():
-                if isinstance(part, OptimizerProvider) and is_of_torch(tree.get(source)):
-                    tree[source] = global_state.by_number(tree[source], part.obj, names)
             self._tree = tree if fitting.choose is None else fitting.choose(tree)
             self._provider = fitting.provider
-            landings = self._provider.landings(self._tree)
+            landings = fitting.landings(self._tree)
             # Others, such as sparse ones, were read as objects, and entries that the checkpoint lacks are live ones.
             self._landed = {id(it.saved): it.live for it in landings if id(it.saved) in self._names}
         except Exception as error:
-            raise misfit(path, error) from (None if isinstance(error, RestoreError) else error)
+            raise misfit(path, error, hint(fitting, fitting.saved)) from (
+                None if isinstance(error, RestoreError) else error
+            )
 
     def restore(self, engine: _engine.Engine) -> None:
         """Reads the parts that this rank needs, and hands them over. Raises LoadError, RestoreError."""
