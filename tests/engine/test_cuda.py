@@ -22,7 +22,7 @@ import pytest
 
 from fake_cuda import Capture, FakeCuda, FakeError, Mode, build
 from lazyckpt import _engine
-from lazyckpt.formats.program import CRC32_LE, LITERAL, SOURCE
+from lazyckpt.formats.program import CRC32_LE, LITERAL, SEGMENT_BYTES, SEGMENTS, SOURCE, segments_of
 
 pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="only the test build looks for another driver")
 
@@ -56,7 +56,10 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class State:
-    """Sources on devices and on the host with random bytes, and a file of them, each followed by its checksum."""
+    """Sources on devices and on the host with random bytes, and a file of them, each followed by its checksum, and by
+    those of its segments if it is ``segmented``."""
+
+    segmented = False
 
     def __init__(self, driver: FakeCuda, sources: list[tuple[int, int, int]], seed: int = 0) -> None:
         """``sources``: device, bytes, owners."""
@@ -112,12 +115,17 @@ class State:
         rows = [(LITERAL, 5, 0)]
         for index, data in enumerate(self.data):
             rows += [(SOURCE, data.nbytes, index), (CRC32_LE, 4, index)]
+            if self.segmented:
+                rows += [(SEGMENTS, 4 * -(-data.nbytes // SEGMENT_BYTES), index)]
         job.append(0, 0, array("q", [n for row in rows for n in row]), b"begin")
         job.seal()
         return job
 
     def expected(self) -> bytes:
-        return b"begin" + b"".join(d.tobytes() + _engine.crc32(d).to_bytes(4, "little") for d in self.data)
+        return b"begin" + b"".join(
+            d.tobytes() + _engine.crc32(d).to_bytes(4, "little") + (segments_of(d.tobytes()) if self.segmented else b"")
+            for d in self.data
+        )
 
     def save(self, engine: _engine.Engine, path: Path) -> None:
         self.commit(self.begin(engine), path)
@@ -172,6 +180,13 @@ def test_a_checkpoint_is_what_the_streams_made_of_it_at_save(
     train_through(state, make_engine(copy_threads=1 + seed % 2), tmp_path / "file")
     driver.synchronize()
     assert driver.context_depth() == 0
+
+
+def test_segments_on_devices_have_checksums_of_their_own(driver: FakeCuda, tmp_path: Path) -> None:
+    sources = [(0, 2 * SEGMENT_BYTES + 700, 1), (HOST, SEGMENT_BYTES + 9, 0), (1, SEGMENT_BYTES, 0), (0, 50, 2)]
+    state = State(driver, sources)
+    state.segmented = True
+    state.save(make_engine(), tmp_path / "file")
 
 
 def test_many_threads_and_each_waits_for_its_own(driver: FakeCuda, tmp_path: Path) -> None:
