@@ -132,12 +132,13 @@ def test_every_rank_saves_and_loads(small: None, tmp_path: Path, monkeypatch: py
 
 
 def new_day(call: str, folder: Path) -> Day:
-    return Day(call, "cpu", 300.0, folder / "out", folder, folder)
+    return Day(call, "cpu", 2000.0, folder / "out", folder, folder)  # others may keep the machine busy
 
 
 PARTS_OF = {"right": {"bits", "waits", "peak"}, "fast": {"pairs", "peers", "disk", "large", "restore"}}
 
 
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("call", PARTS_OF)
 def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stage runs, is in the summary, and leaves its tables. What it measures in a test is not looked at."""
@@ -148,7 +149,7 @@ def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: 
     run(new_day(call, tmp_path))
     out = tmp_path / "out"
     summary = (out / "summary.txt").read_text()
-    assert "ENDED" not in summary and "REFUTED" not in summary, summary
+    assert "ENDED" not in summary and "REFUTED" not in summary and "-- " not in summary.partition("LOOK AT")[2], summary
     assert {path.stem for path in out.glob("*.json")} == PARTS_OF[call], summary
     assert all(f"-- {name}: done" in summary for name in PARTS_OF[call]), summary
     assert not list(tmp_path.glob("lazyckpt-day*-*[0-9]-*"))
@@ -160,9 +161,9 @@ def test_a_day_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     """Of what was finished: the summary says it, and the tables are whole."""
     folder = tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.gpu", "right", "--device", "cpu", "--out", str(folder)]
-    command += ["--tmpfs", str(tmp_path), "--disk", str(tmp_path)]
+    command += ["--tmpfs", str(tmp_path), "--disk", str(tmp_path), "--seconds", "2000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 280
         while "-- bits: done" not in (folder / "summary.txt").read_text() if folder.exists() else True:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.05)
@@ -190,7 +191,7 @@ def test_what_is_refuted_is_said_again_at_the_end(tmp_path: Path, monkeypatch: p
     again = summary.split("LOOK AT:")[1]
     assert "REFUTED  pinned copies by torch, GB/s: 44" in again and "the virtual machine" in again
     assert "wait_captured(): 7" in again and "MISSING" in again and "55.1" not in again
-    assert "slow: STOPPED after 2 s" in summary and "begun" in (tmp_path / "out" / "log.txt").read_text()
+    assert "slow: STOPPED after 2 s" in again and "begun" in (tmp_path / "out" / "log.txt").read_text()
 
 
 def test_an_engine_of_the_same_sources_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
