@@ -1334,7 +1334,7 @@ promise(
     "restore() refuses the state of another class of optimizer before it touches anything.",
     (
         "another class of optimizer is restored",
-        py("Fitting.__init__", swap("refuse_other_kinds(...)")),
+        py("Fitting.landings", swap("refuse_other_kinds(...)")),
         "test_partial.py::test_another_optimizer_is_told_before_anything_is_touched",
     ),
 )
