@@ -97,9 +97,11 @@ class Day:
     def tests(self, name: str, limit_s: float, arguments: Sequence[str], but: str = "") -> None:
         """Runs tests of tests/gpu on the device, except those that ``but`` names."""
         options = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=80"]
-        options += [f"--basetemp={self.tmpfs / 'lazyckpt-day-tests'}", "-k", f"not fake{but}"]
+        scratch = self.tmpfs / f"lazyckpt-day-{os.getpid()}-tests"
+        options += [f"--basetemp={scratch}", "-k", f"not fake{but}"]
         environment = {"LAZYCKPT_TEST_DEVICE": self.device}
         text = self.stage(name, limit_s, [sys.executable, "-m", "pytest", *options, *arguments], **environment)
+        shutil.rmtree(scratch, ignore_errors=True)
         found = re.findall(r"^(tests/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE)
         outcomes = [WORDS.get(word, "skipped") for _, word in found]
         skipped = outcomes.count("skipped")
