@@ -521,7 +521,7 @@ promise(
     ),
 )
 
-INSTANT = "test_instant.py"
+INSTANT = "test_instant.py::test_a_signal_handler_that_writes_inside_save_gives_one_moment_or_an_error"
 
 promise(
     CONSISTENCY,
@@ -538,8 +538,16 @@ promise(
     ),
     ("nobody looks for code that interrupted save()", py("_launch", swap("one_moment.check(...)")), INSTANT),
     ("signals are not heard", py("Instant.was_interrupted", body("return False")), INSTANT),
-    ("versions are not compared", py("Instant.moved", body("return []")), INSTANT),
-    ("a step inside save() is not seen", py("Exclusion.stepped_inside", body("return None")), INSTANT),
+    (
+        "what was written to inside save() is not asked",
+        py("Instant.moved", body("return []")),
+        "test_instant.py::test_a_destructor_that_writes_inside_save_is_noticed",
+    ),
+    (
+        "a step inside save() is not seen",
+        py("Exclusion.stepped_inside", body("return None")),
+        "test_instant.py::test_a_step_inside_save_on_its_own_thread_fails_the_save_and_the_next_one_commits",
+    ),
 )
 
 SHARED_MEMORY = "test_shared_memory.py"
