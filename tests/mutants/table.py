@@ -831,7 +831,7 @@ promise(
     "restore() passes over a damaged checkpoint, and touches nothing unless everything fits.",
     (
         "a checkpoint that does not fit is restored in part",
-        py("reading.restore", swap("provider.landings(...)", "[]")),
+        py("reading.restore", swap("_.landings(...)", "[]")),
         "test_restore.py::test_a_changed_model_is_one_error_that_lists_all_and_touches_nothing",
     ),
     (
