@@ -24,7 +24,7 @@ CORE = (  # the most telling first
     TRAINING + "steps_of_a_graph_that_is_gated_are_lazy",
     TRAINING + "a_ring_that_cannot_be_pinned",
 )
-PROCESSES = ("tests/gpu/test_processes.py",)
+PROCESSES = ("tests/gpu/test_process.py",)
 REST = ("tests/gpu/test_training.py",)
 NOT_AGAIN = "".join(f" and not {test.rpartition('::test_')[2]}" for test in CORE if test.startswith(TRAINING))
 COMPILED = " and not compiled"  # minutes of a compiler, after all others

@@ -1,4 +1,4 @@
-"""A training in a process of its own, for test_processes.py: python process.py DEVICE FOLDER ALLOCATOR [END]
+"""A training in a process of its own, for test_process.py: python process.py DEVICE FOLDER ALLOCATOR [END]
 
 It steps right after every save and checks each file. With END it begins one more save, into end.pt beside expected.pt,
 and ends in that way while the device is busy.

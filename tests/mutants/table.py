@@ -1108,7 +1108,7 @@ promise(
     "At every rename of a Hugging Face run, get_last_checkpoint finds a whole checkpoint.",
     (
         "the Trainer removes the last checkpoint in place",
-        py("transformers._finalize", swap("functools.partial(_remove_at_once, ...)", "shutil.rmtree")),
+        py("transformers._finalize", swap("functools.partial(_remove_at_once, _)", "shutil.rmtree")),
         "integrations/test_transformers.py::"
         "test_whenever_the_process_ends_the_last_checkpoint_and_the_best_that_it_names_are_there",
     ),
@@ -1322,7 +1322,7 @@ promise(
     "A rollback survives a crash before the next save; the best checkpoints stay beside the last ones.",
     (
         "a rollback leaves no note",
-        py("Checkpointer.rollback", swap("rollback.note(...)")),
+        py("Restoring.rollback", swap("rollback.note(...)")),
         "test_history.py::test_a_rollback_outlives_a_crash_before_the_next_save",
     ),
     (
