@@ -1,44 +1,26 @@
-"""Proves from the code of an optimizer's ``step`` that it runs its closure before anything could write to parameters.
+"""Decides whether the gate may wait behind an optimizer's closure, so that forward and backward overlap with the copy.
 
-Then the gate may wait behind the closure, so that forward and backward overlap with the copy. The proof reads the
-syntax tree of the function that is about to run, and accepts only what surely writes nothing on the way to the closure:
-
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-
-or ``super().step(closure)``, in front of which torch calls the gate again. Everything else is unproven, and the step
-waits before its closure. ``closure_first`` vouches for a class that does more.
+It may if ``step`` runs the closure before anything could write to parameters: if its code proves that
+(closure_proof.py), or if the user vouches for the class with ``closure_first``. Every other step waits before its
+closure.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
-import inspect
-import linecache
 import weakref
-from collections.abc import Iterator
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-import torch
-from torch.optim import optimizer as torch_optimizer
+from lazyckpt.capture.closure_proof import Proof, prove
+from lazyckpt.capture.step_layers import without_hooks, without_layers
 
-_GRAD_MODES = (torch.enable_grad, torch.no_grad, torch.set_grad_enabled, torch.inference_mode)
-_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-# Methods of torch's Optimizer that only look; the second is that of older versions.
-_PURE_METHODS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 _Class = TypeVar("_Class", bound=type[Any])
 
-# The layers that torch puts around a step: of its hooks, of `differentiable`, of no_grad() and the like.
-_HOOKED: CodeType = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
-_USE_GRAD: CodeType = torch_optimizer._use_grad_for_differentiable(lambda self: None).__code__
-_IN_CONTEXT: CodeType = torch.no_grad()(lambda: None).__code__
-
 _vouched: weakref.WeakKeyDictionary[type[Any], Any] = weakref.WeakKeyDictionary()  # with the step at that time
+_MAX_PROOFS = 256
+# By function, code, class and ``by_name``; with whether the proof succeeded.
+_proofs: dict[tuple[FunctionType, CodeType, type[Any], bool], tuple[Proof, bool]] = {}
 
 
 def closure_first(optimizer: _Class) -> _Class:
@@ -52,371 +34,26 @@ def closure_first(optimizer: _Class) -> _Class:
     """
     if not isinstance(optimizer, type) or not hasattr(optimizer, "step"):
         raise TypeError(f"closure_first() takes a class with a step(), not {optimizer!r}")
-    _vouched[optimizer] = _without_hooks(optimizer.step)
+    _vouched[optimizer] = without_hooks(optimizer.step)
     return optimizer
-
-
-def step_behind(frame: FrameType, optimizer: Any) -> Any:
-    """The step that torch runs once its hooks, called from ``frame``, have returned."""
-    if frame.f_code is _HOOKED:
-        return frame.f_locals["func"]
-    return _without_hooks(getattr(type(optimizer), "step", None))
 
 
 def runs_closure_first(step: Any, optimizer: Any, *, by_name: bool) -> bool:
     """Whether ``step`` surely calls its closure, the second argument or the one named ``closure``, before anything
     could write to parameters. Never raises."""
     kind = type(optimizer)
-    for cls in kind.__mro__:
-        if cls in _vouched and _vouched[cls] is step:
-            return True
-        if "step" in vars(cls):
-            break
+    if any(_vouched.get(cls) is step for cls in kind.__mro__):
+        return True
     with contextlib.suppress(Exception):
-        function = _without_layers(step, kind)
+        function = without_layers(step, kind)
         if function is None:
             return False
         key = function, function.__code__, kind, by_name
         known = _proofs.get(key)
         if known is None or not known[0].holds(optimizer):  # or what it rests on has changed
-            known = _prove(*key)
-        return known[1] and known[0].holds(optimizer)
+            while len(_proofs) >= _MAX_PROOFS:
+                _proofs.pop(next(iter(_proofs)))
+            known = _proofs[key] = prove(function, kind, by_name=by_name)
+        proof, succeeded = known
+        return succeeded and proof.holds(optimizer)
     return False
-
-
-class Unproven(Exception):
-    """What a function does before its closure is not known to be harmless."""
-
-
-class Proof:
-    """What a proof rests on: names that may be bound to something else later."""
-
-    def __init__(self) -> None:
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._of_class: list[tuple[type[Any], str, Any]] = []
-        self._codes: list[tuple[FunctionType, CodeType]] = []
-
-    def resolve(self, names: dict[str, Any], name: str) -> Any:
-        found = names[name] if name in names else vars(builtins)[name]
-        self._names.append((names, name, found))
-        return found
-
-    def of_class(self, kind: type[Any], name: str) -> Any:
-        found = inspect.getattr_static(kind, name)
-        self._of_class.append((kind, name, found))
-        return found
-
-    def code_of(self, function: FunctionType) -> CodeType:
-        self._codes.append((function, function.__code__))
-        return function.__code__
-
-    def holds(self, optimizer: Any) -> bool:
-        own = getattr(optimizer, "__dict__", {})
-        return (
-            all(names.get(name, vars(builtins).get(name)) is found for names, name, found in self._names)
-            and all(inspect.getattr_static(kind, name) is found for kind, name, found in self._of_class)
-            and all(function.__code__ is code for function, code in self._codes)
-            and own.keys().isdisjoint(_PURE_METHODS)
-        )
-
-
-_MAX_PROOFS = 256
-# And whether it succeeded.
-_proofs: dict[tuple[FunctionType, CodeType, type[Any], bool], tuple[Proof, bool]] = {}
-
-
-def _prove(function: FunctionType, code: CodeType, kind: type[Any], by_name: bool) -> tuple[Proof, bool]:
-    """``code`` is the function's: a new one needs a new proof."""
-    proof, succeeds = Proof(), False
-    with contextlib.suppress(Exception):  # Unproven, or nothing that this module knows
-        _Walk(proof, function, kind).step(by_name)
-        succeeds = True
-    while len(_proofs) >= _MAX_PROOFS:
-        _proofs.pop(next(iter(_proofs)))
-    _proofs[function, code, kind, by_name] = proof, succeeds
-    return proof, succeeds
-
-
-# what a decorator of torch's calls
-
-
-def _cell(function: FunctionType, name: str) -> Any:
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    return cells[name].cell_contents
-
-
-def _without_hooks(step: Any) -> Any:
-    return _cell(step, "func") if getattr(step, "__code__", None) is _HOOKED else step
-
-
-def _without_layers(step: Any, kind: type[Any]) -> FunctionType | None:
-    """The function inside torch's decorators; None if there is another layer, or no function in Python."""
-    while isinstance(step, FunctionType):
-        if step.__code__ is _IN_CONTEXT:
-            context = getattr(_cell(step, "ctx_factory"), "__self__", None)
-            if type(context) not in _GRAD_MODES:
-                return None
-        elif step.__code__ is not _USE_GRAD:
-            return None if step.__code__.co_flags & _SUSPENDABLE else step
-        elif inspect.getattr_static(kind, "defaults", None) is not None:  # it reads this attribute
-            return None
-        step = _cell(step, "func")
-    return None
-
-
-# the proof
-
-_CLOSURE = object()  # as a value of a name: the closure, which is callable
-_SELF = object()
-_OTHER = object()
-_ARGUMENTS = object()  # of *args or **kwargs, which may hold the closure
-
-
-class _Walk:
-    """Walks a function in the order in which Python runs it, up to the call of the closure."""
-
-    def __init__(self, proof: Proof, function: FunctionType, kind: type[Any]) -> None:
-        self._proof = proof
-        self._function = function
-        self._kind = kind
-        self._by_name = False
-        self._names: dict[str, Any] = {}
-
-    def step(self, by_name: bool) -> None:
-        """Raises Unproven unless everything runs the closure, or nothing, before it could write."""
-        self._by_name = by_name
-        if self._proof.of_class(self._kind, "__getattribute__") is not object.__getattribute__:
-            raise Unproven  # to read an attribute may run code
-        node = _tree_of(self._function.__code__)
-        arguments = node.args
-        positional = [*arguments.posonlyargs, *arguments.args]
-        self._names = {a.arg: _OTHER for a in (*positional, *arguments.kwonlyargs)}
-        self._names.update({a.arg: _ARGUMENTS for a in (arguments.vararg, arguments.kwarg) if a is not None})
-        if not positional:
-            raise Unproven
-        self._names[positional[0].arg] = _SELF
-        if by_name:
-            named = [a.arg for a in (*arguments.args, *arguments.kwonlyargs) if a.arg == "closure"]
-        else:
-            named = [a.arg for a in positional[1:2]]
-        self._names.update((name, _CLOSURE) for name in named)
-        if not self._block(node.body):
-            return  # it ends without a call that could write
-
-    def _block(self, statements: list[ast.stmt]) -> bool:
-        """Returns True if the closure was called, or the function has ended, on every way through; False if nothing
-        happened."""
-        return any(self._statement(statement) for statement in statements)
-
-    def _statement(self, node: ast.stmt) -> bool:
-        match node:
-            case ast.Pass():
-                return False
-            case ast.Expr(value=value):
-                return self._evaluate(value)[0]
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
-                called, self._names[name] = self._evaluate(value)
-                return called
-            case ast.If(test=test, body=body, orelse=orelse):
-                return self._if(test, body, orelse)
-            case ast.With(items=items, body=body):
-                return any(self._context(item) for item in items) or self._block(body)
-            case ast.Return(value=None):
-                return True
-            case ast.Return(value=ast.expr() as value):
-                self._evaluate(value)
-                return True
-            case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[ast.Constant()], keywords=[])):
-                error = self._proof.resolve(self._function.__globals__, name)
-                if isinstance(error, type) and error.__module__ == "builtins" and issubclass(error, BaseException):
-                    return True
-        raise Unproven
-
-    def _if(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> bool:
-        truth = self._truth(test)
-        if truth is not None:
-            return self._block(body if truth else orelse)
-        before = dict(self._names)
-        ways = []
-        for branch in (body, orelse):
-            self._names = dict(before)
-            ways.append(self._block(branch))
-        self._names = before
-        if ways[0] != ways[1] or any(
-            isinstance(n, ast.Assign | ast.AnnAssign) for s in (*body, *orelse) for n in ast.walk(s)
-        ):
-            raise Unproven
-        return ways[0]
-
-    def _context(self, item: ast.withitem) -> bool:
-        if item.optional_vars is None and self._is_grad_mode(item.context_expr):
-            return False
-        raise Unproven
-
-    def _is_grad_mode(self, node: ast.expr) -> bool:
-        """Whether the expression makes one of torch's contexts for gradients."""
-        match node:
-            case ast.Call(func=function, args=arguments, keywords=[]):
-                return all(isinstance(a, ast.Constant) for a in arguments) and self._constant(function) in _GRAD_MODES
-        return False
-
-    def _constant(self, node: ast.expr) -> Any:
-        """A global, or an attribute of a module. Raises Unproven for anything else."""
-        match node:
-            case ast.Name(id=name) if name not in self._names and name not in self._function.__code__.co_freevars:
-                return self._proof.resolve(self._function.__globals__, name)
-            case ast.Attribute(value=value, attr=name):
-                module = self._constant(value)
-                if type(module) is ModuleType and name in vars(module):
-                    return self._proof.resolve(vars(module), name)
-        raise Unproven
-
-    def _truth(self, node: ast.expr) -> bool | None:
-        """Whether a condition that writes nothing holds; None if that depends."""
-        match node:
-            case ast.Name(id=name) if self._names.get(name) is _CLOSURE:
-                return True
-            case ast.Constant(value=value):
-                return bool(value)
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                truth = self._truth(operand)
-                return None if truth is None else not truth
-            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
-                called, value = self._evaluate(left)
-                if called:
-                    raise Unproven
-                return isinstance(op, ast.IsNot) if value is _CLOSURE else None
-            case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]):
-                return self._truth_of_call(self._constant(ast.Name(id=name)), argument)
-        raise Unproven
-
-    def _truth_of_call(self, function: Any, argument: ast.expr) -> bool | None:
-        """Of callable(closure), or of a function that does no more than to return such a condition."""
-        called, value = self._evaluate(argument)
-        if called or value is not _CLOSURE:
-            raise Unproven
-        if function is callable:
-            return True
-        if type(function) is not FunctionType:
-            raise Unproven
-        node = _tree_of(self._proof.code_of(function))
-        match node.args, node.body:
-            case ast.arguments(posonlyargs=[], args=[parameter], vararg=None, kwonlyargs=[], kwarg=None), [
-                ast.Return(value=ast.expr() as condition)
-            ]:
-                inner = _Walk(self._proof, function, self._kind)
-                inner._names = {parameter.arg: _CLOSURE}
-                return inner._truth(condition)
-        raise Unproven
-
-    def _evaluate(self, node: ast.expr) -> tuple[bool, Any]:
-        """Whether the expression calls the closure before anything else, and its value."""
-        match node:
-            case ast.Constant():
-                return False, _OTHER
-            case ast.Name(id=name):
-                if name in self._names:
-                    return False, self._names[name]
-                self._constant(node)
-                return False, _OTHER
-            case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if self._names.get(name) is _CLOSURE:
-                return True, _OTHER
-            case ast.Call(func=mode, args=[closure], keywords=[]) if isinstance(mode, ast.Call):
-                if self._is_grad_mode(mode) and self._evaluate(closure) == (False, _CLOSURE):
-                    return False, _CLOSURE  # torch.enable_grad()(closure)
-            case ast.Call(func=ast.Name(id="float"), args=[argument], keywords=[]):
-                if self._constant(node.func) is float and self._evaluate(argument)[0]:
-                    return True, _OTHER
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=[], keywords=[]):
-                known = self._names.get(owner) is _SELF and name in _PURE_METHODS
-                if known and self._proof.of_class(self._kind, name) is vars(torch.optim.Optimizer)[name]:
-                    return False, _OTHER
-            case ast.Call(func=ast.Attribute(value=ast.Call() as parent, attr="step")):
-                if self._is_super(parent) and all(map(self._is_argument, _arguments(node))):
-                    self._next_step(node)
-                    return True, _OTHER
-        raise Unproven
-
-    def _is_super(self, node: ast.Call) -> bool:
-        match node:
-            case ast.Call(func=ast.Name(id="super") as function, args=[], keywords=[]):
-                return self._constant(function) is super
-            case ast.Call(func=ast.Name(id="super") as function, args=[ast.expr(), ast.Name(id=owner)], keywords=[]):
-                known = self._names.get(owner) is _SELF and isinstance(node.args[0], ast.Name)
-                return known and self._constant(function) is super and self._constant(node.args[0]) is self._class()
-        return False
-
-    def _class(self) -> Any:
-        """The class that the function was defined in."""
-        if "__class__" in self._function.__code__.co_freevars:
-            return _cell(self._function, "__class__")
-        found = [
-            cls
-            for cls in self._kind.__mro__
-            if _without_layers(_without_hooks(vars(cls).get("step")), cls) is self._function
-        ]
-        return found[0] if found else None
-
-    def _next_step(self, call: ast.Call) -> None:
-        """Raises Unproven unless ``super().step``, called like this, runs the closure first."""
-        mro = self._kind.__mro__
-        above = mro[mro.index(self._class()) + 1 :]
-        step = next(self._proof.of_class(cls, "step") for cls in above if "step" in vars(cls))
-        if getattr(step, "__code__", None) is _HOOKED:
-            return  # the gate stands in front of it
-        function = _without_layers(step, self._kind)
-        if function is None:
-            raise Unproven
-        self._proof.code_of(function)
-        by_name = self._by_name
-        if any(self._is_closure(argument) for argument in call.args):
-            if not self._is_closure(call.args[0]):
-                raise Unproven
-            by_name = False
-        elif any(keyword.arg == "closure" and self._is_closure(keyword.value) for keyword in call.keywords):
-            by_name = True
-        elif not any(isinstance(argument, ast.Starred) for argument in _arguments(call)):
-            raise Unproven  # nothing gets the closure
-        _Walk(self._proof, function, self._kind).step(by_name)
-
-    def _is_closure(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and self._names.get(node.id) is _CLOSURE
-
-    def _is_argument(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Name() | ast.Constant():
-                return not self._evaluate(node)[0]
-            case ast.Starred(value=ast.Name(id=name)):
-                return self._names.get(name) is _ARGUMENTS
-        return False
-
-
-def _arguments(call: ast.Call) -> Iterator[ast.expr]:
-    yield from call.args
-    for keyword in call.keywords:
-        yield keyword.value if keyword.arg is not None else ast.Starred(value=keyword.value)
-
-
-def _tree_of(code: CodeType) -> ast.FunctionDef:
-    """The syntax tree of a function. Raises Unproven unless it surely is that of this code: the source may be gone, or
-    have changed since it was imported."""
-    source = "".join(linecache.getlines(code.co_filename))
-    tree = ast.parse(source)
-    compiled = compile(tree, code.co_filename, "exec", dont_inherit=True)
-    if not any(found == code for found in _codes_in(compiled)):
-        raise Unproven
-    named = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name)
-    for node in named:
-        if min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) == code.co_firstlineno:
-            return node
-    raise Unproven
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lazyckpt.capture.closures import runs_closure_first, step_behind
+from lazyckpt.capture.closures import runs_closure_first
+from lazyckpt.capture.step_layers import step_behind
 from lazyckpt.warn import warn_once
 
 if TYPE_CHECKING:

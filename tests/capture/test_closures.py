@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lazyckpt
 from lazyckpt import warn
-from lazyckpt.capture import closures
+from lazyckpt.capture import closure_proof, closures
+from lazyckpt.capture.step_layers import without_hooks
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -226,6 +228,63 @@ class Built(SGD):
     step = len  # type: ignore[assignment]
 
 
+class Takes(SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            loss = closure()
+        write(self)
+        return loss
+
+
+class DropsPositional(Takes):
+    """``Takes`` is never made, so torch does not hook it: nothing waits in front of it."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(**kwargs)
+
+
+class DropsByName(Takes):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args)
+
+
+class DropsNamed(Takes):
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().step(*args, **kwargs)
+
+
+class Shifts(Takes):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(None, *args, **kwargs)
+
+
+class OfAnother(Takes):
+    def step(self, closure: Any = None, other: Any = None) -> Any:  # type: ignore[override]
+        self = other  # noqa: F841
+        return super().step(closure)
+
+
+class EqualToAll(contextlib.nullcontext[None]):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self) -> EqualToAll:
+        write(self)
+        return self
+
+
+equal_to_all = EqualToAll()
+
+
+class WritesByEqualContext(SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with equal_to_all():
+            return closure()
+
+
 UNPROVEN = (
     WritesFirst,
     WritesInProperty,
@@ -241,13 +300,16 @@ UNPROVEN = (
     Generates,
     Loops,
     Built,
+    DropsNamed,
+    OfAnother,
+    WritesByEqualContext,
     torch.optim.LBFGS,
 )
 
 
 def is_proven(kind: type[Any], *, by_name: bool = False) -> bool:
     optimizer = kind([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-    step = closures._without_hooks(type(optimizer).step)
+    step = without_hooks(type(optimizer).step)
     return closures.runs_closure_first(step, optimizer, by_name=by_name)
 
 
@@ -255,12 +317,18 @@ def is_proven(kind: type[Any], *, by_name: bool = False) -> bool:
 def test_the_code_proves_it(kind: type[Any]) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = kind([parameter], lr=0.1)
-    assert closures.runs_closure_first(closures._without_hooks(kind.step), optimizer, by_name=False)
+    assert closures.runs_closure_first(without_hooks(kind.step), optimizer, by_name=False)
 
 
 @pytest.mark.parametrize("kind", UNPROVEN)
 def test_the_code_does_not_prove_it(kind: type[Any]) -> None:
     assert not is_proven(kind) and not is_proven(kind, by_name=True)
+
+
+def test_a_step_that_drops_the_closure_on_its_way_up_is_not_proven() -> None:
+    assert is_proven(DropsPositional, by_name=True) and not is_proven(DropsPositional)
+    assert is_proven(Shifts, by_name=True) and not is_proven(Shifts)
+    assert is_proven(DropsByName) and not is_proven(DropsByName, by_name=True)
 
 
 def test_every_class_of_torch_but_lbfgs_is_proven_in_a_subclass() -> None:
@@ -270,7 +338,7 @@ def test_every_class_of_torch_but_lbfgs_is_proven_in_a_subclass() -> None:
     for kind in kinds:
         if kind is not torch.optim.Optimizer:
             optimizer = type(f"My{kind.__name__}", (kind,), {})([parameter])
-            step = closures._without_hooks(type(optimizer).step)
+            step = without_hooks(type(optimizer).step)
             if not closures.runs_closure_first(step, optimizer, by_name=True):
                 unproven.add(kind)
     assert unproven == {torch.optim.LBFGS}
@@ -339,7 +407,13 @@ def test_the_user_vouches_for_a_class(make_run: Any, disk: Any, pending: Any) ->
             write(self)
             return super().step(closure)
 
+    class Above(Vouched):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
     assert is_proven(Vouched) and is_proven(Child) and not is_proven(Other)
+    above = Above([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    assert closures.runs_closure_first(without_hooks(Vouched.step), above, by_name=False), "the step that torch calls"
     run = make_run(lambda p: Child(p, lr=1e-3), warm=False)
     run.optimizer.step(run.backward)
     assert pending_at_closure(run, disk, pending, waits=False) > 0
@@ -373,9 +447,9 @@ def test_what_a_proof_rests_on_may_change(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_method_of_the_instance_is_no_method_of_torch() -> None:
     optimizer = Inherited([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-    step = closures._without_hooks(Inherited.step)
+    step = without_hooks(Inherited.step)
     assert closures.runs_closure_first(step, optimizer, by_name=True)
-    for name in closures._PURE_METHODS:
+    for name in closure_proof._PURE_METHODS:
         setattr(optimizer, name, lambda: write(optimizer))
     assert not closures.runs_closure_first(step, optimizer, by_name=True)
 
@@ -387,8 +461,8 @@ def test_source_that_is_not_that_of_the_code_proves_nothing() -> None:
     assert not is_proven(names["Unseen"])
     code = Own.step.__wrapped__ if hasattr(Own.step, "__wrapped__") else Own.step  # type: ignore[attr-defined]
     moved = functools.reduce(lambda f, _: getattr(f, "__wrapped__", f), range(3), code).__code__
-    with pytest.raises(closures.Unproven):
-        closures._tree_of(moved.replace(co_consts=(*moved.co_consts, 1)))
+    with pytest.raises(closure_proof.Unproven):
+        closure_proof._tree_of(moved.replace(co_consts=(*moved.co_consts, 1)))
 
 
 def test_a_hook_of_somebody_else_between_the_gate_and_the_closure(make_run: Any, disk: Any, pending: Any) -> None:

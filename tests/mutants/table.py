@@ -578,6 +578,12 @@ promise(
     ("a proof outlives what it rests on", py("Proof.holds", body("return True")), CLOSURES),
     ("a context manager of anybody is harmless", py("_Walk._context", body("return False")), CLOSURES),
     ("an argument of super().step() writes nothing", py("_Walk._is_argument", body("return True")), CLOSURES),
+    ("an argument that is passed on is the closure", py("_Walk._passes_on", body("return True")), CLOSURES),
+    (
+        "super() is of the optimizer that steps",
+        py("_Walk._is_super", swap("self._names.get(self._first) is _SELF", "True")),
+        CLOSURES,
+    ),
     ("every hook is one of ours", py("foreign._is_ours", body("return True")), CLOSURES),
 )
 
