@@ -54,6 +54,7 @@ class ExactResume:
         self._tracked: list[Any] = []  # for each loader of the training data; None for one that is not tracked
         self._saved: dict[str, Any] | None = None  # of this rank, until training goes on from it
         self._random_saved: Any = None
+        self.owes_validation = False  # the run that was interrupted was about to validate
         self._put_off = False  # the iterators of the loaders are not those with which training goes on
 
     def attach(self, trainer: Trainer) -> Callable[[], None]:
@@ -61,6 +62,7 @@ class ExactResume:
         _attached[trainer] = self
         self.alone = False
         self._tracked, self._saved, self._random_saved = [], None, None
+        self.owes_validation = False
 
         def detach() -> None:
             _attached.pop(trainer, None)
@@ -77,6 +79,7 @@ class ExactResume:
         loop = trainer.fit_loop.epoch_loop
         own = self._saved or {
             "loaders": [self._position(tracked, trainer) if tracked is not None else None for tracked in self._tracked],
+            "workers": [_keeps_workers(loader) for loader in _validation_loaders(loop)],
             "batch": 0 if _is_over(loop) else loop.batch_progress.current.ready,  # of the epoch that goes on
         }
         own = {**own, "random": self._random_saved or self._random.state_dict()}
@@ -128,6 +131,7 @@ class ExactResume:
         saved, self._saved = self._saved, None
         assert saved is not None
         self._restore_loaders(loop, saved)
+        self._start_workers(loop, saved.get("workers", []))
         if not (saved["batch"] and loop.batch_progress.current.ready):
             self.restore_random()  # a new epoch begins with these numbers
         begin(fetcher)
@@ -135,6 +139,27 @@ class ExactResume:
             iter(fetcher)
             fetcher.fetched += loop.batch_progress.current.ready  # as ``begin`` does
         self.restore_random()  # a loader that goes on may have drawn numbers for its iterator
+        # A ModelCheckpoint has saved what it would otherwise save again, in the middle of the next step.
+        for callback in loop.trainer.checkpoint_callbacks:
+            every = getattr(callback, "_every_n_train_steps", 0)
+            if every and loop.global_step % every == 0:
+                callback._last_global_step_saved = loop.global_step
+        # A checkpoint is saved before the validation that its batch is followed by.
+        due = loop.batch_progress.current.ready and loop.restarted_on_train_batch_end
+        self.owes_validation = bool(due and loop._should_check_val_fx(fetcher))
+
+    def _start_workers(self, loop: _TrainingEpochLoop, lived: list[bool]) -> None:
+        """Starts the persistent workers for validation that lived. They draw a number, and only when they start."""
+        if not any(lived):
+            return
+        before = self._random.state_dict()
+        loop.trainer.validating = True
+        loop.val_loop.setup_data()
+        loop.trainer.training = True
+        for loader, alive in zip(_validation_loaders(loop), lived, strict=False):
+            if alive and getattr(loader, "persistent_workers", False) and not _keeps_workers(loader):
+                iter(loader)
+        self._random.load_state_dict(before)
 
     def _restore_loaders(self, loop: _TrainingEpochLoop, saved: dict[str, Any]) -> None:
         here = loop.batch_progress.current.ready
@@ -228,6 +253,15 @@ class _Batches:
         return iter, ((),)
 
 
+def _validation_loaders(loop: _TrainingEpochLoop) -> list[Any]:
+    combined = loop.val_loop._combined_loader
+    return combined.flattened if combined is not None else []
+
+
+def _keeps_workers(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader._iterator is not None  # DataLoader keeps only persistent ones
+
+
 def _is_over(loop: _TrainingEpochLoop) -> bool:
     """Whether Lightning fetches no more batches in this epoch, although the loader may have some."""
     return bool(loop._num_ready_batches_reached())
@@ -291,6 +325,20 @@ def _on_run_start(resume: ExactResume, original: Any, loop: _TrainingEpochLoop, 
         original(fetcher)
     else:
         resume.go_on(loop, fetcher, original)
+
+
+def _owing(loop: Any, *_: Any) -> ExactResume | None:
+    resume = _attached.get(loop.trainer)
+    return resume if resume is not None and resume.owes_validation else None
+
+
+@wrap(_TrainingEpochLoop, "advance", _owing)
+def _advance(resume: ExactResume, original: Any, loop: _TrainingEpochLoop, fetcher: Any) -> None:
+    """Trains no batch, so that Lightning validates next, as it would have behind the batch of the checkpoint."""
+    resume.owes_validation = False
+    loop.val_loop.restarting = False  # validation begins
+    if not loop._should_accumulate():
+        loop._batches_that_stepped -= 1  # Lightning counts this when it resumes, and behind the validation
 
 
 @wrap(_SignalConnector, "_slurm_sigusr_handler_fn", lambda connector, *_: _attached.get(connector.trainer))

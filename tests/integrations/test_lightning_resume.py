@@ -6,6 +6,7 @@ it is read. A resumed run begins with another seed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -205,6 +206,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "steps": {"max_epochs": -1, "max_steps": 11},
     "stepping": {"model": Stepping},
     "validated in the epoch": {"limit_val_batches": 2, "val_check_interval": 4},
+    "validated at the checkpoint": {"limit_val_batches": 2, "val_check_interval": 2},
+    "validated by steps": {"limit_val_batches": 2, "val_check_interval": 4, "check_val_every_n_epoch": None},
     "sanity check": {"limit_val_batches": 1, "num_sanity_val_steps": 2, "val_check_interval": 3},
 }
 
@@ -239,6 +242,60 @@ def test_a_datamodule_goes_on_in_the_same_bits(tmp_path: Path) -> None:
     whole, _ = run(tmp_path, 7)
     resumed, _ = run(tmp_path / "again", 8, ckpt_path=tmp_path / "step=8.ckpt")
     assert resumed.seen == whole.seen[8:] and same_weights(resumed, whole)
+
+
+def test_validation_at_the_checkpoint_is_as_in_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    """Regression: Lightning leaves it out of the resumed run."""
+
+    class Notes(Callback):
+        def __init__(self) -> None:
+            self.validated: list[tuple[int, int]] = []
+
+        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.validated.append((trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped))
+
+    options = {"limit_val_batches": 2, "val_check_interval": 2}
+    whole, again = Notes(), Notes()
+    fit(tmp_path, 7, shuffled, whole, **options)
+    fit(tmp_path / "again", 8, shuffled, again, resumed=tmp_path / "step=8.ckpt", **options)
+    assert [step for step, _ in whole.validated] == [2, 4, 6, 8, 10, 12] and again.validated == whole.validated[3:]
+
+
+@pytest.mark.parametrize("batches", [4, 5])
+def test_a_run_that_is_resumed_again_and_again_goes_on_behind_whole_steps(batches: int, tmp_path: Path) -> None:
+    """Regression: Lightning saved the checkpoint again, behind the first batch of the next step."""
+
+    class Stop(Exception):
+        pass
+
+    class Stops(Callback):
+        def __init__(self) -> None:
+            self.batches = 0
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.batches += 1
+            if self.batches > batches:
+                raise Stop
+
+    options = {"accumulate_grad_batches": 3, "limit_train_batches": 12}
+    many = lambda: DataLoader(torch.utils.data.ConcatDataset([Noisy(), Noisy()]), batch_size=4, shuffle=True)  # noqa: E731
+    whole, _ = fit(tmp_path / "whole", 7, many, **options)
+    for seed in range(4):
+        with contextlib.suppress(Stop):
+            resumed, trainer = fit(tmp_path, seed + 7, many, *[Stops()] * (seed < 3), resumed="last", **options)
+    assert trainer.global_step == 8 and same_weights(resumed, whole)
+
+
+@pytest.mark.parametrize("step", [5, 8])
+def test_persistent_workers_for_validation_draw_no_number_again(step: int, tmp_path: Path) -> None:
+    class Persistent(Net):
+        def val_dataloader(self) -> Any:
+            return DataLoader(torch.ones(4, 8), batch_size=4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+
+    options = {"model": Persistent, "limit_val_batches": 1, "val_check_interval": 4}
+    whole, _ = fit(tmp_path, 7, **options)
+    resumed, _ = fit(tmp_path / "again", 8, resumed=tmp_path / f"step={step}.ckpt", **options)
+    assert resumed.seen == whole.seen[step:] and same_weights(resumed, whole)
 
 
 class Draws(Callback):

@@ -1088,6 +1088,21 @@ promise(
         "integrations/test_lightning_resume.py::test_a_checkpoint_of_any_step_goes_on_in_the_same_bits",
     ),
     (
+        "the validation behind the checkpoint is left out",
+        py("ExactResume.go_on", swap("loop._should_check_val_fx(fetcher)", "False")),
+        RESUMES,
+    ),
+    (
+        "workers for validation start again",
+        py("ExactResume._start_workers", body("return None")),
+        "integrations/test_lightning_resume.py::test_persistent_workers_for_validation_draw_no_number_again",
+    ),
+    (
+        "a resumed run saves its checkpoint again inside the next step",
+        py("ExactResume.go_on", swap("loop.trainer.checkpoint_callbacks", "()")),
+        "integrations/test_lightning_resume.py::test_a_run_that_is_resumed_again_and_again_goes_on_behind_whole_steps",
+    ),
+    (
         "each rank goes on with the states of rank 0",
         py("ExactResume.load", swap("ranks[trainer.global_rank]", "ranks[0]")),
         OF_RANKS,
