@@ -60,7 +60,7 @@ _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 
 
 def contents(folder: Path, graph: Callable[[Any], Any]) -> dict[str, Any]:
-    """Every file by name, as its loader reads it, without clock times and without the checksums of lazyckpt."""
+    """Every file by name, as its loader reads it, without clock times and without what lazyckpt adds."""
     from safetensors import safe_open
 
     found: dict[str, Any] = {}
@@ -77,7 +77,10 @@ def contents(folder: Path, graph: Callable[[Any], Any]) -> dict[str, Any]:
         elif path.name == "training_args.bin":
             found[name] = torch.load(path, weights_only=False).max_steps
         elif path.suffix in _PICKLES:
-            found[name] = graph(torch.load(path, weights_only=False))
+            loaded = torch.load(path, weights_only=False)
+            if isinstance(loaded, dict):
+                loaded.pop("lazyckpt", None)  # random states and positions of loaders, in Lightning's
+            found[name] = graph(loaded)
         else:
             found[name] = path.read_bytes()
     return found

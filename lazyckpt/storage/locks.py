@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from pathlib import Path
 
 # Errors of flock where there are no locks: NFS, Lustre mounted noflock, file systems in user space. Our arguments are
 # valid, so EINVAL means the same. No other process can lock there either, so none sweeps there.
@@ -31,6 +32,21 @@ def hold(fd: int) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a live process, or this one, holds the lock of a folder. False where there are no locks."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in NO_LOCKS
+    finally:
+        os.close(fd)
+    return False
 
 
 def drop(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Refuses to read what has a temporary or a trash name, and says which checkpoint to read instead."""
+"""Refuses to read what a dead process left under a temporary or a trash name, and says what to read instead."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import re
 from pathlib import Path
 
 from lazyckpt.errors import LoadError
-from lazyckpt.storage import folders, hidden
+from lazyckpt.storage import folders, hidden, locks
 
 _DIGITS = re.compile(r"\d+")
 _NUMBERED = re.compile(r"[A-Za-z][\w.=]*[-_=]\d+.*")  # as trainers name checkpoints
 
 
 def refuse(path: str | os.PathLike[str]) -> None:
-    """Raises LoadError for a path that is, or is in, a checkpoint that nobody has finished, or that was being removed;
+    """Raises LoadError for a path that is, or is in, a checkpoint whose process ended before it was done with it;
     and for a place (hidden.py)."""
     full = Path(os.path.abspath(path))
     for part in (full, *full.parents):
         if folders.is_unfinished(part.name):
+            if locks.is_held(part):  # by a live process, maybe this one, which knows what it may read
+                continue
             name: str | None = folders.target_of(part.name)
             root = part.parent
         elif hidden.is_place(part / "staged") or hidden.is_place(part):

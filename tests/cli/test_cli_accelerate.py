@@ -68,7 +68,7 @@ def test_an_existing_file_gives_the_defaults_and_keeps_the_rest(tmp_path: Path) 
         ("- a\n", "one 'setting: value' per line"),
         ("a: [1\n", "not YAML"),
         ("max_in_fligth: 2\n", "'max_in_fligth' is not a setting"),
-        ("keep_last: 2\n", "'keep_last' is not a setting"),
+        ("keep_last: 2\n", "keep_last: Accelerate counts its checkpoints; use total_limit"),
         ("max_in_flight: many\n", "max_in_flight='many'"),
         ("audit: 3\n", "expected true or false"),
     ],

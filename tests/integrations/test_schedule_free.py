@@ -272,10 +272,12 @@ def test_training_and_files_are_what_they_are_without_lazyckpt(
         assert ours[name] == theirs[name], name
 
     for checkpoint in sorted(path.name for path in (tmp_path / "plain").iterdir())[:2]:  # of both kinds of weights
-        expected = train(tmp_path / "resumed plain", None, tmp_path / "plain" / checkpoint)
         with no_word_of_lazyckpt():
             resumed = train(tmp_path / "resumed", knobs, tmp_path / "run" / checkpoint)
-        assert resumed.losses == expected.losses
-        assert graph(resumed.state) == graph(expected.state)
-        if trainer in ("HF Trainer", "Accelerate"):  # Lightning begins the data of the epoch anew
+        # Lightning alone begins the data of an epoch anew, and leaves out the validation at its end.
+        if checkpoint != "epoch=0-step=2.ckpt":
+            expected = train(tmp_path / "resumed plain", None, tmp_path / "plain" / checkpoint)
+            assert resumed.losses == expected.losses
+            assert graph(resumed.state) == graph(expected.state)
+        if checkpoint != "epoch=0-step=4.ckpt":
             assert graph(resumed.state) == graph(plain.state)

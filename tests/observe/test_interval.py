@@ -133,14 +133,16 @@ def test_a_real_run(tmp_path: Path) -> None:
     with lazyckpt.Checkpointer(tmp_path, save_every="auto", max_overhead=0.2, keep_last=2) as ckpt:
         ckpt.track(model=model, optimizer=optimizer)
         saved, intervals = [], set()
-        for step in range(1, 151):
+        for step in range(1, 10_000):  # on a busy machine the first checkpoint makes a long interval
             model(torch.ones(200, 300)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             if (handle := ckpt.maybe_save(step)) is not None:
                 saved.append(handle)
             intervals.add(ckpt.interval)
-    assert 2 <= len(saved) < 100 and len(intervals) >= 2
+            if step >= 150 and len(saved) >= 2 and len(intervals) >= 2:
+                break
+    assert len(saved) < step * 2 / 3 and len(intervals) >= 2
     assert saved[0].step == 8  # as soon as there is something to compare with
     assert all(later.step > before.step for before, later in pairwise(saved))
     assert lazyckpt.load(saved[-1].result())["model"]["weight"].shape == (300, 300)

@@ -183,6 +183,15 @@ def test_a_load_of_a_temporary_name_says_which_checkpoint_is_whole(
             checkpointer.restore(path=spelled)
 
 
+def test_who_stages_a_folder_may_read_in_it(tmp_path: Path) -> None:
+    staging = commit.Staging(tmp_path / "step_20")
+    lazyckpt.save({"a": 1}, staging.path / "state.pt")
+    assert lazyckpt.load(staging.path / "state.pt") == {"a": 1}
+    staging._unlock()  # as if the process had ended
+    with pytest.raises(lazyckpt.LoadError, match="never finished"):
+        lazyckpt.load(staging.path / "state.pt")
+
+
 @pytest.mark.parametrize("name", [".tmp-mine", "lazyckpt", ".trash", "step-.tmp-1", "staged"])
 def test_other_names_are_read(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
