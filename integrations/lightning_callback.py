@@ -142,9 +142,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
             return
         saver = self._io._open_saver()
         saver.watch(pl_module)
-        # Whatever calls itself a ModelCheckpoint may lack the attribute.
-        if any(not getattr(c, "save_weights_only", True) for c in trainer.checkpoint_callbacks):
-            announce(saver, lambda: [pl_module, *trainer.optimizers])
+        announce(saver, lambda: [pl_module, *trainer.optimizers] if _saves_all(trainer) else [])
         for callback in trainer.callbacks:
             average = getattr(callback, "_average_model", None) if isinstance(callback, WeightAveraging) else None
             if average is not None:
@@ -298,6 +296,10 @@ class _Late:
 
 def _is_copy_of_late(value: Any, obj: Any, name: str) -> bool:
     return isinstance(value, functools.partial) and value.func == getattr(type(obj), name).__get__(obj)
+
+
+def _saves_all(trainer: Trainer) -> bool:
+    return any(not getattr(callback, "save_weights_only", True) for callback in trainer.checkpoint_callbacks)
 
 
 def _overrides(obj: Any, method: str, base: type) -> bool:

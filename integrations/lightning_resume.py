@@ -23,6 +23,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -141,7 +142,8 @@ class ExactResume:
         self.restore_random()  # a loader that goes on may have drawn numbers for its iterator
         # A ModelCheckpoint has saved what it would otherwise save again, in the middle of the next step.
         for callback in loop.trainer.checkpoint_callbacks:
-            every = getattr(callback, "_every_n_train_steps", 0)
+            # What calls itself a ModelCheckpoint may lack the attribute.
+            every = isinstance(callback, ModelCheckpoint) and getattr(callback, "_every_n_train_steps", 0)
             if every and loop.global_step % every == 0:
                 callback._last_global_step_saved = loop.global_step
         # A checkpoint is saved before the validation that its batch is followed by.

@@ -16,7 +16,7 @@ import lazyckpt
 pytest.importorskip("lightning", minversion="2.6")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
@@ -175,9 +175,15 @@ def test_a_hint_raises_nothing_whatever_the_callbacks_lack(tmp_path: Path) -> No
 
         state_key = "bare"
 
-    trainer = trainer_in(tmp_path, LazyCheckpointIO(), Bare())
-    trainer.fit(Net())
-    assert trainer.global_step == 4
+    class Raising(Checkpoint):
+        @property
+        def save_weights_only(self) -> bool:
+            raise RuntimeError("not known yet")
+
+    for callback in (Bare(), Raising()):
+        trainer = trainer_in(tmp_path, LazyCheckpointIO(), callback)
+        trainer.fit(Net())
+        assert trainer.global_step == 4
 
 
 def test_announcing_raises_nothing() -> None:
