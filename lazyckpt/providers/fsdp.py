@@ -14,10 +14,10 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Puts the sharded parameters back, which the optimizer has, as ``state_dict()`` does. No collective; the next
-    forward gathers the whole ones again."""
+    """Puts the sharded parameters back, which the optimizer has. No collective; the next forward gathers the whole
+    ones again."""
     for part in _parts(module):
-        part.reshard()
+        torch.nn.Module.state_dict(part)  # its hooks do so even where part.reshard() does not: a forward has raised
 
 
 def _parts(module: torch.nn.Module) -> list[Any]:

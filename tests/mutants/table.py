@@ -1413,6 +1413,11 @@ promise(
     RANKS,
     "An evaluation, a forward without backward, changes nothing: neither for save() nor for restore().",
     ("whole parameters stay for restore()", py("_Attempt.restore", swap("reshard(...)")), EVALUATED),
+    (
+        "whole parameters stay for restore() after a forward that raised",
+        py("providers.fsdp.reshard", swap("torch.nn.Module.state_dict(...)", "part.reshard()")),
+        "ranks/test_evaluated.py::test_a_forward_that_raised_before_changes_nothing",
+    ),
     ("a model with whole parameters is not sharded", py("is_fully_sharded", body("return False")), EVALUATED),
     (
         "hooks before state_dict() do not run at a restore",

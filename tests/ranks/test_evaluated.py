@@ -87,6 +87,22 @@ def after_evaluations(folder: Path, shard: Callable[[Net], None]) -> None:
     trained(model, optimizer, 1)
 
 
+def after_a_forward_that_raised(folder: Path, shard: Callable[[Net], None]) -> None:
+    model, optimizer = built(shard)
+    trained(model, optimizer, 2)
+    expected = state_of(model, optimizer)
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(2).result()
+        trained(model, optimizer, 1)
+        with pytest.raises(RuntimeError, match="shape"):
+            model(torch.ones(8, 32))
+        assert ckpt.restore() == 2
+    assert equal(state_of(model, optimizer), expected)
+    for parameter in model.parameters():
+        assert isinstance(optimizer.state[parameter]["exp_avg"], DTensor) == isinstance(parameter, DTensor)
+
+
 def the_model_alone(folder: Path, shard: Callable[[Net], None]) -> None:
     """No optimizer tells that the model is sharded."""
     model, optimizer = built(shard)
@@ -129,3 +145,9 @@ def the_model_alone(folder: Path, shard: Callable[[Net], None]) -> None:
 def test_an_evaluation_before_changes_nothing(ranks: Any, tmp_path: Path, case: Any, shard: Any, world: int) -> None:
     """Regression: "got mixed torch.Tensor and DTensor", or moments became plain tensors and the next step failed."""
     ranks.run(world, case, tmp_path / "run", shard)
+
+
+@pytest.mark.parametrize("shard", [root, kept, without_root])
+def test_a_forward_that_raised_before_changes_nothing(ranks: Any, tmp_path: Path, shard: Any) -> None:
+    """Regression: moments became plain tensors of whole parameters, such as after an evaluation without memory."""
+    ranks.run(2, after_a_forward_that_raised, tmp_path / "run", shard)
