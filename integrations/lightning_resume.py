@@ -143,7 +143,7 @@ class ExactResume:
         # A ModelCheckpoint has saved what it would otherwise save again, in the middle of the next step.
         for callback in loop.trainer.checkpoint_callbacks:
             # What calls itself a ModelCheckpoint may lack the attribute.
-            every = isinstance(callback, ModelCheckpoint) and getattr(callback, "_every_n_train_steps", 0)
+            every = getattr(callback, "_every_n_train_steps", 0) if isinstance(callback, ModelCheckpoint) else 0
             if every and loop.global_step % every == 0:
                 callback._last_global_step_saved = loop.global_step
         # A checkpoint is saved before the validation that its batch is followed by.

@@ -181,7 +181,7 @@ def test_a_hint_raises_nothing_whatever_the_callbacks_lack(tmp_path: Path) -> No
             raise RuntimeError("not known yet")
 
     for callback in (Bare(), Raising()):
-        trainer = trainer_in(tmp_path, LazyCheckpointIO(), callback)
+        trainer = trainer_in(tmp_path, LazyCheckpointIO(), callback, enable_checkpointing=True)
         trainer.fit(Net())
         assert trainer.global_step == 4
 
