@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 
 import lazyckpt
-from lazyckpt.integrations import StartsAnew, announce, wrap
+from lazyckpt.integrations import StartsAnew, announce, lightning_loops, wrap
 from lazyckpt.integrations.lightning_resume import ExactResume
 from lazyckpt.warn import warn
 
@@ -95,7 +95,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
         io._attended, io._failure = True, None
         self._move_to_the_front(trainer)
         if self._exact:
-            self._undo.callback(self._resume.attach(trainer))
+            self._undo.callback(lightning_loops.attach(trainer, self._resume))
         for logger in trainer.loggers:
             if _overrides(logger, "after_save_checkpoint", Logger):
                 own = logger.after_save_checkpoint

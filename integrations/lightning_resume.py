@@ -5,17 +5,12 @@ numbers. Under a key of its own, which Lightning ignores, a checkpoint holds for
 number generators, and for each DataLoader of the training data the position and what its epoch began from. Loaders that
 have a ``state_dict()`` themselves are saved by Lightning.
 
-A hook of a callback does not suffice. Lightning fetches the batch after the checkpoint before it calls any hook, and
-whenever a hook looks at the training data, it must see the user's own DataLoader. So this wraps a few methods of
-Lightning's loops, for Trainers that are attached here.
+lightning_loops.py calls this where Lightning's loops begin, fetch and go on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,23 +19,17 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 import lazyckpt
-from lazyckpt.integrations import wrap
 from lazyckpt.warn import warn
 
 KEY = "lazyckpt"  # of the checkpoint
 _TUNER = (".lr_find_", ".scale_batch_size_")  # the files from which the tuner puts a Trainer back to where it was
-
-_attached: weakref.WeakKeyDictionary[Trainer, ExactResume] = weakref.WeakKeyDictionary()
-_training_data: weakref.WeakKeyDictionary[CombinedLoader, ExactResume] = weakref.WeakKeyDictionary()
 
 
 class ExactResume:
@@ -51,27 +40,22 @@ class ExactResume:
 
     def __init__(self) -> None:
         self.alone = False
+        self.owes_validation = False  # the run that was interrupted was about to validate
         self._random = lazyckpt.RandomStates()
         self._tracked: list[Any] = []  # for each loader of the training data; None for one that is not tracked
         self._saved: dict[str, Any] | None = None  # of this rank, until training goes on from it
         self._random_saved: Any = None
-        self.owes_validation = False  # the run that was interrupted was about to validate
         self._put_off = False  # the iterators of the loaders are not those with which training goes on
 
-    def attach(self, trainer: Trainer) -> Callable[[], None]:
-        """Begins a run. Returns what ends it."""
-        _attached[trainer] = self
-        self.alone = False
-        self._tracked, self._saved, self._random_saved = [], None, None
-        self.owes_validation = False
+    def begin(self) -> None:
+        """Forgets an earlier run."""
+        self.alone = self.owes_validation = False
+        self._tracked = []
+        self.end()
 
-        def detach() -> None:
-            _attached.pop(trainer, None)
-            self._saved = self._random_saved = None
-            for combined in [combined for combined, resume in _training_data.items() if resume is self]:
-                _training_data.pop(combined)
-
-        return detach
+    def end(self) -> None:
+        """What is saved after this is of the run that has ended."""
+        self._saved = self._random_saved = None
 
     # saving
 
@@ -202,7 +186,6 @@ class ExactResume:
             else None
             for loader in loaders
         ]
-        _training_data[combined] = self
 
     @property
     def waits(self) -> bool:
@@ -281,73 +264,3 @@ def _at(state: dict[str, Any], here: int, saved_at: int) -> dict[str, Any]:
     if state["start"] is None or here == saved_at:
         return state
     return {**state, "yielded": state["yielded"] - (saved_at - here)} if here else _behind_its_epoch(state)
-
-
-# The way in
-
-
-def _of_loop(loop: Any, *_: Any) -> ExactResume | None:
-    return _attached.get(loop.trainer)
-
-
-def _waiting(loop: Any, *_: Any) -> ExactResume | None:
-    resume = _attached.get(loop.trainer)
-    return resume if resume is not None and resume.waits else None
-
-
-@wrap(_FitLoop, "_load_combined_loader_states", _of_loop)
-def _track(resume: ExactResume, original: Any, loop: _FitLoop) -> None:
-    original()
-    if loop._combined_loader is not None:
-        resume.track(loop._combined_loader)
-
-
-@wrap(CombinedLoader, "__iter__", _training_data.get)
-def _iterate(resume: ExactResume, original: Any, combined: CombinedLoader) -> Any:
-    loaders = combined._flattened
-    combined._flattened = resume.sources(combined)  # for the iterator alone
-    try:
-        return original()
-    finally:
-        combined._flattened = loaders
-
-
-@wrap(_TrainingEpochLoop, "reset", _waiting)
-def _reset(resume: ExactResume, original: Any, loop: _TrainingEpochLoop) -> None:
-    combined = loop.trainer.fit_loop._combined_loader
-    with warnings.catch_warnings() if resume.resumable(combined) else contextlib.nullcontext():
-        if resume.resumable(combined):
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-        original()
-
-
-@wrap(_TrainingEpochLoop, "on_run_start", _waiting)
-def _on_run_start(resume: ExactResume, original: Any, loop: _TrainingEpochLoop, fetcher: Any) -> None:
-    if loop.done:  # no batch of this epoch is left
-        original(fetcher)
-    else:
-        resume.go_on(loop, fetcher, original)
-
-
-def _owing(loop: Any, *_: Any) -> ExactResume | None:
-    resume = _attached.get(loop.trainer)
-    return resume if resume is not None and resume.owes_validation else None
-
-
-@wrap(_TrainingEpochLoop, "advance", _owing)
-def _advance(resume: ExactResume, original: Any, loop: _TrainingEpochLoop, fetcher: Any) -> None:
-    """Trains no batch, so that Lightning validates next, as it would have behind the batch of the checkpoint."""
-    resume.owes_validation = False
-    loop.val_loop.restarting = False  # validation begins
-    if not loop._should_accumulate():
-        loop._batches_that_stepped -= 1  # Lightning counts this when it resumes, and behind the validation
-
-
-@wrap(_SignalConnector, "_slurm_sigusr_handler_fn", lambda connector, *_: _attached.get(connector.trainer))
-def _in_signal_handler(resume: ExactResume, original: Any, connector: Any, *args: Any) -> None:
-    """The signal interrupts every rank somewhere else, maybe in the middle of a collective operation."""
-    resume.alone = True
-    try:
-        original(*args)
-    finally:
-        resume.alone = False

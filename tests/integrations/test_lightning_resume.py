@@ -298,6 +298,13 @@ def test_persistent_workers_for_validation_draw_no_number_again(step: int, tmp_p
     assert resumed.seen == whole.seen[step:] and same_weights(resumed, whole)
 
 
+def test_a_checkpoint_that_is_saved_after_fit_holds_where_fit_has_stopped(tmp_path: Path) -> None:
+    _, trainer = fit(tmp_path, 7, max_epochs=-1, max_steps=8)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    (own,) = torch.load(tmp_path / "after.ckpt", weights_only=True)["lazyckpt"]["ranks"]
+    assert own["loaders"][0]["yielded"] == 2
+
+
 class Draws(Callback):
     """Draws a number in every hook around an epoch."""
 
