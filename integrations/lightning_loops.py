@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -69,6 +70,9 @@ def _iterate(resume: ExactResume, original: Any, combined: CombinedLoader) -> An
 
 @wrap(_TrainingEpochLoop, "reset", _waiting)
 def _reset(resume: ExactResume, original: Any, loop: _TrainingEpochLoop) -> None:
+    for callback in loop.trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):  # Lightning does so only where an epoch begins
+            callback.on_train_epoch_start(loop.trainer)
     combined = loop.trainer.fit_loop._combined_loader
     with warnings.catch_warnings() if resume.resumable(combined) else contextlib.nullcontext():
         if resume.resumable(combined):

@@ -27,7 +27,7 @@ pytest.importorskip("lightning", minversion="2.6")
 
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
@@ -303,6 +303,15 @@ def test_a_checkpoint_that_is_saved_after_fit_holds_where_fit_has_stopped(tmp_pa
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     (own,) = torch.load(tmp_path / "after.ckpt", weights_only=True)["lazyckpt"]["ranks"]
     assert own["loaders"][0]["yielded"] == 2
+
+
+def test_gradients_are_accumulated_as_the_scheduler_of_lightning_wants_it(tmp_path: Path) -> None:
+    """Regression: Lightning asks it at the start of an epoch only."""
+    whole, _ = fit(tmp_path, 7, shuffled, GradientAccumulationScheduler({0: 1, 1: 2}))
+    scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
+    resumed, trainer = fit(tmp_path / "again", 8, shuffled, scheduler, resumed=tmp_path / "step=7.ckpt")
+    assert trainer.global_step == whole.trainer.global_step == 9
+    assert resumed.seen == whole.seen[8:] and same_weights(resumed, whole)
 
 
 class Draws(Callback):

@@ -1093,6 +1093,11 @@ promise(
         RESUMES,
     ),
     (
+        "gradients are accumulated as at the first epoch",
+        py("lightning_loops._reset", swap("callback.on_train_epoch_start(loop.trainer)", "None")),
+        "integrations/test_lightning_resume.py::test_gradients_are_accumulated_as_the_scheduler_of_lightning_wants_it",
+    ),
+    (
         "workers for validation start again",
         py("ExactResume._start_workers", body("return None")),
         "integrations/test_lightning_resume.py::test_persistent_workers_for_validation_draw_no_number_again",
