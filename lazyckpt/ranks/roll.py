@@ -2,7 +2,8 @@
 
 A rank that saves whole checkpoints by itself must be the only one there: others would replace its checkpoints. And none
 may do so where ranks save shards together. The first rank of each kind claims the folder. One that finds a claim of
-another rank refuses, and leaves a note, which the others find: before they publish, or while they wait to join.
+another rank refuses, and leaves a note, which the others find: before they publish, or while they wait to join. The
+note stays, so that all of them find it; a rank that comes later takes it for one of an earlier attempt.
 
 There is no collective, and a save by itself sends one short message, on a background thread. Ranks that track and
 restore claim nothing.
@@ -14,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +27,7 @@ from lazyckpt.ranks.store import PollingClient
 from lazyckpt.storage import mounts
 from lazyckpt.warn import warn
 
+_ID_BYTES = 32  # before the text of a note, which no other note has
 _GRACE_S = 10.0  # until a rank that has saved by itself must have joined those that wait for it
 
 
@@ -36,7 +39,9 @@ class Roll:
         self._directory = directory
         self._keys: str | None = None  # prefix of those of the folder
         self._claims: set[str] = set()  # that this rank holds
-        self._noted = False  # the note is this rank's
+        self._began = False
+        self._known: bytes | None = None  # the note that was there before, or that this rank has found
+        self._note: bytes | None = None  # that this rank has left
         self._announced_s = 0.0
         self._pid = os.getpid()
 
@@ -46,6 +51,7 @@ class Roll:
             return
         with contextlib.suppress(StoreLost, OSError):
             mine = distributed.get_rank()
+            self._begin(client)
             if (holder := int(client.claim(self._key("whole"), b"%d" % mine))) != mine:
                 self._refuse(client, _both_whole(self._directory, holder, mine))
             if (sharded := client.look(self._key("sharded"))) is not None and int(sharded) != mine:
@@ -61,25 +67,23 @@ class Roll:
             self._give_up("whole")
             with contextlib.suppress(StoreLost, OSError):
                 self._take_back_note(client)
+                self._begin(client)
                 if int(client.claim(self._key("sharded"), b"%d" % distributed.get_rank())) == distributed.get_rank():
                     self._claims.add("sharded")
 
     def look(self) -> None:
-        """Raises ConfigError if another rank was refused because this one saves whole checkpoints. Once: this rank
-        goes on when the other one stops. Any thread."""
+        """Raises ConfigError if another rank was refused because this one saves whole checkpoints. Once a note: this
+        rank goes on when the other one stops. Any thread."""
         if "whole" in self._claims and (client := default_store()) is not None:
             with contextlib.suppress(StoreLost, OSError):
-                if (note := client.look(self._key("note"))) is not None:
-                    client.delete(self._key("note"))
-                    raise ConfigError(note.decode())
+                self._raise_note(client)
 
     def await_all(self) -> None:
         """Called now and then while this rank waits for all ranks to join. Raises ConfigError if one will not."""
         if (client := default_store()) is None:
             return
         with contextlib.suppress(StoreLost, OSError):
-            if (note := client.look(self._key("note"))) is not None:
-                raise ConfigError(note.decode())
+            self._raise_note(client)
             holder = client.look(self._key("whole"))
             if holder is not None and time.monotonic() > self._announced_s + _GRACE_S:
                 self._refuse(client, _whole_and_sharded(self._directory, int(holder), distributed.get_rank()))
@@ -102,13 +106,23 @@ class Roll:
                 client.delete(self._key(claim))
 
     def _refuse(self, client: PollingClient, why: str) -> NoReturn:
-        client.claim(self._key("note"), why.encode())
-        self._noted = True
+        self._note = uuid.uuid4().hex.encode() + why.encode()
+        client.set(self._key("note"), self._note)
         raise ConfigError(why)
 
+    def _begin(self, client: PollingClient) -> None:
+        """Call it before a claim, which others may refuse at once: a note of an earlier attempt is none of this one."""
+        if not self._began:
+            self._known, self._began = client.look(self._key("note")), True
+
+    def _raise_note(self, client: PollingClient) -> None:
+        if (note := client.look(self._key("note"))) not in (None, self._known, self._note):
+            self._known = note
+            raise ConfigError(note[_ID_BYTES:].decode())
+
     def _take_back_note(self, client: PollingClient) -> None:
-        if self._noted:
-            self._noted = False
+        note, self._note = self._note, None
+        if note is not None and client.look(self._key("note")) == note:
             client.delete(self._key("note"))
 
     def _key(self, name: str) -> str:

@@ -112,16 +112,16 @@ def test_a_folder_may_pass_from_rank_to_rank(ranks: Ranks, tmp_path: Path) -> No
     assert {"step-00000000", "step-00000001"} <= set(os.listdir(tmp_path))
 
 
-def as_other_machines(folder: Path) -> list[str]:
-    """Ranks on machines that have each a disk of its own, with equal names and numbers."""
+def as_other_machines(folder: Path) -> str:
+    """Ranks on machines that have each a disk of its own, with equal names and numbers. It saves nothing: here, the
+    ranks have one disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(roll, "_kernel", lambda: f"machine {dist.get_rank()}")
-        return replicated(folder, [0, 1])
+        return told(roll.Roll(folder).enter)
 
 
 def test_equal_names_on_different_machines_are_different_folders(ranks: Ranks, tmp_path: Path) -> None:
-    for answers in ranks.run(2, as_other_machines, tmp_path):
-        assert not any(answers)
+    assert ranks.run(2, as_other_machines, tmp_path) == ["", ""]
 
 
 def test_what_two_processes_call_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,3 +244,30 @@ def test_a_lost_store_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     entry = roll.Roll(tmp_path)
     for call in (entry.enter, entry.look, entry.announce, entry.await_all, entry.leave):
         call()
+
+
+def test_every_rank_finds_a_note_and_the_next_attempt_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the first rank that found it removed it, and another one waited for ten minutes."""
+    store, rank = HashStore(), [0]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank[0])
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(roll, "_GRACE_S", 0.0)
+
+    def of(number: int, call: str) -> str:
+        rank[0] = number
+        return told(getattr(rolls[number], call))
+
+    rolls = [roll.Roll(tmp_path) for _ in range(3)]
+    assert not any((of(1, "enter"), of(0, "announce"), of(2, "announce")))
+    why = of(2, "await_all")
+    assert "rank 2 tracks DTensors" in why and "rank 1 tracks none" in why
+    assert of(1, "look") == why and not of(1, "look")
+    assert not any((of(1, "leave"), of(2, "leave")))
+    assert of(0, "await_all") == why
+    assert not of(0, "leave")
+
+    rolls = [roll.Roll(tmp_path) for _ in range(3)]
+    for call in ("announce", "await_all", "leave"):
+        assert not any(of(number, call) for number in range(3))
