@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -100,6 +101,13 @@ def _advance(resume: ExactResume, original: Any, loop: _TrainingEpochLoop, fetch
     loop.val_loop.restarting = False  # validation begins
     if not loop._should_accumulate():
         loop._batches_that_stepped -= 1  # Lightning counts this when it resumes, and behind the validation
+
+
+@wrap(_EvaluationLoop, "increment_progress_to_evaluation_end", _of_loop)
+def _pass_over(resume: ExactResume, original: Any, _: _EvaluationLoop) -> None:
+    """Where a run goes on, Lightning begins a validation to count it as done."""
+    with resume.drawing_nothing():
+        original()
 
 
 @wrap(_SignalConnector, "_slurm_sigusr_handler_fn", lambda connector, *_: _attached.get(connector.trainer))

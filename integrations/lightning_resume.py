@@ -10,6 +10,7 @@ lightning_loops.py calls this where Lightning's loops begin, fetch and go on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,13 +139,19 @@ class ExactResume:
         """Starts the persistent workers for validation that lived. They draw a number, and only when they start."""
         if not any(lived):
             return
+        with self.drawing_nothing():
+            loop.trainer.validating = True
+            loop.val_loop.setup_data()
+            loop.trainer.training = True
+            for loader, alive in zip(_validation_loaders(loop), lived, strict=False):
+                if alive and getattr(loader, "persistent_workers", False) and not _keeps_workers(loader):
+                    iter(loader)
+
+    @contextlib.contextmanager
+    def drawing_nothing(self) -> Iterator[None]:
+        """A context that draws numbers which the run that was interrupted did not draw here: it takes them back."""
         before = self._random.state_dict()
-        loop.trainer.validating = True
-        loop.val_loop.setup_data()
-        loop.trainer.training = True
-        for loader, alive in zip(_validation_loaders(loop), lived, strict=False):
-            if alive and getattr(loader, "persistent_workers", False) and not _keeps_workers(loader):
-                iter(loader)
+        yield
         self._random.load_state_dict(before)
 
     def _restore_loaders(self, loop: _TrainingEpochLoop, saved: dict[str, Any]) -> None:

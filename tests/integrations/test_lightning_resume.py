@@ -286,6 +286,14 @@ def test_a_run_that_is_resumed_again_and_again_goes_on_behind_whole_steps(batche
     assert trainer.global_step == 8 and same_weights(resumed, whole)
 
 
+def test_a_validation_that_is_passed_over_draws_no_number(tmp_path: Path) -> None:
+    """Regression: Lightning makes an iterator for it where a run goes on behind the last batch of an epoch."""
+    options = {"limit_val_batches": 2, "val_check_interval": 4}
+    whole, _ = fit(tmp_path, 7, **options)
+    resumed, _ = fit(tmp_path / "again", 8, resumed=tmp_path / "step=6.ckpt", **options)
+    assert resumed.seen == whole.seen[6:] and same_weights(resumed, whole)
+
+
 @pytest.mark.parametrize("step", [5, 8])
 def test_persistent_workers_for_validation_draw_no_number_again(step: int, tmp_path: Path) -> None:
     class Persistent(Net):

@@ -25,6 +25,7 @@ from lazyckpt.integrations.lightning_sharded import LazyModelParallelStrategy
 from trainers import lightning_trainer
 
 BATCHES = 6  # of an epoch of each rank
+SETTINGS: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 1, "val_check_interval": 4}
 
 
 class Net(lightning.LightningModule):
@@ -43,12 +44,17 @@ class Net(lightning.LightningModule):
         self.seen.append(batch[0, 0].item())
         return self.layer(batch).square().mean()
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layer(batch)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     def train_dataloader(self) -> Any:
         rows = torch.arange(16.0 * BATCHES).view(-1, 1).expand(-1, 8) / 100
         return DataLoader(rows, batch_size=8, shuffle=True)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
 
 
 def fit(folder: Path, sharded: bool, seed: int, resumed: Any = None, *callbacks: Callback) -> tuple[Net, Any]:
@@ -58,7 +64,7 @@ def fit(folder: Path, sharded: bool, seed: int, resumed: Any = None, *callbacks:
     checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     strategy = LazyModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else DDPStrategy()
     io = None if sharded else LazyCheckpointIO()
-    trainer = lightning_trainer(folder, io, *callbacks, checkpoint, strategy=strategy, devices=2, max_epochs=2)
+    trainer = lightning_trainer(folder, io, *callbacks, checkpoint, strategy=strategy, devices=2, **SETTINGS)
     trainer.fit(net, ckpt_path=resumed)
     return net, trainer
 
@@ -74,7 +80,7 @@ def go_on(folder: Path, sharded: bool, step: int) -> Any:
     return whole.seen, resumed.seen, weights(whole) == weights(resumed)
 
 
-@pytest.mark.parametrize("step", [8, 6])
+@pytest.mark.parametrize("step", [10, 6])
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_each_rank_goes_on_with_its_own_numbers_and_data(
     sharded: bool, step: int, ranks: Ranks, tmp_path: Path
