@@ -14,8 +14,10 @@ import torch
 
 import lazyckpt
 from interrupts import Interrupt
+from lazyckpt import _engine
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
+needs_pages = pytest.mark.skipif(bool(_engine.page_witness()), reason="only the kernel sees such a write")
 
 
 def in_place(tensor: torch.Tensor, value: float) -> None:
@@ -126,8 +128,12 @@ def every_point(state: Uniform) -> int:
 @pytest.mark.parametrize("knobs", [{}, {"host_buffer_bytes": 96 << 10}], ids=["room", "no-room"])
 @pytest.mark.parametrize(
     ("write", "witness"),
-    [(in_place, "auto"), (by_data, "auto"), (by_numpy, "auto"), (in_place, "versions")],
-    ids=["in-place", "data", "numpy", "versions"],
+    [
+        pytest.param(in_place, "auto", id="in-place"),
+        pytest.param(by_data, "auto", id="data", marks=needs_pages),
+        pytest.param(by_numpy, "auto", id="numpy", marks=needs_pages),
+        pytest.param(in_place, "versions", id="versions"),
+    ],
 )
 def test_a_signal_handler_that_writes_inside_save_gives_one_moment_or_an_error(
     tmp_path: Path, handler: Any, one_is_torn: Any, write: Write, witness: str, knobs: dict[str, int]
@@ -142,13 +148,41 @@ def test_a_signal_handler_that_writes_inside_save_gives_one_moment_or_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [in_place, by_data])
+@pytest.mark.parametrize("write", [in_place, pytest.param(by_data, marks=needs_pages)])
 def test_a_signal_handler_that_writes_at_any_point_gives_one_moment_or_an_error(
     tmp_path: Path, handler: Any, one_is_torn: Any, write: Write
 ) -> None:
     state = Uniform(tmp_path)
     one_is_torn(state)
     outcomes(state, write, handler, iter(range(1, every_point(state) + 1)))
+    state.ckpt.close()
+
+
+@needs_pages
+@pytest.mark.parametrize("knobs", [{}, {"host_buffer_bytes": 96 << 10}], ids=["room", "no-room"])
+def test_a_write_to_eager_bytes_behind_the_call_that_takes_them_is_in_no_checkpoint(
+    tmp_path: Path, one_is_torn: Any, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, int]
+) -> None:
+    """Without room, the engine watches them until it has copied them."""
+    from lazyckpt.pipeline import launch
+
+    state = Uniform(tmp_path, **knobs)
+    one_is_torn(state)
+    state.ckpt.save(0, blocking=True)
+    state.step()
+    capture = launch.capture
+
+    def written_behind(*args: Any) -> Any:
+        job = capture(*args)
+        by_data(state.model.torn, 1000.0)
+        return job
+
+    monkeypatch.setattr(launch, "capture", written_behind)
+    try:
+        assert values_in(state.ckpt.save(1).result()) == {0.0}
+    except lazyckpt.TornSnapshotError as error:
+        assert knobs and "model.torn" in str(error)
+    monkeypatch.undo()
     state.ckpt.close()
 
 
