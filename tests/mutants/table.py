@@ -1099,6 +1099,11 @@ promise(
         "integrations/test_lightning_resume.py::test_gradients_are_accumulated_as_the_scheduler_of_lightning_wants_it",
     ),
     (
+        "a validation that is passed over draws numbers",
+        py("ExactResume.drawing_nothing", swap("self._random.load_state_dict(before)", "None")),
+        "integrations/test_lightning_resume.py::test_a_validation_that_is_passed_over_draws_no_number",
+    ),
+    (
         "workers for validation start again",
         py("ExactResume._start_workers", body("return None")),
         "integrations/test_lightning_resume.py::test_persistent_workers_for_validation_draw_no_number_again",
