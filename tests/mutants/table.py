@@ -284,6 +284,11 @@ promise(
         "test_roll.py::test_a_rank_without_shards_is_refused_where_others_save_shards",
     ),
     (
+        "a note of an earlier attempt refuses the next one",
+        py("Roll._begin", body("return")),
+        "ranks/test_roll.py::test_every_rank_finds_a_note_and_the_next_attempt_none",
+    ),
+    (
         "folders of one name on different machines count as one",
         py("roll.identity", swap("_kernel()", "''")),
         "test_roll.py::test_equal_names_on_different_machines_are_different_folders",
