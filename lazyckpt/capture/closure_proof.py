@@ -8,15 +8,14 @@ way to the closure:
         with torch.enable_grad():
             loss = closure()
 
-or ``super().step(closure)``, in front of which torch calls the gate again. Everything else is unproven.
+or ``super().step(closure)``, in front of which torch calls the gate again. An error before it may depend on a flag, as
+in schedule-free's ``if not self.param_groups[0]["train_mode"]: raise …``. Everything else is unproven.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
-import inspect
 import linecache
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -24,46 +23,12 @@ from typing import Any
 
 import torch
 
+from lazyckpt.capture.proof import PURE_METHODS, Proof
 from lazyckpt.capture.step_layers import GRAD_MODES, HOOKED, cell, without_hooks, without_layers
-
-# Methods of torch's Optimizer that only look; the second is that of older versions.
-_PURE_METHODS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 
 
 class Unproven(Exception):
     """What a function does before its closure is not known to be harmless."""
-
-
-class Proof:
-    """What a proof rests on: names that may be bound to something else later."""
-
-    def __init__(self) -> None:
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._of_class: list[tuple[type[Any], str, Any]] = []
-        self._codes: list[tuple[FunctionType, CodeType]] = []
-
-    def resolve(self, names: dict[str, Any], name: str) -> Any:
-        found = names[name] if name in names else vars(builtins)[name]
-        self._names.append((names, name, found))
-        return found
-
-    def of_class(self, kind: type[Any], name: str) -> Any:
-        found = inspect.getattr_static(kind, name)
-        self._of_class.append((kind, name, found))
-        return found
-
-    def code_of(self, function: FunctionType) -> CodeType:
-        self._codes.append((function, function.__code__))
-        return function.__code__
-
-    def holds(self, optimizer: Any) -> bool:
-        own = getattr(optimizer, "__dict__", {})
-        return (
-            all(names.get(name, vars(builtins).get(name)) is found for names, name, found in self._names)
-            and all(inspect.getattr_static(kind, name) is found for kind, name, found in self._of_class)
-            and all(function.__code__ is code for function, code in self._codes)
-            and own.keys().isdisjoint(_PURE_METHODS)
-        )
 
 
 def prove(function: FunctionType, kind: type[Any], *, by_name: bool) -> tuple[Proof, bool]:
@@ -159,6 +124,8 @@ class _Walk:
             self._names = dict(before)
             ways.append(self._block(branch))
         self._names = before
+        if isinstance(body[-1], ast.Raise) and not orelse:
+            return False  # whoever goes on has not been there
         if ways[0] != ways[1] or any(
             isinstance(n, ast.Assign | ast.AnnAssign) for s in (*body, *orelse) for n in ast.walk(s)
         ):
@@ -204,6 +171,14 @@ class _Walk:
                 if called:
                     raise Unproven
                 return isinstance(op, ast.IsNot) if value is _CLOSURE else None
+            case ast.Subscript(
+                value=ast.Subscript(
+                    value=ast.Attribute(value=ast.Name(id=owner), attr="param_groups"), slice=ast.Constant(value=0)
+                ),
+                slice=ast.Constant(value=str() as key),
+            ) if self._names.get(owner) is _SELF:
+                self._proof.flag(key)
+                return None
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]):
                 return self._truth_of_call(self._constant(ast.Name(id=name)), argument)
         raise Unproven
@@ -246,7 +221,7 @@ class _Walk:
                 if self._constant(node.func) is float and self._evaluate(argument)[0]:
                     return True, _OTHER
             case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=[], keywords=[]):
-                known = self._names.get(owner) is _SELF and name in _PURE_METHODS
+                known = self._names.get(owner) is _SELF and name in PURE_METHODS
                 if known and self._proof.of_class(self._kind, name) is vars(torch.optim.Optimizer)[name]:
                     return False, _OTHER
             case ast.Call(func=ast.Attribute(value=ast.Call() as parent, attr="step")):

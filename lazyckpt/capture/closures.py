@@ -12,7 +12,8 @@ import weakref
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from lazyckpt.capture.closure_proof import Proof, prove
+from lazyckpt.capture.closure_proof import prove
+from lazyckpt.capture.proof import Proof
 from lazyckpt.capture.step_layers import without_hooks, without_layers
 
 _Class = TypeVar("_Class", bound=type[Any])

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lazyckpt
 from lazyckpt import warn
-from lazyckpt.capture import closure_proof, closures
+from lazyckpt.capture import closure_proof, closures, proof
 from lazyckpt.capture.step_layers import without_hooks
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
@@ -82,7 +82,27 @@ class OtherName(SGD):
         return loss
 
 
-PROVEN = (Inherited, Delegating, DelegatingAll, Own, ByFunction, OtherName)
+class Flagged(SGD):
+    """As schedule-free's begin."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if not self.param_groups[0]["train_mode"]:
+            raise Exception("not in train mode")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.param_groups[0]["params"][0].data.mul_(0.9)
+        return loss
+
+
+PROVEN = (Inherited, Delegating, DelegatingAll, Own, ByFunction, OtherName, Flagged)
 
 
 def write(optimizer: Any) -> None:
@@ -449,9 +469,82 @@ def test_a_method_of_the_instance_is_no_method_of_torch() -> None:
     optimizer = Inherited([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     step = without_hooks(Inherited.step)
     assert closures.runs_closure_first(step, optimizer, by_name=True)
-    for name in closure_proof._PURE_METHODS:
+    for name in proof.PURE_METHODS:
         setattr(optimizer, name, lambda: write(optimizer))
     assert not closures.runs_closure_first(step, optimizer, by_name=True)
+
+
+class WritingFlag:
+    """Writes to the parameters of an optimizer where it is asked for anything."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __bool__(self) -> bool:
+        write(self.optimizer)
+        return True
+
+    def __getitem__(self, _: object) -> Any:
+        write(self.optimizer)
+        return self.optimizer.defaults
+
+
+class WritingDict(dict[str, Any]):
+    def __getitem__(self, name: str) -> Any:
+        write(self["optimizer"]) if name != "optimizer" else None
+        return super().__getitem__(name)
+
+
+def test_a_flag_of_a_class_may_run_code() -> None:
+    def make(kind: type[Any] = Flagged) -> Any:
+        return kind([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+    def proven(optimizer: Any) -> bool:
+        return closures.runs_closure_first(without_hooks(type(optimizer).step), optimizer, by_name=False)
+
+    assert proven(make())
+    optimizer = make()
+    optimizer.param_groups[0]["train_mode"] = WritingFlag(optimizer)
+    assert not proven(optimizer)
+    optimizer = make()
+    optimizer.param_groups[0] = WritingDict(optimizer.param_groups[0])
+    assert not proven(optimizer)
+    optimizer = make()
+    optimizer.param_groups = WritingFlag(optimizer)
+    assert not proven(optimizer)
+    optimizer = make()
+    del optimizer.param_groups[0]["train_mode"]
+    assert not proven(optimizer)
+
+    class WithProperty(Flagged):
+        pass
+
+    assert proven(make(WithProperty))
+    optimizer = make(WithProperty)
+    WithProperty.param_groups = property(lambda self: write(self) or vars(self)["param_groups"])  # type: ignore
+    assert not proven(optimizer)
+
+
+class RaisesBehindAWrite(Flagged):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0]["train_mode"]:
+            write(self)
+            raise Exception("not in train mode")
+        return closure()
+
+
+class MayPassOver(Flagged):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["train_mode"]:
+            closure()
+        write(self)
+
+
+def test_what_depends_on_a_flag_must_end_or_be_harmless() -> None:
+    assert not is_proven(RaisesBehindAWrite)
+    assert not is_proven(MayPassOver)
 
 
 def test_source_that_is_not_that_of_the_code_proves_nothing() -> None:

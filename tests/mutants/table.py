@@ -590,6 +590,7 @@ promise(
         py("_Walk._is_super", swap("self._names.get(self._first) is _SELF", "True")),
         CLOSURES,
     ),
+    ("asking for a flag runs no code", py("proof._is_flag", body("return True")), CLOSURES),
     ("every hook is one of ours", py("foreign._is_ours", body("return True")), CLOSURES),
 )
 
