@@ -19,9 +19,9 @@ from benchmarks import __main__ as command
 from benchmarks import ablation, frameworks, growth, latency, papers, tuning, verdict, witness, workload
 from benchmarks.arms.dcp import keep_open
 from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
-from benchmarks.gpu import calls, day, prepare
-from benchmarks.gpu.__main__ import run
-from benchmarks.gpu.day import Day
+from benchmarks.gpu import calls, prepare, stages
+from benchmarks.gpu.day import run
+from benchmarks.gpu.stages import Day
 from benchmarks.parts import PARTS
 from benchmarks.report import load_section
 from benchmarks.settings import Settings
@@ -142,7 +142,7 @@ PARTS_OF = {"right": {"bits", "waits", "peak"}, "fast": {"pairs", "peers", "disk
 @pytest.mark.parametrize("call", PARTS_OF)
 def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stage runs, is in the summary, and leaves its tables. What it measures in a test is not looked at."""
-    monkeypatch.setattr(day, "SHORTER", 0.05)
+    monkeypatch.setattr(stages, "SHORTER", 0.05)
     monkeypatch.setattr(calls, "CORE", ("tests/gpu/test_real.py::test_restore_of_many_small_tensors",))
     tests = Day.tests  # each call takes seconds to start
     monkeypatch.setattr(Day, "tests", lambda self, name, *arguments: name == "core" and tests(self, name, *arguments))
@@ -160,7 +160,7 @@ def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: 
 def test_a_day_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     """Of what was finished: the summary says it, and the tables are whole."""
     folder = tmp_path / "out"
-    command = [sys.executable, "-m", "benchmarks.gpu", "right", "--device", "cpu", "--out", str(folder)]
+    command = [sys.executable, "benchmarks/gpu/day.py", "right", "--device", "cpu", "--out", str(folder)]
     command += ["--tmpfs", str(tmp_path), "--disk", str(tmp_path), "--seconds", "2000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         end = time.monotonic() + 280
@@ -178,7 +178,7 @@ def test_a_day_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_refuted_is_said_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(day, "LEAST_S", 0)
+    monkeypatch.setattr(stages, "LEAST_S", 0)
     told = new_day("fast", tmp_path)
     told.is_rehearsal = False
     told.check("peak", 44)

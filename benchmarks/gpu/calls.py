@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.gpu.day import Day, number
+from benchmarks.gpu.stages import Day, number
 
 REAL, TRAINING = "tests/gpu/test_real.py::test_", "tests/gpu/test_training.py::test_"
 CORE = (  # the most telling first

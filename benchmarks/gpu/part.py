@@ -69,8 +69,8 @@ def on_tmpfs(directory: Path) -> bool:
 
 
 def main(parts: dict[str, Callable[[Part], None]]) -> None:
-    """The command line of a part: `python -m benchmarks.gpu` starts it, and a person may."""
-    parser = argparse.ArgumentParser(description="One part of `python -m benchmarks.gpu`, by itself.")
+    """The command line of a part: `python benchmarks/gpu/day.py` starts it, and a person may."""
+    parser = argparse.ArgumentParser(description="One part of `python benchmarks/gpu/day.py`, by itself.")
     parser.add_argument("name", choices=parts)
     parser.add_argument("--device", type=torch.device, required=True)
     parser.add_argument("--seconds", type=float, required=True)

@@ -9,7 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from benchmarks.gpu.day import CARRIED, ROOT, Day
+from benchmarks.gpu.stages import CARRIED, ROOT, Day
 
 FETCHED = ROOT / ".carried"
 KEPT = FETCHED / "engine.tgz"  # what an earlier call sent back
