@@ -125,7 +125,7 @@ class _Walk:
             ways.append(self._block(branch))
         self._names = before
         if isinstance(body[-1], ast.Raise) and not orelse:
-            return False  # whoever goes on has not been there
+            return False  # only the path around it continues
         if ways[0] != ways[1] or any(
             isinstance(n, ast.Assign | ast.AnnAssign) for s in (*body, *orelse) for n in ast.walk(s)
         ):
