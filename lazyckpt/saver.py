@@ -179,7 +179,7 @@ class Saver:
         """Removes the places (hidden.py) that are empty. The next save into one makes it again."""
         for place in filter(hidden.is_place, self._prepared):
             hidden.remove(place)
-        self._prepared = {folder for folder in self._prepared if folder.exists()}
+        self._prepared = set(filter(os.path.isdir, self._prepared))  # False where this process may not look
 
     def watch(self, module: torch.nn.Module) -> None:
         """Make ``module.load_state_dict`` wait for pending copies. Also lets its frozen parameters become lazy."""

@@ -355,6 +355,15 @@ READERS: dict[Callable[[Path], object], tuple[str, ...]] = {
 }
 
 
+def test_a_wait_needs_no_permission(theirs: Path) -> None:
+    """Regression: it looked whether the folders of earlier saves were still there."""
+    with lazyckpt.Saver(**TINY_RING) as saver:
+        saver.save(STATE, theirs / "files" / "b.pt").result()
+        theirs.chmod(0)
+        saver.wait()
+        theirs.chmod(0o700)
+
+
 @pytest.mark.parametrize("mode", [0o000, 0o444], ids=oct)
 @pytest.mark.parametrize("closed", [".", "run", "files", "state", NEWEST, f"{NEWEST}/manifest.json", "files/a.pt"])
 def test_a_reader_without_permission_is_told_so(closed: str, mode: int, theirs: Path) -> None:
