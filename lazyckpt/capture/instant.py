@@ -56,6 +56,10 @@ class Instant:
             return []
         return [tensor for tensor, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
 
+    def forget(self) -> None:
+        """Lets go of the tensors that were noted."""
+        self._tensors, self._versions = [], []
+
     def was_interrupted(self) -> bool:
         """Whether the handler of a signal may have run since the context began."""
         return self._hears_all or self._pipe.empty()

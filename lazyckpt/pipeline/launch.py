@@ -166,6 +166,10 @@ class Launcher:
         handle.metrics.bytes = sum(sizes)
         try:
             eager_copied = job.wait_eager(0)
+            # Freeing a tensor may release the GIL, and this thread would wait until the background gives it back.
+            del views, programs
+            if eager_copied:
+                instant.forget()
             self._background.launch(flight)  # step 6
             request.reached()
             handle.metrics.plan_s = time.perf_counter() - started
