@@ -18,11 +18,6 @@ def announce(saver: lazyckpt.Saver, find: Callable[[], Iterable[Any]]) -> None:
         saver.expect(*find())
 
 
-def lightning_callbacks() -> list[Any]:
-    """Nothing: an entry point of lazyckpt 0.1 asks, as long as its metadata are installed."""
-    return []
-
-
 class StartsAnew:
     """An object whose copies, pickled ones too, lack the attributes that ``_start_anew`` sets, and set them again."""
 
