@@ -141,30 +141,27 @@ class Launcher:
         """Steps 2 to 7. When this returns, every eager byte is copied and every lazy one guarded."""
         started = time.perf_counter()
         assert self._buffer.engine is not None
-        # No collection in steps 2 to 5, since it runs destructors, which may write. In step 5, the engine copies every
-        # eager byte for which the ring has room: more only when the background has created the files.
-        with Instant() as instant, collector_paused():
-            views = gather(plans, handle)
-            instant.collected([tensor for file in views for tensor in file.tensors])
-            snapshot = self._take_snapshot(views, plans, handle, training_step)
-            programs = lay_out(plans, snapshot, handle)
-            gate.collected(handle.path, handle.step)
-            sizes = [nbytes for _, nbytes in programs]
-            check_space(sum(sizes), handle)
-            self._eager_share.look(snapshot, self.modules, snapshot.name_of)
-            self._buffer.reserve_for_save(sum(sizes))
-            job = capture(self._buffer.engine, snapshot, programs)
-            flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
-            try:
+        flight: Flight | None = None
+        try:
+            # No collection in steps 2 to 5, since it runs destructors, which may write. In step 5, the engine copies
+            # every eager byte for which the ring has room: more only when the background has created the files.
+            with Instant() as instant, collector_paused():
+                views = gather(plans, handle)
+                instant.collected([tensor for file in views for tensor in file.tensors])
+                snapshot = self._take_snapshot(views, plans, handle, training_step)
+                programs = lay_out(plans, snapshot, handle)
+                gate.collected(handle.path, handle.step)
+                sizes = [nbytes for _, nbytes in programs]
+                check_space(sum(sizes), handle)
+                self._eager_share.look(snapshot, self.modules, snapshot.name_of)
+                self._buffer.reserve_for_save(sum(sizes))
+                job = capture(self._buffer.engine, snapshot, programs)
+                flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
                 self._guard(flight, programs)
                 one_moment.check(instant, plans, snapshot, programs, handle)
-            except BaseException as error:
-                self._withdraw(flight, error)
-                raise
-        handle.in_training = snapshot.in_training
-        handle.metrics.storages = len(snapshot.sizes)
-        handle.metrics.bytes = sum(sizes)
-        try:
+            handle.in_training = snapshot.in_training
+            handle.metrics.storages = len(snapshot.sizes)
+            handle.metrics.bytes = sum(sizes)
             eager_copied = job.wait_eager(0)
             # Freeing a tensor may release the GIL, and this thread would wait until the background gives it back.
             del views, programs
@@ -178,8 +175,9 @@ class Launcher:
                 job.wait_eager()  # step 7
                 snapshot.verify_eager(instant.moved())
             snapshot.eager_copied = True
-        except BaseException as error:
-            self._withdraw(flight, error)
+        except BaseException as error:  # at Ctrl-C, for example
+            if flight is not None:
+                self._withdraw(flight, error)
             raise
         if snapshot.devices is not None:
             self._buffer.warn_if_unpinned()
