@@ -24,8 +24,8 @@ import torch
 
 import lazyckpt
 from lazyckpt import settings
-from lazyckpt.capture.gate import gate
 from lazyckpt.config import Settings, spells_out
+from lazyckpt.gate.gate import gate
 from lazyckpt.integrations import StartsAnew, announce, close_and_warn
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import folders, hidden, in_place, removal, unfinished

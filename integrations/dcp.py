@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import lazyckpt
-from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError, save_error
 from lazyckpt.formats.inventory import sealed
+from lazyckpt.gate.gate import gate
 from lazyckpt.integrations.dcp_planner import AsBefore, Offer, balanced, digest, form_digests, refuse_other_forms
 from lazyckpt.integrations.dcp_planner import LazySavePlanner as LazySavePlanner
 from lazyckpt.integrations.dcp_reader import LazyStorageReader as LazyStorageReader

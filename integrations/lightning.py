@@ -22,8 +22,8 @@ import torch
 
 import lazyckpt
 from lazyckpt import settings
-from lazyckpt.capture.gate import gate
 from lazyckpt.config import Settings, spells_out
+from lazyckpt.gate.gate import gate
 from lazyckpt.integrations import StartsAnew, close_and_warn
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn

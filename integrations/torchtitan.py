@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import lazyckpt
 from lazyckpt import settings
-from lazyckpt.capture.gate import gate
 from lazyckpt.config import Settings, spells_out
+from lazyckpt.gate.gate import gate
 from lazyckpt.integrations import announce, close_and_warn
 from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.storage import hidden, removal

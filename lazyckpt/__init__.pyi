@@ -1,8 +1,4 @@
 from lazyckpt._version import __version__ as __version__
-from lazyckpt.capture.closures import closure_first as closure_first
-from lazyckpt.capture.guard import CUDAGraph as CUDAGraph
-from lazyckpt.capture.guard import guard as guard
-from lazyckpt.capture.guard import wait_captured as wait_captured
 from lazyckpt.checkpointer import Checkpointer as Checkpointer
 from lazyckpt.config import Config as Config
 from lazyckpt.errors import ClosedError as ClosedError
@@ -20,6 +16,10 @@ from lazyckpt.errors import TornSnapshotError as TornSnapshotError
 from lazyckpt.errors import UnsupportedFormatError as UnsupportedFormatError
 from lazyckpt.functional import load as load
 from lazyckpt.functional import save as save
+from lazyckpt.gate.closures import closure_first as closure_first
+from lazyckpt.gate.guard import CUDAGraph as CUDAGraph
+from lazyckpt.gate.guard import guard as guard
+from lazyckpt.gate.guard import wait_captured as wait_captured
 from lazyckpt.history import CheckpointInfo as CheckpointInfo
 from lazyckpt.metrics import CheckpointMetrics as CheckpointMetrics
 from lazyckpt.metrics import ChunkEvent as ChunkEvent

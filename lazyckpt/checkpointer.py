@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from lazyckpt.capture.gate import gate
 from lazyckpt.config import MIB, RunSettings, check_names, spells_out
 from lazyckpt.errors import ConfigError, save_error
+from lazyckpt.gate.gate import gate
 from lazyckpt.history import checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
-from lazyckpt.pipeline.crew import Crew, rank_here, warn_if_alone
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
+from lazyckpt.pipeline.sharded.crew import Crew, rank_here, warn_if_alone
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import track_loader

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt.capture import devices
+from lazyckpt import devices
 from lazyckpt.errors import ConfigError, LoadError, SaveError, UnsupportedFormatError
 from lazyckpt.formats import format_of, safetensors
 from lazyckpt.formats.reader import FileReader
@@ -22,7 +22,7 @@ from lazyckpt.providers.rename import Rename, checked, rename_state
 from lazyckpt.reading.archive import Archive, MapLocation
 from lazyckpt.reading.part import NoPart, part
 from lazyckpt.reading.ranges import ParallelRead, process_engine
-from lazyckpt.reading.restore_shards import load_shards
+from lazyckpt.reading.sharded.restore import load_shards
 from lazyckpt.storage import paths, removal, unfinished
 from lazyckpt.storage.manifest import DCP_METADATA, MANIFEST, STATE, is_missing, read_checkpoint
 

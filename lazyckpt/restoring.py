@@ -6,20 +6,20 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError, LoadError, save_error
+from lazyckpt.gate.gate import gate
 from lazyckpt.history import History
-from lazyckpt.pipeline.crew import Crew
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Lineage
+from lazyckpt.pipeline.sharded.crew import Crew
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.rename import Rename
 from lazyckpt.ranks import streams
 from lazyckpt.reading.fit import Fit
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.reading.restored import Restored
-from lazyckpt.reading.team import ALONE
+from lazyckpt.reading.sharded.team import ALONE
 from lazyckpt.saver import Saver
 from lazyckpt.storage import rollback
 from lazyckpt.storage.manifest import Checkpoint

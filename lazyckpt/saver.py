@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from lazyckpt import _engine
-from lazyckpt.capture.gate import gate
 from lazyckpt.config import Config, RunSettings, spells_out
 from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
+from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
-from lazyckpt.pipeline.crew import Crew
 from lazyckpt.pipeline.handle import SaveHandle, wait_for
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, CastPlan, plan_for
 from lazyckpt.pipeline.reentry import alone, other_thread, refuse
 from lazyckpt.pipeline.request import Request
+from lazyckpt.pipeline.sharded.crew import Crew
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
 from lazyckpt.storage import hidden, in_place, paths, removal

@@ -19,13 +19,13 @@ from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
-from lazyckpt.pipeline.shard_plan import Item, ShardCache, ShardPlan
-from lazyckpt.reading import shards
+from lazyckpt.pipeline.sharded.shard_plan import Item, ShardCache, ShardPlan
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.reading.shard_metadata import METADATA as METADATA
-from lazyckpt.reading.shard_metadata import Stamps as Stamps
-from lazyckpt.reading.shard_metadata import read_metadata as read_metadata
-from lazyckpt.reading.shards import Part as Part
+from lazyckpt.reading.sharded import shards
+from lazyckpt.reading.sharded.metadata import METADATA as METADATA
+from lazyckpt.reading.sharded.metadata import Stamps as Stamps
+from lazyckpt.reading.sharded.metadata import read_metadata as read_metadata
+from lazyckpt.reading.sharded.shards import Part as Part
 from lazyckpt.saver import Saver
 from lazyckpt.storage.commit import PartStaging, Staging
 

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.job_request import JobRequest
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, plan_for
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Request
+from lazyckpt.pipeline.sharded.request import JobRequest
 from lazyckpt.providers.global_state import StateDict
 
 

@@ -23,10 +23,9 @@ from processes import Ranks
 import lazyckpt
 from fake_cuda import FakeCuda, compiler
 from fake_cuda.memory import Gpu
-from lazyckpt import _engine
-from lazyckpt.capture import devices
-from lazyckpt.capture.gate import gate
+from lazyckpt import _engine, devices
 from lazyckpt.formats import safe_globals
+from lazyckpt.gate.gate import gate
 from lazyckpt.storage import commit
 from trials import Trials
 

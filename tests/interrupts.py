@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import lazyckpt
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline.handle import in_flight
 
 PACKAGE = str(Path(lazyckpt.__file__).parent)

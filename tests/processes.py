@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 # With what a rank would import itself, which takes seconds.
 FORKS = multiprocessing.get_context("forkserver")
 _TORCH = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
-FORKS.set_forkserver_preload([*_TORCH, "lazyckpt.checkpointer", "lazyckpt.reading.restore_shards"])
+FORKS.set_forkserver_preload([*_TORCH, "lazyckpt.checkpointer", "lazyckpt.reading.sharded.restore"])
 
 _START_S = 60.0
 

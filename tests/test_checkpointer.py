@@ -19,7 +19,7 @@ import torch
 
 import lazyckpt
 from endings import in_a_child
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline import persist
 from lazyckpt.storage import catalog, commit, manifest, removal, retention
 

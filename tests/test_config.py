@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import lazyckpt
-from lazyckpt.capture import budget
-from lazyckpt.capture.budget import auto_ring_bytes, available_memory_bytes
 from lazyckpt.config import Config
+from lazyckpt.pipeline import budget
+from lazyckpt.pipeline.budget import auto_ring_bytes, available_memory_bytes
 
 ABSURD: list[dict[str, Any]] = [
     {"max_in_flight": 0},

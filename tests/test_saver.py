@@ -19,7 +19,7 @@ import torch
 import lazyckpt
 from endings import in_a_child
 from lazyckpt import _engine
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.storage import commit, folders, removal
 

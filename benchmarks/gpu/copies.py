@@ -21,8 +21,7 @@ from benchmarks.gpu.part import Part, main
 from benchmarks.paired import median, ratios, spread
 from benchmarks.report import Table
 from benchmarks.workload import Mark, seconds_between
-from lazyckpt import _engine
-from lazyckpt.capture import devices
+from lazyckpt import _engine, devices
 from lazyckpt.config import Config
 from lazyckpt.formats.program import SOURCE
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import Table
-from lazyckpt.capture.budget import available_memory_bytes
+from lazyckpt.pipeline.budget import available_memory_bytes
 
 GB = 1_000_000_000
 

@@ -13,7 +13,7 @@ from itertools import repeat
 
 import torch
 
-from lazyckpt.capture import devices
+from lazyckpt import devices
 from lazyckpt.capture.frozen import FrozenParameters, frozen_parameters
 from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.shared import may_be_shared

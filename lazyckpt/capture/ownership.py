@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lazyckpt.capture import averages
-from lazyckpt.capture.averages import Guarded
-from lazyckpt.capture.evidence import addresses, parameters_in_groups, storages_of
-from lazyckpt.capture.foreign import warn_of_foreign
-from lazyckpt.capture.gate import Gate
+from lazyckpt.gate import averages
+from lazyckpt.gate.averages import Guarded
+from lazyckpt.gate.evidence import addresses, parameters_in_groups, storages_of
+from lazyckpt.gate.foreign import warn_of_foreign
+from lazyckpt.gate.gate import Gate
 from lazyckpt.providers.ranges import is_dense
 from lazyckpt.providers.wrappers import Link, Storages, storages_in
 

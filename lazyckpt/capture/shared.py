@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lazyckpt.capture import devices
+from lazyckpt import devices
 
 _MAPS = "/proc/self/maps"
 _SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)

@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lazyckpt import _engine
-from lazyckpt.capture import devices
-from lazyckpt.capture.foreign import is_of_torch
+from lazyckpt import _engine, devices
 from lazyckpt.capture.frozen import FrozenParameters
-from lazyckpt.capture.gate import gate
 from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
-from lazyckpt.capture.standing import inside_operation
 from lazyckpt.capture.torn import MAX_NAMES, TornStorages, is_torn, told
 from lazyckpt.capture.verdict import Verdict, wait_durable
 from lazyckpt.capture.versions import versions_of
 from lazyckpt.formats import torch_zip
+from lazyckpt.gate.foreign import is_of_torch
+from lazyckpt.gate.gate import gate
+from lazyckpt.gate.standing import inside_operation
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.providers.base import TensorView, TensorViews
 from lazyckpt.providers.wrappers import Link

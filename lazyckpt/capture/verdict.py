@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lazyckpt import _engine
-from lazyckpt.capture.standing import inside_operation
+from lazyckpt.gate.standing import inside_operation
 
 _PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.1

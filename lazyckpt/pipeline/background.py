@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from lazyckpt.capture.gate import gate
 from lazyckpt.config import Config
 from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, TornSnapshotError
+from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline import persist
 from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lazyckpt.capture.gate import gate
 from lazyckpt.capture.snapshot import Snapshot
-from lazyckpt.capture.standing import inside_operation
 from lazyckpt.errors import ClosedError, ConfigError, SaveError
+from lazyckpt.gate.gate import gate
+from lazyckpt.gate.standing import inside_operation
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.pipeline.reentry import refuse
 from lazyckpt.pipeline.wait_bar import WaitBar

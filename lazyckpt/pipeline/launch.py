@@ -27,10 +27,9 @@ from functools import partial
 
 import torch
 
-from lazyckpt.capture import devices
+from lazyckpt import devices
 from lazyckpt.capture.eager import EagerShare
 from lazyckpt.capture.frozen import FrozenParameters
-from lazyckpt.capture.gate import gate
 from lazyckpt.capture.instant import Instant
 from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.snapshot import Snapshot
@@ -46,6 +45,7 @@ from lazyckpt.errors import (
     described,
     save_error,
 )
+from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline import one_moment
 from lazyckpt.pipeline.background import Background

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import torch
 
-from lazyckpt.capture import devices
-from lazyckpt.capture.gate import gate
+from lazyckpt import devices
 from lazyckpt.capture.instant import Instant
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import TornSnapshotError
 from lazyckpt.formats.program import Extent
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lazyckpt import _engine
-from lazyckpt.capture.gate import gate
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import LazyCkptError, SaveError, TornSnapshotError, save_error
+from lazyckpt.gate.gate import gate
 from lazyckpt.metrics import ChunkEvent
 from lazyckpt.observe.trace import Traced
 from lazyckpt.pipeline import readback

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt.capture import devices
+from lazyckpt import devices
 from lazyckpt.errors import ConfigError
 from lazyckpt.formats import program, safetensors, torch_zip
 from lazyckpt.formats.program import Extent

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from lazyckpt.capture.gate import gate
 from lazyckpt.errors import ConfigError
+from lazyckpt.gate.gate import gate
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

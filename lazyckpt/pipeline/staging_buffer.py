@@ -7,12 +7,11 @@ import os
 
 import torch
 
-from lazyckpt import _engine
-from lazyckpt.capture import devices
-from lazyckpt.capture.budget import auto_ring_bytes
-from lazyckpt.capture.warmup import Warmup
+from lazyckpt import _engine, devices
 from lazyckpt.config import Config
 from lazyckpt.errors import ConfigError
+from lazyckpt.pipeline.budget import auto_ring_bytes
+from lazyckpt.pipeline.warmup import Warmup
 from lazyckpt.warn import warn_once
 
 

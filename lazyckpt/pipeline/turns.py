@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from lazyckpt.ranks.job import Job
 from lazyckpt.ranks.rounds import StoreLost
 

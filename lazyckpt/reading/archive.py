@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt import _engine
-from lazyckpt.capture import devices
+from lazyckpt import _engine, devices
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain

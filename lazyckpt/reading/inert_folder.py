@@ -17,7 +17,6 @@ from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import Directory
 from lazyckpt.providers.global_state import unflatten
-from lazyckpt.reading.folder import Entry, Folder
 from lazyckpt.reading.inert import (
     InertObject,
     InertPart,
@@ -27,7 +26,8 @@ from lazyckpt.reading.inert import (
     read_inert,
     strides_of,
 )
-from lazyckpt.reading.shard_metadata import METADATA
+from lazyckpt.reading.sharded.folder import Entry, Folder
+from lazyckpt.reading.sharded.metadata import METADATA
 
 
 class Bytes(InertObject):

@@ -71,7 +71,7 @@ class ParallelRead:
         cuda: set[int] = set()
         streams = None
         if ordinals is not None:
-            from lazyckpt.capture import devices
+            from lazyckpt import devices
 
             cuda = set(ordinals) - {devices.HOST}
             streams = devices.current_streams(cuda) if cuda else None

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lazyckpt import _engine
-from lazyckpt.capture import devices
+from lazyckpt import _engine, devices
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
@@ -23,9 +22,9 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
 from lazyckpt.reading.hint import hint
-from lazyckpt.reading.restore_shards import Shards, scatter
 from lazyckpt.reading.restored import Restored
-from lazyckpt.reading.team import ALONE, Team
+from lazyckpt.reading.sharded.restore import Shards, scatter
+from lazyckpt.reading.sharded.team import ALONE, Team
 from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from lazyckpt import _engine, functional
-from lazyckpt.capture.budget import available_memory_bytes
 from lazyckpt.config import MIB
 from lazyckpt.errors import ConfigError
 from lazyckpt.formats.reader import FileReader
+from lazyckpt.pipeline.budget import available_memory_bytes
 from lazyckpt.providers.training import provider_for
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.ranges import process_engine

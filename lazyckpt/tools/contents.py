@@ -178,8 +178,8 @@ def _read_file(file: Path) -> Contents:
 
 
 def _read_folder(index: Path) -> Contents:
-    from lazyckpt.reading.folder import Folder  # imports torch, which takes seconds
     from lazyckpt.reading.inert_folder import read_inert_folder
+    from lazyckpt.reading.sharded.folder import Folder  # imports torch, which takes seconds
 
     folder = Folder(index.parent)
     files = {file for entry in folder.entries.values() for file, _ in entry.items.values()}

@@ -13,9 +13,9 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt._version import __version__
-from lazyckpt.capture.budget import auto_ring_bytes, available_memory_bytes
 from lazyckpt.config import Config
 from lazyckpt.errors import ConfigError
+from lazyckpt.pipeline.budget import auto_ring_bytes, available_memory_bytes
 from lazyckpt.saver import Saver
 from lazyckpt.storage import mounts
 from lazyckpt.tools.units import size

@@ -12,7 +12,7 @@ import torch
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.reading.inert import InertObject, InertStorage, InertTensor
-from lazyckpt.reading.shards import in_order
+from lazyckpt.reading.sharded.shards import in_order
 from lazyckpt.tools.stream import Origin
 
 

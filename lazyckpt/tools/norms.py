@@ -17,7 +17,7 @@ from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.inert import InertStorage, InertTensor
 from lazyckpt.reading.ranges import ParallelRead, process_engine
-from lazyckpt.reading.shards import read_whole
+from lazyckpt.reading.sharded.shards import read_whole
 
 _PIECE_BYTES = 4 << 20  # read from either file at once; comparing in float64 takes several times as much
 _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "u1": "uint8"} | {

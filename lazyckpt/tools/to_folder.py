@@ -11,7 +11,7 @@ import torch
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.formats.inventory import Item, Part, metadata_of, sealed
-from lazyckpt.pipeline.shard_plan import ShardPlan
+from lazyckpt.pipeline.sharded.shard_plan import ShardPlan
 from lazyckpt.providers.global_state import Path as StatePath
 from lazyckpt.providers.global_state import name_of
 from lazyckpt.reading.part import tensors_in

@@ -22,7 +22,7 @@ from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read_shard, shards_of
 
 if TYPE_CHECKING:
-    from lazyckpt.reading.shard_metadata import Stamps
+    from lazyckpt.reading.sharded.metadata import Stamps
 
 _READ_BYTES = 128 << 20  # read between two reports of progress
 
@@ -148,7 +148,7 @@ def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:
 def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileEntry]) -> list[Finding]:
     """Verifies the files of a folder of torch.distributed.checkpoint, each item in them. ``entries``: their rows in the
     manifest, by name, if there is one."""
-    from lazyckpt.reading.folder import Folder  # imports torch, which takes seconds
+    from lazyckpt.reading.sharded.folder import Folder  # imports torch, which takes seconds
 
     items: dict[str, dict[Place, str]] = {name: {} for name in entries}
     index = folder / DCP_METADATA
@@ -182,7 +182,7 @@ def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | 
     """The records of the items of a file, in file order; and what is wrong with items that have none, with tables of
     segments, and with the file's stamp."""
     from lazyckpt.reading.inert_folder import records_at  # imports torch, which takes seconds
-    from lazyckpt.reading.segments import Segments
+    from lazyckpt.reading.sharded.segments import Segments
 
     records: list[Record] = []
     damage: list[str] = []

@@ -14,8 +14,8 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import lazyckpt
-from lazyckpt.capture import averages
-from lazyckpt.capture.gate import Gate, gate
+from lazyckpt.gate import averages
+from lazyckpt.gate.gate import Gate, gate
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

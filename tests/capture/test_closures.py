@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lazyckpt
 from lazyckpt import warn
-from lazyckpt.capture import closure_proof, closures, proof
-from lazyckpt.capture.step_layers import without_hooks
+from lazyckpt.gate import closure_proof, closures, proof
+from lazyckpt.gate.step_layers import without_hooks
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture.evidence import Evidence, addresses
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.evidence import Evidence, addresses
+from lazyckpt.gate.gate import gate
 
 SGD = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
 FUSED = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731

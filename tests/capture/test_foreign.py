@@ -15,7 +15,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import warn
-from lazyckpt.capture import foreign
+from lazyckpt.gate import foreign
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

@@ -18,8 +18,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import lazyckpt
 from lazyckpt import warn
-from lazyckpt.capture import torch_methods
-from lazyckpt.capture.gate import Gate, gate
+from lazyckpt.gate import torch_methods
+from lazyckpt.gate.gate import Gate, gate
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

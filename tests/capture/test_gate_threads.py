@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture import exclusion
-from lazyckpt.capture.exclusion import Call
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate import exclusion
+from lazyckpt.gate.exclusion import Call
+from lazyckpt.gate.gate import gate
 
 SOON_S = 0.1  # in which what does not wait would have happened
 WAIT_S = 20.0  # a test that waits as long has failed

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture import devices
+from lazyckpt import devices
 from lazyckpt.capture.frozen import frozen_parameters
-from lazyckpt.capture.gate import gate
 from lazyckpt.capture.laziness import LAZY_MIN_BYTES
+from lazyckpt.gate.gate import gate
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 

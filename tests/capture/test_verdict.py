@@ -27,7 +27,7 @@ import torch
 import lazyckpt
 from interrupts import Interrupt
 from lazyckpt import _engine
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline import handle
 
 pytestmark = pytest.mark.timeout(60, method="thread")  # a hang ends the run, with the stack of every thread

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 import lazyckpt
 from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
-from lazyckpt.capture.budget import auto_ring_bytes
 from lazyckpt.formats.torch_zip_reader import read_directory
+from lazyckpt.pipeline.budget import auto_ring_bytes
 from lazyckpt.reading.inert import read_inert
 from lazyckpt.reading.tree import MAX_DEPTH, Tree
 from lazyckpt.tools import inspect, verify

@@ -1,5 +1,5 @@
 """torch's tensors on the fake devices. torch has no CUDA here: its CPU tensors stand for tensors on a device
-(lazyckpt/capture/devices.py is told so). What is saved of them is device memory, which kernels of the test fill, on the
+(lazyckpt/devices.py is told so). What is saved of them is device memory, which kernels of the test fill, on the
 training stream, in place of those torch would launch.
 """
 
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from fake_cuda import FakeCuda
-from lazyckpt import _engine
-from lazyckpt.capture import devices
+from lazyckpt import _engine, devices
 
 
 class Gpu:
@@ -68,7 +67,7 @@ class Gpu:
         """What a tensor on a device will hold all over, when its stream is done."""
         return self._bytes.get(tensor.untyped_storage()._cdata)
 
-    # lazyckpt.capture.devices
+    # lazyckpt.devices
 
     def locate(
         self, storages: Iterable[torch.UntypedStorage], where: list[torch.device], engine: _engine.Engine

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt.capture.evidence import Evidence
 from lazyckpt.formats.torch_zip import file_order
+from lazyckpt.gate.evidence import Evidence
 
 PAGE = 4096
 PAGE_ALIGNED_FROM = 64 << 10

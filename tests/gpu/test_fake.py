@@ -16,7 +16,7 @@ import lazyckpt
 from fake_cuda import Mode
 from fake_cuda.memory import Gpu, raw
 from gpu.machines import RINGS, Fake, Recipe, Sharp, Training, save_at_every_step, saved
-from lazyckpt.capture import devices
+from lazyckpt import devices
 from lazyckpt.storage import commit
 from lazyckpt.tools import doctor
 
@@ -247,7 +247,7 @@ def test_a_call_that_fails_in_restore_is_named(gpu: Gpu, training: Training, nam
     assert training.machine.content(training.state()) == picture
 
 
-# lazyckpt.capture.devices as it is
+# lazyckpt.devices as it is
 
 
 def test_where_storages_are() -> None:

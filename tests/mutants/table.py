@@ -819,7 +819,7 @@ promise(
     ),
     (
         "a .metadata that is not that of the manifest is believed",
-        py("shard_metadata.read_metadata", swap("told != zlib.crc32(data)", "False")),
+        py("metadata.read_metadata", swap("told != zlib.crc32(data)", "False")),
         "test_shards.py::test_a_flipped_bit_of_the_metadata_is_found",
     ),
     (
@@ -1283,7 +1283,7 @@ promise(
     "The index of a sharded checkpoint is read without running code, and checked before anything is allocated.",
     (
         "the index may name any class",
-        py("shard_metadata._Unpickler.find_class", body("return super().find_class(module, name)")),
+        py("metadata._Unpickler.find_class", body("return super().find_class(module, name)")),
         attacks("sharded.metadata_is_a_gadget"),
     ),
     (
@@ -1303,7 +1303,7 @@ promise(
     ),
     (
         "parts of a tensor may overlap",
-        py("shard_checks._overlap", body("return None")),
+        py("checks._overlap", body("return None")),
         "test_shard_checks.py::test_a_part_that_is_missing_moved_or_there_twice_is_refused",
     ),
     (
@@ -1313,7 +1313,7 @@ promise(
     ),
     (
         "an item may lie in any file",
-        py("shard_metadata._is_in_folder", body("return True")),
+        py("metadata._is_in_folder", body("return True")),
         "test_folders.py::test_an_index_leads_to_no_file_outside_of_its_folder",
     ),
 )

@@ -26,7 +26,7 @@ from interrupts import (
     save_blocking,
     wait_captured_and_step,
 )
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from trials import TORTURE, Trials
 
 # A hang ends the run, with the stack of every thread.

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.storage import commit
 from trials import Trials

@@ -27,7 +27,7 @@ from interrupts import (
     save,
     save_blocking,
 )
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate.gate import gate
 from trials import TORTURE, Trials
 
 # A hang ends the run, with the stack of every thread.

@@ -16,7 +16,7 @@ from lazyckpt.formats import distcp
 from lazyckpt.pipeline.plan import ArchiveCache, archive_of
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
-from lazyckpt.pipeline.shard_plan import Item, ShardCache, ShardPlan
+from lazyckpt.pipeline.sharded.shard_plan import Item, ShardCache, ShardPlan
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.shards import ShardSaver
 

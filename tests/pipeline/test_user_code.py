@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lazyckpt
-from lazyckpt.capture.gate import gate
 from lazyckpt.errors import RestoreError, SerializationError
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.data_loader import track_loader

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import lazyckpt
-from lazyckpt.capture.evidence import addresses
+from lazyckpt.gate.evidence import addresses
 from lazyckpt.providers.wrappers import address_inside, links_of, storages_in
 
 MATRIX = 256 * 256 * 4

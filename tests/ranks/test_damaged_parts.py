@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import lazyckpt
 from lazyckpt.integrations.dcp import LazyStorageReader
-from lazyckpt.reading.folder import Folder
+from lazyckpt.reading.sharded.folder import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

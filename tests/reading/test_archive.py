@@ -13,7 +13,7 @@ import torch
 
 import lazyckpt
 from attacks.pickles import Raw, archive, call, name, opcodes, storage, tensor
-from lazyckpt.capture.devices import HOST
+from lazyckpt.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.formats.safe_globals import sparse_tensors_to_validate

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from lazyckpt.reading.shard_checks import _overlap, check_places, check_tensor
+from lazyckpt.reading.sharded.checks import _overlap, check_places, check_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -27,9 +27,9 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError 
 from lazyckpt.formats.distcp import Place, read_segments  # noqa: E402
 from lazyckpt.formats.reader import FileReader, Record  # noqa: E402
 from lazyckpt.reading import segments  # noqa: E402
-from lazyckpt.reading import shards as reading  # noqa: E402
-from lazyckpt.reading.shard_metadata import read_metadata  # noqa: E402
-from lazyckpt.reading.shards import Part  # noqa: E402
+from lazyckpt.reading.sharded import shards as reading  # noqa: E402
+from lazyckpt.reading.sharded.metadata import read_metadata  # noqa: E402
+from lazyckpt.reading.sharded.shards import Part  # noqa: E402
 from lazyckpt.shards import read_items, read_parts, write_shard  # noqa: E402
 
 SAVED = {

@@ -14,7 +14,7 @@ import torch
 import lazyckpt
 from commands import fails
 from endings import in_a_child
-from lazyckpt.capture.budget import available_memory_bytes
+from lazyckpt.pipeline.budget import available_memory_bytes
 
 STATE = {"x": torch.arange(10.0)}
 URLS = ["s3://bucket/run", "gs://bucket/run", "hdfs://host:9000/run", "file:///tmp/run", Path("s3://bucket/run")]

@@ -27,7 +27,7 @@ from commands import fails, run, run_json
 from lazyckpt.errors import ConfigError, CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.distcp import item_directory
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.reading.folder import Folder
+from lazyckpt.reading.sharded.folder import Folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

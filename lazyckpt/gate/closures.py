@@ -12,9 +12,9 @@ import weakref
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from lazyckpt.capture.closure_proof import prove
-from lazyckpt.capture.proof import Proof
-from lazyckpt.capture.step_layers import without_hooks, without_layers
+from lazyckpt.gate.closure_proof import prove
+from lazyckpt.gate.proof import Proof
+from lazyckpt.gate.step_layers import without_hooks, without_layers
 
 _Class = TypeVar("_Class", bound=type[Any])
 

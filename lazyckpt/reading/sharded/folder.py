@@ -15,8 +15,8 @@ from lazyckpt.formats.distcp import Place, open_item
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.reading.shard_metadata import METADATA, Stamps, read_metadata
-from lazyckpt.reading.shards import Part, part_of, read_parts
+from lazyckpt.reading.sharded.metadata import METADATA, Stamps, read_metadata
+from lazyckpt.reading.sharded.shards import Part, part_of, read_parts
 
 _MAX_STEPS = 100  # of a path in the state: whoever walks a state calls itself for each
 

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lazyckpt.capture.closures import runs_closure_first
-from lazyckpt.capture.step_layers import step_behind
+from lazyckpt.gate.closures import runs_closure_first
+from lazyckpt.gate.step_layers import step_behind
 from lazyckpt.warn import warn_once
 
 if TYPE_CHECKING:
-    from lazyckpt.capture.gate import Gate
+    from lazyckpt.gate.gate import Gate
 
 _TORCH = Path(torch.__file__).parent
 # Methods of an optimizer that write to parameters outside step(): of schedule-free ones, and of SAM. Also swap_….

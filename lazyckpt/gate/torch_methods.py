@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from lazyckpt.capture.gate import Gate
+    from lazyckpt.gate.gate import Gate
 
 # Methods of a storage that give its memory back. To hold on to the storage does not help: its memory is freed at once,
 # and a thread that reads it may end the process. Sharded training resizes; share_memory(), and sending a tensor to

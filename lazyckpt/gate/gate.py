@@ -22,12 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lazyckpt.capture import averages, devices
-from lazyckpt.capture.evidence import Evidence
-from lazyckpt.capture.exclusion import LOOK_S, Exclusion, Step
-from lazyckpt.capture.foreign import guard_callers, guard_switches, warn_of_foreign, writes_before_closure
-from lazyckpt.capture.standing import Standing
-from lazyckpt.capture.torch_methods import gate_methods
+from lazyckpt import devices
+from lazyckpt.gate import averages
+from lazyckpt.gate.evidence import Evidence
+from lazyckpt.gate.exclusion import LOOK_S, Exclusion, Step
+from lazyckpt.gate.foreign import guard_callers, guard_switches, warn_of_foreign, writes_before_closure
+from lazyckpt.gate.standing import Standing
+from lazyckpt.gate.torch_methods import gate_methods
 
 
 class Pending(Protocol):

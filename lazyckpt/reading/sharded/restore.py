@@ -22,11 +22,11 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider, groups_of
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
-from lazyckpt.reading.folder import Folder, Target
 from lazyckpt.reading.hint import hint
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.reading.shards import part_of
-from lazyckpt.reading.team import Team
+from lazyckpt.reading.sharded.folder import Folder, Target
+from lazyckpt.reading.sharded.shards import part_of
+from lazyckpt.reading.sharded.team import Team
 from lazyckpt.warn import warn
 
 

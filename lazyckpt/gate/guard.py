@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lazyckpt.capture import averages
-from lazyckpt.capture.averages import Guarded
-from lazyckpt.capture.gate import gate
+from lazyckpt.gate import averages
+from lazyckpt.gate.averages import Guarded
+from lazyckpt.gate.gate import gate
 
 
 class CUDAGraph(torch.cuda.CUDAGraph):

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lazyckpt import _engine
-from lazyckpt.capture import devices
+from lazyckpt import _engine, devices
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.distcp import STORAGE_KEY, Frame, Place, frame_of, item_directory
@@ -31,7 +30,7 @@ from lazyckpt.providers.pickles import PLAIN_DTYPES, tensor_pickle
 from lazyckpt.reading.archive import check_small_records
 from lazyckpt.reading.inert import InertShards
 from lazyckpt.reading.ranges import ParallelRead
-from lazyckpt.reading.segments import Segments, Span, read_spans
+from lazyckpt.reading.sharded.segments import Segments, Span, read_spans
 from lazyckpt.reading.unpickle import load_errors
 
 _MAX_ASIDE_BYTES = 256 << 20  # memory for bytes that do not land in their target at once

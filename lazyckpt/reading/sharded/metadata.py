@@ -23,7 +23,7 @@ from lazyckpt.formats.distcp import stamp_before
 from lazyckpt.formats.inventory import SEAL_BYTES, unsealed
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.inert import BoundedUnpickler
-from lazyckpt.reading.shard_checks import Place, check_places, check_tensor
+from lazyckpt.reading.sharded.checks import Place, check_places, check_tensor
 from lazyckpt.storage.manifest import crc_of
 
 METADATA = ".metadata"

@@ -15,7 +15,7 @@ from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.inventory import Item, Part, kind_of
 from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, archive_of
-from lazyckpt.pipeline.shard_plan import ShardCache, ShardPlan
+from lazyckpt.pipeline.sharded.shard_plan import ShardCache, ShardPlan
 from lazyckpt.providers.base import StorageTable, TensorViews
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, is_dtensor_type, is_simple, name_of

@@ -18,8 +18,8 @@ from typing import Any
 from lazyckpt.errors import SaveError, described
 from lazyckpt.formats.distcp import stamp_of
 from lazyckpt.formats.inventory import Inventory, Item, decode, encode, metadata_of, sealed
-from lazyckpt.pipeline.rank_plan import Contents, RankCache, RankPlan
 from lazyckpt.pipeline.request import About, Lineage, Request
+from lazyckpt.pipeline.sharded.rank_plan import Contents, RankCache, RankPlan
 from lazyckpt.pipeline.turns import Turns
 from lazyckpt.providers.global_state import Leaves
 from lazyckpt.ranks.job import Job

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-from lazyckpt.capture.averages import Guarded
 from lazyckpt.errors import SaveError
+from lazyckpt.gate.averages import Guarded
 
 # Seconds: how often a waiting thread checks that the call it waits for still runs; how long a step gives way to a save
 # that waits for other steps; how long each waits for the other before the save fails.

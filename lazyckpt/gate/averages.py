@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from lazyckpt.capture.gate import Gate
+    from lazyckpt.gate.gate import Gate
 
 
 class Average(NamedTuple):

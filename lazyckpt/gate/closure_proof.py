@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from lazyckpt.capture.proof import PURE_METHODS, Proof
-from lazyckpt.capture.step_layers import GRAD_MODES, HOOKED, cell, without_hooks, without_layers
+from lazyckpt.gate.proof import PURE_METHODS, Proof
+from lazyckpt.gate.step_layers import GRAD_MODES, HOOKED, cell, without_hooks, without_layers
 
 
 class Unproven(Exception):

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lazyckpt.capture import devices
-from lazyckpt.capture.foreign import unwrapped
-from lazyckpt.capture.gate import gate
+from lazyckpt import devices
+from lazyckpt.gate.foreign import unwrapped
+from lazyckpt.gate.gate import gate
 from lazyckpt.providers.wrappers import storages_in
 
 

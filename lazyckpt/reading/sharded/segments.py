@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lazyckpt import _engine
-from lazyckpt.capture.devices import HOST
+from lazyckpt.devices import HOST
 from lazyckpt.formats.distcp import Place, read_segments
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.ranges import ParallelRead, compare

@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch
 
-from lazyckpt.capture.exclusion import Call
+from lazyckpt.gate.exclusion import Call
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _WAITS = frozenset(

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lazyckpt.errors import SaveError, save_error
-from lazyckpt.pipeline.job_request import JobCheckpointRequest, JobRequest, Member
 from lazyckpt.pipeline.plan import FilePlan, NoPlan
 from lazyckpt.pipeline.request import About, Lineage, Request
+from lazyckpt.pipeline.sharded.request import JobCheckpointRequest, JobRequest, Member
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import NameCache, TrackedState
 from lazyckpt.ranks.job import Job
-from lazyckpt.reading.team import ALONE, JobTeam, Team
+from lazyckpt.reading.sharded.team import ALONE, JobTeam, Team
 from lazyckpt.storage.commit import Staging
 from lazyckpt.storage.manifest import STATE
 from lazyckpt.warn import warn

@@ -1,0 +1,1 @@
+"""The save pipeline of a checkpoint that several ranks write together."""

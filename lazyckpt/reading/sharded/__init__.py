@@ -1,0 +1,1 @@
+"""Reads a checkpoint that several ranks wrote: its metadata, and what of it each rank needs."""
