@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from lazyckpt.ranks.job import Job, join
+from lazyckpt.ranks.group import RankGroup, join
 from lazyckpt.storage import removal
 from lazyckpt.storage.manifest import folder_name
 
@@ -27,16 +27,16 @@ SAVES = 100
 RECEIPT = b"r" * 200
 
 
-def commit(job: Job, number: int) -> None:
+def commit(group: RankGroup, number: int) -> None:
     """One save of no file."""
-    target = job.directory / folder_name(number % 3)
-    ballot = job.ballot(number, number, "layout", target)
-    if job.rank > 0:
+    target = group.directory / folder_name(number % 3)
+    ballot = group.ballot(number, number, "layout", target)
+    if group.rank > 0:
         ballot.staged_name()
         ballot.vote(RECEIPT)
         ballot.outcome()
         return
-    staging = job.stage(target)
+    staging = group.stage(target)
     ballot.begin(staging.path.name)
     ballot.vote(RECEIPT)
     ballot.receipts()
@@ -48,17 +48,17 @@ def commit(job: Job, number: int) -> None:
 
 def rank(number: int, world_size: int, port: int, folder: Path, told: SimpleQueue[tuple[float, float]]) -> None:
     store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    job = join(store, number, world_size, folder, timeout_s=60)
+    group = join(store, number, world_size, folder, timeout_s=60)
     exchanges, commits = [], []
     for save in range(1, SAVES + 1):
         begin = time.perf_counter()
-        job.exchange("the start", b"")
+        group.exchange("the start", b"")
         middle = time.perf_counter()
-        commit(job, save)
+        commit(group, save)
         commits.append(time.perf_counter() - middle)
         exchanges.append(middle - begin)
     told.put((statistics.median(commits) * 1e3, statistics.median(exchanges) * 1e3))
-    job.close()
+    group.close()
 
 
 def measure(world_size: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from lazyckpt.gate.gate import gate
-from lazyckpt.ranks.job import Job
+from lazyckpt.ranks.group import RankGroup
 from lazyckpt.ranks.rounds import StoreLost
 
 _PATIENCE_S = 10.0  # for rank 0 to reach the same save
@@ -20,9 +20,9 @@ _PAUSE_S = 0.005
 
 
 class Turns:
-    def __init__(self, job: Job | None) -> None:
-        """``job``: None if this process is the only rank."""
-        self._job = job
+    def __init__(self, group: RankGroup | None) -> None:
+        """``group``: None if this process is the only rank."""
+        self._group = group
         self._taken = 0  # the last number that this rank has used
         self._strayed: tuple[int, int] | None = None  # the last number known to be wrong, and the step of rank 0 there
         self._step: int | None = None  # of the last call
@@ -40,8 +40,8 @@ class Turns:
 
     def meet(self) -> None:
         """Agrees on the next number with all ranks, of which no save is in flight. Raises RankError."""
-        if self._job is not None:
-            numbers = map(int, self._job.exchange("the number of saves", b"%d" % self._taken))
+        if self._group is not None:
+            numbers = map(int, self._group.exchange("the number of saves", b"%d" % self._taken))
             with self._lock:
                 self._taken, self._strayed = max(numbers), None
 
@@ -51,16 +51,16 @@ class Turns:
         with self._lock:
             strayed, taken = self._strayed, self._taken
         repeats, self._step = step == self._step, step
-        if self._job is None or self._job.rank == 0 or (strayed is None and not repeats):
+        if self._group is None or self._group.rank == 0 or (strayed is None and not repeats):
             return None
         if strayed is not None and (taken > strayed[0] or step <= strayed[1]):
             return f"this rank has made other calls of save() than rank 0, which saved step {strayed[1]} meanwhile"
-        patience_s = min(_PATIENCE_S, self._job.timeout_s)
+        patience_s = min(_PATIENCE_S, self._group.timeout_s)
         end = time.monotonic() + patience_s
         with gate.standing():  # others may need this thread's verdict on an earlier save
             while time.monotonic() < end:
                 try:
-                    begun, theirs = self._job.peek(taken + 1, path).begun()
+                    begun, theirs = self._group.peek(taken + 1, path).begun()
                 except StoreLost as error:
                     return f"lost the store: {error}"
                 if not begun:
@@ -73,7 +73,7 @@ class Turns:
                     return f"this rank has made other calls of save() than rank 0, which is at step {theirs}"
                 else:  # rank 0 has saved what this rank left out
                     taken = self.next()
-                    self._job.ballot(taken, theirs, "", path).refuse(f"left it out, and went on to step {step}")
+                    self._group.ballot(taken, theirs, "", path).refuse(f"left it out, and went on to step {step}")
                     with self._lock:
                         self._strayed = taken, -1 if theirs is None else theirs
         again = "again " * repeats

@@ -184,7 +184,7 @@ promise(
     (
         "nobody watches the rank for which it waits",
         py("Line.wait", swap("watch.check(...)")),
-        "test_job.py test_processes.py",
+        "test_group.py test_processes.py",
     ),
     (
         "a watcher blames others for its own sleep",
@@ -209,17 +209,17 @@ promise(
     ("keys of settled saves stay", py("Round.finish", swap("delete(_)")), EVERY_ORDER),
     (
         "ranks may save into folders of their own",
-        py("job._check_same_folder", swap("found is None", "True")),
-        "test_job.py",
+        py("group._check_same_folder", swap("found is None", "True")),
+        "test_group.py",
     ),
     (
         "a forked child has a part in the job of its parent",
-        py("job._disown", body("return")),
+        py("group._disown", body("return")),
         "test_crew_faults.py::test_a_forked_child_neither_hangs_nor_ends_the_job_of_its_parent",
     ),
     (
         "each rank restores what it was told",
-        py("JobTeam.compare", body("return")),
+        py("GroupTeam.compare", body("return")),
         "test_crew.py::test_ranks_that_restore_something_else_are_refused",
     ),
     (
@@ -333,8 +333,8 @@ promise(
         py(
             "JobRequest.__init__",
             swap(
-                "member.job.ballot(...)",
-                "member.job.reach(self._ordinal) or member.job.ballot(self._ordinal, step, layout, path)",
+                "member.group.ballot(...)",
+                "member.group.reach(self._ordinal) or member.group.ballot(self._ordinal, step, layout, path)",
             ),
         ),
         f"{CREW_FAULTS}::test_a_rank_that_hangs_is_named_within_five_timeouts",

@@ -16,7 +16,7 @@ from processes import FORKS
 from torch.distributed import PrefixStore, TCPStore
 
 from lazyckpt.errors import RankError
-from lazyckpt.ranks.job import Job, join
+from lazyckpt.ranks.group import RankGroup, join
 from lazyckpt.storage import removal
 from lazyckpt.storage.manifest import folder_name
 
@@ -62,17 +62,17 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
 def _run(rank: int, orders: Orders) -> None:
     with open(orders.logs / f"{orders.attempt}-{rank}", "x", buffering=1) as log:
         os.dup2(os.open(orders.logs / f"{orders.attempt}-{rank}.err", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-        job = join(_store(rank, orders), rank, orders.world_size, orders.folder, orders.timeout_s)
+        group = join(_store(rank, orders), rank, orders.world_size, orders.folder, orders.timeout_s)
         print("joined", file=log)
         for ordinal in range(1, orders.saves + 1):
             try:
-                save(job, ordinal, ordinal % STEPS)
+                save(group, ordinal, ordinal % STEPS)
                 print(f"{ordinal} committed", file=log)
             except RankError as error:
                 print(f"{ordinal} aborted {error}", file=log)
                 break
         if orders.linger:
-            job.close()
+            group.close()
         print("closed", file=log)
     os._exit(0)
 
@@ -92,26 +92,26 @@ def _store(rank: int, orders: Orders) -> Any:
     return PrefixStore(orders.attempt, store)
 
 
-def save(job: Job, ordinal: int, step: int) -> None:
+def save(group: RankGroup, ordinal: int, step: int) -> None:
     """One save, as the pipeline does it. Raises RankError."""
-    target = job.directory / folder_name(step)
-    ballot = job.ballot(ordinal, step, "layout", target)
-    job.reach(ordinal)
-    name = f"rank-{job.rank}"
+    target = group.directory / folder_name(step)
+    ballot = group.ballot(ordinal, step, "layout", target)
+    group.reach(ordinal)
+    name = f"rank-{group.rank}"
     try:
-        if job.rank == 0:
-            staging = job.stage(target)
+        if group.rank == 0:
+            staging = group.stage(target)
             ballot.begin(staging.path.name)
         else:
-            staging = job.attach(target, ballot.staged_name()[0])
+            staging = group.attach(target, ballot.staged_name()[0])
         with open(staging.path / name, "x") as file:
-            file.write(f"{step} {ordinal} {job.generation} {job.world_size}\n" * 500)
+            file.write(f"{step} {ordinal} {group.generation} {group.world_size}\n" * 500)
             file.flush()
             os.fsync(file.fileno())
-        if job.rank > 0:
+        if group.rank > 0:
             staging.describe(None, [name])
         ballot.vote(name.encode())
-        if job.rank > 0:
+        if group.rank > 0:
             ballot.outcome()
             return
         names = [receipt.decode() for receipt in ballot.receipts()]

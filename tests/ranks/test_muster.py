@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError
 from lazyckpt.ranks import muster
-from lazyckpt.ranks.job import join
+from lazyckpt.ranks.group import join
 from lazyckpt.ranks.muster import Muster
 
 

@@ -12,8 +12,8 @@ from lazyckpt.pipeline.request import About, Lineage, Request
 from lazyckpt.pipeline.sharded.request import JobCheckpointRequest, JobRequest, Member
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import NameCache, TrackedState
-from lazyckpt.ranks.job import Job
-from lazyckpt.reading.sharded.team import ALONE, JobTeam, Team
+from lazyckpt.ranks.group import RankGroup
+from lazyckpt.reading.sharded.team import ALONE, GroupTeam, Team
 from lazyckpt.storage.commit import Staging
 from lazyckpt.storage.manifest import STATE
 from lazyckpt.warn import warn
@@ -26,12 +26,12 @@ class Crew:
     communicates, and ``request`` after a save that was refused; a checkpoint's votes go over the background threads
     (ranks/)."""
 
-    def __init__(self, job: Job | None) -> None:
-        """``job``: None if this process is the only rank."""
-        self._job = job
-        self.rank = 0 if job is None else job.rank
-        self.team: Team = ALONE if job is None else JobTeam(job)
-        self._member = Member(job)
+    def __init__(self, group: RankGroup | None) -> None:
+        """``group``: None if this process is the only rank."""
+        self._group = group
+        self.rank = 0 if group is None else group.rank
+        self.team: Team = ALONE if group is None else GroupTeam(group)
+        self._member = Member(group)
         self._names = NameCache()
         self._refused: tuple[Path, int, str] | None = None  # the last call of ``save`` whose arguments made no sense
 
@@ -43,7 +43,7 @@ class Crew:
         import torch.distributed as dist
 
         alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        return cls(None if alone else Job.join(directory, timeout_s=timeout_s, waiting=waiting))
+        return cls(None if alone else RankGroup.join(directory, timeout_s=timeout_s, waiting=waiting))
 
     def request(
         self, path: Path, step: int, lineage: Lineage, about: About, state: CompositeProvider
@@ -64,9 +64,9 @@ class Crew:
 
     def _give_up_refused(self, step: int) -> None:
         refused, self._refused = self._refused, None
-        if self._job is not None and refused is not None and refused[1] != step:
+        if self._group is not None and refused is not None and refused[1] != step:
             path, given_up, why = refused
-            self._job.ballot(self._member.turns.next(), given_up, "", path).refuse(why)
+            self._group.ballot(self._member.turns.next(), given_up, "", path).refuse(why)
 
     def stage(
         self,
@@ -107,8 +107,8 @@ class Crew:
         return self.team
 
     def close(self) -> None:
-        if self._job is not None:
-            self._job.close()
+        if self._group is not None:
+            self._group.close()
 
 
 def rank_here() -> int:

@@ -22,7 +22,7 @@ from lazyckpt.pipeline.request import About, Lineage, Request
 from lazyckpt.pipeline.sharded.rank_plan import Contents, RankCache, RankPlan
 from lazyckpt.pipeline.turns import Turns
 from lazyckpt.providers.global_state import Leaves
-from lazyckpt.ranks.job import Job
+from lazyckpt.ranks.group import RankGroup
 from lazyckpt.storage.commit import Staging
 from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA
 from lazyckpt.storage.shared import AttachedStaging
@@ -85,11 +85,11 @@ class Inventories:
 class Member:
     """What successive saves of one rank of a job share."""
 
-    def __init__(self, job: Job | None) -> None:
-        """``job``: None if this process is the only rank."""
-        self.job = job
-        self.rank = 0 if job is None else job.rank
-        self.turns = Turns(job)
+    def __init__(self, group: RankGroup | None) -> None:
+        """``group``: None if this process is the only rank."""
+        self.group = group
+        self.rank = 0 if group is None else group.rank
+        self.turns = Turns(group)
         self.inventories = Inventories()
         self.caches: dict[str, RankCache] = {}  # by the name of the folder of torch.distributed.checkpoint
         self.shared: Shared = {}  # rank 0: of the save before
@@ -118,10 +118,10 @@ class JobRequest(Request):
         self._alone = alone
         self._prepare = prepare
         self._keep_others = keep_others
-        self._job, self._rank = member.job, member.rank
+        self._group, self._rank = member.group, member.rank
         self._inventories = member.inventories
-        self._ballot = None if member.job is None else member.job.ballot(self._ordinal, step, layout, path)
-        self._stamp = stamp_of(uuid.uuid4().hex if member.job is None else member.job.name_of(self._ordinal))
+        self._ballot = None if member.group is None else member.group.ballot(self._ordinal, step, layout, path)
+        self._stamp = stamp_of(uuid.uuid4().hex if member.group is None else member.group.name_of(self._ordinal))
         self._contents: dict[str, Contents] = {}  # of this rank's sharded files, by name
         self._receipt, self._note = b"", ""
         self._files: list[Files] = []  # of all ranks
@@ -136,8 +136,8 @@ class JobRequest(Request):
         return name, RankPlan(state, self._rank, cache, contents, self._stamp)
 
     def reached(self) -> None:
-        if self._job is not None:
-            self._job.reach(self._ordinal)
+        if self._group is not None:
+            self._group.reach(self._ordinal)
 
     def stage(self) -> Staging:
         if self._staging is None:
@@ -145,12 +145,12 @@ class JobRequest(Request):
         return self._staging
 
     def _begin(self) -> Staging:
-        if self._ballot is None or self._job is None:
+        if self._ballot is None or self._group is None:
             return self._alone()
         if self._rank == 0:
             self._note = self._inventories.note(self._shared() or self._member.shared)
             self._prepare(self.path.parent)
-            staging = self._staging = self._job.stage(self.path, keep_others=self._keep_others)
+            staging = self._staging = self._group.stage(self.path, keep_others=self._keep_others)
             self._ballot.begin(staging.path.name, self._note)
             return staging
         try:
@@ -160,7 +160,7 @@ class JobRequest(Request):
                 self._member.turns.strayed(self._ordinal, self._ballot.step_of_rank_0)
         for folder, kinds in json.loads(note or "{}").items():
             self._member.caches.setdefault(folder, RankCache()).elsewhere = kinds
-        return self._job.attach(self.path, name)
+        return self._group.attach(self.path, name)
 
     def _shared(self) -> Shared:
         return {os.path.dirname(name): contents.shared() for name, contents in self._contents.items()}
@@ -249,6 +249,6 @@ class JobCheckpointRequest(JobRequest):
     def superfluous(self) -> Iterable[Path]:
         if self._rank != 0:
             return ()
-        if self._job is not None:
-            self._job.check_owner()
+        if self._group is not None:
+            self._group.check_owner()
         return self._lineage.superfluous()

@@ -34,7 +34,7 @@ ALONE = Team()
 
 
 class Exchange(Protocol):
-    """What a ``JobTeam`` needs of a job (ranks/job.py)."""
+    """What a ``GroupTeam`` needs of a rank group (ranks/group.py)."""
 
     @property
     def rank(self) -> int: ...
@@ -44,13 +44,13 @@ class Exchange(Protocol):
         """Returns the values of all ranks. Raises RankError if a rank does not answer in time."""
 
 
-class JobTeam(Team):
-    """The ranks of a job. All of them restore at the same time, as all of them save."""
+class GroupTeam(Team):
+    """The ranks of a group. All of them restore at the same time, as all of them save."""
 
-    def __init__(self, job: Exchange) -> None:
-        self.rank = job.rank
-        self.world_size = job.world_size
-        self._job = job
+    def __init__(self, group: Exchange) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._group = group
         self._rounds = itertools.count()
 
     def follow(self, act: Callable[[], Answer]) -> Answer:
@@ -84,7 +84,7 @@ class JobTeam(Team):
         except Exception:  # an error that refers to what cannot be pickled
             data = pickle.dumps((None, RestoreError(f"{type(value[1]).__name__}: {value[1]}")))
         topic = f"restore/{next(self._rounds)}"
-        return [pickle.loads(answer) for answer in self._job.exchange(topic, data)]
+        return [pickle.loads(answer) for answer in self._group.exchange(topic, data)]
 
 
 def _outcome(act: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:

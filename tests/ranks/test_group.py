@@ -1,4 +1,4 @@
-"""Ranks join a job, exchange values and leave (ranks/job.py). The ranks are threads here."""
+"""Ranks join a job, exchange values and leave (ranks/group.py). The ranks are threads here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError, SaveError
-from lazyckpt.ranks.job import Job, join
+from lazyckpt.ranks.group import RankGroup, join
 from lazyckpt.storage import folders, locks, owner, removal
 from lazyckpt.storage.manifest import folder_name
 from lazyckpt.storage.owner import OWNER, Owner
 from ranks import actor
 
-Run = Callable[[Job], Any]
+Run = Callable[[RankGroup], Any]
 
 
 def run(world_size: int, rank: Callable[[int], Any]) -> list[Any]:
@@ -37,9 +37,9 @@ def run(world_size: int, rank: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(call, range(world_size)))
 
 
-def joined(store: Any, world_size: int, folder: Path, timeout_s: float = 20) -> list[Job]:
+def joined(store: Any, world_size: int, folder: Path, timeout_s: float = 20) -> list[RankGroup]:
     found = run(world_size, lambda rank: join(store, rank, world_size, folder, timeout_s))
-    assert all(isinstance(job, Job) for job in found), found
+    assert all(isinstance(group, RankGroup) for group in found), found
     return found
 
 
@@ -47,8 +47,8 @@ def test_all_ranks_join_one_generation_and_leave_no_key(tmp_path: Path) -> None:
     store = HashStore()
     for generation in (1, 2):
         found = joined(store, 9, tmp_path / "run")
-        assert [job.rank for job in found] == list(range(9))
-        assert {(job.generation, job.world_size) for job in found} == {(generation, 9)}
+        assert [group.rank for group in found] == list(range(9))
+        assert {(group.generation, group.world_size) for group in found} == {(generation, 9)}
         assert os.listdir(tmp_path / "run") == [OWNER]
         run(9, lambda rank, found=found: found[rank].close())
         assert os.listdir(tmp_path / "run") == []
@@ -109,8 +109,8 @@ def test_a_dead_rank_is_named_although_a_hanging_one_stands_before_it(tmp_path: 
     found[2]._pulse._stop.set()  # no more signs of life, and no good-bye
     with pytest.raises(RankError, match="rank 2 has given no sign of life"):
         found[0].exchange("layout", b"")
-    for job in found[:2]:
-        job.close()
+    for group in found[:2]:
+        group.close()
 
 
 def test_a_rank_that_has_given_its_value_may_die(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_rank_that_has_given_its_value_may_die(tmp_path: Path) -> None:
         return found[rank].exchange("layout", b"%d" % rank)
 
     assert run(3, exchange) == [[b"0", b"1", b"2"]] * 3
-    for job in found:
-        job.close()
+    for group in found:
+        group.close()
 
 
 def test_an_exchange_of_different_things_is_told_to_all(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_network_file_system_may_show_the_folder_late(tmp_path: Path, monkeypa
 
 def test_join_needs_torch_distributed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="init_process_group"):
-        Job.join(tmp_path)
+        RankGroup.join(tmp_path)
 
 
 def test_a_start_of_the_job_takes_the_folder_from_the_one_before(tmp_path: Path) -> None:

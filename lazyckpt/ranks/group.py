@@ -1,9 +1,8 @@
-"""The job to which this process belongs, as one Checkpointer uses it: who takes part, and how they talk.
+"""The ranks that save into one folder together: which take part, and how they talk.
 
-1. join      every rank gets a uuid and a generation from rank 0, through the store of torch.distributed, and proves
-             that it sees rank 0's folder. Nothing here uses a process group
-2. ballot    for each save (votes.py), on background threads
-3. close     this rank's sign of life ends
+``join``: every rank gets a uuid and a generation from rank 0, through the store of torch.distributed, and proves that
+it sees rank 0's folder. ``ballot``: one for each save (votes.py), on background threads. ``close``: this rank's sign of
+life ends. Nothing here uses torch's process groups.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0  # between two looks whether a save was 
 
 
 class Line:
-    """The ``Store`` of the votes: the keys of the job, and a watch on the rank that somebody waits for."""
+    """The ``Store`` of the votes: the keys of the group, and a watch on the rank that somebody waits for."""
 
     def __init__(self, client: Client, pulse: Pulse, muster: Muster) -> None:
         self._client, self._pulse, self._muster = client, pulse, muster
@@ -91,8 +90,9 @@ class Line:
                 reply.abandon()
 
 
-class Job:
-    """All ranks that save into one folder. ``join`` makes one on each rank; the ranks join in the same order."""
+class RankGroup:
+    """All ranks that save into one folder, as one of them sees them. ``join`` makes one on each rank; the ranks join in
+    the same order."""
 
     def __init__(self, seat: Seat, mine: Owner, lock: int, client: Client, pulse: Pulse) -> None:
         """``lock``: of rank 0, on the file that names ``mine``; see ``owner.take``."""
@@ -101,7 +101,7 @@ class Job:
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
-        # At exit, if nobody calls ``close``: after the threads that save, if this job was made before them.
+        # At exit, if nobody calls ``close``: after the threads that save, if this group was joined before them.
         self._leave = weakref.finalize(self, _leave, pulse, client, seat.directory, mine, lock)
         self._leave.atexit = False  # saves that are pending then still need the store
         self.rank = seat.rank
@@ -109,11 +109,13 @@ class Job:
         self.generation = seat.generation
         self.directory = seat.directory
         self.timeout_s = pulse.timeout_s
-        _jobs.add(self)
+        _groups.add(self)
 
     @classmethod
-    def join(cls, directory: Path, *, timeout_s: float = TIMEOUT_S, waiting: Callable[[], None] = lambda: None) -> Job:
-        """Step 1. Call it on every rank; returns when all ranks have joined. Rank 0 makes the folder if it is missing,
+    def join(
+        cls, directory: Path, *, timeout_s: float = TIMEOUT_S, waiting: Callable[[], None] = lambda: None
+    ) -> RankGroup:
+        """Call it on every rank; returns when all ranks have joined. Rank 0 makes the folder if it is missing,
         and removes what earlier generations of the job have left there. ``waiting`` is called while ranks are missing,
         and may raise; a warning names them.
 
@@ -125,8 +127,9 @@ class Job:
         return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s, waiting)
 
     def ballot(self, ordinal: int, step: int | None, layout: str, target: Path) -> Ballot:
-        """Step 2. ``ordinal`` counts the saves of this job from 1, also those that fail; ``layout`` is what the ranks
-        must agree on; ``target`` is the final folder, on the file system of the job's folder. Sends nothing."""
+        """The vote on one save. ``ordinal`` counts the saves of this group from 1, also those that fail; ``layout`` is
+        what the ranks must agree on; ``target`` is the final folder, on the file system of the group's folder. Sends
+        nothing."""
         self._previous = self._ballot(ordinal, step, layout, target, self._previous)
         return self._previous
 
@@ -146,7 +149,7 @@ class Job:
         )
 
     def name_of(self, ordinal: int) -> str:
-        """A name for a save, the same on all ranks, which no other save of any job has."""
+        """A name for a save, the same on all ranks, which no other save has."""
         return f"{self._seat.run}/{self.generation}/{ordinal}"
 
     def reach(self, ordinal: int) -> None:
@@ -155,7 +158,7 @@ class Job:
         self._pulse.reached["save"] = max(self._pulse.reached["save"], ordinal)
 
     def stage(self, target: Path, *, keep_others: bool = False) -> SharedStaging:
-        """Rank 0: makes the staged folder of a checkpoint, in the job's folder. Raises OSError, also where the kernel
+        """Rank 0: makes the staged folder of a checkpoint, in the group's folder. Raises OSError, also where the kernel
         could not give it its final name."""
         if mounts.is_fixed(target):
             what = "several ranks cannot replace it (a mount point, the working folder); save into a folder below it"
@@ -186,7 +189,7 @@ class Job:
             raise SaveError(f"the folder belongs to {found} now", path=self.directory)
 
     def close(self) -> None:
-        """Step 3. Call it when all saves of this rank are settled.
+        """Call it when all saves of this rank are settled.
 
         Rank 0 gives the others a few seconds to read the outcome of the last save. Without it they look into the
         folder. Otherwise this waits for nobody."""
@@ -198,15 +201,15 @@ class Job:
         self._leave()
 
 
-_jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+_groups: weakref.WeakSet[RankGroup] = weakref.WeakSet()
 
 
 def _disown() -> None:
     """In a forked child, which has no part in the jobs of its parent: it must not wait for them, end them or speak for
     them."""
-    for job in list(_jobs):
-        job._leave.detach()
-        job._client.disown()
+    for group in list(_groups):
+        group._leave.detach()
+        group._client.disown()
 
 
 os.register_at_fork(after_in_child=_disown)
@@ -226,7 +229,7 @@ def join(
     directory: Path,
     timeout_s: float,
     waiting: Callable[[], None] = lambda: None,
-) -> Job:
+) -> RankGroup:
     """``store`` is that of the default group. It belongs to training too, so nothing here waits in it."""
     shared = PollingClient(store)
     client = client_of(store, timeout_s)
@@ -255,19 +258,19 @@ def join(
             what = f"the store of torch.distributed is lost: {error}"
             raise SaveError(what, path=directory, opening=True) from error
         raise
-    job = Job(seat, Owner(run, generation, told["host"]), lock, client, pulse)
+    group = RankGroup(seat, Owner(run, generation, told["host"]), lock, client, pulse)
     try:
-        _check_same_folder(job, directory, told["directory"])
+        _check_same_folder(group, directory, told["directory"])
         if before is not None and before.run != run:
             warn(f"{directory} belonged to {before}, which still runs; its next save fails. Give each job a folder")
     except BaseException:
-        job.close()
+        group.close()
         raise
     pulse.complete = True
     if rank == 0:
         with contextlib.suppress(StoreLost):
             shared.delete(begin)
-    return job
+    return group
 
 
 def _found(client: Client, shared: Client, begin: str, directory: Path, serves: bool) -> tuple[dict[str, Any], int]:
@@ -307,11 +310,11 @@ def _awaited(shared: Client, begin: str, timeout_s: float, muster: Muster) -> di
     return told
 
 
-def _check_same_folder(job: Job, directory: Path, theirs: str) -> None:
+def _check_same_folder(group: RankGroup, directory: Path, theirs: str) -> None:
     """Raises ConfigError, on all ranks, unless every rank finds in its folder the owner that rank 0 has named there."""
-    other = _other_owner(directory, job._owner)
+    other = _other_owner(directory, group._owner)
     kind = mounts.file_system(directory)[0] if directory.exists() else "no"
-    answers = job.exchange("one folder", json.dumps([other, os.uname().nodename, str(directory), kind]).encode())
+    answers = group.exchange("one folder", json.dumps([other, os.uname().nodename, str(directory), kind]).encode())
     for rank, (found, host, path, on) in enumerate(map(json.loads, answers)):
         if found is None:
             continue
