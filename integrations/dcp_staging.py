@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 import lazyckpt
+from lazyckpt import waits
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import ConfigError
 from lazyckpt.shards import ShardCapture, ShardSaver
 
 _SUFFIX = ".distcp"
-_UNHEARD_S = 120.0  # after which a staged save that torch never began is given up
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SIMPLE = frozenset((int, float, bool, str, type(None)))
@@ -146,7 +146,7 @@ class Staged:
         """Whether torch may still write it."""
         if self.thread is not None:
             return self.thread.is_alive()
-        return time.monotonic() < self._begun + _UNHEARD_S
+        return time.monotonic() < self._begun + waits.UNBEGUN_S
 
     def _look(self) -> None:
         if not self.is_wanted():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
+from lazyckpt import waits
 from lazyckpt.errors import SaveError
 from lazyckpt.formats.distcp import Place as Place
 from lazyckpt.formats.reader import FileReader
@@ -28,8 +29,6 @@ from lazyckpt.reading.sharded.metadata import read_metadata as read_metadata
 from lazyckpt.reading.sharded.shards import Part as Part
 from lazyckpt.saver import Saver
 from lazyckpt.storage.commit import PartStaging, Staging
-
-_LOOK_S = 0.2
 
 
 def write_shard(items: Iterable[Item], folder: Path, name: str, *, target: Path) -> Mapping[str, Place]:
@@ -112,7 +111,7 @@ class _PartRequest(Request):
         while not self._folder.done():
             self._look()
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                self._folder.exception(_LOOK_S)
+                self._folder.exception(waits.FOLDER_LOOK_S)
         return PartStaging(self._folder.result(), [self._name])
 
 

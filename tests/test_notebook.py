@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError
 from lazyckpt.pipeline import wait_bar
 
@@ -85,7 +86,7 @@ def test_a_failed_save_looks_failed(tmp_path: Path) -> None:
 def test_a_long_wait_shows_a_bar_where_somebody_looks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_bar, "_AFTER_S", 0)
+    monkeypatch.setattr(waits, "PROGRESS_BAR_AFTER_S", 0)
     with wait_bar.WaitBar() as bar:
         bar.show("saving step-3", lambda: 0.5)
     assert capsys.readouterr() == ("", ""), "standard error is no terminal"

@@ -146,7 +146,8 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bo
 
 std::shared_ptr<Job> Engine::Capture(std::vector<Source> sources, size_t files, std::vector<StreamRef> streams,
                                      std::span<const Extent> extents, Status* status) {
-  // Only for what another thread or a device does; a stuck device must not keep Ctrl-C waiting.
+  // For work of another thread or a device. Shorter leaves eager bytes to threads that may get no core; longer keeps
+  // Ctrl-C waiting when a device is stuck.
   constexpr auto kPatience = std::chrono::seconds(1);
   auto job = MakeJob(std::move(sources), files, true, std::move(streams), status);
   if (job == nullptr) return nullptr;

@@ -101,7 +101,7 @@ void Engine::OnResult(const IoResult& result) {
   auto* tag = static_cast<IoTag*>(result.tag);
   const auto keep = tag->job->shared_from_this();  // settling may drop the engine's own reference
   Job& job = *keep;
-  if (IsTransient(result.result)) usleep(1000);
+  if (IsTransient(result.result)) usleep(1000);  // the kernel is short of memory: give it a moment before the retry
   std::lock_guard lock(mutex_);
   --job.writes_in_flight;
   if (!tag->is_sync) {

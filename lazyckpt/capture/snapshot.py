@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lazyckpt import _engine, devices
+from lazyckpt import _engine, devices, waits
 from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 ALL_OWNERS = (1 << 64) - 1
 _MOVED = "given other memory between save() and the copy"
-_ASK_S = 0.2  # another thread for its verdict, before this one writes
-_PATIENCE_AT_EXIT_S = 5.0  # with threads that Python does not wait for
 
 
 class Snapshot:
@@ -204,7 +202,7 @@ class Snapshot:
         while self.torn is None and self.verdict.owed:
             self._ask_for_verdict()
             if not threading.main_thread().is_alive():
-                patient_until = patient_until or time.monotonic() + _PATIENCE_AT_EXIT_S
+                patient_until = patient_until or time.monotonic() + waits.VERDICT_AT_EXIT_S
                 if time.monotonic() > patient_until and self.verdict.owed:
                     return False
         return True
@@ -214,7 +212,7 @@ class Snapshot:
 
         If another thread owes the verdict, asks it for a moment: it may be writing itself. If that thread does not
         answer, the caller's write will fail the checkpoint."""
-        end = time.monotonic() + _ASK_S
+        end = time.monotonic() + waits.VERDICT_BEFORE_WRITE_S
         while self.torn is None and self.verdict.is_owed_by_another() and time.monotonic() < end:
             self._ask_for_verdict()
         if not self.verdict.is_owed_by_another():

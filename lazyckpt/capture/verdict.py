@@ -17,11 +17,8 @@ from typing import Any
 
 import torch
 
-from lazyckpt import _engine
+from lazyckpt import _engine, waits
 from lazyckpt.gate.standing import inside_operation
-
-_PAUSE_S = 0.005
-_LONGEST_PAUSE_S = 0.1
 
 
 class Verdict:
@@ -36,7 +33,7 @@ class Verdict:
         self._reading = _engine.VersionReading(tensors) if owed and self.thread is threading.main_thread() else None
         asyncio = sys.modules.get("asyncio")
         self._loop: Any = asyncio._get_running_loop() if owed and asyncio is not None else None
-        self._pause_s = _PAUSE_S
+        self._pause_s = waits.VERDICT_FIRST_LOOK_S
 
     def is_owed_by_another(self) -> bool:
         return self.owed != 0 and threading.get_ident() != self.thread.ident
@@ -64,7 +61,7 @@ class Verdict:
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(int)  # anything that returns at once
         self._given.wait(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, waits.VERDICT_LAST_LOOK_S)
         return None if reading is None else reading.versions()
 
     def is_thread_alive(self) -> bool:
@@ -80,4 +77,4 @@ def wait_durable(durable: Any) -> None:
     The thread that owes it may be waiting for this one."""
     while not durable.done() and durable._obstacle() is None:
         with contextlib.suppress(TimeoutError):
-            Future.exception(durable, _LONGEST_PAUSE_S)  # nobody is told of a failure by this
+            Future.exception(durable, waits.VERDICT_LAST_LOOK_S)  # nobody is told of a failure by this

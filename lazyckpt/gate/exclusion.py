@@ -16,14 +16,10 @@ import time
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+from lazyckpt import waits
 from lazyckpt.errors import SaveError
 from lazyckpt.gate.averages import Guarded
 
-# Seconds: how often a waiting thread checks that the call it waits for still runs; how long a step gives way to a save
-# that waits for other steps; how long each waits for the other before the save fails.
-LOOK_S = 0.02
-_GIVE_WAY_S = 1.0
-_PATIENCE_S = 60.0
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -166,15 +162,15 @@ class Exclusion:
         with self._changed:
             self._armings = [*self._armings, mine]
             while (other := self._writing_elsewhere(mine.thread)) is not None:
-                if time.monotonic() - begin > _PATIENCE_S:
+                if time.monotonic() - begin > waits.STEP_PATIENCE_S:
                     raise SaveError(
-                        f"{other.name} has been inside its step on thread {other.thread_name!r} for {_PATIENCE_S:.0f} "
-                        "s, and a snapshot is never taken in the middle of another thread's step. Call save() on the "
-                        "thread that steps, between two steps",
+                        f"{other.name} has been inside its step on thread {other.thread_name!r} for "
+                        f"{waits.STEP_PATIENCE_S:.0f} s, and a snapshot is never taken in the middle of another "
+                        "thread's step. Call save() on the thread that steps, between two steps",
                         path=path,
                         step=step,
                     )
-                self._changed.wait(LOOK_S)
+                self._changed.wait(waits.STEP_LOOK_S)
             mine.armed = True
 
     def collected(self, path: str | os.PathLike[str], step: int | None) -> None:
@@ -210,13 +206,13 @@ class Exclusion:
         for arming in self._armings:
             if arming.thread == me or arming.broken is not None:
                 continue
-            if arming.armed and arming.collecting and waited_s > _PATIENCE_S:
+            if arming.armed and arming.collecting and waited_s > waits.STEP_PATIENCE_S:
                 arming.broken = (
-                    f"{name} on thread {threading.current_thread().name!r} waited {_PATIENCE_S:.0f} s for save() to "
-                    "collect the state, and then stepped. If a state_dict() waits for the training thread, call "
-                    "save() there"
+                    f"{name} on thread {threading.current_thread().name!r} waited {waits.STEP_PATIENCE_S:.0f} s for "
+                    "save() to collect the state, and then stepped. If a state_dict() waits for the training thread, "
+                    "call save() there"
                 )
-            elif arming.armed or waited_s < _GIVE_WAY_S:
+            elif arming.armed or waited_s < waits.STEP_GIVES_WAY_S:
                 return arming
         return None
 
@@ -228,7 +224,7 @@ class Exclusion:
             writing = [step for step in self._open.get(me, ()) if step.writing]
             while writing:
                 # Only for saves that are armed: the others wait for this step.
-                waited_s = time.monotonic() - begin + _GIVE_WAY_S
+                waited_s = time.monotonic() - begin + waits.STEP_GIVES_WAY_S
                 if self._armed_elsewhere(me, waited_s, writing[0].name) is None:
                     return
-                self._changed.wait(LOOK_S)
+                self._changed.wait(waits.STEP_LOOK_S)

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lazyckpt import devices
+from lazyckpt import devices, waits
 from lazyckpt.gate import averages
 from lazyckpt.gate.evidence import Evidence
-from lazyckpt.gate.exclusion import LOOK_S, Exclusion, Step
+from lazyckpt.gate.exclusion import Exclusion, Step
 from lazyckpt.gate.foreign import guard_callers, guard_switches, warn_of_foreign, writes_before_closure
 from lazyckpt.gate.standing import Standing
 from lazyckpt.gate.torch_methods import gate_methods
@@ -178,7 +178,7 @@ class Gate(Exclusion):
                 if self._try_writing(steps, since):
                     return
                 since = since or time.monotonic()
-                self._changed.wait(LOOK_S)
+                self._changed.wait(waits.STEP_LOOK_S)
 
     # torch's hooks
 

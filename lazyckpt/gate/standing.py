@@ -17,6 +17,7 @@ from types import FrameType
 
 import torch
 
+from lazyckpt import waits
 from lazyckpt.gate.exclusion import Call
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -52,7 +53,7 @@ class Standing:
             self._calls.pop(call, None)
             # No lock: a signal handler may come here, too, and wait for the thread that judges.
             while call.thread in self._judged:
-                time.sleep(0.0001)
+                time.sleep(waits.STANDING_LOOK_S)
 
     def judge(self, thread: int | None, act: Callable[[], None]) -> None:
         """Calls ``act`` if this thread stands; it does not go on meanwhile."""

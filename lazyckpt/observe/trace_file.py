@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError
 from lazyckpt.storage import locks
 from lazyckpt.warn import warn_in_background
@@ -31,7 +32,6 @@ OPENING = "process_name"
 
 TRAINING, SAVES, RING, COPIES, WRITES, COMMITS = 1, 100, 200, 300, 400, 500  # ids of the first track of each kind
 
-_FLUSH_S = 1.0  # the longest time that an event stays in memory
 _LONGEST_EVENT_BYTES = 1 << 20
 
 
@@ -83,7 +83,7 @@ class TraceWriter:
         self._pending.append(event)
 
     def flush_if_due(self) -> None:
-        if time.perf_counter() - self._flushed >= _FLUSH_S:
+        if time.perf_counter() - self._flushed >= waits.TRACE_FLUSH_S:
             self.flush()
 
     def flush(self) -> None:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lazyckpt import waits
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import ClosedError, ConfigError, SaveError
 from lazyckpt.gate.gate import gate
@@ -22,9 +24,6 @@ from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.pipeline.reentry import refuse
 from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.pipeline.workers import Condition
-
-_PATIENCE_S = 30.0  # with another thread's verdict, once nothing else is missing
-_LOOK_S = 1.0
 
 # The saves in flight of all Savers of this process, in the order of the saves. Copying the keys of a dict is atomic.
 in_flight: dict[SaveHandle, None] = {}
@@ -181,8 +180,9 @@ class SaveHandle(Future[Path]):
         assert self._snapshot is not None
         what = (
             "is durable but not published: nobody knows yet whether its tensors were written to, since thread "
-            f"{self._snapshot.verdict.thread.name!r}, which called save(), has been in one call for {_PATIENCE_S:.0f} "
-            "s. It is published when that thread goes on: call result() there before it waits for this thread"
+            f"{self._snapshot.verdict.thread.name!r}, which called save(), has been in one call for "
+            f"{waits.VERDICT_PATIENCE_S:.0f} s. It is published when that thread goes on: call result() there before "
+            "it waits for this thread"
         )
         return SaveError(what, path=self.path, step=self.step)
 
@@ -204,13 +204,14 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                 candidates = [future] if isinstance(future, SaveHandle) else saves
                 obstacle = next(filter(None, (save._obstacle() for save in candidates)), None)
                 if end is None and obstacle is not None:
-                    patient_until = patient_until or time.monotonic() + _PATIENCE_S
+                    patient_until = patient_until or time.monotonic() + waits.VERDICT_PATIENCE_S
                     if time.monotonic() > patient_until:
                         raise obstacle._impatience()
                 for save in candidates[:1]:
                     bar.show(f"saving {save.path.name}", functools.partial(getattr, save, "progress"))
                 with contextlib.suppress(concurrent.futures.TimeoutError):
-                    Future.exception(future, _LOOK_S if end is None else max(0.0, min(_LOOK_S, end - time.monotonic())))
+                    left_s = math.inf if end is None else max(0.0, end - time.monotonic())
+                    Future.exception(future, min(waits.HANDLE_LOOK_S, left_s))
 
 
 def _refuse_inside_operation() -> None:

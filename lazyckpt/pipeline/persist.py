@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lazyckpt import _engine
+from lazyckpt import _engine, waits
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import LazyCkptError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate.gate import gate
@@ -25,8 +25,6 @@ from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.request import Request
 from lazyckpt.storage.commit import Staging
 from lazyckpt.warn import warn_in_background
-
-_CHECK_S = 2.0  # between two looks whether another rank has aborted
 
 
 @dataclass
@@ -75,7 +73,7 @@ def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> Receipt:
 
     Raises TornSnapshotError if the snapshot is known to be torn, OSError, and RankError if another rank has aborted."""
     job, snapshot = flight.job, flight.snapshot
-    while not job.wait_released(_CHECK_S):
+    while not job.wait_released(waits.ABORT_LOOK_S):
         flight.request.check()
     snapshot.verify_pages()
     snapshot.verify_frozen()
@@ -83,7 +81,7 @@ def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> Receipt:
     if not snapshot.verdict.owed:
         snapshot.verify()
         _let_go(snapshot)
-    while not job.wait_settled(_CHECK_S):
+    while not job.wait_settled(waits.ABORT_LOOK_S):
         flight.request.check()
     _raise_torn(flight)
     job.raise_error()

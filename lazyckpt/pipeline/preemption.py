@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import NoReturn
 
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError
 from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
 
@@ -120,13 +121,13 @@ class CommitOnSignal:
     def _send(self, number: int) -> None:
         """Sends the signal until it is noticed. One that arrives just before the main thread enters a system call does
         not end that call."""
-        pause_s = 0.05
+        pause_s = waits.SIGNAL_FIRST_LOOK_S
         while number in self._committing:
             signal.pthread_kill(self._main, number)
             if signal.getsignal(number) != self._handle:
                 break  # a later handler has taken over
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 5)
+            pause_s = min(2 * pause_s, waits.SIGNAL_LAST_LOOK_S)
 
     def close(self) -> None:
         """Restore the earlier handlers, except where a later handler has replaced these."""

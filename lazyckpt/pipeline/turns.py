@@ -11,12 +11,10 @@ import threading
 import time
 from pathlib import Path
 
+from lazyckpt import waits
 from lazyckpt.gate.gate import gate
 from lazyckpt.ranks.group import RankGroup
 from lazyckpt.ranks.rounds import StoreLost
-
-_PATIENCE_S = 10.0  # for rank 0 to reach the same save
-_PAUSE_S = 0.005
 
 
 class Turns:
@@ -55,7 +53,7 @@ class Turns:
             return None
         if strayed is not None and (taken > strayed[0] or step <= strayed[1]):
             return f"this rank has made other calls of save() than rank 0, which saved step {strayed[1]} meanwhile"
-        patience_s = min(_PATIENCE_S, self._group.timeout_s)
+        patience_s = min(waits.STRAYED_PATIENCE_S, self._group.timeout_s)
         end = time.monotonic() + patience_s
         with gate.standing():  # others may need this thread's verdict on an earlier save
             while time.monotonic() < end:
@@ -64,7 +62,7 @@ class Turns:
                 except StoreLost as error:
                     return f"lost the store: {error}"
                 if not begun:
-                    time.sleep(_PAUSE_S)
+                    time.sleep(waits.STRAYED_LOOK_S)
                 elif theirs == step:
                     with self._lock:
                         self._strayed = None

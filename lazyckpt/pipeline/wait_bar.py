@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_AFTER_S = 3.0
+from lazyckpt import waits
 
 
 class WaitBar:
@@ -26,7 +26,7 @@ class WaitBar:
     def show(self, what: str, progress: Callable[[], float]) -> None:
         """``progress`` goes from 0 to 1."""
         if self._bar is None:
-            if time.monotonic() < self._begin + _AFTER_S or not _somebody_looks():
+            if time.monotonic() < self._begin + waits.PROGRESS_BAR_AFTER_S or not _somebody_looks():
                 return
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

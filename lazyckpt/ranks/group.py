@@ -20,9 +20,10 @@ from typing import Any
 
 from torch import distributed
 
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError, SaveError, save_error
 from lazyckpt.ranks.muster import Muster
-from lazyckpt.ranks.pulse import ABSENT, Pulse, Watch
+from lazyckpt.ranks.pulse import Pulse, Watch
 from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
 from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serves
 from lazyckpt.ranks.votes import Ballot
@@ -31,10 +32,7 @@ from lazyckpt.storage.owner import Owner
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
 from lazyckpt.warn import warn
 
-TIMEOUT_S = 120.0
 _KEYS = "lazyckpt"
-_LINGER_S = 5.0  # how long rank 0, whose process may serve the store, waits for the others at the end
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0  # between two looks whether a save was aborted
 
 
 class Line:
@@ -65,7 +63,7 @@ class Line:
         watches = {other: Watch(self._pulse, other, at) for other in (rank, *others)}
         pause_s, longest_s = self._pulse.period_s, self._pulse.period_s
         if unless is not None or not self._pulse.complete:
-            pause_s, longest_s = _FIRST_LOOK_S, min(_LAST_LOOK_S, longest_s)
+            pause_s, longest_s = waits.OUTCOME_FIRST_LOOK_S, min(waits.OUTCOME_LAST_LOOK_S, longest_s)
         next_watch = time.monotonic()
         told = None
         try:
@@ -112,9 +110,7 @@ class RankGroup:
         _groups.add(self)
 
     @classmethod
-    def join(
-        cls, directory: Path, *, timeout_s: float = TIMEOUT_S, waiting: Callable[[], None] = lambda: None
-    ) -> RankGroup:
+    def join(cls, directory: Path, *, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> RankGroup:
         """Call it on every rank; returns when all ranks have joined. Rank 0 makes the folder if it is missing,
         and removes what earlier generations of the job have left there. ``waiting`` is called while ranks are missing,
         and may raise; a warning names them.
@@ -154,7 +150,7 @@ class RankGroup:
 
     def reach(self, ordinal: int) -> None:
         """Tells the others that this rank saves its part, so that they wait for as long as it lives. Before that they
-        give it up after ``ABSENT`` timeouts: it may hang in training, or in ``save()``."""
+        give it up after ``ABSENT_TIMEOUTS``: it may hang in training, or in ``save()``."""
         self._pulse.reached["save"] = max(self._pulse.reached["save"], ordinal)
 
     def stage(self, target: Path, *, keep_others: bool = False) -> SharedStaging:
@@ -195,9 +191,9 @@ class RankGroup:
         folder. Otherwise this waits for nobody."""
         last = self._previous
         with contextlib.suppress(StoreLost):
-            end = time.monotonic() + min(_LINGER_S, self._pulse.timeout_s)
+            end = time.monotonic() + min(waits.FAREWELL_S, self._pulse.timeout_s)
             while self.rank == 0 and last is not None and not last.forgotten() and time.monotonic() < end:
-                time.sleep(_FIRST_LOOK_S)
+                time.sleep(waits.FAREWELL_LOOK_S)
         self._leave()
 
 
@@ -233,7 +229,7 @@ def join(
     """``store`` is that of the default group. It belongs to training too, so nothing here waits in it."""
     shared = PollingClient(store)
     client = client_of(store, timeout_s)
-    muster = Muster(directory, world_size, ABSENT * timeout_s, waiting)
+    muster = Muster(directory, world_size, waits.ABSENT_TIMEOUTS * timeout_s, waiting)
     lock = -1
     before = owner.live_owner(directory) if rank == 0 else None
     try:
@@ -297,15 +293,15 @@ def _found(client: Client, shared: Client, begin: str, directory: Path, serves: 
 
 def _awaited(shared: Client, begin: str, timeout_s: float, muster: Muster) -> dict[str, Any]:
     """Another rank: returns what rank 0 tells."""
-    end = time.monotonic() + ABSENT * timeout_s
-    pause_s = 0.001
+    end = time.monotonic() + waits.ABSENT_TIMEOUTS * timeout_s
+    pause_s = waits.JOIN_FIRST_LOOK_S
     while (found := shared.look(begin)) is None:
         if time.monotonic() > end:
-            what = f"rank 0 has not opened a Checkpointer for {ABSENT * timeout_s:g} s. Does every rank open it?"
-            raise ConfigError(what)
+            waited_s = waits.ABSENT_TIMEOUTS * timeout_s
+            raise ConfigError(f"rank 0 has not opened a Checkpointer for {waited_s:g} s. Does every rank open it?")
         muster.look()
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.1)
+        pause_s = min(2 * pause_s, waits.JOIN_LAST_LOOK_S)
     told: dict[str, Any] = json.loads(found)
     return told
 
@@ -328,7 +324,7 @@ def _check_same_folder(group: RankGroup, directory: Path, theirs: str) -> None:
 
 def _other_owner(directory: Path, mine: Owner) -> str | None:
     """Returns None if the folder belongs to ``mine``, else whose it is. A network file system has time to show it."""
-    end = time.monotonic() + (0 if owner.is_local(directory) else owner.STALE_S)
+    end = time.monotonic() + (0 if owner.is_local(directory) else waits.STALE_NAME_S)
     while True:
         try:
             found = owner.other_owner(directory, mine)
@@ -336,6 +332,6 @@ def _other_owner(directory: Path, mine: Owner) -> str | None:
             found = f"nobody knows whom ({error.strerror})"
         if found is None or time.monotonic() > end:
             return found
-        time.sleep(0.2)
+        time.sleep(waits.OWNER_LOOK_S)
         with contextlib.suppress(OSError):
             os.listdir(directory)  # looks again for names that were missing

@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lazyckpt import waits
 from lazyckpt.ranks.rounds import StoreLost
 from lazyckpt.warn import warn
 
-_FIRST_S = 5.0  # until the first warning; each further one takes four times as long
-_GROWTH = 4
-_LOOK_S = 0.25
 _NAMED = 8  # ranks, at most
 
 
@@ -34,16 +32,16 @@ class Muster:
         self._waiting = waiting
         self._clock = clock
         self._begin = self._looked = clock()
-        self._patience_s = _FIRST_S
+        self._patience_s = waits.FIRST_REMINDER_S
 
     def look(self) -> None:
         """Raises what ``waiting`` raises."""
         now = self._clock()
-        if now - self._looked >= _LOOK_S:
+        if now - self._looked >= waits.MUSTER_LOOK_S:
             self._looked = now
             self._waiting()
         if now - self._begin >= self._patience_s:
-            self._patience_s *= _GROWTH
+            self._patience_s *= waits.REMINDER_GROWTH
             with contextlib.suppress(StoreLost):
                 if missing := self.missing():
                     self._warn(missing, now - self._begin)

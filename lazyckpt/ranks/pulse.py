@@ -12,12 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from lazyckpt import waits
 from lazyckpt.ranks.rounds import Point, RankLost, StoreLost
 from lazyckpt.ranks.store import Client
-
-BEATS = 8  # in the timeout
-_STOP_S = 5.0  # at most, until a beat under way has its answer
-ABSENT = 5  # timeouts until a rank that lives must have reached the save that others wait for
 
 
 class Pulse:
@@ -30,7 +27,7 @@ class Pulse:
         self._keys = f"{keys}/pulse"
         self._rank = rank
         self.timeout_s = timeout_s
-        self.period_s = timeout_s / BEATS
+        self.period_s = timeout_s / waits.PULSES_PER_TIMEOUT
         self.clock = clock
         self.reached = {"save": 0, "exchange": 0}  # the number of the last one that this rank has reached
         self.complete = False  # all ranks have begun to beat
@@ -57,7 +54,7 @@ class Pulse:
         """Ends the thread, and tells the others that this rank does not take part any more."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(_STOP_S)
+            self._thread.join(waits.PULSE_STOP_S)
         with contextlib.suppress(StoreLost):
             self._client.delete(f"{self._keys}/{self._rank}")
 
@@ -90,12 +87,13 @@ class Watch:
         if self._silent_s > self._pulse.timeout_s:
             raise RankLost(self._rank, f"has given no sign of life for {self._pulse.timeout_s:g} s (rank_timeout_s)")
         self._absent_s += passed_s if found[self._at.kind] < self._at.number else 0.0
-        if self._absent_s > ABSENT * self._pulse.timeout_s:
+        if self._absent_s > waits.ABSENT_TIMEOUTS * self._pulse.timeout_s:
             if self._seen == 0:
                 what = "has ended, or has not opened its Checkpointer for"
             elif self._at.kind == "exchange":
                 what = "lives, but takes no part for"
             else:
                 what = f"lives, but has not reached {self._at.kind} number {self._at.number} for"
-            limit = f"{ABSENT * self._pulse.timeout_s:g} s ({ABSENT} times rank_timeout_s)"
+            times = waits.ABSENT_TIMEOUTS
+            limit = f"{times * self._pulse.timeout_s:g} s ({times} times rank_timeout_s)"
             raise RankLost(self._rank, f"{what} {limit}. All ranks must make the same calls")

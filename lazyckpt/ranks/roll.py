@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from torch import distributed
 
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError
 from lazyckpt.ranks.rounds import StoreLost
 from lazyckpt.ranks.store import PollingClient
@@ -28,7 +29,6 @@ from lazyckpt.storage import mounts
 from lazyckpt.warn import warn
 
 _ID_BYTES = 32  # before the text of a note, which no other note has
-_GRACE_S = 10.0  # until a rank that has saved by itself must have joined those that wait for it
 
 
 class Roll:
@@ -85,7 +85,7 @@ class Roll:
         with contextlib.suppress(StoreLost, OSError):
             self._raise_note(client)
             holder = client.look(self._key("whole"))
-            if holder is not None and time.monotonic() > self._announced_s + _GRACE_S:
+            if holder is not None and time.monotonic() > self._announced_s + waits.ALONE_GRACE_S:
                 self._refuse(client, _whole_and_sharded(self._directory, int(holder), distributed.get_rank()))
 
     def leave(self) -> None:

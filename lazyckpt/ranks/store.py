@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from lazyckpt import waits
 from lazyckpt.ranks.rounds import StoreLost
 
 _LISTENS = "0A"  # as /proc has it
@@ -33,7 +34,6 @@ _FOREVER = timedelta(days=14)  # torch counts milliseconds in 32 bits
 _ABSENT = b"~lazyckpt: nothing~"  # no key has this value
 _RELEASED = b"~lazyckpt: released~"
 _LOOKS = 8  # while a call has no answer
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.02  # between two looks of a PollingClient
 Result = TypeVar("Result")
 
 
@@ -160,10 +160,10 @@ class _Polled:
 
     def wait(self, seconds: float) -> bytes | None:
         end = time.monotonic() + seconds
-        pause_s = _FIRST_PAUSE_S
+        pause_s = waits.STORE_FIRST_LOOK_S
         while (told := self._client.look(self._key)) is None and (left_s := end - time.monotonic()) > 0:
             time.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            pause_s = min(2 * pause_s, waits.STORE_LAST_LOOK_S)
         return told
 
     def abandon(self) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from lazyckpt import waits
 from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import rollback
 from lazyckpt.storage.manifest import Checkpoint, is_folder_name, read_checkpoint
 from lazyckpt.warn import warn, warn_in_background
 
 SCANS = 10  # at most, of a folder from which another process removes what was just listed
-_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before each retry of ``patiently``
 Read = TypeVar("Read")
 
 
@@ -127,7 +127,7 @@ def patiently(attempt: Callable[[], Read], warn: Callable[[str], None] = warn) -
     """Calls ``attempt``, and again after each ReadError for three seconds; then raises it. Warns of each retry.
 
     A file that the operating system cannot read just now is not damaged."""
-    for pause_s in _PAUSES_S:
+    for pause_s in waits.READ_RETRIES_S:
         try:
             return attempt()
         except ReadError as error:

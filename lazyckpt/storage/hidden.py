@@ -17,6 +17,7 @@ import os
 import time
 from pathlib import Path
 
+from lazyckpt import waits
 from lazyckpt.storage import folders
 
 PLACE = ".lazyckpt"
@@ -80,4 +81,4 @@ def _make_old(outer: Path) -> None:
             if status.st_ctime_ns > os.stat(outer).st_ctime_ns:
                 return
             os.utime(newest.path, ns=(status.st_atime_ns, status.st_mtime_ns))  # the same; this moves the ctime
-            time.sleep(0.001)
+            time.sleep(waits.CTIME_TICK_S)

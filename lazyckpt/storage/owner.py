@@ -22,7 +22,6 @@ from lazyckpt.storage import locks, mounts
 OWNER = ".lazyckpt-owner"  # in a run's folder
 LOCK = ".lazyckpt-lock"  # in a staged folder
 _MAX_BYTES = 4096
-STALE_S = 65.0  # how long a node may remember what a name of a network file system was, or that it was missing
 # File systems that one machine sees: its kernel knows all locks there.
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", *mounts.OVERLAYS)
 

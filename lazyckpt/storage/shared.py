@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from lazyckpt import waits
 from lazyckpt.storage import commit, folders, locks, owner, removal
 from lazyckpt.storage.owner import LOCK, Owner
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a folder cannot be renamed to what has this name
-_LOOK_S = 0.05  # between two looks at the folder
 
 
 class SharedFolder:
@@ -61,12 +61,13 @@ class SharedFolder:
 
     def is_published(self) -> bool:
         """Whether the final name is that of the staged folder. The node may remember that the name was missing, or
-        the checkpoint that had it: so on a network file system a no takes ``STALE_S``, unless the trash is there."""
-        end = time.monotonic() + (0 if owner.is_local(self._target.parent) else owner.STALE_S)
+        the checkpoint that had it. So on a network file system a no takes ``waits.STALE_NAME_S``, unless the trash is
+        there."""
+        end = time.monotonic() + (0 if owner.is_local(self._target.parent) else waits.STALE_NAME_S)
         while owner.staged_name(self._target) != self._path.name:
             if os.path.lexists(self._trash) or time.monotonic() >= end:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(waits.SHARED_NAME_LOOK_S)
             with contextlib.suppress(OSError):
                 os.listdir(self._target.parent)  # some clients then forget what they remember
         return True
@@ -78,7 +79,7 @@ class SharedFolder:
     def await_decision(self) -> None:
         end = time.monotonic() + self._timeout_s
         while time.monotonic() < end and self._path.exists():
-            time.sleep(_LOOK_S)
+            time.sleep(waits.SHARED_NAME_LOOK_S)
 
     def remove_trash(self) -> None:
         removal.unlink(self._trash)

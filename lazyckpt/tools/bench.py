@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt import _engine, functional
+from lazyckpt import _engine, functional, waits
 from lazyckpt.config import MIB
 from lazyckpt.errors import ConfigError
 from lazyckpt.formats.reader import FileReader
@@ -31,7 +31,6 @@ from lazyckpt.tools import Progress
 from lazyckpt.tools.units import size
 
 _ROUNDS = 3
-_PATIENCE_S = 15.0  # no round begins later
 _ROUND_S = 1.0  # for one way to write or read
 _MIN_BYTES, _MAX_BYTES = 64 * MIB, 4096 * MIB
 _CHUNK_BYTES = 8 * MIB
@@ -103,7 +102,7 @@ def _measure(folder: Path, nbytes: int, raw: _Raw, progress: Progress) -> dict[s
         (LOAD, saved, lambda: functional.load(saved)),
     ]
     rates: dict[str, list[float]] = defaultdict(list)
-    latest = time.perf_counter() + _PATIENCE_S
+    latest = time.perf_counter() + waits.BENCH_LAST_ROUND_S
     total = _ROUNDS * len(arms) * nbytes
     for number in range(_ROUNDS):
         if number and time.perf_counter() > latest:

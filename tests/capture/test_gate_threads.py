@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.gate import exclusion
+from lazyckpt import waits
 from lazyckpt.gate.exclusion import Call
 from lazyckpt.gate.gate import gate
 
@@ -186,7 +186,7 @@ def test_a_step_inside_of_an_open_one_goes_on_while_a_save_waits(
     ckpt: lazyckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lookahead, SAM, and whatever else wraps an optimizer."""
-    monkeypatch.setattr(exclusion, "_GIVE_WAY_S", WAIT_S)
+    monkeypatch.setattr(waits, "STEP_GIVES_WAY_S", WAIT_S)
     model = Model()
 
     class Outer(torch.optim.SGD):
@@ -239,7 +239,7 @@ def test_nobody_waits_for_a_step_that_raised(lives_on: bool, ckpt: lazyckpt.Chec
 
 def test_a_step_that_does_not_end_fails_the_save(ckpt: lazyckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be waiting for the thread that saves."""
-    monkeypatch.setattr(exclusion, "_PATIENCE_S", SOON_S)
+    monkeypatch.setattr(waits, "STEP_PATIENCE_S", SOON_S)
     model = Model(lambda p: Halfway(p, lr=1.0))
     ckpt.track(model=model.module)
     model.optimizer.step()
@@ -257,7 +257,7 @@ def test_a_state_dict_that_waits_for_a_step_fails_the_save(
     ckpt: lazyckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does that takes a lock which the training thread holds around its step."""
-    monkeypatch.setattr(exclusion, "_PATIENCE_S", SOON_S)
+    monkeypatch.setattr(waits, "STEP_PATIENCE_S", SOON_S)
     model = Model()
     model.optimizer.step()
     lock, locked = threading.Lock(), threading.Event()

@@ -26,9 +26,8 @@ import torch
 
 import lazyckpt
 from interrupts import Interrupt
-from lazyckpt import _engine
+from lazyckpt import _engine, waits
 from lazyckpt.gate.gate import gate
-from lazyckpt.pipeline import handle
 
 pytestmark = pytest.mark.timeout(60, method="thread")  # a hang ends the run, with the stack of every thread
 
@@ -502,8 +501,8 @@ def test_a_thread_that_the_other_one_waits_for_is_told(
     wait: str, run: Any, disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: result() in a worker that the thread joins which called save(); all but result() waited for ever."""
-    monkeypatch.setattr(handle, "_PATIENCE_S", 0.3)
-    monkeypatch.setattr(handle, "_LOOK_S", 0.1)
+    monkeypatch.setattr(waits, "VERDICT_PATIENCE_S", 0.3)
+    monkeypatch.setattr(waits, "HANDLE_LOOK_S", 0.1)
     disk.hold()
     first = run.ckpt.save(1)
 
@@ -523,8 +522,8 @@ def test_a_thread_that_the_other_one_waits_for_is_told(
 def test_result_of_a_later_save_is_told_of_the_one_before(
     run: Any, other: Saving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "_PATIENCE_S", 0.3)
-    monkeypatch.setattr(handle, "_LOOK_S", 0.1)
+    monkeypatch.setattr(waits, "VERDICT_PATIENCE_S", 0.3)
+    monkeypatch.setattr(waits, "HANDLE_LOOK_S", 0.1)
     first = other(lambda: run.ckpt.save(1))
     second = run.ckpt.save(2)
     with pytest.raises(lazyckpt.SaveError, match=r"step 1.*call result"):
@@ -687,7 +686,7 @@ ENDINGS = {
 # Regression: a daemon that sleeps for ever after its save() kept the process from ending.
 DAEMON = """
 import lazyckpt.capture.snapshot
-lazyckpt.capture.snapshot._PATIENCE_AT_EXIT_S = 0.5
+lazyckpt.waits.VERDICT_AT_EXIT_S = 0.5
 saved = []
 def work():
     saved.append(save())

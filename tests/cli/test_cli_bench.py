@@ -10,7 +10,7 @@ import torch
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt import functional
+from lazyckpt import functional, waits
 from lazyckpt.config import MIB
 from lazyckpt.storage import folders
 from lazyckpt.tools import bench
@@ -20,7 +20,7 @@ from lazyckpt.tools import bench
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_MIN_BYTES", 16 * MIB)
     monkeypatch.setattr(bench, "_MAX_BYTES", 16 * MIB)
-    monkeypatch.setattr(bench, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(waits, "BENCH_LAST_ROUND_S", 1000.0)
 
 
 def test_bench_measures_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_bench_measures_and_tells_what_to_expect(tmp_path: Path, monkeypatch: py
     for key, way in {"durable_s": "lazyckpt.save", "restored_s": "restore", "loaded_s": "lazyckpt.load"}.items():
         assert ten[key] == pytest.approx(1e10 / told["bytes_per_s"][way]["median"])
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(bench, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(waits, "BENCH_LAST_ROUND_S", 0.0)
     shown = run("bench", tmp_path).stdout
     assert "1 round of 16.0 MiB" in shown
     assert "a checkpoint of 10 GB: durable in " in shown and "lazyckpt.save" in shown

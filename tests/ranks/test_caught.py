@@ -18,8 +18,7 @@ import torch.distributed as dist
 from processes import Ranks
 
 import lazyckpt
-from lazyckpt import _engine
-from lazyckpt.pipeline import turns
+from lazyckpt import _engine, waits
 from ranks.training import KNOBS, Training, tick_of
 
 STEPS = 7
@@ -201,7 +200,7 @@ def other_calls(folder: Path, repeats: list[int], leaves_out: list[int], victim:
     training, handles = Training(rank, dist.get_world_size()), []
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
-        patch.setattr(turns, "_PATIENCE_S", 0.3)
+        patch.setattr(waits, "STRAYED_PATIENCE_S", 0.3)
         with lazyckpt.Checkpointer(folder, **KNOBS, rank_timeout_s=10.0, on_error="warn") as ckpt:
             ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock)
             for step in range(1, STEPS + 3):

@@ -23,12 +23,12 @@ from processes import Died, Ranks, die
 
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.ranks.pulse import ABSENT
 from lazyckpt.storage.owner import OWNER
+from lazyckpt.waits import ABSENT_TIMEOUTS
 from ranks.training import KNOBS, Answer, Training, tick_of
 
 TIMEOUT_S = 0.6  # where a test waits for it
-ABSENT_S = ABSENT * TIMEOUT_S
+ABSENT_S = ABSENT_TIMEOUTS * TIMEOUT_S
 SLACK_S = 4.0  # of a busy machine
 
 

@@ -178,7 +178,7 @@ def test_a_network_file_system_may_show_the_folder_late(tmp_path: Path, monkeypa
 
 def test_join_needs_torch_distributed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="init_process_group"):
-        RankGroup.join(tmp_path)
+        RankGroup.join(tmp_path, timeout_s=10)
 
 
 def test_a_start_of_the_job_takes_the_folder_from_the_one_before(tmp_path: Path) -> None:

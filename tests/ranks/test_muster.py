@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError
-from lazyckpt.ranks import muster
 from lazyckpt.ranks.group import join
 from lazyckpt.ranks.muster import Muster
 
@@ -54,7 +54,7 @@ def test_a_lone_rank_says_so_and_stops_if_it_waits_in_vain(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it waited for ten minutes, in silence."""
-    monkeypatch.setattr(muster, "_FIRST_S", 0.1)
+    monkeypatch.setattr(waits, "FIRST_REMINDER_S", 0.1)
     looks = iter([None, None, refused])
 
     def waiting() -> None:
@@ -71,7 +71,7 @@ def test_a_lone_rank_says_so_and_stops_if_it_waits_in_vain(
 def test_rank_0_names_the_missing_ones_wherever_they_sit_in_the_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muster, "_FIRST_S", 0.3)
+    monkeypatch.setattr(waits, "FIRST_REMINDER_S", 0.3)
     store = HashStore()
 
     def call(rank: int) -> Any:

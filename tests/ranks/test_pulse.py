@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from lazyckpt.ranks.pulse import ABSENT, BEATS, Pulse, Watch
+from lazyckpt.ranks.pulse import Pulse, Watch
 from lazyckpt.ranks.rounds import Point, RankLost
 from lazyckpt.ranks.store import PollingClient
+from lazyckpt.waits import ABSENT_TIMEOUTS, PULSES_PER_TIMEOUT
 
 TIMEOUT_S = 80.0
-PERIOD_S = TIMEOUT_S / BEATS
+PERIOD_S = TIMEOUT_S / PULSES_PER_TIMEOUT
 SAVE = Point("save", 0)
 
 
@@ -60,7 +61,7 @@ def test_a_rank_that_lives_and_does_not_save_is_lost_later(machine: Machine) -> 
     """One that forgot to call save() would keep the others for ever."""
     machine.rank_0.reached["save"] = 2
     watch = Watch(machine.rank_1, 0, SAVE._replace(number=3))
-    machine.watch(ABSENT * TIMEOUT_S, watch, beats=True)
+    machine.watch(ABSENT_TIMEOUTS * TIMEOUT_S, watch, beats=True)
     with pytest.raises(RankLost, match="rank 0 lives, but has not reached save number 3 for 400 s"):
         machine.watch(2 * PERIOD_S, watch, beats=True)
 
@@ -68,9 +69,9 @@ def test_a_rank_that_lives_and_does_not_save_is_lost_later(machine: Machine) -> 
 def test_a_rank_that_waits_in_the_same_exchange_is_not_blamed(machine: Machine) -> None:
     """It waits for another one, and will blame that."""
     machine.rank_0.reached["exchange"] = 1
-    machine.watch(10 * ABSENT * TIMEOUT_S, Watch(machine.rank_1, 0, Point("exchange", 1)), beats=True)
+    machine.watch(10 * ABSENT_TIMEOUTS * TIMEOUT_S, Watch(machine.rank_1, 0, Point("exchange", 1)), beats=True)
     with pytest.raises(RankLost, match="rank 0 lives, but takes no part for 400 s"):
-        machine.watch(2 * ABSENT * TIMEOUT_S, Watch(machine.rank_1, 0, Point("exchange", 2)), beats=True)
+        machine.watch(2 * ABSENT_TIMEOUTS * TIMEOUT_S, Watch(machine.rank_1, 0, Point("exchange", 2)), beats=True)
 
 
 def test_a_rank_that_has_closed_is_lost_at_once(machine: Machine) -> None:
@@ -83,7 +84,7 @@ def test_a_rank_that_has_not_joined_yet_is_not_taken_for_one_that_has_closed(mac
     machine.rank_1.complete = False
     machine.rank_0.stop()
     watch = Watch(machine.rank_1, 0, SAVE._replace(number=1))
-    machine.watch(ABSENT * TIMEOUT_S, watch, beats=False)
+    machine.watch(ABSENT_TIMEOUTS * TIMEOUT_S, watch, beats=False)
     with pytest.raises(RankLost, match="rank 0 has ended, or has not opened its Checkpointer for 400 s"):
         machine.watch(2 * PERIOD_S, watch, beats=False)
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import lazyckpt
+from lazyckpt import waits
 from lazyckpt.ranks import roll
 from lazyckpt.storage import mounts
 from ranks.training import KNOBS, Training, tick_of
@@ -153,7 +154,7 @@ def half_sharded(folder: Path, plain: int, order: str) -> tuple[str, float]:
     training.step()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(roll, "_GRACE_S", 0.5)
+        patch.setattr(waits, "ALONE_GRACE_S", 0.5)
         with lazyckpt.Checkpointer(folder, **KNOBS, rank_timeout_s=4.0) as ckpt:
             if order == "plain first" and rank != plain:
                 dist.barrier()
@@ -253,7 +254,7 @@ def test_every_rank_finds_a_note_and_the_next_attempt_none(tmp_path: Path, monke
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "get_rank", lambda: rank[0])
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(roll, "_GRACE_S", 0.0)
+    monkeypatch.setattr(waits, "ALONE_GRACE_S", 0.0)
 
     def of(number: int, call: str) -> str:
         rank[0] = number

@@ -25,8 +25,8 @@ from torch.distributed import TCPStore
 
 from crash.actor import role
 from lazyckpt import _engine
-from lazyckpt.ranks.pulse import ABSENT
 from lazyckpt.storage import folders, manifest
+from lazyckpt.waits import ABSENT_TIMEOUTS
 from ranks.actor import wait_until
 from ranks.training import MAX_TICK, PROBE, Orders, start, tick_of, told
 from trials import Trials
@@ -140,7 +140,7 @@ class Run:
             others = others or (orders.world_size > 2 and "rank 0 lives, but has not reached" in line.text)
             assert f"rank {victim} " in line.text or served or others, (rank, victim, line)
             late_s = line.at - struck_at
-            patience_s = TIMEOUT_S * (1 if "no sign of life" in line.text else ABSENT) + SLACK_S
+            patience_s = TIMEOUT_S * (1 if "no sign of life" in line.text else ABSENT_TIMEOUTS) + SLACK_S
             assert late_s < patience_s, (rank, victim, late_s, line)
         if errors:
             self.slowest_s = max(self.slowest_s, errors[0].at - struck_at)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import lazyckpt
+from lazyckpt import waits
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from lazyckpt.reading import restore
 from lazyckpt.reading.archive import Archive
@@ -284,7 +285,7 @@ def test_an_io_error_while_bytes_land_says_so_too(saved: Any, fresh: Any, monkey
         raise lazyckpt.ReadError("cannot be read: Input/output error", path=self.path, errno=errno.EIO)
 
     monkeypatch.setattr(Archive, "fill", fill)
-    monkeypatch.setattr(catalog, "_PAUSES_S", (0,))
+    monkeypatch.setattr(waits, "READ_RETRIES_S", (0,))
     with (
         pytest.warns(UserWarning, match="tried again"),
         pytest.raises(lazyckpt.ReadError, match=r"error; .*undefined now"),
@@ -321,7 +322,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
     replaced the newest."""
     model, optimizer, ckpt = fresh
     before = bits(model, optimizer)
-    monkeypatch.setattr(catalog, "_PAUSES_S", (0.001,) * 3)
+    monkeypatch.setattr(waits, "READ_RETRIES_S", (0.001,) * 3)
     refusing = Refusing(getattr(os, call), f"step-00000003/{file}", code, times)
     monkeypatch.setattr(os, call, refusing)
     if times == 1:
@@ -349,7 +350,7 @@ def test_a_save_is_numbered_behind_what_cannot_be_read_just_now(
     with lazyckpt.Checkpointer(tmp_path) as another:
         another.track(x={"x": 1})
         another.save(7)
-    monkeypatch.setattr(catalog, "_PAUSES_S", (0.001,) * 3)
+    monkeypatch.setattr(waits, "READ_RETRIES_S", (0.001,) * 3)
     refusing = Refusing(getattr(os, call), path or tmp_path.name, errno.EIO, times)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refusing)

@@ -18,7 +18,8 @@ import torch
 
 import lazyckpt
 from commands import run
-from lazyckpt.storage import catalog, commit, folders, manifest, mounts
+from lazyckpt import waits
+from lazyckpt.storage import commit, folders, manifest, mounts
 
 TINY_RING = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 STATE = {"x": torch.arange(1000.0)}
@@ -270,7 +271,7 @@ NEWEST = "run/step-00000002"
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A run, a file, and a folder of accelerate's. A root process becomes another user, to whom closed folders are
     closed; so this is not in tmp_path, which only root may enter."""
-    monkeypatch.setattr(catalog, "_PAUSES_S", (0.001,))
+    monkeypatch.setattr(waits, "READ_RETRIES_S", (0.001,))
     if importlib.util.find_spec("accelerate") is not None:
         from accelerate.commands.config import config_args
 

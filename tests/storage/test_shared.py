@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fuse_server
+from lazyckpt import waits
 from lazyckpt.storage import commit, folders, locks, owner, removal
 from lazyckpt.storage.owner import LOCK, Owner
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
@@ -247,9 +248,9 @@ def test_a_node_waits_for_a_checkpoint_that_nothing_shows(
     assert seen(staging).to_trash()
     begin = time.monotonic()
     assert not other.to_trash() and not other.is_published()
-    assert time.monotonic() - begin < owner.STALE_S / 2
+    assert time.monotonic() - begin < waits.STALE_NAME_S / 2
     seen(staging).remove_trash()
-    monkeypatch.setattr(owner, "STALE_S", 1.5)
+    monkeypatch.setattr(waits, "STALE_NAME_S", 1.5)
     begin = time.monotonic()
     assert not other.is_published()
     assert time.monotonic() - begin >= 1.5
