@@ -26,8 +26,8 @@ def diff(
 ) -> None:
     """Compare two files or checkpoints: which tensors and values differ, and by how much.
 
-    REL L2 is |B - A| / |A| over what differs, MAX ABS the largest difference of two elements. Tensors are the same if
-    their dtype, shape and bits are. A run's folder means its newest checkpoint. Runs no code from the files.
+    MAX ABS is the largest difference of two elements. Tensors are the same if their dtype, shape and bits are. A run's
+    folder means its newest checkpoint. Runs no code from the files.
 
     Exit code: 0 if nothing differs, 1 if something does, 2 if something is damaged or could not be read.
     """
@@ -52,16 +52,14 @@ def _print(document: DocumentDifference, depth: int | None) -> None:
     numbers = Counter(str(change.change) for change in document.changes)
     summary = ", ".join([*(f"{n:,} {change}" for change, n in numbers.items()), f"{document.equal:,} the same"])
     say((f"{plain(document.a)}  {plain(document.b)}", "bold"), "  ", summary)
-    for note in document.notes:
-        say((plain(note), "yellow"))
-    lines = [TreeLine(("REL L2", "MAX ABS"), 0, "NAME", ("", ""), style="bold")]
+    lines = [TreeLine(("MAX ABS",), 0, "NAME", ("", ""), style="bold")]
     for level, label, row in rows(document.root, depth):
-        about, shown = plain(row.text), ("", "")
-        if (norms := row.norms) is not None:
-            shown = (f"{norms.relative_l2:.2e}", f"{norms.max_abs:.2e}") if norms.comparable else ("bits", "")
-            if row.kind == "tensor" and norms.comparable:
-                about += f", {norms.differing:,} of {count(norms.elements, 'element')}"
-        lines.append(TreeLine(shown, level, plain(label), (row.change or "", about), style=STYLES[row.kind]))
+        about, shown = plain(row.text), ""
+        if (elements := row.elements) is not None:
+            shown = "bits" if elements.max_abs is None else f"{elements.max_abs:.2e}"
+            if row.kind == "tensor" and elements.max_abs is not None:
+                about += f", {elements.differing:,} of {count(elements.compared, 'element')}"
+        lines.append(TreeLine((shown,), level, plain(label), (row.change or "", about), style=STYLES[row.kind]))
     if document.changes:
         print_tree(lines)
 
@@ -70,15 +68,15 @@ def _to_json(document: DocumentDifference, depth: int | None) -> dict[str, Any]:
     about: dict[str, Any] = {"name": document.name, "a": document.a, "b": document.b, "same": document.equal}
     numbers = Counter(change.change for change in document.changes)
     about |= {change: numbers[change] for change in ("changed", "only in A", "only in B")}
-    return about | {"notes": document.notes, "entries": [_entry(row) for _, _, row in rows(document.root, depth)]}
+    return about | {"entries": [_entry(row) for _, _, row in rows(document.root, depth)]}
 
 
 def _entry(row: Change) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": row.path, "kind": row.kind, "change": row.change}
     if row.text:
         entry["text"] = row.text
-    if (norms := row.norms) is not None:
-        entry |= {"elements": norms.elements, "differing": norms.differing}
-        for key, number in (("relative_l2", norms.relative_l2), ("max_abs", norms.max_abs)):
-            entry[key] = number if norms.comparable and math.isfinite(number) else None  # JSON has no NaN
+    if (elements := row.elements) is not None:
+        most = elements.max_abs
+        entry |= {"elements": elements.compared, "differing": elements.differing}
+        entry["max_abs"] = most if most is not None and math.isfinite(most) else None  # JSON has no NaN
     return entry

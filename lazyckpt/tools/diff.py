@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lazyckpt.reading.inert import InertObject
+import torch
+
+from lazyckpt.reading.inert import InertObject, InertTensor
 from lazyckpt.reading.tree import Kind, Node, short, shown_shape
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, documents_in, read
-from lazyckpt.tools.norms import Norms, compare
-from lazyckpt.tools.optimizers import align
+from lazyckpt.tools.elements import dtype_of, numbers, pieces
 from lazyckpt.tools.units import count
 
 ChangeKind = Literal["changed", "only in A", "only in B"]
+
+
+@dataclass(frozen=True)
+class Elements:
+    """How the elements of two tensors differ, or those of all differing tensors of a module."""
+
+    compared: int
+    differing: int  # elements whose bits differ
+    max_abs: float | None  # the largest difference of two elements; None if some are not numbers
+
+    @staticmethod
+    def of_all(parts: Iterable[Elements]) -> Elements:
+        """Adds up the parts of a tensor or of a module."""
+        compared = differing = 0
+        max_abs: float | None = 0.0
+        for part in parts:
+            compared += part.compared
+            differing += part.differing
+            if max_abs is not None:
+                new = part.max_abs
+                max_abs = new if new is None or math.isnan(new) else max(max_abs, new)
+        return Elements(compared, differing, max_abs)
 
 
 @dataclass(frozen=True)
@@ -29,7 +53,7 @@ class Change:
     kind: Kind
     change: ChangeKind | None = None  # None for a module
     text: str = ""  # both sides in words
-    norms: Norms | None = None  # None if no elements were compared
+    elements: Elements | None = None  # None if no elements were compared
     children: tuple[Change, ...] = ()
 
 
@@ -42,7 +66,6 @@ class DocumentDifference:
     b: Path
     equal: int  # tensors and values that are the same
     root: Change  # the module of all changes
-    notes: tuple[str, ...] = ()  # what could not be compared, one sentence each
 
     @property
     def changes(self) -> list[Change]:
@@ -82,9 +105,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Prog
 
     Tensors are the same if their dtype, shape and bits are, whatever parts of them the ranks held; values, if they are
     saved alike. A run's folder means its newest checkpoint. Two single files are compared whatever their names, the
-    files of folders by name. Where one optimizer's state goes by numbers and the other's by names, the parameter groups
-    usually tell which is which; if not, ``notes`` says so. Raises LoadError, and CorruptFileError if a checksum does
-    not match.
+    files of folders by name. Raises LoadError, and CorruptFileError if a checksum does not match.
     """
     found_a, found_b = documents_in(as_path(a)), documents_in(as_path(b))
     if len(found_a) == len(found_b) == 1:
@@ -102,15 +123,14 @@ class _Comparison:
 
     def __init__(self, name: str, a: Path, b: Path, progress: Progress) -> None:
         contents_a, contents_b = read(a), read(b)
-        obj_a, obj_b, notes = align(contents_a.obj, contents_b.obj)
-        root_a, root_b = replace(contents_a, obj=obj_a).tree(), replace(contents_b, obj=obj_b).tree()
+        root_a, root_b = contents_a.tree(), contents_b.tree()
         self._name, self._total, self._progress = name, root_a.nbytes, progress
         self._equal = self._done = 0
         changes = [*self._compare_children(root_a, root_b)]
         if contents_a.metadata is not None and contents_b.metadata is not None:
             changes += _compare_metadata(contents_a.metadata, contents_b.metadata)
         root = Change(name, "", "module", children=tuple(changes))
-        self.result = DocumentDifference(name, a, b, self._equal, root, tuple(notes))
+        self.result = DocumentDifference(name, a, b, self._equal, root)
 
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes
@@ -129,11 +149,9 @@ class _Comparison:
         told_a, told_b = _describe(a), _describe(b)
         if a.kind == b.kind == "module" and a.text == b.text:
             if changes := tuple(self._compare_children(a, b)):
-                measured = [change.norms for change in changes if change.norms is not None]
-                norms = Norms()
-                for part in measured:
-                    norms.add(part)
-                yield Change(a.name, a.path, "module", norms=norms if measured else None, children=changes)
+                inside = [change.elements for change in changes if change.elements is not None]
+                elements = Elements.of_all(inside) if inside else None
+                yield Change(a.name, a.path, "module", elements=elements, children=changes)
         elif a.kind == b.kind == "tensor" and told_a == told_b:
             yield from self._compare_tensors(a, b)
         elif a.kind == b.kind == "value" and a.text == b.text and _equal(a.value, b.value):
@@ -147,15 +165,40 @@ class _Comparison:
         if a.tied_to != b.tied_to:
             ties = [f"tied to {n.tied_to}" if n.tied_to else "not tied" for n in (a, b)]
             yield _change(a, "changed", f"{told}, {ties[0]} -> {ties[1]}")
-        elif a.tied_to is None and (norms := compare(a.value, b.value, self._advance)).differing:
-            yield _change(a, "changed", told, norms)
+        elif a.tied_to is None and (elements := Elements.of_all(self._compare_elements(a.value, b.value))).differing:
+            yield _change(a, "changed", told, elements)
         else:
             self._equal += 1
 
+    def _compare_elements(self, a: InertTensor, b: InertTensor) -> Iterator[Elements]:
+        """Compares tensors of one dtype and shape piece by piece. Raises CorruptFileError if a checksum does not
+        match."""
+        if a.storage is None or b.storage is None:  # meta tensors
+            return
+        dtype = dtype_of(a)
+        for ours, theirs in zip(pieces(a, b), pieces(b, a), strict=True):
+            yield _compare_pieces(ours, theirs, dtype)
+            self._advance(len(ours))
 
-def _change(node: Node, change: ChangeKind, text: str, norms: Norms | None = None) -> Change:
+
+def _compare_pieces(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None) -> Elements:
+    itemsize = 1 if dtype is None else dtype.itemsize
+    compared = len(a) // itemsize
+    if torch.equal(a, b):
+        return Elements(compared, 0, 0.0)
+    differ = (a.view(-1, itemsize) != b.view(-1, itemsize)).any(dim=1)
+    old, new = numbers(a, dtype), numbers(b, dtype)
+    max_abs = None
+    if old is not None and new is not None:
+        # Subtract only where bits differ: inf - inf is NaN, but no difference.
+        apart = new.view(compared, -1)[differ] - old.view(compared, -1)[differ]
+        max_abs = float(torch.linalg.vector_norm(apart, dim=1).max())
+    return Elements(compared, int(differ.sum()), max_abs)
+
+
+def _change(node: Node, change: ChangeKind, text: str, elements: Elements | None = None) -> Change:
     kind: Kind = node.kind if node.kind != "module" else "value"  # a row without children
-    return Change(node.name, node.path, kind, change, text, norms)
+    return Change(node.name, node.path, kind, change, text, elements)
 
 
 def _compare_metadata(a: dict[str, str], b: dict[str, str]) -> Iterator[Change]:

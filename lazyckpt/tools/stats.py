@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lazyckpt.reading.inert import InertTensor
-from lazyckpt.tools.norms import dtype_of, numbers, pieces
+from lazyckpt.tools.elements import dtype_of, numbers, pieces
 
 
 @dataclass(frozen=True)

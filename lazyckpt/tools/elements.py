@@ -1,12 +1,11 @@
-"""Measures by how much two saved tensors differ, reading a few megabytes of them at a time."""
+"""Reads the elements of saved tensors, a few megabytes at a time."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,69 +18,10 @@ from lazyckpt.reading.inert import InertStorage, InertTensor
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.sharded.shards import read_whole
 
-_PIECE_BYTES = 4 << 20  # read from either file at once; comparing in float64 takes several times as much
+_PIECE_BYTES = 4 << 20  # read at once; computing in float64 takes several times as much
 _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "u1": "uint8"} | {
     f"i{n}": f"int{8 * n}" for n in (1, 2, 4, 8)
 }
-
-
-@dataclass
-class Norms:
-    """Measures the difference of two tensors, or of all tensors of a module that differ."""
-
-    elements: int = 0  # compared
-    differing: int = 0  # elements whose bits differ
-    squares: float = 0.0  # the sum of the squares of the differences
-    squares_a: float = 0.0  # and of the elements of A
-    max_abs: float = 0.0  # the largest difference of two elements
-    comparable: bool = True  # as numbers, all elements
-
-    def add(self, other: Norms) -> None:
-        """Makes these the norms of both, as if they were one tensor."""
-        self.elements += other.elements
-        self.differing += other.differing
-        self.squares += other.squares
-        self.squares_a += other.squares_a
-        self.max_abs = math.nan if math.isnan(other.max_abs) else max(self.max_abs, other.max_abs)
-        self.comparable = self.comparable and other.comparable
-
-    @property
-    def relative_l2(self) -> float:
-        """|B - A| / |A|"""
-        if self.squares == 0:
-            return 0.0
-        return math.sqrt(self.squares / self.squares_a) if self.squares_a else math.inf
-
-
-def compare(a: InertTensor, b: InertTensor, advance: Callable[[int], None]) -> Norms:
-    """Compares tensors of one dtype and shape; ``advance`` gets the bytes read of each. Raises CorruptFileError if a
-    checksum does not match."""
-    norms = Norms()
-    if a.storage is None or b.storage is None:  # meta tensors
-        return norms
-    dtype = dtype_of(a)
-    itemsize = 1 if dtype is None else dtype.itemsize
-    for ours, theirs in zip(pieces(a, b), pieces(b, a), strict=True):
-        norms.add(_compare_pieces(ours, theirs, dtype, itemsize))
-        advance(len(ours))
-    return norms
-
-
-def _compare_pieces(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None, itemsize: int) -> Norms:
-    old, new = numbers(a, dtype), numbers(b, dtype)
-    norms = Norms(len(a) // itemsize, squares_a=0.0 if old is None else float(old.square().sum()))
-    if torch.equal(a, b):
-        return norms
-    differ = (a.view(-1, itemsize) != b.view(-1, itemsize)).any(dim=1)
-    norms.differing = int(differ.sum())
-    if old is None or new is None:
-        norms.comparable = False
-        return norms
-    # Subtract only where bits differ: inf - inf is NaN, but no difference.
-    squares = (new.view(len(differ), -1) - old.view(len(differ), -1))[differ].square()
-    norms.squares = float(squares.sum())
-    norms.max_abs = math.sqrt(float(squares.sum(dim=1).max()))
-    return norms
 
 
 def dtype_of(tensor: InertTensor) -> torch.dtype | None:
