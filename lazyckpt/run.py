@@ -3,7 +3,7 @@
     accelerate launch -m lazyckpt.run train.py --its-own arguments
     accelerate launch -m lazyckpt.run -m package.train --its-own arguments
 
-Settings come from ``LAZYCKPT_*`` variables and ``lazyckpt.yaml`` (``lazyckpt accelerate config``).
+Settings come from ``LAZYCKPT_*`` variables and ``lazyckpt.yaml``; docs/accelerate.md shows both.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
         file = Path(elsewhere)
         if _read_text(file) is None:
             raise ConfigError(f"{FILE_VARIABLE}={elsewhere}: there is no such file")
-    from_file, environment = read_file(file), _read_environment()
+    from_file, environment = _read_file(file), _read_environment()
     origins = dict.fromkeys(from_file, str(file)) | {name: PREFIX + name.upper() for name in environment}
     settings = from_file | environment | dict(code)
-    check(settings, origins | dict.fromkeys(code, "the code"))
+    _check(settings, origins | dict.fromkeys(code, "the code"))
     return settings
 
 
@@ -53,7 +53,7 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     return Config.of(knobs, owner.__name__)
 
 
-def check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+def _check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Raises ConfigError unless these settings can be used together; ``origins`` says where each was found."""
     for name, value in settings.items():
         if name in RETENTION:
@@ -69,8 +69,8 @@ def check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         raise ConfigError(f"{error} (set in {', '.join(dict.fromkeys(wrong))})") from None
 
 
-def parse(name: str, text: str) -> Any:
-    """What a person or a shell wrote, as the type of that setting, if it can be; ``check`` complains otherwise."""
+def _parse(name: str, text: str) -> Any:
+    """Converts the text of a variable to the type of its setting, if it can; ``_check`` complains otherwise."""
     text = text.strip()
     if isinstance(DEFAULTS[name], bool) or name == "direct_io":
         return _WORDS.get(text.lower(), text)
@@ -81,7 +81,7 @@ def parse(name: str, text: str) -> Any:
         return text
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     """What a settings file says, unchecked; nothing if there is none. Raises ConfigError if it cannot be read."""
     text = _read_text(path)
     if text is None:
@@ -108,13 +108,6 @@ def _read_text(path: Path) -> bytes | None:
         raise ConfigError(f"{path}: {what}") from error
 
 
-def write_file(path: Path, settings: Mapping[str, Any]) -> None:
-    """Makes the folder, too. Raises OSError."""
-    text = _yaml().safe_dump(dict(settings), sort_keys=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"# {PREFIX}* environment variables and arguments in code go before this file.\n{text}")
-
-
 def _read_environment() -> dict[str, Any]:
     variables = {PREFIX + name.upper(): name for name in DEFAULTS}
     for variable in os.environ:
@@ -122,7 +115,7 @@ def _read_environment() -> dict[str, Any]:
             # Others may use the prefix, too; a slip of the pen must not go unnoticed.
             for meant in difflib.get_close_matches(variable, variables, n=1, cutoff=0.85):
                 raise ConfigError(f"{variable} is not a setting; did you mean {meant}?")
-    return {name: parse(name, os.environ[variable]) for variable, name in variables.items() if variable in os.environ}
+    return {name: _parse(name, os.environ[variable]) for variable, name in variables.items() if variable in os.environ}
 
 
 def _yaml() -> Any:

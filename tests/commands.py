@@ -46,7 +46,7 @@ def _resident(what: str) -> int:
 
 def commands() -> list[str]:
     """Returns the names of all commands."""
-    return [str(info.name) for info in app.registered_commands] + [str(group.name) for group in app.registered_groups]
+    return [str(info.name) for info in app.registered_commands]
 
 
 def complete(*words: str | Path, shell: str = "bash") -> list[str]:

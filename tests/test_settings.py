@@ -61,6 +61,25 @@ def test_a_misspelt_setting_is_told_with_what_was_meant(tmp_path: Path) -> None:
         settings.gather(tmp_path / "none.yaml", {"keep_last": 3})
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("- a\n", "one 'setting: value' per line"),
+        ("a: [1\n", "not YAML"),
+        ("max_in_flight: many\n", "max_in_flight='many'"),
+        ("audit: 3\n", "expected true or false"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, text: str, problem: str) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "lazyckpt.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        settings.gather(file, {})
+    (line,) = str(raised.value).splitlines()
+    assert problem in line and str(file) in line
+
+
 def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYCKPT_TORTURE", "1")
     assert settings.gather(Path("/nowhere/lazyckpt.yaml"), {}) == {}

@@ -16,15 +16,18 @@ import typer
 from typer.core import TyperGroup
 
 from lazyckpt._version import __version__
-from lazyckpt.cli import accelerate, advise, bench, convert, diff, doctor, inspect, ls, prune, trace, verify
+from lazyckpt.cli import advise, bench, convert, diff, doctor, inspect, ls, prune, trace, verify
 from lazyckpt.cli.output import print_error, print_json
 from lazyckpt.cli.parameters import flag
-from lazyckpt.errors import LazyCkptError
+from lazyckpt.errors import ConfigError, LazyCkptError
 from lazyckpt.storage import paths
 
 _EXIT_TROUBLE = 2
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
+_REMOVED = {
+    "accelerate": "its questions were dropped, since the file that it wrote has one 'setting: value' per line. Write "
+    "lazyckpt.yaml beside accelerate's default_config.yaml, or set LAZYCKPT_* variables: see docs/accelerate.md",
+}
 _DEBUG = "--debug"
 _JSON = "--json"
 # click's class, which typer has kept in different places
@@ -36,6 +39,8 @@ class _Program(TyperGroup):
     its output has gone away."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if why := _REMOVED.get(args[0]):
+            raise ConfigError(f"lazyckpt {args[0]}: {why}")
         for arg in args:
             paths.refuse_url(arg)
         return super().resolve_command(ctx, args)
@@ -60,12 +65,6 @@ class _Program(TyperGroup):
             raise typer.Exit(_EXIT_BROKEN_PIPE) from None
         except typer.Exit:
             raise
-        except typer.Abort as abort:  # at a question
-            print(file=sys.stderr)
-            if isinstance(abort.__context__, KeyboardInterrupt):
-                raise typer.Exit(_EXIT_INTERRUPTED) from None
-            print_error("the input ended before every question was answered; nothing is written")
-            raise typer.Exit(_EXIT_TROUBLE) from None
         except _USAGE_ERROR as error:
             if self._json:
                 print_json({"error": cast(Any, error).format_message()})
@@ -130,4 +129,3 @@ _commands: list[Callable[..., None]] = [ls.ls, inspect.inspect, verify.verify, d
 _commands += [prune.prune, prune.pin, prune.unpin, advise.advise, trace.trace, doctor.doctor, bench.bench]
 for _command in _commands:
     app.command(_command.__name__)(_command)
-app.add_typer(accelerate.app, name="accelerate")

@@ -483,10 +483,16 @@ def test_version_usage_and_help() -> None:
     for wrong in (["nonsense"], ["inspect"], ["inspect", "x", "--depth", "-1"]):
         assert run(*wrong).exit_code == 2
     for name in commands():
-        words = ["config"] if name == "accelerate" else []
-        shown = run(name, *words, "--help").stdout
-        assert ("--json" in shown) == (not words), name
+        shown = run(name, "--help").stdout
+        assert "--json" in shown, name
         assert "<bool>" not in shown.partition("--help")[0], f"{name}: a flag has no value"
+
+
+def test_a_command_that_was_removed_says_what_to_use() -> None:
+    for words in (["config"], ["config", "--default", "--config_file", "x.yaml"], ["--help"], []):
+        line = fails(2, "accelerate", *words)
+        assert "questions were dropped" in line and "lazyckpt.yaml" in line and "LAZYCKPT_*" in line
+    assert "accelerate" not in run("--help").stdout
 
 
 def test_an_error_is_one_line_unless_debug_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,7 +424,7 @@ def test_an_unreadable_settings_file_is_not_a_missing_one(theirs: Path, monkeypa
 
     (theirs / "files").chmod(0o000)
     with pytest.raises(lazyckpt.ConfigError, match=r"lazyckpt.yaml: cannot be read: Permission denied \(13\)"):
-        settings.read_file(theirs / "files/lazyckpt.yaml")
+        settings.gather(theirs / "files/lazyckpt.yaml", {})
     monkeypatch.setenv("LAZYCKPT_CONFIG_FILE", str(theirs / "files/other.yaml"))
     with pytest.raises(lazyckpt.ConfigError, match=r"other.yaml: cannot be read: Permission denied \(13\)"):
         settings.gather(theirs / "none.yaml", {})
