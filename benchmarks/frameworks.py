@@ -3,7 +3,7 @@ and with lazyckpt, over the same training without checkpoints.
 
 A block is one real run of a trainer (`fit`, `train`, a loop around `Accelerator`) over the same GPT, with a checkpoint
 every `EVERY` steps. Its clock starts after the first checkpoint, when that is on the disk, and stops when the trainer
-has come back and all it wrote is synced. Nobody deletes checkpoints inside it. The arms of a trainer take turns in
+has returned and everything it wrote is synced. No checkpoint is deleted inside it. The arms of a trainer take turns in
 shuffled order, the trainers, too; the first round warms up and is dropped.
 
 Blocked is measured by one stopwatch, from outside and in the same two places for every arm: inside the trainer's call

@@ -87,8 +87,8 @@ def save_times(case: Case, saves: int, directory: Path, device: torch.device = H
         checkpointer.track(model=model, optimizer=optimizer)
         optimizer.step()
         for step in range(1, saves + 2):
-            # Activations come and go in every step of a training, and teach malloc to keep what is freed: without, the
-            # Python objects of each save are paged in anew.
+            # Training allocates and frees activations in every step, which teaches malloc to keep freed memory. Without
+            # them, the Python objects of each save are paged in anew.
             torch.empty(ACTIVATION_BYTES, dtype=torch.uint8)
             start = time.perf_counter()
             handle = checkpointer.save(step)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-Progress = Callable[[str], None]  # told what is being measured
+Progress = Callable[[str], None]  # called with a line about the current measurement
 Value = TypeVar("Value")
 
 
@@ -21,7 +21,7 @@ def rounds(arms: Sequence[str], number: int) -> Iterator[list[str]]:
 
 
 class Countdown:
-    """Adds to each of `total` announcements how far it is, and how long the rest will take, going by what is done."""
+    """Adds the progress to each of `total` announcements, and how long the rest will take at the pace so far."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress

@@ -23,7 +23,7 @@ class Table:
     title: str
     columns: Sequence[str]
     rows: list[list[str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # how it was measured, what is missing and why
+    notes: list[str] = field(default_factory=list)  # how it was measured; which figures are missing, and why
     picture: Picture | None = None
 
     def add(self, *cells: str) -> None:

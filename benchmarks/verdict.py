@@ -107,7 +107,7 @@ def asleep(arm: Arm, seconds: float) -> SaveHandle:
 
 
 def prompt(arm: Arm, seconds: float) -> SaveHandle:
-    """A read that somebody answers later."""
+    """A read that the trial answers later."""
     read_end, write_end = os.pipe()
     answer = threading.Timer(seconds, os.write, (write_end, b"\n"))
     handle = arm.save()

@@ -1,4 +1,4 @@
-"""Prints what is installed here as constraints for pip: the versions that the tests pass with.
+"""Prints the installed packages as constraints for pip: the versions that the tests pass with.
 
 A release that left a version of Python behind is pinned for the newer ones only; the older ones get the last that
 supports them.

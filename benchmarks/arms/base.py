@@ -57,7 +57,7 @@ class ArmKind:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Make all below `directory` durable, for engines that never do: nobody is credited for dirty pages.
+    """Make all below `directory` durable, for engines that never do: no arm gains by dirty pages.
 
     A file that vanishes belongs to another rank, which renames it and then syncs it.
     """

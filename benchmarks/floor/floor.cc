@@ -148,7 +148,7 @@ int WriteFile(Floor& f, const char* path, size_t bytes, auto next, auto done) {
   const int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_DIRECT | O_CLOEXEC, 0644);
   int error = fd < 0 ? errno : 0;
   if (!error) error = posix_fallocate(fd, 0, RoundUp(bytes));
-  // On failure the chunks are still taken and recycled, so that nobody waits for them.
+  // On failure, keep taking and recycling the chunks, so that no thread waits for them.
   const int transfer = Transfer(f, true, fd, bytes, next, done);
   if (!error) error = transfer;
   if (!error && fdatasync(fd)) error = errno;

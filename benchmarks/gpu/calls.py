@@ -1,4 +1,4 @@
-"""The two calls of the day: what is right, and what is fast."""
+"""The two calls of the day: one checks that copies are right, one measures how fast they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The copy alone: how fast the engine empties a GPU into its ring, over what torch does with one large copy.
 
 The state fits into the ring and the checkpoint has no file, so that neither a disk nor a file system is measured. On a
-GPU a copy ends when the training stream, which was told to wait for it, goes on; what is checksummed afterwards is in
-the second figure.
+GPU a copy ends when the training stream, which waits for it, continues; the checksums that follow are in the second
+figure.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Expected:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it holds on a CPU, too: what is right there, and not how fast."""
+        """Whether the figure also holds on a CPU: figures of correctness do, figures of speed do not."""
         return self.low == self.high
 
     def verdict(self, value: float) -> str:

@@ -61,7 +61,7 @@ class Day:
         os.replace(unfinished, self.out / "summary.txt")
 
     def check(self, key: str, value: float | None, about: str = "") -> None:
-        """Compares a figure with what is expected of it; None: it could not be measured."""
+        """Compares a figure with its expectation. ``value``: None if it could not be measured."""
         expected = EXPECTED[key]
         is_seen = self.is_rehearsal and not expected.is_exact
         verdict = "MISSING" if value is None else "seen" if is_seen else expected.verdict(value)
@@ -71,7 +71,7 @@ class Day:
         self.say(f"{verdict:8} {what}: {shown} (expected {expected.expected}{_refuting(key)}){why}")
 
     def conclude(self) -> None:
-        """Repeats what is refuted, missing, or was not run to its end."""
+        """Repeats which claims are refuted, which figures are missing, and which stages did not run to their end."""
         wrong = [line for line in self.lines if line.startswith(("REFUTED", "MISSING", "ENDED"))]
         wrong += [line for line in self.lines if line.startswith("-- ") and ": done," not in line]
         good = "REHEARSED: every stage has run" if self.is_rehearsal else "ALL AS EXPECTED"

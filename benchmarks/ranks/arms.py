@@ -19,7 +19,7 @@ from benchmarks.workload import Training
 
 
 class FloorOfRanks(FloorArm):
-    """Each rank its own file; nobody commits."""
+    """Each rank writes its own file; no rank commits."""
 
     def path(self, step: int) -> Path:
         return super().path(step).with_suffix(f".{dist.get_rank()}")

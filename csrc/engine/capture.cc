@@ -140,7 +140,7 @@ Chunk* Engine::TakeChunk(bool helping) {
   Job& job = *chunk->job;
   if (capturing_ != nullptr && capturing_ != &job) return nullptr;
   if (!helping && (job.held || (job.eager_by_caller && chunk->eager && job.eager_left == 1))) return nullptr;
-  // Nobody waits for these copies, so half of the cores stay with training until the ring has been full.
+  // No thread waits for these copies, so half of the cores stay with training until the ring has been full.
   if (!helping && copying_ >= modest_ && !job.ring_was_full) return nullptr;
   for (const int device : Bits{chunk->devices}) {
     const CopyLane& l = LaneOf(*chunk, device);
@@ -148,7 +148,7 @@ Chunk* Engine::TakeChunk(bool helping) {
     if (l.in_flight > 0 && l.calls + chunk->calls > kCallsAhead) return nullptr;
     if (l.in_flight >= (helping ? options_.copies_ahead : options_.copies_in_flight)) return nullptr;
     // A copy engine serves other streams only when it runs dry, so a loss that training reads would arrive after the
-    // whole checkpoint. Copies that nobody waits for therefore come in bursts.
+    // whole checkpoint. So copies that no thread waits for come in bursts.
     if (!helping && l.burst >= options_.copies_in_flight) return nullptr;
   }
   const bool bounces = chunk->devices != 0 && bounce_ != nullptr;

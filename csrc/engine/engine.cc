@@ -247,7 +247,8 @@ bool Engine::WaitReleased(Job& job, Clock::time_point deadline) {
 }
 
 bool Engine::WaitSettled(Job& job, Clock::time_point deadline) {
-  return WaitForEnd(job, [&job] { return job.settled(); }, deadline);  // of a failed job nobody may await the release
+  // Without copy threads this wait copies, as WaitReleased does: after a failure the caller may have skipped that one.
+  return WaitForEnd(job, [&job] { return job.settled(); }, deadline);
 }
 
 bool Engine::WaitForEnd(Job& job, const std::function<bool()>& ended, Clock::time_point deadline) {

@@ -78,7 +78,7 @@ class RangeReader {
   // ENODATA "short read" if the file is shorter than a range.
   static std::unique_ptr<RangeReader> Start(const std::string& path, const ReadOptions& options,
                                             std::vector<ReadRange> ranges, Status* status);
-  ~RangeReader();  // gives up what is not read yet
+  ~RangeReader();  // drops reads that have not been delivered
   RangeReader(const RangeReader&) = delete;
   RangeReader& operator=(const RangeReader&) = delete;
 

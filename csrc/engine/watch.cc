@@ -99,7 +99,7 @@ bool Engine::CopyWatched(Job& job, Chunk* chunk) {
     }
     count = 0;
   };
-  // What is converted is copied as it is first, because the witness may mend the copy.
+  // A source to convert is first copied unconverted, because the witness may mend the copy.
   size_t bytes = 0;
   for (const Piece& p : chunk->pieces)
     if (p.kind == RowKind::kSource && job.sources[p.source].to_bfloat16) bytes += 2 * size_t{p.size};

@@ -41,7 +41,7 @@ class JobHandle {
       new std::shared_ptr<Job>(std::move(job_));
       return;
     }
-    // Nobody can commit the job any more, and its sources are about to be freed.
+    // No caller can commit the job any more, and its sources are about to be freed.
     NoGil no_gil;
     Engine& e = engine_->get();
     e.Fail(*job_, Status(ECANCELED, "checkpoint abandoned", ""));

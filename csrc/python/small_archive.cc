@@ -2,7 +2,7 @@
 //
 // A folder of torch.distributed.checkpoint holds thousands of them, one for each number and text of the state. This
 // accepts only what torch and lazyckpt write for an object without storages; lazyckpt/formats/torch_zip_reader.py reads
-// every other archive, and says what is wrong with one. What is accepted here is accepted there, too.
+// every other archive, and names the damage of a broken one. It accepts every archive that this accepts.
 #include <array>
 #include <cstdint>
 #include <optional>

@@ -1,4 +1,4 @@
-// WitnessMode::kCopy: copies a page aside before somebody writes to it.
+// WitnessMode::kCopy: copies a page aside before a thread writes to it.
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>

@@ -246,7 +246,7 @@ void PageWitness::CheckAndOpen(PageWindow* window, std::span<Copied> pieces) {
       around.end = touched.end;
     }
     if (CheckAndOpenRun(window, pieces.subspan(first, end - first), inside, around)) continue;
-    end = first + 1;  // somebody has unmapped the gap: check the first piece alone
+    end = first + 1;  // the gap was unmapped: check the first piece alone
     (void)CheckAndOpenRun(window, pieces.subspan(first, 1), pieces[first].pages(), Touched(*window, pieces[first]));
   }
 }
