@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen instructions of the package, and the small training that it hits."""
+"""Ctrl-C or another interruption at chosen instructions of the package, and the small training that it hits."""
 
 from __future__ import annotations
 
@@ -96,18 +96,45 @@ def handler_at(code: CodeType, offset: int) -> int | None:
     return next((target for start, end, target in handlers(code) if start <= offset < end), None)
 
 
+class Hook:
+    """Tracked state whose ``state_dict()`` makes a call, as user code may inside every ``save()`` and ``restore()``."""
+
+    def __init__(self) -> None:
+        self.call: Callable[[], object] | None = None
+        self.raised: BaseException | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        call, self.call = self.call, None  # once: it may lead here again
+        try:
+            if call is not None:
+                call()
+        except lazyckpt.LazyCkptError as error:
+            self.raised = error
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict()
+
+
 class Training:
     """As little of it as has lazy and eager storages, in a ring that they do not fit into."""
+
+    other: lazyckpt.Saver
 
     def __init__(self, folder: Path, **knobs: Any) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.Linear(80, 80))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, momentum=0.9)
-        self.ckpt = lazyckpt.Checkpointer(folder, keep_last=2, **{"max_in_flight": 2, **TINY, **knobs})
         self.number = 0
         self.losses = {"": torch.zeros(self.number)}  # more at every save, so that each file is laid out anew
-        self.ckpt.track(model=self.model, optimizer=self.optimizer, losses=self.losses)
+        self.hook = Hook()
+        self._folder, self._knobs = folder, knobs
+        self.open()
         self.step()
         self.save().result()  # something to restore
+
+    def open(self) -> None:
+        self.ckpt = lazyckpt.Checkpointer(self._folder, keep_last=2, **{"max_in_flight": 2, **TINY, **self._knobs})
+        self.ckpt.track(model=self.model, optimizer=self.optimizer, losses=self.losses, hook=self.hook)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -118,6 +145,13 @@ class Training:
         self.number += 1
         self.losses[""] = torch.zeros(self.number)
         return self.ckpt.save(self.number, **knobs)
+
+    def inside(self, outer: Callable[[], object], call: Callable[[], object]) -> BaseException | None:
+        """Makes the call once inside of ``outer``, a save or a restore; returns what it raised."""
+        self.hook.call, self.hook.raised = call, None
+        outer()
+        assert self.hook.call is None
+        return self.hook.raised
 
 
 def save(training: Training) -> None:
@@ -145,6 +179,15 @@ def restore(training: Training) -> None:
 
 def result(training: Training) -> None:
     training.save().result()
+
+
+def wait(training: Training) -> None:
+    training.save()
+    training.ckpt._saver.wait()
+
+
+def lone_save(training: Training) -> None:
+    lazyckpt.save({"x": torch.ones(30_000)}, training.ckpt.directory.parent / "lone.pt")
 
 
 def points_of(way: Callable[[Training], None], training: Training) -> int:

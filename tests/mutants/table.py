@@ -236,12 +236,12 @@ promise(
     (
         "a signal handler saves inside a save",
         py("reentry.refuse", never_raises("ConfigError")),
-        "test_reentry.py::test_what_a_state_dict_calls_inside_save_and_restore_is_refused",
+        "test_interrupts.py::test_what_a_state_dict_calls_inside_save_and_restore_is_refused",
     ),
     (
         "a second thread saves inside a save",
         py("reentry.alone", never_raises("other_thread")),
-        "test_reentry.py::test_a_second_thread_is_refused_inside_a_call_and_served_after_it",
+        "test_interrupts.py::test_a_second_thread_is_refused_inside_a_call_and_served_after_it",
     ),
 )
 
