@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import os
@@ -81,7 +82,15 @@ WRITERS = [save_file, save_safetensors, save_checkpoint, save_staged, save_by_ac
 
 
 def modes(folder: Path) -> dict[str, int]:
-    return {str(p): stat.S_IMODE(p.lstat().st_mode) for p in folder.rglob("*") if not p.is_symlink()}
+    """Skips what another background thread renames or removes meanwhile."""
+    found = {}
+    for parent, folders_in, files in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in folders_in + files):
+            with contextlib.suppress(FileNotFoundError):
+                mode = os.lstat(path).st_mode
+                if not stat.S_ISLNK(mode):
+                    found[path] = stat.S_IMODE(mode)
+    return found
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
