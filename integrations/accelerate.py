@@ -25,7 +25,7 @@ import torch
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.config import Settings, spells_out
-from lazyckpt.gate.gate import gate
+from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, announce, close_and_warn
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.storage import folders, hidden, in_place, removal, unfinished
@@ -130,7 +130,7 @@ class StateSaver(StartsAnew):
         self._expect()
 
     def _start_anew(self) -> None:
-        gate.install()  # only optimizers that were seen to step are copied lazily
+        hooks.install()  # only optimizers that were seen to step are copied lazily
         self._saver: lazyckpt.Saver | None = None
         self._at_the_end: Any = None  # closes _saver
         self._group: Any = None

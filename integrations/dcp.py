@@ -41,7 +41,7 @@ from torch.futures import Future
 import lazyckpt
 from lazyckpt.errors import ConfigError, save_error
 from lazyckpt.formats.inventory import sealed
-from lazyckpt.gate.gate import gate
+from lazyckpt.gate import hooks
 from lazyckpt.integrations.dcp_planner import AsBefore, Offer, balanced, digest, form_digests, refuse_other_forms
 from lazyckpt.integrations.dcp_planner import LazySavePlanner as LazySavePlanner
 from lazyckpt.integrations.dcp_reader import LazyStorageReader as LazyStorageReader
@@ -50,7 +50,7 @@ from lazyckpt.shards import METADATA, Place, write_shard
 from lazyckpt.storage import folders, paths, removal
 from lazyckpt.storage.commit import Staging
 
-gate.install()  # the first save is lazy if an optimizer has stepped before
+hooks.install()  # the first save is lazy if an optimizer has stepped before
 
 
 class LazyStorageWriter(StorageWriter, AsyncStager):

@@ -23,7 +23,7 @@ import torch
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.config import Settings, spells_out
-from lazyckpt.gate.gate import gate
+from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, close_and_warn
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn
@@ -69,7 +69,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        gate.install()  # now, not for the first save: only what was seen to step before is copied lazily
+        hooks.install()  # now, not for the first save: only what was seen to step before is copied lazily
         self._saver: lazyckpt.Saver | None = None  # its threads run while there is something to save
         self._at_the_end: Any = None  # closes _saver
         self._pid = os.getpid()

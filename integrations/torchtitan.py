@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import lazyckpt
 from lazyckpt import settings
 from lazyckpt.config import Settings, spells_out
-from lazyckpt.gate.gate import gate
+from lazyckpt.gate import hooks
 from lazyckpt.integrations import announce, close_and_warn
 from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.storage import hidden, removal
@@ -54,7 +54,7 @@ STAGING = "_lazyckpt"  # in the folder of the checkpoints, since it must be on t
 _STEP = re.compile(r"step-(\d+)")
 _WHOLE = (".metadata", "model.safetensors.index.json")  # a checkpoint of torchtitan has one of them
 
-gate.install()  # only optimizers that were seen to step are copied lazily
+hooks.install()  # only optimizers that were seen to step are copied lazily
 
 
 class LazyCheckpointManager(CheckpointManager):

@@ -11,7 +11,7 @@ import torch
 
 from lazyckpt.config import MIB, RunSettings, check_names, spells_out
 from lazyckpt.errors import ConfigError, save_error
-from lazyckpt.gate.gate import gate
+from lazyckpt.gate import averages
 from lazyckpt.history import checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
@@ -153,7 +153,7 @@ class Checkpointer(Restoring):
         Raises ConfigError for other values, and for a ShardedTensor.
         """
         self._launcher.check_usable()
-        gate.guard_averages()
+        averages.guard_imported()
         for name, obj in state.items():
             if name in self._tracked and self._tracked[name] is obj:
                 known = self._provider.parts[name]

@@ -14,6 +14,7 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.config import Config, RunSettings, spells_out
 from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
+from lazyckpt.gate import hooks
 from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
@@ -72,7 +73,7 @@ class Saver:
             raise
         self.launcher = Launcher(config, self._buffer, self._background, self._trace)
         self._callers = self.launcher.callers
-        gate.install()
+        hooks.install()
 
     # what users call
 

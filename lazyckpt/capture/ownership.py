@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lazyckpt.gate import averages
-from lazyckpt.gate.averages import Guarded
 from lazyckpt.gate.evidence import addresses, parameters_in_groups, storages_of
+from lazyckpt.gate.exclusion import Guarded
 from lazyckpt.gate.foreign import warn_of_foreign
 from lazyckpt.gate.gate import Gate
 from lazyckpt.providers.ranges import is_dense

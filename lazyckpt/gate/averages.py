@@ -12,12 +12,12 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from lazyckpt.gate.gate import Gate
+from lazyckpt.gate.exclusion import Guarded
+from lazyckpt.gate.gate import gate
 
 
 class Average(NamedTuple):
@@ -53,18 +53,11 @@ _AVERAGES = {
 }
 
 
-class Guarded:
-    """Stands for an object, not an optimizer, whose tensors only guarded methods change."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-
-
 _known: weakref.WeakKeyDictionary[type, Average] = weakref.WeakKeyDictionary()
 
 
-def guard_imported(gate: Gate) -> None:
-    """Puts ``gate`` in front of the writing methods of those classes of the table that were imported since the last
+def guard_imported() -> None:
+    """Puts the gate in front of the writing methods of those classes of the table that were imported since the last
     call. From then on the classes are known.
 
     The class changes, not the object, so that averages are copied and pickled as before. A class whose first method is
@@ -76,10 +69,10 @@ def guard_imported(gate: Gate) -> None:
             updates, swaps = (tuple(m for m in names if inspect.isfunction(vars(kind).get(m))) for names in average[:2])
             _known[kind] = Average(updates, swaps, average.module)
             for method in (*updates, *swaps):
-                setattr(kind, method, _gated(vars(kind)[method], gate, updates=method in updates))
+                setattr(kind, method, _gated(vars(kind)[method], updates=method in updates))
 
 
-def _gated(method: Callable[..., Any], gate: Gate, *, updates: bool) -> Callable[..., Any]:
+def _gated(method: Callable[..., Any], *, updates: bool) -> Callable[..., Any]:
     @functools.wraps(method)
     def gated(average: Any, *args: Any, **kwargs: Any) -> Any:
         if updates and not is_known(average):  # of a class derived from a known one

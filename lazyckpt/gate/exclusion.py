@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Iterator
 from types import CodeType, FrameType
+from typing import Any
 
 from lazyckpt import waits
 from lazyckpt.errors import SaveError
-from lazyckpt.gate.averages import Guarded
 
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -48,6 +48,13 @@ class Call:
     def thread_name(self) -> str:
         names = [thread.name for thread in threading.enumerate() if thread.ident == self.thread]
         return names[0] if names else str(self.thread)
+
+
+class Guarded:
+    """Stands for an object, not an optimizer, whose tensors only guarded methods change."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
 
 
 class Step(Call):
@@ -89,7 +96,7 @@ class Exclusion:
             self._forget_raised()
             return bool(self._open)
 
-    def _enter(self, owner: object, frame: FrameType) -> Step:
+    def enter(self, owner: object, frame: FrameType) -> Step:
         """Opens a step of ``owner``, in ``frame``."""
         step = Step(owner, frame)
         with self._changed:
@@ -101,7 +108,7 @@ class Exclusion:
             self._open[step.thread] = [*alive, step]
         return step
 
-    def _leave(self, step: Step) -> None:
+    def leave(self, step: Step) -> None:
         """Closes a step, and those inside it that raised."""
         with self._changed:
             mine = self._open.get(step.thread, [])
@@ -110,13 +117,22 @@ class Exclusion:
             if self._armings:
                 self._changed.notify_all()
 
+    def is_nested(self, step: Step) -> bool:
+        """Whether another step of the same owner is open around ``step``, on its thread."""
+        return any(other.owner == step.owner for other in self._open[step.thread][:-1])
+
+    def opened(self, owner: object, frame: FrameType) -> Step | None:
+        """Returns the open step of ``owner`` that this thread opened in ``frame``."""
+        mine = reversed(self._open.get(threading.get_ident(), ()))
+        return next((step for step in mine if step.frame == id(frame) and step.owner == id(owner)), None)
+
     def _keep_open(self, thread: int, steps: list[Step]) -> None:
         if steps:
             self._open[thread] = steps
         else:
             del self._open[thread]
 
-    def _pause(self, step: Step) -> None:
+    def pause(self, step: Step) -> None:
         """Lets saves go on while ``step`` does not write."""
         with self._changed:
             step.writing = False

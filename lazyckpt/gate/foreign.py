@@ -15,17 +15,15 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
 from lazyckpt.gate.closures import runs_closure_first
+from lazyckpt.gate.gate import gate
 from lazyckpt.gate.step_layers import step_behind
 from lazyckpt.warn import warn_once
-
-if TYPE_CHECKING:
-    from lazyckpt.gate.gate import Gate
 
 _TORCH = Path(torch.__file__).parent
 # Methods of an optimizer that write to parameters outside step(): of schedule-free ones, and of SAM. Also swap_….
@@ -117,7 +115,7 @@ def _place_of(function: Any) -> str:
 # what writes outside step()
 
 
-def guard_switches(kind: type[Any], gate: Gate) -> None:
+def guard_switches(kind: type[Any]) -> None:
     """Puts the gate in front of the methods with which optimizers of a class write outside ``step()``.
 
     The class changes, not the instance, so that optimizers are copied and pickled as before."""
@@ -129,11 +127,11 @@ def guard_switches(kind: type[Any], gate: Gate) -> None:
         alone = name == "step" and _is_schedulefree(kind.__module__) and not hasattr(method, "hooked")
         if (alone or name in _SWITCHES or name.startswith("swap_")) and inspect.isfunction(method):
             with contextlib.suppress(TypeError, AttributeError):  # a class that cannot be changed
-                setattr(kind, name, _guarded_switch(method, gate))
+                setattr(kind, name, _guarded_switch(method))
     _guarded.add(kind)
 
 
-def guard_callers(frame: FrameType, gate: Gate) -> None:
+def guard_callers(frame: FrameType) -> None:
     """Guards optimizers that step by another's, as SAM does: torch's hooks never see them. ``frame`` is a step's."""
     caller = frame.f_back
     for _ in range(_MAX_CALLERS):
@@ -144,11 +142,11 @@ def guard_callers(frame: FrameType, gate: Gate) -> None:
         if (alone or code.co_name in _SWITCHES) and code.co_argcount:
             owner = caller.f_locals.get(code.co_varnames[0])
             if hasattr(type(owner), "param_groups") or "param_groups" in getattr(owner, "__dict__", ()):
-                guard_switches(type(owner), gate)
+                guard_switches(type(owner))
         caller = caller.f_back
 
 
-def _guarded_switch(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+def _guarded_switch(method: Callable[..., Any]) -> Callable[..., Any]:
     # Trainers call train() before every batch. If the mode stays the same, forward overlaps with the copy.
     mode = {"train": True, "eval": False}.get(method.__name__) if _is_schedulefree(method.__module__) else None
     moves = method.__name__ in _MOVE

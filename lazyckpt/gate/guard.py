@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lazyckpt.gate import averages
-from lazyckpt.gate.averages import Guarded
+from lazyckpt.gate import averages, hooks
+from lazyckpt.gate.exclusion import Guarded
 from lazyckpt.gate.gate import gate
 
 
@@ -31,7 +31,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
     _steps: weakref.WeakSet[Any] | tuple[()] = ()
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        gate.install()
+        hooks.install()
         super().capture_begin(*args, **kwargs)
         self._steps = weakref.WeakSet()
         gate.capture_into(self._steps)
@@ -85,7 +85,7 @@ def guard(obj: Any, method: str) -> None:
     lazily, since nothing but this method changes them. Buffers stay eager. The averages of torch, timm, ema-pytorch,
     torch-ema and diffusers need no guard. Raises AttributeError if there is no such method.
     """
-    gate.install()
+    hooks.install()
     own = getattr(obj, method)
     if isinstance(own, GatedMethod) or averages.is_update(obj, method):
         return

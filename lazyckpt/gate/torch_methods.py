@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from lazyckpt.gate.gate import Gate
+from lazyckpt.gate.gate import gate
 
 # Methods of a storage that give its memory back. To hold on to the storage does not help: its memory is freed at once,
 # and a thread that reads it may end the process. Sharded training resizes; share_memory(), and sending a tensor to
@@ -21,18 +20,18 @@ if TYPE_CHECKING:
 _GIVE_MEMORY_BACK = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
-def gate_methods(gate: Gate) -> None:
-    """Puts ``gate`` in front of these methods, for the rest of the process."""
+def gate_methods() -> None:
+    """Puts the gate in front of these methods, for the rest of the process."""
     for name in _GIVE_MEMORY_BACK:
-        setattr(torch.UntypedStorage, name, _behind_copy(getattr(torch.UntypedStorage, name), gate))
+        setattr(torch.UntypedStorage, name, _behind_copy(getattr(torch.UntypedStorage, name)))
     for kind, name, known in (
         (torch.nn.Module, "_load_from_state_dict", gate.modules),  # torch calls it for each part
         (torch.optim.Optimizer, "load_state_dict", gate.steps),
     ):
-        setattr(kind, name, _behind_copies(getattr(kind, name), known, gate))
+        setattr(kind, name, _behind_copies(getattr(kind, name), known))
 
 
-def _behind_copy(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+def _behind_copy(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         gate.wait_for_storage(storage)
@@ -41,7 +40,7 @@ def _behind_copy(method: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
     return wait_and_call
 
 
-def _behind_copies(load: Callable[..., Any], known: Container[Any], gate: Gate) -> Callable[..., Any]:
+def _behind_copies(load: Callable[..., Any], known: Container[Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def wait_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:  # torch passes self= by name, too
         try:

@@ -45,6 +45,7 @@ from lazyckpt.errors import (
     described,
     save_error,
 )
+from lazyckpt.gate import averages
 from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline import one_moment
@@ -190,7 +191,7 @@ class Launcher:
         if training_step is None or training_step != self._training_step:
             self._steps_before = self._steps
         self._training_step = training_step
-        gate.guard_averages()
+        averages.guard_imported()
         ownership = Ownership(gate, self._steps_before, watched=self._buffer.watched)
         self._steps = ownership.steps
         assert self._buffer.engine is not None

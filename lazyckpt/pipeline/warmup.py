@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lazyckpt import devices
+from lazyckpt.gate import hooks
 from lazyckpt.gate.foreign import unwrapped
-from lazyckpt.gate.gate import gate
 from lazyckpt.providers.wrappers import storages_in
 
 
@@ -39,13 +39,13 @@ class Warmup:
         self._objects.append(known)
         if isinstance(known, torch.optim.Optimizer):
             self._waiting.add(id(known))
-            gate.warmups.add(self)
+            hooks.warmups.add(self)
 
     def forget(self) -> None:
         """Stops waiting for steps."""
         self._objects.clear()
         self._waiting.clear()
-        gate.warmups.discard(self)
+        hooks.warmups.discard(self)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The gate calls this."""
@@ -56,7 +56,7 @@ class Warmup:
             return
         self._waiting.discard(id(optimizer))
         if not self._waiting:
-            gate.warmups.discard(self)
+            hooks.warmups.discard(self)
         with contextlib.suppress(Exception):  # the first save says what is wrong
             tensors: list[torch.Tensor] = []
             sizes: dict[int, int] = {}  # by storage

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lazyckpt
 from lazyckpt.gate import averages
-from lazyckpt.gate.gate import Gate, gate
+from lazyckpt.gate.gate import gate
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -327,7 +327,7 @@ def test_the_gate_takes_what_it_finds(imported: Any, monkeypatch: pytest.MonkeyP
 
     unknown = imported("diffusers.training_utils", "EMAModel", Other)
     known = imported("ema_pytorch.ema_pytorch", "EMA", Other)
-    Gate().guard_averages()
+    averages.guard_imported()
     assert unknown.step == 7 and not averages.is_known(unknown())
     assert averages.is_known(known()) and averages.is_update(known(), "update")
     assert not averages.is_update(known(), "update_moving_average")

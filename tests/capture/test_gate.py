@@ -7,6 +7,7 @@ import copy
 import functools
 import os
 import pickle
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import lazyckpt
 from lazyckpt import warn
-from lazyckpt.gate import torch_methods
-from lazyckpt.gate.gate import Gate, gate
+from lazyckpt.gate import hooks
+from lazyckpt.gate.gate import gate
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
 
@@ -176,17 +177,14 @@ def test_the_wait_is_in_front_of_what_writes_before_the_closure(
 
 
 def test_the_gate_is_in_front_of_hooks_that_were_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks = torch_optimizer._global_optimizer_pre_hooks
-    monkeypatch.setattr(torch_optimizer, "_global_optimizer_pre_hooks", collections.OrderedDict(hooks))
+    monkeypatch.setattr(torch_optimizer, "_global_optimizer_pre_hooks", collections.OrderedDict())
     after = torch_optimizer._global_optimizer_post_hooks
     monkeypatch.setattr(torch_optimizer, "_global_optimizer_post_hooks", collections.OrderedDict(after))
-    for name in torch_methods._GIVE_MEMORY_BACK:
-        monkeypatch.setattr(torch.UntypedStorage, name, getattr(torch.UntypedStorage, name))
+    monkeypatch.setattr(hooks, "gate_methods", lambda: None)
+    monkeypatch.setattr(hooks, "_installed", threading.Lock())
     torch_optimizer.register_optimizer_step_pre_hook(decays)
-    another = Gate()
-    another.install()
-    first, *_, last = torch_optimizer._global_optimizer_pre_hooks.values()
-    assert first == another._before_step and last is decays
+    hooks.install()
+    assert list(torch_optimizer._global_optimizer_pre_hooks.values()) == [hooks._before_step, decays]
 
 
 class Unhashable(torch.optim.SGD):

@@ -439,17 +439,17 @@ promise(
     ("a step does not wait", py("Snapshot._wait", swap("job.wait_captured(...)")), WAITS),
     (
         "a step does not wait behind its closure",
-        py("Gate._open_step.gated_closure", swap("self._begin_writing(...)")),
+        py("hooks._open_step.gated_closure", swap("gate.begin_writing(...)")),
         "test_gate.py::test_a_closure_overlaps_and_then_the_step_waits",
     ),
     (
         "a guarded method does not wait",
-        py("Gate.step", swap("self._begin_writing(...)")),
+        py("Gate.step", swap("self.begin_writing(...)")),
         "test_gate.py::test_guard_makes_an_average_lazy_and_its_update_wait",
     ),
     (
         "schedule-free optimizers switch without waiting",
-        py("Gate._open_step", swap("guard_switches(...)")),
+        py("hooks._open_step", swap("guard_switches(...)")),
         "test_switching.py::test_a_save_between_eval_and_train_commits",
     ),
     (
