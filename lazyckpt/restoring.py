@@ -16,10 +16,10 @@ from lazyckpt.pipeline.sharded.crew import Crew
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.rename import Rename
 from lazyckpt.ranks import streams
+from lazyckpt.ranks.team import ALONE
 from lazyckpt.reading.fit import Fit
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.reading.restored import Restored
-from lazyckpt.reading.sharded.team import ALONE
 from lazyckpt.saver import Saver
 from lazyckpt.storage import rollback
 from lazyckpt.storage.manifest import Checkpoint

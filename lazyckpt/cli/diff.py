@@ -11,7 +11,7 @@ import typer
 
 from lazyckpt.cli.output import STYLES, TreeLine, print_json, print_tree, progress, say
 from lazyckpt.cli.parameters import AsJson, Depth, path_argument
-from lazyckpt.reading.tree import rows
+from lazyckpt.tools.tree import rows
 from lazyckpt.tools.units import count, plain
 
 if TYPE_CHECKING:

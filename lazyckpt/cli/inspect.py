@@ -10,9 +10,9 @@ import typer
 
 from lazyckpt.cli.output import STYLES, TreeLine, age, print_json, print_tree, progress, say
 from lazyckpt.cli.parameters import AsJson, Depth, flag, path_argument
-from lazyckpt.reading.tree import Node, rows, short, shown_shape
 from lazyckpt.tools import inspect as tool
 from lazyckpt.tools.inspect import Inspection
+from lazyckpt.tools.tree import Node, rows, short, shown_shape
 from lazyckpt.tools.units import count, plain, size
 
 

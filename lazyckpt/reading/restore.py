@@ -19,12 +19,12 @@ from lazyckpt.providers.fsdp import reshard
 from lazyckpt.providers.global_state import holds_shards, is_dtensor
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
+from lazyckpt.ranks.team import ALONE, Team
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
 from lazyckpt.reading.hint import hint
 from lazyckpt.reading.restored import Restored
 from lazyckpt.reading.sharded.restore import Shards, scatter
-from lazyckpt.reading.sharded.team import ALONE, Team
 from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint

@@ -19,12 +19,12 @@ from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedF
 from lazyckpt.formats import safetensors, sniff
 from lazyckpt.formats.reader import FileReader, unique_keys
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.reading.inert import InertStorage, InertTensor, dtype_name, read_inert, strides_of
-from lazyckpt.reading.tree import Node, Tree
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_checkpoint
 from lazyckpt.storage.paths import refuse_url
+from lazyckpt.tools.inert import InertStorage, InertTensor, dtype_name, read_inert, strides_of
+from lazyckpt.tools.tree import Node, Tree
 from lazyckpt.tools.units import count
 
 SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")  # of the files in a trainer's folder
@@ -178,8 +178,8 @@ def _read_file(file: Path) -> Contents:
 
 
 def _read_folder(index: Path) -> Contents:
-    from lazyckpt.reading.inert_folder import read_inert_folder
     from lazyckpt.reading.sharded.folder import Folder  # imports torch, which takes seconds
+    from lazyckpt.tools.inert_folder import read_inert_folder
 
     folder = Folder(index.parent)
     files = {file for entry in folder.entries.values() for file, _ in entry.items.values()}

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from lazyckpt.reading.inert import InertObject, InertTensor
-from lazyckpt.reading.tree import Kind, Node, short, shown_shape
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, documents_in, read
 from lazyckpt.tools.elements import dtype_of, numbers, pieces
+from lazyckpt.tools.inert import InertObject, InertTensor
+from lazyckpt.tools.tree import Kind, Node, short, shown_shape
 from lazyckpt.tools.units import count
 
 ChangeKind = Literal["changed", "only in A", "only in B"]

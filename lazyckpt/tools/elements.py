@@ -14,9 +14,9 @@ import torch
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import FileReader, Record
-from lazyckpt.reading.inert import InertStorage, InertTensor
 from lazyckpt.reading.ranges import ParallelRead, process_engine
-from lazyckpt.reading.sharded.shards import read_whole
+from lazyckpt.reading.sharded.shards import Part, part_of, read_parts
+from lazyckpt.tools.inert import InertStorage, InertTensor
 
 _PIECE_BYTES = 4 << 20  # read at once; computing in float64 takes several times as much
 _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "u1": "uint8"} | {
@@ -65,12 +65,20 @@ def pieces(tensor: InertTensor, other: InertTensor) -> Iterator[torch.Tensor]:
 
 
 def read_sharded(storage: InertStorage) -> torch.Tensor:
-    """Reads a tensor of a sharded checkpoint. Raises CorruptFileError that names it if a checksum does not match."""
+    """Returns a tensor of a sharded checkpoint as one. Raises CorruptFileError that names it if a checksum does not
+    match."""
     assert storage.shards is not None and storage.dtype is not None
+    whole = torch.empty(storage.shards.shape, dtype=getattr(torch, storage.dtype.name))
+    by_file: dict[Path, list[Part]] = {}
+    for file, place, offsets, shape in storage.shards.parts:
+        target = part_of(whole, offsets, shape)
+        by_file.setdefault(file, []).append(Part(f"offsets {offsets}", place, (0,) * len(shape), target))
     try:
-        return read_whole(storage.shards, getattr(torch, storage.dtype.name), process_engine())
+        for file, parts in by_file.items():
+            read_parts(file, parts, process_engine())
     except CorruptFileError as error:
         raise CorruptFileError(f"{storage.record.name}: {error.what}", path=error.path) from error
+    return whole
 
 
 def _steps(tensor: InertTensor) -> list[int]:

@@ -11,8 +11,8 @@ import torch
 
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
-from lazyckpt.reading.inert import InertObject, InertStorage, InertTensor
 from lazyckpt.reading.sharded.shards import in_order
+from lazyckpt.tools.inert import InertObject, InertStorage, InertTensor
 from lazyckpt.tools.stream import Origin
 
 

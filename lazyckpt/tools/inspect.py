@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from lazyckpt.reading.inert import InertTensor
-from lazyckpt.reading.tree import Node, rows, shown_shape
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read
+from lazyckpt.tools.inert import InertTensor
+from lazyckpt.tools.tree import Node, rows, shown_shape
 from lazyckpt.tools.units import count, plain, size
 
 _SHOWN_ROWS = 100

@@ -29,9 +29,9 @@ from lazyckpt.formats.program import LITERAL, SOURCE, Extent
 from lazyckpt.formats.reader import Record
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
-from lazyckpt.reading.inert import InertStorage
 from lazyckpt.reading.ranges import CHUNK_BYTES, ParallelRead, process_engine
 from lazyckpt.tools.elements import read_sharded
+from lazyckpt.tools.inert import InertStorage
 
 _BATCH_BYTES = 16 << 20  # a limit that only a single storage exceeds
 

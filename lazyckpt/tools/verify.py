@@ -13,13 +13,13 @@ from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.reader import FileReader, Record
+from lazyckpt.formats.records import records_of
 from lazyckpt.reading.ranges import ParallelRead, process_engine
-from lazyckpt.reading.records import records_of, tensor_names
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_checkpoint
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read_shard, shards_of
+from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read, read_shard, shards_of
 
 if TYPE_CHECKING:
     from lazyckpt.reading.sharded.metadata import Stamps
@@ -181,8 +181,8 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
 def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | None) -> tuple[list[Record], list[str]]:
     """The records of the items of a file, in file order; and what is wrong with items that have none, with tables of
     segments, and with the file's stamp."""
-    from lazyckpt.reading.inert_folder import records_at  # imports torch, which takes seconds
     from lazyckpt.reading.sharded.segments import Segments
+    from lazyckpt.tools.inert_folder import records_at  # imports torch, which takes seconds
 
     records: list[Record] = []
     damage: list[str] = []
@@ -215,7 +215,19 @@ def _verify_file(file: Path, progress: Progress, entry: FileEntry | None = None)
         if entry is None:
             raise
         damage.append(error.what)
-    return _compare(file, records, damage, progress, entry, names=lambda: tensor_names(file))
+    return _compare(file, records, damage, progress, entry, names=lambda: _tensor_names(file))
+
+
+def _tensor_names(file: Path) -> dict[str, str]:
+    """Returns the name of a tensor for each record that has another; nothing if the pickle is damaged."""
+    names: dict[str, str] = {}
+    try:
+        for node in read(file).tree().walk():
+            if node.storage is not None and node.storage.record.name != node.path:
+                names.setdefault(node.storage.record.name, node.path)
+    except LoadError:
+        return {}
+    return names
 
 
 def _compare(

@@ -21,7 +21,8 @@ with atheris.instrument_imports(include=["lazyckpt"]):
     from attacks.judge import judge
     from attacks.mutate import mutate, seeds
     from lazyckpt.formats import pickle_guard, plain_pickle, safetensors, torch_zip_reader  # noqa: F401
-    from lazyckpt.reading import inert, tree  # noqa: F401
+    from lazyckpt.reading import bounded_pickle  # noqa: F401
+    from lazyckpt.tools import inert, tree  # noqa: F401
 
 
 def _mutated(data: bytes, max_size: int, seed: int) -> bytes:

@@ -25,9 +25,9 @@ from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.pipeline.budget import auto_ring_bytes
-from lazyckpt.reading.inert import read_inert
-from lazyckpt.reading.tree import MAX_DEPTH, Tree
 from lazyckpt.tools import inspect, verify
+from lazyckpt.tools.inert import read_inert
+from lazyckpt.tools.tree import MAX_DEPTH, Tree
 from lazyckpt.tools.units import size
 
 

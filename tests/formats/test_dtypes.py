@@ -10,7 +10,7 @@ import torch
 import lazyckpt
 from commands import fails, run_json
 from lazyckpt.formats.dtypes import DTYPES
-from lazyckpt.reading.inert import _STORAGE_DTYPES
+from lazyckpt.tools.inert import _STORAGE_DTYPES
 
 
 def test_every_dtype_of_torch_is_known() -> None:

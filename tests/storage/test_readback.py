@@ -64,12 +64,12 @@ def test_a_write_that_was_lost_fails_the_save(failing: Make, name: str, tmp_path
     assert float(lazyckpt.load(tmp_path / name)["first"][0]) == 3.0
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("a.pt", "second"), ("a.safetensors", "second")])
-def test_the_tensor_is_named(failing: Make, name: str, tensor: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "record"), [("a.pt", "data/0"), ("a.safetensors", "second")])
+def test_the_record_is_named(failing: Make, name: str, record: str, tmp_path: Path) -> None:
     with failing(lazyckpt.Saver, fault="write:3:lost", verify_after_write=True) as saver:
         tensors = {"second": torch.ones(500 * KIB), "last": torch.ones(4)}  # the first of the chunks are all its
         handle = saver.save(tensors, tmp_path / name)
-        with pytest.raises(SaveError, match=rf"\({tensor}\)\. Check the disk"):
+        with pytest.raises(SaveError, match=rf"\({record}\)\. Check the disk"):
             handle.result(30)
 
 

@@ -13,7 +13,7 @@ from lazyckpt.pipeline.sharded.request import JobCheckpointRequest, JobRequest, 
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import NameCache, TrackedState
 from lazyckpt.ranks.group import RankGroup
-from lazyckpt.reading.sharded.team import ALONE, GroupTeam, Team
+from lazyckpt.ranks.team import ALONE, GroupTeam, Team
 from lazyckpt.storage.commit import Staging
 from lazyckpt.storage.manifest import STATE
 from lazyckpt.warn import warn

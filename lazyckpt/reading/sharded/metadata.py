@@ -22,7 +22,7 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.distcp import stamp_before
 from lazyckpt.formats.inventory import SEAL_BYTES, unsealed
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.reading.inert import BoundedUnpickler
+from lazyckpt.reading.bounded_pickle import BoundedUnpickler
 from lazyckpt.reading.sharded.checks import Place, check_places, check_tensor
 from lazyckpt.storage.manifest import crc_of
 

@@ -21,12 +21,12 @@ from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider, groups_of
 from lazyckpt.providers.training import LoaderProvider
+from lazyckpt.ranks.team import Team
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
 from lazyckpt.reading.hint import hint
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.sharded.folder import Folder, Target
 from lazyckpt.reading.sharded.shards import part_of
-from lazyckpt.reading.sharded.team import Team
 from lazyckpt.warn import warn
 
 

@@ -28,7 +28,6 @@ from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.providers.pickles import PLAIN_DTYPES, tensor_pickle
 from lazyckpt.reading.archive import check_small_records
-from lazyckpt.reading.inert import InertShards
 from lazyckpt.reading.ranges import ParallelRead
 from lazyckpt.reading.sharded.segments import Segments, Span, read_spans
 from lazyckpt.reading.unpickle import load_errors
@@ -144,18 +143,6 @@ def _read_frames(path: Path, framed: list[tuple[Part, Frame, int]], engine: _eng
             others.append(part)
         begin = end
     return others
-
-
-def read_whole(shards: InertShards, dtype: torch.dtype, engine: _engine.Engine) -> torch.Tensor:
-    """Returns a tensor of a sharded checkpoint as one. Verifies every checksum; raises what ``read_parts`` raises."""
-    whole = torch.empty(shards.shape, dtype=dtype)
-    by_file: dict[Path, list[Part]] = {}
-    for file, place, offsets, shape in shards.parts:
-        target = part_of(whole, offsets, shape)
-        by_file.setdefault(file, []).append(Part(f"offsets {offsets}", place, (0,) * len(shape), target))
-    for file, parts in by_file.items():
-        read_parts(file, parts, engine)
-    return whole
 
 
 def part_of(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

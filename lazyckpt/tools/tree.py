@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from lazyckpt.formats.dtypes import DTYPES, Dtype
-from lazyckpt.reading.inert import InertObject, InertStorage, InertTensor, dtype_name, strides_of
+from lazyckpt.tools.inert import InertObject, InertStorage, InertTensor, dtype_name, strides_of
 
 MAX_DEPTH = 32
 Kind = Literal["module", "tensor", "value"]

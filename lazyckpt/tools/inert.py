@@ -7,16 +7,13 @@ allocate tensors and refuse every type that nobody allowed.
 
 from __future__ import annotations
 
-import io
 import itertools
 import operator
 import os
 import pickle
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,15 +22,11 @@ from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.dtypes import DTYPES, Dtype
 from lazyckpt.formats.reader import FileReader, Record, count_elements
 from lazyckpt.formats.torch_zip_reader import Directory
+from lazyckpt.reading.bounded_pickle import BoundedUnpickler
 
 _MAX_DIMENSIONS = 1000
 _MAX_NAMES = 10_000
 _MAX_PARTS = 4  # of a tensor, in a message
-# Python hashes nested tuples by recursion in C. Deep ones overflow the stack; shared ones take exponential time.
-_MAX_DEPTH = 100
-_MAX_TUPLES = 1_000_000
-# Items that all calls together may copy. A pickle of a few bytes can pass the same long list to many calls.
-_ITEMS, _ITEMS_PER_BYTE = 100_000, 4
 
 
 class InertPart(NamedTuple):
@@ -141,63 +134,6 @@ def read_inert(path: str | os.PathLike[str], directory: Directory) -> Any:
         raise CorruptFileError(f"record data.pkl: {type(error).__name__}: {error}", path=path) from error
 
 
-# Python's own unpickler: the one in C lets a pickle of a few bytes allocate gigabytes for its memo.
-class BoundedUnpickler(pickle._Unpickler):
-    """Reads a pickle that may be hostile, if ``find_class`` gives it nothing that does harm: it takes no more memory
-    than the pickle justifies, and no tuple is nested so deep that hashing it would end the process."""
-
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    stack: list[Any]
-    read: Callable[[int], bytes]
-    append: Callable[[Any], None]
-
-    def __init__(self, data: bytes, **options: Any) -> None:
-        super().__init__(io.BytesIO(data), **options)
-        self._items = _ITEMS + _ITEMS_PER_BYTE * len(data)
-        self._tuples: dict[int, tuple[int, int]] = {}  # id (may be stale) -> depth, number of nested tuples
-
-    def get_extension(self, code: int) -> None:
-        """Refuses extension codes: they would call what this process has registered."""
-        raise ValueError("an extension code")
-
-    def load_reduce(self) -> None:
-        function, arguments = self.stack[-2:]
-        if not (isinstance(function, type) and issubclass(function, InertObject)):  # which copies nothing
-            self._items -= sum(len(argument) for argument in arguments if hasattr(argument, "__len__"))
-            if self._items < 0:
-                raise ValueError("its calls copy far more items than the pickle holds")
-        super().load_reduce()  # type: ignore[misc]
-
-    dispatch[pickle.REDUCE[0]] = load_reduce
-
-    def load_bytearray8(self) -> None:
-        (nbytes,) = struct.unpack("<Q", self.read(8))
-        self.append(bytearray(self.read(nbytes)))
-
-    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
-
-    def load_any_tuple(self, load: Callable[[Any], None]) -> None:
-        """Counts the tuples nested in the one that ``load`` puts on the stack. Raises ValueError if there are too
-        many."""
-        load(self)
-        made = self.stack[-1]
-        inside = [self._tuples.get(id(item), (1, 1)) for item in made if type(item) is tuple]
-        if not inside:
-            self._tuples.pop(id(made), None)
-            return
-        depth = 1 + max(depth for depth, _ in inside)
-        number = 1 + sum(number for _, number in inside)
-        if depth > _MAX_DEPTH or number > _MAX_TUPLES:
-            raise ValueError("its tuples are nested too deep")
-        self._tuples[id(made)] = depth, number
-
-
-for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-    BoundedUnpickler.dispatch[_opcode[0]] = partial(
-        BoundedUnpickler.load_any_tuple, load=BoundedUnpickler.dispatch[_opcode[0]]
-    )
-
-
 class _Unpickler(BoundedUnpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(BoundedUnpickler.dispatch)
 
@@ -218,6 +154,9 @@ class _Unpickler(BoundedUnpickler):
                 raise ValueError(f"more than {_MAX_NAMES} names")
             self._types[full] = type("InertObject", (InertObject,), {"global_name": full})
         return self._types[full]
+
+    def copies(self, function: Any) -> bool:
+        return not (isinstance(function, type) and issubclass(function, InertObject))
 
     def load_build(self) -> None:
         """Sets the state of an InertObject. A tensor's fields stay as checked, and functions keep no attributes."""

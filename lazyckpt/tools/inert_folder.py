@@ -17,7 +17,9 @@ from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import Directory
 from lazyckpt.providers.global_state import unflatten
-from lazyckpt.reading.inert import (
+from lazyckpt.reading.sharded.folder import Entry, Folder
+from lazyckpt.reading.sharded.metadata import METADATA
+from lazyckpt.tools.inert import (
     InertObject,
     InertPart,
     InertShards,
@@ -26,8 +28,6 @@ from lazyckpt.reading.inert import (
     read_inert,
     strides_of,
 )
-from lazyckpt.reading.sharded.folder import Entry, Folder
-from lazyckpt.reading.sharded.metadata import METADATA
 
 
 class Bytes(InertObject):

@@ -1,15 +1,13 @@
-"""Lists the records of a file and names the tensors in them."""
+"""Lists the records of a file, whatever its format."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lazyckpt.errors import LoadError, UnsupportedFormatError
+from lazyckpt.errors import UnsupportedFormatError
 from lazyckpt.formats import safetensors, sniff
 from lazyckpt.formats.reader import Record
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.reading.inert import read_inert
-from lazyckpt.reading.tree import Tree
 
 
 def records_of(file: Path) -> list[Record]:
@@ -21,17 +19,3 @@ def records_of(file: Path) -> list[Record]:
     if kind == "safetensors":
         return [info.record for info in safetensors.read_header(file).tensors.values()]
     return sorted(read_directory(file).records.values(), key=lambda record: record.offset)
-
-
-def tensor_names(file: Path) -> dict[str, str]:
-    """Returns the name of a tensor for each record that holds one; nothing if the pickle is damaged."""
-    if sniff(file) != "torch_zip":
-        return {}
-    names: dict[str, str] = {}
-    try:
-        for node in Tree(file.name, read_inert(file, read_directory(file))).root.walk():
-            if node.storage is not None:
-                names.setdefault(node.storage.record.name, node.path)
-    except (LoadError, ValueError):
-        return {}
-    return names
