@@ -59,7 +59,7 @@ class Server:
                 answer = method(self, node, request[HEADER.size :])
             except OSError as error:
                 code = -(error.errno or errno.EIO)
-            with contextlib.suppress(FileNotFoundError):  # whoever asked was killed
+            with contextlib.suppress(FileNotFoundError):  # the caller was killed
                 os.write(device, struct.pack("<IiQ", 16 + len(answer), code, unique) + answer)
 
     def _attributes(self, path: str) -> bytes:

@@ -309,7 +309,7 @@ def test_a_checkpoint_that_restore_found_damaged_does_not_count(make_run: Any, t
     again.ckpt.save(5).result()
     again.ckpt._saver.drain()
     kept = [c.step for c in catalog.Catalog(run.ckpt.directory).scan()]
-    assert kept == [5, 4, 3, 2], "2 makes up for 4, which stays for whoever can repair it"
+    assert kept == [5, 4, 3, 2], "2 makes up for 4, which stays, so that it can be repaired"
 
 
 def test_a_folder_that_is_gone_when_old_ones_are_to_be_removed_is_a_warning(make_run: Any) -> None:
@@ -390,7 +390,7 @@ def test_a_save_reads_no_manifest_twice(make_run: Any, monkeypatch: pytest.Monke
 
 
 def test_what_was_committed_after_opening_and_before_restoring(make_run: Any) -> None:
-    """By the run before this one, on its way out: it is nobody else's from then on."""
+    """By the run before this one, as it ended: from then on, only this run saves there."""
     before = make_run()
     run = make_run(directory=before.ckpt.directory, keep_last=1)
     before.ckpt.save(1).result()
@@ -420,7 +420,7 @@ def test_nothing_is_removed_when_a_save_fails(make_run: Any, monkeypatch: pytest
 
 
 def test_what_cannot_be_removed_is_a_warning(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint that was to be kept is kept; nobody is told that it failed."""
+    """The new checkpoint stays, and its save does not count as failed."""
     run = make_run(keep_last=1)
     run.ckpt.save(1).result()
 

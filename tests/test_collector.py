@@ -1,4 +1,4 @@
-"""The pause of the garbage collector ends with the block, for whoever runs then."""
+"""The pause of the garbage collector ends with the block, for all threads."""
 
 from __future__ import annotations
 

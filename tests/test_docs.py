@@ -66,7 +66,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_code_of_the_home_page_fits_its_column() -> None:
-    """The site cuts off what is longer, until the reader scrolls."""
+    """The site cuts off longer lines, until the reader scrolls."""
     text = (DOCS / "index.md").read_text()
     fenced = [
         line for block in re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL) for line in block.splitlines()

@@ -398,7 +398,7 @@ def test_what_is_saved_again_is_not_removed(
 def test_nothing_is_saved_between_the_question_and_the_removal(
     saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whether the name is still to be removed, and what has it by then: what is saved under it waits, and stays."""
+    """The removal asks whether the name still has the old file. A save under the name waits for it, and stays."""
     path = tmp_path / "a.pt"
     saving: list[threading.Thread] = []
     hide = removal.hide
@@ -422,7 +422,7 @@ def test_nothing_is_saved_between_the_question_and_the_removal(
 
 @pytest.mark.parametrize("kind", ["file", "folder", "folder staged elsewhere"])
 def test_what_a_killed_process_left_is_swept_by_the_next(kind: str, tmp_path: Path) -> None:
-    """As a Saver leaves it, and what is built on one: the folders of Accelerate and of the Hugging Face Trainer."""
+    """After a kill of a Saver, of Accelerate and of the Hugging Face Trainer, which stage through one."""
 
     def save(saver: lazyckpt.Saver, name: str) -> None:
         if kind == "file":

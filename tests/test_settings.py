@@ -1,4 +1,4 @@
-"""Settings from the environment and from a file: which goes before which, and what is said of a wrong one."""
+"""Settings from the environment and from a file: which takes precedence, and the error for a wrong one."""
 
 from __future__ import annotations
 

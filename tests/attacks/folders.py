@@ -45,7 +45,7 @@ def step(folder: Path, number: int = 1, *, text: bytes | None = None, tree: Any 
 
 
 def outside(folder: Path) -> Path:
-    """A folder beside the run, with a file that nobody may read, change or remove."""
+    """A folder beside the run, with a file that no call may read, change or remove."""
     path = folder / "outside"
     path.mkdir(exist_ok=True)
     (path / "secret").write_text(SECRET)
@@ -92,7 +92,7 @@ def not_a_file(name: str, sentence: str, file: str, change: Callable[[Path], Non
 for _kind, _sentence, _change in (
     ("symlink", "leads to a file outside", moved_outside),
     ("device", "leads to /dev/zero, which has no end", leads_to_a_device),
-    ("fifo", "is a pipe that nobody writes into: who opens it waits for ever", becomes_a_fifo),
+    ("fifo", "is a pipe without a writer: opening it never returns", becomes_a_fifo),
     ("folder", "is a folder", becomes_a_folder),
 ):
     not_a_file(f"state_is_a_{_kind}", f"state.pt {_sentence}.", "state.pt", _change)
@@ -116,7 +116,7 @@ def step_is_a_symlink(folder: Path) -> Path:
 
 @attack
 def leftovers_lead_outside(folder: Path) -> Path:
-    """What is swept when a run begins are links to folders outside, and folders with such links."""
+    """The start of a run sweeps links to folders outside, and folders with such links."""
     away = outside(folder)
     run = folder / "run"
     run.mkdir()
@@ -155,7 +155,7 @@ def a_trainers_folder(folder: Path) -> Path:
 
 @attack
 def names_in_other_digits(folder: Path) -> Path:
-    """A folder whose step is written in digits that int() takes and nobody writes."""
+    """A folder whose step is written in digits that int() takes and no program writes."""
     path = step(folder, 12)
     path.rename(path.with_name("step-٠٠٠٠٠٠١٢"))
     return folder / "run"

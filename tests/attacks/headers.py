@@ -33,7 +33,7 @@ def told(shape: Any = (3,), offsets: Any = (0, 12), dtype: Any = "F32") -> dict[
 
 hostile(
     "header_of_2_to_63",
-    "A header of 2^63 bytes: negative for whoever reads signed numbers.",
+    "A header of 2^63 bytes: negative for a reader of signed numbers.",
     {"a": told()},
     length=2**63,
 )

@@ -189,7 +189,7 @@ def build_with_setstate(folder: Path) -> Path:
     return archive(folder, PROTO + made + states + STOP)
 
 
-@attack(harmless="attributes of an object, which nobody calls")
+@attack(harmless="attributes of an object, which are never called")
 def build_an_ordered_dict(folder: Path) -> Path:
     """BUILD, which is allowed for OrderedDict, replaces its methods by strings."""
     made = call("collections.OrderedDict") + opcodes({"items": 5, "keys": None, "__len__": 7}) + BUILD
@@ -411,7 +411,7 @@ hostile(
     harmless="the memo is a dict",
 )
 hostile("memo_missing", "A memo that was never put.", PROTO + b"h\x07.")
-hostile("empty_stack", "Opcodes that take what is not on the stack.", PROTO + b"\x85\x87Rbu.")
+hostile("empty_stack", "Opcodes that pop an empty stack.", PROTO + b"\x85\x87Rbu.")
 hostile("no_mark", "Opcodes that look for a mark which was never set.", PROTO + b"]K\x01eu.")
 hostile("long_text", "A string of 4 GiB, of which five bytes are there.", PROTO + b"X\xff\xff\xff\xffhello.")
 hostile(
@@ -502,7 +502,7 @@ def hash_of_a_deep_size(folder: Path) -> Path:
 
 hostile(
     "deep_list",
-    "A list a hundred thousand deep, for whoever walks it by recursion.",
+    "A list a hundred thousand deep, for code that walks it by recursion.",
     PROTO + b"]" * 100_000 + b"a" * 99_999 + STOP,
     harmless="a tree may be as deep as a pickle without recursion makes it",
 )

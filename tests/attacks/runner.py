@@ -77,7 +77,7 @@ class Witness:
             if len(str(error)) > 20_000 + self._allowed // _BYTES_PER_BYTE:
                 self.blame(f"{who}: a message of {len(str(error)):,} characters")
             if SECRET in str(error):
-                self.blame(f"{who}: tells what is outside: {error}")
+                self.blame(f"{who}: reveals a file outside: {error}")
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             self.blame(f"{who}: {type(error).__name__}: {str(error)[:200]} ({last.filename}:{last.lineno})")
@@ -260,7 +260,7 @@ def tried(attack: Attack, folder: Path) -> dict[str, Any]:
         if not attack.harmless and path.is_file():
             witness.violations += ["accepted"] * ("load(None)" not in witness.refused)
         if _snapshot(away) != before:
-            witness.blame("changed what is outside")
+            witness.blame("changed a file outside")
         if (folder / CANARY).exists():
             witness.blame("ran code")
         return {"violations": witness.violations, "refused": witness.refused}

@@ -129,7 +129,7 @@ hostile(
 )
 hostile("size_of_texts", "Sizes that are texts.", tensor(lambda t: setattr(t, "size", ("6",))))
 hostile("size_of_many", "A tensor of 100,000 dimensions.", tensor(lambda t: setattr(t, "size", (1,) * 100_000)))
-hostile("no_chunks", "A tensor whose memory nobody fills.", tensor(lambda t: t.chunks.clear()))
+hostile("no_chunks", "A tensor whose memory no chunk fills.", tensor(lambda t: t.chunks.clear()))
 hostile("chunks_none", "Chunks that are none.", tensor(lambda t: setattr(t, "chunks", None)))
 hostile("dtype_none", "A tensor without a dtype.", tensor(lambda t: setattr(t.properties, "dtype", torch.Size([1]))))
 hostile("chunks_overlap", "Two chunks that share elements, so others are in none.", cut(((0,), (4,)), ((2,), (2,))))
@@ -231,7 +231,7 @@ def metadata_copies_a_list(folder: Path) -> Path:
 
 
 for _name, _sentence, _change in (
-    ("fifo", "is a pipe that nobody writes into", becomes_a_fifo),
+    ("fifo", "is a pipe without a writer", becomes_a_fifo),
     ("folder", "is a folder", becomes_a_folder),
     ("device", "leads to /dev/zero, which has no end", leads_to_a_device),
     ("secret", "leads to a file outside, which a message may tell", leads_to_the_secret),

@@ -110,7 +110,7 @@ def compressed_bomb(folder: Path) -> Path:
 
 @attack
 def compressed_pickle(folder: Path) -> Path:
-    """Only the pickle is compressed: whoever scans the bytes of the file does not see what it names."""
+    """Only the pickle is compressed, so a scan of the file's bytes does not see the names in it."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, data in records().items():

@@ -84,7 +84,7 @@ class Rounds:
         return ckpt
 
     def run(self, training: Training, ckpt: lazyckpt.Checkpointer, rounds: int) -> Iterator[str | None]:
-        """For each round that counts: what is wrong with its checkpoint, if something is."""
+        """Yields, for each round that counts, what its checkpoint has wrong, or None."""
         counted = 0
         for number in range(20 * rounds):
             lazy, eager = training.sizes()

@@ -1,4 +1,4 @@
-"""Who could make much of a checkpoint lazy is told once, by name; nobody else is told anything."""
+"""A warning names, once, state that could be lazy; there is none if little can be gained."""
 
 from __future__ import annotations
 

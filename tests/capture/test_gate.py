@@ -1,4 +1,4 @@
-"""The gate: whoever changes parameters or optimizer state waits until they are copied, and nobody else does."""
+"""The gate: writes to parameters and optimizer state wait until these are copied; other code does not wait."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_optimizers_in_backward_wait_each_for_its_own(make_run: Any, disk: Any) 
         assert all(torch.equal(saved[k], v) for k, v in before.items())
 
 
-# what is not an optimizer step
+# writes other than optimizer steps
 
 
 def load_module(run: Any) -> None:
@@ -428,7 +428,7 @@ def test_a_forked_child_trains_on_and_the_parent_does_too(make_run: Any, disk: A
     check(run, handle, before)
 
 
-# what is eager
+# eager state
 
 
 def test_a_save_inside_an_open_step_is_eager(make_run: Any, graph: Any) -> None:

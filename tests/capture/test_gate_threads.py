@@ -1,4 +1,4 @@
-"""A save on one thread and steps on others: a checkpoint is of one instant, and nobody waits for ever."""
+"""A save on one thread and steps on others: a checkpoint is of one instant, and no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_state_dict_that_waits_for_a_step_fails_the_save(
 
 
 def test_a_save_does_not_wait_for_forward_and_backward_of_another_thread(ckpt: lazyckpt.Checkpointer) -> None:
-    """Inside a closure nothing is written; behind it, the step waits for what is saved by then."""
+    """A closure writes nothing; behind it, the step waits for saves that began meanwhile."""
     model = Model()
     ckpt.track(model=model.module)
     model.optimizer.step()

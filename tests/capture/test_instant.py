@@ -234,7 +234,7 @@ def test_a_handler_that_leaves_the_state_alone_fails_nothing(
     at_capture(monkeypatch, lambda: signal.raise_signal(signal.SIGUSR1))
     state.ckpt.save(1, blocking=True)
     assert flags
-    assert signal.set_wakeup_fd(-1) == -1, "nobody listens any more"
+    assert signal.set_wakeup_fd(-1) == -1, "no listener is left"
     state.ckpt.close()
 
 
@@ -273,7 +273,7 @@ def test_a_destructor_that_writes_inside_save_is_noticed(tmp_path: Path, monkeyp
 def test_a_file_of_tensors_is_of_one_moment_or_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype | None
 ) -> None:
-    """Also of what is copied while the state is collected: views, and tensors in another dtype."""
+    """Also for tensors that are copied while the state is collected: views, and tensors in another dtype."""
     whole = torch.zeros(4, 5000)
     state = {"whole": whole, "view": torch.zeros(5000, 4).t()[1], "part": torch.zeros(9000)[500:]}
 

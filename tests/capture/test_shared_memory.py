@@ -136,7 +136,7 @@ def test_the_mappings_are_read_when_there_is_a_new_storage(monkeypatch: pytest.M
     del storages[2:]
     storages.append(torch.zeros(5000).untyped_storage())
     assert shared.may_be_shared(storages) == [False, True, False]
-    assert len(shared._known) == 3, "what is gone is forgotten"
+    assert len(shared._known) == 3, "freed storages are forgotten"
 
 
 def test_where_nothing_tells_all_memory_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:

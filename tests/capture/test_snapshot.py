@@ -1,4 +1,4 @@
-"""What is copied lazily, and what happens to a checkpoint whose state changed before it was copied."""
+"""Which storages are copied lazily, and how a checkpoint fails whose state changed before the copy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_storage_of_exactly_4_kib_is_eager_and_one_more_element_is_lazy(make_r
 
 
 def test_a_part_of_a_storage_is_eager_unless_the_parts_make_the_whole(make_run: Any, rng_bytes: int) -> None:
-    """A flat buffer behind the parameters is nobody's if only some of it is the optimizer's."""
+    """A flat buffer behind the parameters has no owner if the optimizer has only some of it."""
     for cuts, lazy in (
         ([(0, 4000)], False),
         ([(0, 4000), (4000, 10_000)], True),
@@ -115,7 +115,7 @@ def test_an_expanded_tensor_in_optimizer_state_does_not_own_its_storage(make_run
     run.optimizer.state[parameter]["view"] = flat[:65_536].expand(2, -1)  # as many elements, but half of them twice
     run.step()
     handle = run.ckpt.save(1)
-    flat += 1  # nobody's business but the user's; not through the optimizer
+    flat += 1  # the user may write to it, but the optimizer does not own it
     assert torch.equal(saved(handle)["optimizer"]["state"][0]["view"], torch.zeros(2, 65_536))
 
 
@@ -237,8 +237,10 @@ def test_a_write_after_the_step_of_another_owner_is_found(
             handle.result(timeout=30)
 
 
-def test_a_step_waits_for_whoever_looks_at_what_it_changes(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The background verifies a checkpoint that nobody steps behind; a step may come just then."""
+def test_a_step_waits_while_the_background_verifies_its_storages(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The background verifies a checkpoint that no step has verified; a step may come just then."""
     run = make_run(PLAIN, host_buffer_bytes=16 << 20)
     looks, data_ptr = threading.Event(), devices.data_ptr
 

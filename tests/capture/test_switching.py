@@ -109,7 +109,7 @@ def test_a_switch_to_the_mode_that_it_has_waits_for_nothing(name: str, make_run:
             assert pending(handle) > 0, "it is lazy"
             getattr(run.optimizer, switch)()
             run.backward()
-            assert pending(handle) > 0, "nobody has waited"
+            assert pending(handle) > 0, "no thread has waited"
         handle.result(timeout=30)
 
 

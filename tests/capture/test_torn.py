@@ -51,7 +51,7 @@ def is_ring_full(saved: lazyckpt.SaveHandle) -> bool:
 
 
 def save(run: Any, step: int) -> int:
-    """Steps, saves and returns the eager bytes; what is saved is as it was."""
+    """Steps and saves. Asserts that the checkpoint holds the state of that moment; returns the eager bytes."""
     run.step()
     before = run.state()["model"]
     with warnings.catch_warnings():
@@ -87,7 +87,7 @@ def test_the_save_after_a_torn_one_commits_whoever_else_writes(run: Any, disk: A
 
 @pytest.mark.parametrize("witness", WITNESSES)
 def test_after_three_torn_snapshots_nothing_is_lazy(witness: str, make_run: Any, disk: Any) -> None:
-    """The ring holds two and a half of the three: what is copied last is what is torn."""
+    """The ring holds two and a half of the three, so the last one copied is torn."""
     run = make_run(lambda p: torch.optim.SGD(p, lr=1e-6), witness=witness, host_buffer_bytes=640 << 10)
     everything = sum(p.nbytes for p in run.model.parameters())
     for number in (2, 1, 0):

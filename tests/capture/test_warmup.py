@@ -1,4 +1,4 @@
-"""The staging buffer is prepared when training begins, and by nobody who only restores."""
+"""The staging buffer is prepared when training begins, and never for a restore alone."""
 
 from __future__ import annotations
 

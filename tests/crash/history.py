@@ -1,4 +1,4 @@
-"""What a log says was saved and acknowledged (actor.py), against what is on the disk."""
+"""Compares the saves that a log acknowledges (actor.py) with the disk."""
 
 from __future__ import annotations
 

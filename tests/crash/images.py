@@ -219,7 +219,7 @@ def _walk(folder: Folder, path: Path) -> Iterator[tuple[Path, File | Folder]]:
 
 def subsets(changes: list[int], is_name: Callable[[int], bool], most: int, chance: random.Random) -> list[set[int]]:
     """All, if there are at most ``most``. Otherwise so many: none, all, all but one, only one, what came first, and
-    some at random: names and blocks each with a probability of their own, since most of what is there is blocks."""
+    some at random: names and blocks each with a probability of their own, since blocks outnumber names."""
     if 1 << len(changes) <= most:
         return [{c for bit, c in enumerate(changes) if number >> bit & 1} for number in range(1 << len(changes))]
     whole = set(changes)

@@ -31,7 +31,7 @@ def phase_of(path: Path) -> str:
         return "clean"
     try:
         names = os.listdir(path)
-    except OSError:  # it is gone by now
+    except OSError:  # another process removed it
         names = []
     return "described" if manifest.MANIFEST in names else "writing" if names else "empty"
 

@@ -75,7 +75,7 @@ def failpoints(server: Server, folder: Path, scenario: str) -> list[Failpoint]:
 
 
 def kill(server: Server, folder: Path, scenario: str, point: Failpoint, mutant: str = "", **options: object) -> bool:
-    """Kills a save at a failpoint and checks what is left. Returns whether something was staged. Raises Violation."""
+    """Kills a save at a failpoint and checks the remains. Returns whether something was staged. Raises Violation."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "root").mkdir(parents=True)
     task = Task(str(folder / "root"), str(folder / "log"), scenario, mutant=mutant, **options)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ BATCH = 16
 
 def without_kernels_of_torchvision() -> None:
     """The registry's torchvision is built for CUDA. Beside a torch for CPUs it can be imported if these operators are
-    known; nobody calls them here."""
+    known; no row calls them."""
     global _torchvision
     _torchvision = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):

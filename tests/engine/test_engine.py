@@ -554,7 +554,7 @@ def test_what_has_settled_is_on_the_disk(backend: str, tmp_path: Path) -> None:
     except OSError:
         tells = False
     if not tells:
-        pytest.skip("this file system does not tell what is written")
+        pytest.skip("this file system does not tell which bytes are written")
     engine = make_engine(backend=backend, direct=False)
     for path in save(engine, simple([1 << 20]), tmp_path):
         assert unwritten_extents(path) == 0

@@ -306,7 +306,7 @@ def test_the_api_does_not_wait(cuda: FakeCuda, drv: Driver, training: Training, 
         training.copy()
         assert drv.cuEventRecord(event, training.side) == 0
         time.sleep(0.05)
-        assert set(ring[0][: training.nbytes]) == {0xDB}  # nobody finds bytes there before they arrive
+        assert set(ring[0][: training.nbytes]) == {0xDB}  # a reader finds no bytes there before they arrive
     assert drv.cuEventSynchronize(event) == 0
     assert training.copied() == {1}
 

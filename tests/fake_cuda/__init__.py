@@ -247,7 +247,7 @@ class FakeCuda:
         return counts
 
     def live(self) -> dict[str, int]:
-        """Counts streams, events, registrations, registered bytes and retained contexts that nobody returned."""
+        """Counts streams, events, registrations, registered bytes and retained contexts that were not returned."""
         counts: dict[str, int] = json.loads(self.lib.fake_live())
         return counts
 

@@ -203,7 +203,7 @@ FAKE_EXPORT const char* fake_calls() {
   return Text(Json(locked.m.calls));
 }
 
-// Counts what the driver's functions made and nobody has returned.
+// Counts the objects that the driver's functions made and no call has returned.
 FAKE_EXPORT const char* fake_live() {
   Locked locked;
   Machine& m = locked.m;

@@ -228,7 +228,7 @@ void Machine::Peek(uint64_t address, void* bytes, uint64_t size) {
 
 void Machine::Free(const StreamPtr& stream, uint64_t address) {
   auto it = allocations.find(address);
-  if (it == allocations.end() || it->second.freed) return Violation("free of what is not allocated");
+  if (it == allocations.end() || it->second.freed) return Violation("free of memory that is not allocated");
   const Range range = it->second.range;
   if (stream) {
     auto op = std::make_shared<Op>(Op{Kind::kFree});
@@ -397,8 +397,8 @@ void Machine::CheckAccess(const OpPtr& op, Range range, bool write) {
   history_.push_back({range, write, op});
 }
 
-// Fills a destination with poison at once, so that nobody finds the right bytes too early, and checksums a source, so
-// that a change before it is read is noticed.
+// Fills a destination with poison at once, so that no reader finds the right bytes too early. Checksums a
+// source to notice a change before it is read.
 void Machine::Guard(Copy* copy) {
   if (!copy->pinned) return;  // the caller waits
   const Range range{copy->host, copy->size};

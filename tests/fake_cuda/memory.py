@@ -1,6 +1,6 @@
 """torch's tensors on the fake devices. torch has no CUDA here: its CPU tensors stand for tensors on a device
-(lazyckpt/devices.py is told so). What is saved of them is device memory, which kernels of the test fill, on the
-training stream, in place of those torch would launch.
+(lazyckpt/devices.py is told so). A save copies device memory, which kernels of the test fill on the training
+stream, in place of those torch would launch.
 """
 
 from __future__ import annotations

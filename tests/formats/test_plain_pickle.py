@@ -134,7 +134,7 @@ NOT_PLAIN: dict[str, bytes] = {
     "another protocol": b"\x80\x04N.",
     "an opcode of another protocol": b"\x80\x02\x8c\x01a.",
     "a class of torch's list": opcodes(call("collections.Counter")) + b".",
-    "a class of nobody's list": opcodes(call("os.system", "true")) + b".",
+    "a class of neither list": opcodes(call("os.system", "true")) + b".",
     "a tuple as a key": opcodes({(1, 2): 3}) + b".",
     "a tensor as a key": b"}" + tensor() + b"Ns.",
     "items of a number": b"K\x01(K\x01K\x02u.",

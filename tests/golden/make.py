@@ -75,7 +75,7 @@ class Tied(torch.nn.Module):
 
 
 def training(seed: int) -> dict[str, Any]:
-    """What is tracked. Another ``seed``: another state of the same shape."""
+    """Makes the tracked objects. Another ``seed`` gives another state of the same shape."""
     model = Tied(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 / (1 + seed))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

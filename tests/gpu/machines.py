@@ -139,7 +139,7 @@ class Real:
             torch.cuda.synchronize()
 
     def forgive(self) -> None:
-        """Nobody noticed."""
+        """Does nothing: a real device reports no violations."""
 
     def picture(self, state: Any) -> Any:
         return blocking_copy(state)
@@ -193,7 +193,7 @@ RECIPES = {
 
 
 class Sharp(torch.optim.SGD):
-    """An optimizer of which nobody knows what it does, and on which stream."""
+    """An optimizer unknown to lazyckpt: it may write on any stream."""
 
 
 class Training:

@@ -114,7 +114,7 @@ def test_a_call_that_fails_is_named_and_training_goes_on(gpu: Gpu, training: Tra
 def test_a_save_that_fails_holds_what_is_being_copied(
     gpu: Gpu, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever hears of the failure may free it."""
+    """Code that learns of the failure may free the memory."""
     with lazyckpt.Saver(**ROOMY) as saver:
         saver.save(training.state(), tmp_path / "warm.pt", blocking=True)
         training.step()

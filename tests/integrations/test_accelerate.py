@@ -154,7 +154,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-# what is saved
+# contents of a save
 
 
 SLOW = [
@@ -557,7 +557,7 @@ def test_free_memory_lets_go_of_the_model_and_keeps_the_checkpoint(tmp_path: Pat
     gc.collect()
     assert gone() is None
     assert "model.safetensors" in names(tmp_path / "state")
-    run.accelerator.save_state(tmp_path / "next")  # of what is left
+    run.accelerator.save_state(tmp_path / "next")  # saves the remaining state
     run.accelerator.end_training()
     assert "random_states_0.pkl" in names(tmp_path / "next")
 

@@ -223,7 +223,7 @@ def test_torchs_tools_convert_a_checkpoint_with_lazyckpt_uninstalled(ranks: Rank
 
 
 def without_lazyckpt(program: str, folder: Path) -> str:
-    """Runs a program in a process in which nobody can import lazyckpt."""
+    """Runs a program in a process that cannot import lazyckpt."""
     program = f"import sys; sys.modules['lazyckpt'] = None\n{program}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -490,7 +490,7 @@ def test_a_planner_of_a_run_plans_again_only_what_has_changed(engine: str, ranks
     for rank, told in enumerate(ranks.run(2, plans_once, engine, str(tmp_path))):
         changed = [bool(items) for items in told]
         assert changed[:7] == [True, False, False, True, False, rank == 1, False], told
-        assert changed[-1] is True, told  # nobody knows whether the coordinator has planned the save that failed
+        assert changed[-1] is True, told  # no rank knows whether the coordinator has planned the failed save
 
 
 def refuses_to_overwrite(engine: str, folder: str) -> tuple[str, bool]:
@@ -744,12 +744,12 @@ def test_a_planner_plans_anew_for_another_number_of_ranks() -> None:
         assert plans(one, two) == [1, 1]
     with pytest.raises(lazyckpt.ConfigError, match="one planner, one process group"):
         plans(one, two, three)
-    assert plans(one, two, fails=True) == []  # nobody knows now what the others know
+    assert plans(one, two, fails=True) == []  # no rank knows which plans the others have cached
     assert plans(one, two, three) == [1, 1, 1]
     assert plans(one, two, three) == [1, 1, 1]
 
 
-# What is refused
+# Refusals
 
 
 def refusals(folder: str) -> dict[str, str]:

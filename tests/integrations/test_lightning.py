@@ -1,7 +1,7 @@
 """Lightning with a LazyCheckpointIO does what it does without one; only later, and in the background.
 
-Most tests train twice, with torch.save and lazily on a slow disk, and compare what is left. On that disk a file is
-opened a moment late, and the staging buffer holds a sixth of the state: so for a while nothing is durable and most of
+Most tests train twice, with torch.save and lazily on a slow disk, and compare the remaining files. That disk opens
+files a moment late, and the staging buffer holds a sixth of the state: so for a while nothing is durable and most of
 the state is not even copied, which is when a naive CheckpointIO goes wrong.
 """
 
@@ -233,7 +233,7 @@ def test_the_first_step_prepares_the_staging_buffer(weights_only: bool, tmp_path
     assert (sizes[0] > 3 * sum(p.nbytes for p in model.parameters())) != weights_only
 
 
-# what is saved
+# contents of a save
 
 
 CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
@@ -1289,7 +1289,7 @@ class Net(LightningModule):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), 2)
 def run(strategy, plugins, name, epochs=1, **kwargs):
-    # One name for all: every rank must know what is pending on rank 0, or the ranks give different names.
+    # One name for all: every rank must know which saves are pending on rank 0, or the names differ.
     checkpoint = ModelCheckpoint(folder / name, monitor="step", mode="max", every_n_train_steps=1, save_top_k=-1,
                                  filename="x", save_last="link")
     trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=2, strategy=strategy, plugins=plugins, logger=False,

@@ -216,7 +216,7 @@ TRAINERS: dict[str, Train] = {
 }
 
 
-# What is compared
+# Comparisons
 
 
 @pytest.fixture

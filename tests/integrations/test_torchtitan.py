@@ -111,7 +111,7 @@ def whole(checkpoint: Path) -> Any:
     return torch.load(file)
 
 
-# what is saved, and who reads it
+# contents of a save, and their readers
 
 
 def saved_and_resumed(folder: Path, first: str, second: str) -> Any:
@@ -286,7 +286,7 @@ def test_keep_latest_k(ranks: Ranks, tmp_path: Path, kind: str) -> None:
 
 
 def after_a_rollback(folder: Path) -> None:
-    """Training goes on from an older checkpoint; what it saves has lower steps than what is there."""
+    """Training goes on from an older checkpoint, so it saves lower steps than the folder holds."""
     with trainer_in(folder, 9, interval=1, keep_latest_k=2) as trainer:
         if dist.get_rank() == 0:
             for step in (7, 8):

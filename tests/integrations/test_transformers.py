@@ -90,7 +90,7 @@ def frozen() -> Any:
     return model
 
 
-# What is compared
+# Comparisons
 
 
 def final_state(trainer: Trainer, graph: Graph) -> Any:
@@ -562,7 +562,7 @@ def test_loggers_are_told_what_checkpoints_cost(tmp_path: Path) -> None:
     for entry in entries:
         assert 0 < entry["checkpoint/blocked_ms"] < 1e3 * result.metrics["train_runtime"]
         assert 0 < entry["checkpoint/durable_s"] < result.metrics["train_runtime"]
-    # But no times in what is saved, and compared between runs.
+    # But the saved state has no times, since runs are compared by it.
     assert [e["step"] for e in trainer.state.log_history if "loss" in e] == list(range(1, 9))
     told = [
         *trainer.state.log_history,
@@ -703,7 +703,7 @@ def test_nothing_stays_replaced_and_a_trainer_without_the_callback_saves_by_itse
 class Named(LazyCheckpointCallback):
     """With an attribute of its own."""
 
-    name = "nobody's"
+    name = "unset"
 
 
 def test_copies_of_a_callback_that_trains_train_another_trainer(tmp_path: Path, disk: Disk) -> None:

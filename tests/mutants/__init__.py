@@ -143,7 +143,7 @@ class Copy:
         assert self._nursery.stdin is not None and self._nursery.stdout is not None
         print(json.dumps(told), file=self._nursery.stdin, flush=True)
         number = code = 0
-        while number != self._runs:  # skip answers to runs that nobody waited for
+        while number != self._runs:  # skip answers to abandoned runs
             number, code = map(int, self._nursery.stdout.readline().split())
         text = output.read_text(errors="replace")
         if code == 0:

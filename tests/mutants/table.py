@@ -774,7 +774,7 @@ promise(
 
 promise(
     SETTINGS,
-    'max_in_flight and durability="before_step" bound what is not durable yet.',
+    'max_in_flight and durability="before_step" limit the saves that are not durable yet.',
     (
         "max_in_flight is not heeded",
         py("Background.wait_for_room", swap("self._config.max_in_flight", "1000")),

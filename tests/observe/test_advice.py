@@ -53,7 +53,7 @@ def test_what_each_number_promises(
         assert every == 1 or (every - 1) * a.iteration_s < needed_s * (1 + 1e-6)
     assert a.every == max(a.disk_every, a.overhead_every, a.failure_every or 1)
     assert a.overhead <= max_overhead * (1 + 1e-6)
-    # The ring holds what is not written when forward and backward are over, and two chunks.
+    # The ring holds two chunks and the bytes not yet written at the end of backward.
     chunk = lazyckpt.Config.chunk_bytes
     rest = max(a.state_bytes - a.write_bytes_per_s * overlap_s, 0)
     assert rest + 2 * chunk <= a.ring_bytes * (1 + 1e-9) <= rest + 3 * chunk + 1 + rest * 1e-6

@@ -181,7 +181,7 @@ def test_a_child_that_waits_for_a_save_of_its_parent_hears_of_it(
 
     def ask(wait: Callable[[], Any]) -> None:
         signal.alarm(20)
-        if wait in (saver.close, handle.wait_captured):  # nobody reads the state of this process
+        if wait in (saver.close, handle.wait_captured):  # no thread reads the state of this process
             wait()
         elif wait == handle.exception:
             assert isinstance(wait(), lazyckpt.ClosedError)

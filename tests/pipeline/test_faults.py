@@ -675,7 +675,7 @@ def become_nobody() -> None:
 def test_unprivileged(public: Path) -> None:
     """With the usual 8 MiB of memlock, with none, and in a folder that is not ours."""
     (public / "locked").mkdir(mode=0o555)
-    save_and_load(public / "warm up")  # imports first: this Python may lie in a folder that nobody cannot read
+    save_and_load(public / "warm up")  # imports first: the other user may not be able to read the folder of this Python
 
     def body() -> None:
         become_nobody()

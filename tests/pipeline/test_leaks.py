@@ -34,7 +34,7 @@ WINDOWS = 10
 WARM = 60  # saves
 PAGE_BYTES = 4096
 # What an allocator may keep between windows, of pools that grew once: glibc gives arenas back in pieces of 1 MiB. A
-# leak of one page in each save is 40 MB in the 10,000 of `make torture`; among few, malloc is asked what is in use.
+# leak of one page in each save is 40 MB in the 10,000 of `make torture`; a short run asks malloc for the bytes in use.
 SLACK_BYTES = 8 << 20
 
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_is_done_keeps_nothing(
 def test_nothing_grows(
     way: Callable[[Path], Any], tmp_path: Path, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("lazyckpt"), "disabled", True)  # pytest keeps what is logged
+    monkeypatch.setattr(logging.getLogger("lazyckpt"), "disabled", True)  # pytest keeps log records
     check_that_nothing_grows(way.__name__, way(tmp_path), trials.count(*WAYS[way]), tmp_path, trials)
 
 

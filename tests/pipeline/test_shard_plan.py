@@ -166,7 +166,7 @@ def test_the_part_that_an_optimizer_owns_is_lazy(witness: str, tmp_path: Path) -
         step()
         handle, _, _ = save(padded, "all.distcp")
         assert handle.result(timeout=30)
-        assert handle.metrics.eager_bytes > padded.nbytes, "nobody owns the padding"
+        assert handle.metrics.eager_bytes > padded.nbytes, "the padding has no owner"
 
 
 @pytest.mark.parametrize("witness", ["auto", "versions"])
@@ -192,7 +192,7 @@ def test_what_is_abandoned_lets_training_go_on(tmp_path: Path) -> None:
     with lazyckpt.Saver(host_buffer_bytes=2 << 20, chunk_bytes=1 << 20) as saver:
         optimizer.step()
         capture = ShardSaver(saver).capture([("w", weight)], "f", target=tmp_path / "step")
-        threading.Timer(0.3, capture.abandon, ["nobody wants it"]).start()
+        threading.Timer(0.3, capture.abandon, ["no longer wanted"]).start()
         optimizer.step()  # waits for copies that wait for a folder
-        with pytest.raises(lazyckpt.SaveError, match="nobody wants it"):
+        with pytest.raises(lazyckpt.SaveError, match="no longer wanted"):
             capture.result()

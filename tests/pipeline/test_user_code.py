@@ -296,8 +296,8 @@ def test_an_error_in_load(kind: type[BaseException], tmp_path: Path) -> None:
 @pytest.mark.parametrize("durability", ["async", "before_step"])
 @pytest.mark.parametrize("place", ["on_done", "a done-callback"])
 def test_an_error_in_the_background(place: str, durability: str, tmp_path: Path, disk: Any) -> None:
-    """Regression: after SystemExit in on_done nobody ever heard of the checkpoint; after one in a done-callback what
-    was replaced stayed, and steps waited for a checkpoint that was durable."""
+    """Regression: after SystemExit in on_done, the handle was never done. After one in a done-callback, replaced
+    checkpoints stayed, and steps waited for a durable checkpoint."""
     training = Training(
         tmp_path, on_done=lambda metrics, error: trap("on_done"), keep_last=1, max_in_flight=1, durability=durability
     )
@@ -377,7 +377,7 @@ class Data(Dataset[int]):
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_an_error_in_a_dataset(kind: type[BaseException], tmp_path: Path) -> None:
-    """It passes as it is; what is saved then continues with the batch that failed."""
+    """The error reaches the caller unchanged; a later save continues with the batch that failed."""
     training = Training(tmp_path)
     loader = training.ckpt.track_loader(DataLoader(Data(), batch_size=2))
     trap.set("item 5", error := error_of(kind))

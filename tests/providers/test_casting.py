@@ -309,7 +309,7 @@ def test_views_are_made_dense_in_host_memory(elsewhere: list[str], tmp_path: Pat
     rows = torch.arange(24.0).view(4, 6)
     views = {"part": rows[1:3], "columns": rows[:, 2:4], "turned": rows.t(), "none": rows[:, :0]}
     fronts = {name: in_front(view) for name, view in views.items()}
-    assert len(elsewhere) == 2, "what is turned fills its storage"
+    assert len(elsewhere) == 2, "a transposed view fills its storage"
     assert {name: front.tolist() for name, front in fronts.items() if front is not None} == {
         name: view.tolist() for name, view in views.items()
     }

@@ -53,7 +53,7 @@ class Extra(nn.Linear):
 
 
 class Hiding(nn.Sequential):
-    """Shows nobody what is inside."""
+    """Hides its submodules."""
 
     def named_modules(self, *_: Any, **__: Any) -> Iterator[Any]:
         return iter([("", self)])

@@ -193,7 +193,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def outcome(load: Callable[[], Any], graph: Callable[[Any], Any]) -> Any:
-    """The graph of what is loaded, or the class of errors that loading ends in."""
+    """Returns the graph of the loaded object, or the class of the error that loading raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
-"""Copies and pickles: of what is ours, and of the user's objects that lazyckpt looks after.
+"""Copies and pickles of our objects, and of tracked objects of the user.
 
-Those of the user are as without lazyckpt. Ours have the settings, and no save that is under way.
+Those of the user are as without lazyckpt. Ours keep the settings, and no pending save.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def train(folder):
             ckpt.save(step, blocking=True)
     for obj in (model, optimizer, scheduler, average, loader):
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            # What is long is a storage, in which torch writes its address.
+            # A long argument is a storage, in which torch writes its address.
             said = [(op.name, str(arg)[:60]) for op, arg, _ in pickletools.genops(pickle.dumps(obj, protocol))]
             print(type(obj).__name__, protocol, len(said), hashlib.sha256(repr(said).encode()).hexdigest())
 
@@ -180,7 +180,7 @@ def test_a_copy_does_not_wait_for_the_copying_of_the_original(
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
     model(run.batch()).square().sum().backward()
     optimizer.step()
-    assert pending(handle) > 0, "nobody has waited"
+    assert pending(handle) > 0, "no thread has waited"
     disk.release()
     handle.result(timeout=30)
 

@@ -50,7 +50,7 @@ def function() -> None:
     pass
 
 
-# What is tracked, how the error names it, and what it says to keep instead.
+# A tracked object, its name in the error, and the state that the error tells to keep instead.
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "namespace": (argparse.Namespace(a=1), "an argparse.Namespace", "vars(args)"),
     "simple namespace": (types.SimpleNamespace(a=1), "a types.SimpleNamespace", "vars(args)"),

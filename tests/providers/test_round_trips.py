@@ -349,7 +349,7 @@ def round_trip(folder: Path, make: Callable[[], Any], **others: Any) -> None:
 
 @pytest.fixture(params=["file", "sharded"])
 def others(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What is tracked besides. A model with DTensors makes the checkpoint a sharded folder."""
+    """Further tracked objects. A model with DTensors makes the checkpoint a sharded folder."""
     accelerate.Accelerator(cpu=True)
     if request.param == "file":
         yield {}

@@ -224,7 +224,7 @@ def on_a_rank(rank: int, folder: Path) -> None:
 
 
 def test_one_file_of_fsdp2_is_refused_on_both_ranks(tmp_path: Path) -> None:
-    """Regression: rank 0 wrote its half of every weight, every rank restored that half, and nobody said a word."""
+    """Regression: rank 0 wrote its half of every weight, every rank restored that half, without an error."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, env=environment)

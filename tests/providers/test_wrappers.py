@@ -1,4 +1,4 @@
-"""Wrapper subclasses: what is inside belongs to the optimizer that owns the wrapper."""
+"""Wrapper subclasses: the inner tensors belong to the optimizer that owns the wrapper."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def through_a_box_inside(wrapper: Any) -> None:
 
 
 def through_a_wrapper_that_took_what_was_inside(wrapper: Any) -> None:
-    """As averages are swapped in: the version of the taker is nobody's who was there at ``save()``."""
+    """As averages are swapped in: ``save()`` saw neither the taker nor its version."""
     taker = nested() if isinstance(wrapper.high, Boxed) else boxed()
     taker.high, wrapper.high = wrapper.high, taker.high
     taker.add_(1)

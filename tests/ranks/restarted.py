@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend, which connects to nobody
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend, which connects to no process
 from torch import distributed
 
 from lazyckpt.ranks.group import RankGroup

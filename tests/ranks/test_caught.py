@@ -47,7 +47,7 @@ def engines(fault: str) -> Iterator[None]:
 
 
 def settled(saver: lazyckpt.Saver) -> None:
-    """Returns when it is known what has become of all saves. Nobody was told: the next call raises it."""
+    """Returns when all saves have ended. Raises no failure: the next call does."""
     while saver.pending():
         time.sleep(0.002)
 
@@ -165,7 +165,7 @@ def test_a_part_that_one_rank_saves_may_be_what_tells_of_a_failure(ranks: Ranks,
 
 
 def ends(folder: Path, victim: int) -> tuple[str, int]:
-    """Nobody catches it."""
+    """Does not catch the error."""
     rank, training, failing = dist.get_rank(), Training(dist.get_rank(), 2), Failing()
     step = 0
     try:
@@ -179,7 +179,7 @@ def ends(folder: Path, victim: int) -> tuple[str, int]:
                 settled(ckpt._saver)
     except lazyckpt.SaveError as error:
         return str(error), step
-    raise AssertionError("nobody was told")
+    raise AssertionError("no call raised")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -319,7 +319,7 @@ def restores_otherwise(folder: Path, calls: list[dict[str, Any]]) -> tuple[str, 
     ],
 )
 def test_ranks_that_restore_something_else_are_refused(ranks, tmp_path, calls, told):
-    """Regression: a rank took what rank 0 had asked for, or kept its model, and nobody was told."""
+    """Regression: a rank took what rank 0 had asked for, or kept its model, without an error."""
     ranks.run(2, save, tmp_path / "run", "fsdp", 2)
     for error, stayed in ranks.run(2, restores_otherwise, tmp_path / "run", calls):
         assert told in error and stayed

@@ -168,7 +168,7 @@ def loads_no_damage(folder: Path, kind: str) -> list[str]:
             try:
                 dist.checkpoint.load({"model": model.state_dict()}, storage_reader=LazyStorageReader(folder))
                 wrong.append(f"{file.name}, {at}")
-            except CheckpointException as error:  # on every rank, whoever has read it
+            except CheckpointException as error:  # on every rank, not only on the one that read it
                 assert "wide.weight" in str(error.failures)
     return wrong
 

@@ -188,7 +188,7 @@ def test_a_start_of_the_job_takes_the_folder_from_the_one_before(tmp_path: Path)
     staging = old[0].stage(tmp_path / "step-00000001")
     old[0].check_owner()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what is left of the start before is no other job
+        warnings.simplefilter("error")  # the remains of an earlier start are no other job
         new = joined(PrefixStore("attempt-1", store), 1, tmp_path)
     assert (new[0].generation, new[0]._owner.run) == (2, old[0]._owner.run)
     assert not staging.path.exists() and [n for n in os.listdir(tmp_path) if n.startswith(folders.TRASH)] == []

@@ -1,4 +1,4 @@
-"""What is each rank's own: loaders, samplers and datasets of every kind come back to the rank that had them."""
+"""Each rank's own state: loaders, samplers and datasets of every kind return to the rank that had them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes what is decided by each rank alone, and comes out as a partition."""
+"""Each rank decides alone what it writes, and the ranks' shares form a partition."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def numbers() -> list[float]:
 
 
 def test_replicas_that_restore_one_random_state_are_told_how_to_part(ranks: Ranks, tmp_path: Path) -> None:
-    """Regression: all ranks had equal dropout masks from then on, and nobody was told."""
+    """Regression: all ranks had equal dropout masks from then on, without a warning."""
     found = ranks.run(3, resumed, tmp_path, "all")
     assert [len(told) for told, _, _ in found].count(1) == 2 and sum(len(told) for told, _, _ in found) == 2
     for told, equal, different in found:

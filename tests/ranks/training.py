@@ -168,7 +168,7 @@ class Training:
         torch.manual_seed(1000 * tick + self.rank)
 
     def differences(self, saved_by: int) -> list[str]:
-        """What is not as it was at this tick. ``saved_by``: the number of ranks then."""
+        """Returns the names of values that differ from those of this tick. ``saved_by``: the number of ranks then."""
         tick, found = self.tick, []
         for name, layer in self.model.layers.items():
             momentum = self.optimizer.state[layer.weight]["momentum_buffer"]

@@ -92,7 +92,7 @@ def fresh(shards: bool) -> State:
     return {"model": model, "optimizer": adam(model)}
 
 
-# What is tracked, and the arguments of restore(). The checkpoint has Net() and AdamW of all its parameters.
+# The tracked objects, and the arguments of restore(). The checkpoint has Net() and AdamW of all its parameters.
 CASES: dict[str, tuple[Callable[[bool], State], dict[str, Any]]] = {
     "all": (lambda s: state(s, 2, optimizer=adam), {}),
     "a new head": (lambda s: state(s, 2, more=True), {"strict": False}),

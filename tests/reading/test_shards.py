@@ -231,7 +231,7 @@ def test_every_damaged_byte_of_a_part_is_found(
 
 
 def test_a_part_reads_only_the_segments_that_it_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So damage elsewhere is nobody's business; a damaged table is."""
+    """So damage elsewhere does not matter; a damaged table does."""
     place = write_shard([("big", BIG)], tmp_path, "a.distcp", target=tmp_path)["big"]
     path = tmp_path / "a.distcp"
     sound = path.read_bytes()
@@ -287,7 +287,7 @@ def test_a_table_that_does_not_fit_its_record_is_refused(change: Any, tmp_path: 
     with pytest.raises(CorruptFileError, match="big"):
         read_parts(path, [Part("big", place, (0, 0), torch.zeros(1, 300))])
     found = torch.zeros(3000, 300)
-    read_parts(path, [Part("big", place, (0, 0), found)])  # whoever reads all needs no table
+    read_parts(path, [Part("big", place, (0, 0), found)])  # a read of the whole needs no table
     assert torch.equal(found, BIG)
 
 
@@ -371,7 +371,7 @@ def test_a_pickle_changes_no_class(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["of DCP", "of a run"])
 def test_a_flipped_bit_of_the_metadata_is_found(kind: str, tmp_path: Path) -> None:
-    """Regression: one in 25 gave other names or values, and nobody was told."""
+    """Regression: one in 25 gave other names or values, without an error."""
     from lazyckpt.integrations.dcp import LazyStorageWriter
 
     folder = tmp_path / "saved"

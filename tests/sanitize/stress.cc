@@ -214,7 +214,7 @@ Checkpoint Begin(Engine& engine, Random& random, const std::string& path, bool e
   return c;
 }
 
-// Training goes on: it changes what is eager (no owners), or what these owners protect.
+// Training goes on: it writes to the eager sources (no owners), or to those that these owners protect.
 void Change(Checkpoint& c, uint64_t owners, Random& random) {
   for (Part& part : c.parts) {
     if (owners == 0 ? part.owners != 0 : (part.owners & owners) == 0) continue;

@@ -1,4 +1,4 @@
-"""What is committed, what is newest, what may go, and manifests that are not what they claim to be."""
+"""Which checkpoints are committed, which one is newest, which may be removed, and false manifests."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class Histories(RuleBasedStateMachine):
         assert all(c in kept for c in before if c.pinned)
         line = self._whole(chain(before))
         assert all(c in kept for c in line[:keep_last])
-        # And no more than that: what is kept beyond it has a reason of its own.
+        # And no more than that: every further one has a reason of its own.
         for c in self._whole(kept):
             beyond = c not in line[:keep_last] and not c.pinned
             if beyond and not (keep_every is not None and c in line and c.step % keep_every == 0):

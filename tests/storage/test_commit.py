@@ -1,4 +1,4 @@
-"""The durability protocol: what is published is whole, what is left over goes, what is alive stays."""
+"""The durability protocol: published checkpoints are whole, remains go, and live saves stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 import lazyckpt
 from lazyckpt.storage import commit, folders, removal
 
-HEX = f"{0:032x}"  # ends the names that are given to what is not there yet
+HEX = f"{0:032x}"  # ends temporary names
 
 
 def names(folder: Path) -> list[str]:
@@ -86,7 +86,7 @@ def test_a_link_takes_the_place_of_anything(before: str, tmp_path: Path) -> None
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is synced and renamed, in order."""
+    """Lists the syncs and renames, in order."""
     log: list[str] = []
     fsync, rename = os.fsync, os.rename
 

@@ -1,4 +1,4 @@
-"""File systems in user space. A server may answer a write short; what is durable must be right all the same."""
+"""File systems in user space. A server may write only a part; a durable file must be right all the same."""
 
 from __future__ import annotations
 

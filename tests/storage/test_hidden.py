@@ -1,4 +1,4 @@
-"""No idiom of a training script takes what is staged, or being removed, for a checkpoint."""
+"""No idiom of a training script takes a staged or a removed folder for a checkpoint."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MODEL = "model.safetensors"
 
 
 class Overlay:
-    """What is in ``lower`` when ``mount`` is called is in the image; ``merged`` is what a process sees."""
+    """The image is the contents of ``lower`` when ``mount`` is called; a process sees ``merged``."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.lower, self.merged = folder / "lower", folder / "merged"

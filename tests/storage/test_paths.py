@@ -1,4 +1,4 @@
-"""What is refused before anything is touched: what is no path of a file or folder here."""
+"""Paths that are refused before anything is touched, because they name no file or folder."""
 
 from __future__ import annotations
 

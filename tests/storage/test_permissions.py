@@ -1,4 +1,4 @@
-"""Who may read what is being written, links that lead elsewhere, and what a process without permission is told."""
+"""Who may read files while they are written, links that lead elsewhere, and errors without permission."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_nothing_is_more_readable_while_it_is_written_than_afterwards(
     for found in seen:
         for name, mode in found.items():
             allowed = (0o777 if os.path.isdir(name) else 0o666) & ~umask
-            if os.path.lexists(name):  # what has its name by now: exactly what the umask says
+            if os.path.lexists(name):  # published: exactly what the umask says
                 assert mode == allowed, name
             else:
                 assert mode & ~(0o777 & ~umask) == 0, name

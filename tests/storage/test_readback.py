@@ -105,7 +105,7 @@ def test_what_is_whole_is_committed(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_back_fails_the_save(failing: Make, tmp_path: Path) -> None:
     with failing(lazyckpt.Saver, fault="read:1:EIO", verify_after_write=True) as saver:
         if saver.config.direct_io is False:
-            pytest.skip("what is read through the page cache passes no fault")
+            pytest.skip("reads through the page cache pass no fault")
         handle = saver.save(state(1.0), tmp_path / "a.pt")
         with pytest.raises(SaveError, match="Input/output error"):
             handle.result(30)

@@ -131,7 +131,7 @@ def test_a_folder_staged_elsewhere_is_aborted_and_published_as_one_beside_the_ta
     assert first.path.parent == inside
     folder = seen(first)
     folder.set_aside()
-    assert sorted(os.listdir(inside)) == [first.path.name]  # what is replaced stays beside its name
+    assert sorted(os.listdir(inside)) == [first.path.name]  # the replaced folder stays beside its name
     assert folder.to_trash()
     folder.put_back()
     folder.remove_trash()

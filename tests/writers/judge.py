@@ -109,7 +109,7 @@ def judge(
 
 
 def named_in(error: lazyckpt.SaveError, expected: Flat, now: Flat) -> list[str]:
-    """The tensors that an error names. Raises Violation if it names none, one that nobody wrote to, or no cure."""
+    """The tensors that an error names. Raises Violation if it names none, one that was not written to, or no cure."""
     text = rest = str(error)
     names = []
     tensors = (name for name, leaf in expected.items() if isinstance(leaf, torch.Tensor))
@@ -123,7 +123,7 @@ def named_in(error: lazyckpt.SaveError, expected: Flat, now: Flat) -> list[str]:
         raise Violation(f"the error does not say what helps ({' or '.join(CURES)}): {text}") from error
     for name in names:
         if same(now.get(name), expected[name]):
-            raise Violation(f"the error blames {name}, which nobody wrote to: {text}") from error
+            raise Violation(f"the error blames {name}, which was not written to: {text}") from error
     return names
 
 

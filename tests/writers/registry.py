@@ -144,7 +144,7 @@ class Writer:
         return {}
 
     def wrong(self, found: Flat, expected: Flat) -> list[str]:
-        """Names of what is not of the instant of ``save()`` in a file that holds ``found``."""
+        """Returns the names of tensors in ``found`` that are not of the instant of ``save()``."""
         return different(found, expected)
 
 
@@ -771,7 +771,7 @@ class GradientHook(Writer):
 
 @register
 class AverageUpdate(Writer):
-    """A moving average that is saved, too; nobody has told lazyckpt who updates it."""
+    """A moving average that is saved, too; lazyckpt does not know which code updates it."""
 
     name = "EMA, updated in place"
     always_commits = ALL_WAYS

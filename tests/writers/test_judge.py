@@ -26,10 +26,10 @@ CURE = "; call wait_captured() before"
 
 
 def blind(patch: pytest.MonkeyPatch) -> None:
-    """Takes away every verdict: no snapshot is found torn. The gate, and what is eager, stay as they are."""
+    """Takes away every verdict: no snapshot is found torn. The gate and the eager copies stay."""
     patch.setattr(Snapshot, "_changed", lambda *_: None)
     patch.setattr(Snapshot, "verify_frozen", lambda *_: None)
-    # The write comes first, also on a busy machine: what is held is copied only after it.
+    # The write comes first, also on a busy machine: the copies are held until after it.
     patch.setattr(Case, "_reach", lambda *_: None)
     patch.setattr(writers.trial, "HOLD_S", 0.5)
     make = _engine.Engine
@@ -122,8 +122,8 @@ def test_the_two_allowed_outcomes() -> None:
         (failed("model.weight.grad was written to" + CURE), BEFORE, {}, "names no tensor"),
         (failed("data/0 was written to" + CURE), BEFORE, {}, "names no tensor"),
         (failed("model.weight was written to"), BEFORE, {}, "what helps"),
-        (failed("model.bias was written to" + CURE), BEFORE, {}, "nobody wrote to"),
-        (failed("model.weight, model.bias were written to" + CURE), BEFORE, {}, "nobody wrote to"),
+        (failed("model.bias was written to" + CURE), BEFORE, {}, "was not written to"),
+        (failed("model.weight, model.bias were written to" + CURE), BEFORE, {}, "was not written to"),
         (Handle(TimeoutError()), BEFORE, {}, "never ended"),
     ],
 )

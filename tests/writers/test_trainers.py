@@ -69,7 +69,7 @@ class TrainedWriter:
         yield
 
 
-class Nobody(TrainedWriter):
+class NoWriter(TrainedWriter):
     always_commits = True
 
 
@@ -190,7 +190,7 @@ class DataAfterTheSave(TrainedWriter):
 
 
 WRITERS: dict[str, type[TrainedWriter]] = {
-    "nobody": Nobody,
+    "no writer": NoWriter,
     "step pre-hook": StepPreHook,
     "forward pre-hook": ForwardPreHook,
     "gradient hook": GradientHook,
@@ -335,7 +335,7 @@ class HuggingFace(Folders):
 
 
 TRAINERS: dict[str, Any] = {"Lightning": Lightning, "Accelerate": Accelerate, "HF Trainer": HuggingFace}
-FEW = ("nobody", "forward pre-hook", "EMA by swap", ".data")  # in every trainer, under every witness
+FEW = ("no writer", "forward pre-hook", "EMA by swap", ".data")  # in every trainer, under every witness
 CASES = [
     (trainer, name, witness)
     for trainer in TRAINERS

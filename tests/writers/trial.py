@@ -53,7 +53,7 @@ def witnesses() -> list[str]:
 @dataclass(frozen=True)
 class Round:
     steps: int  # of training before the save
-    instant: str | None  # of the write; None: nobody writes before the save has ended
+    instant: str | None  # of the write; None: nothing is written before the save has ended
 
 
 @dataclass(frozen=True)
