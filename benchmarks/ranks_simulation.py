@@ -134,7 +134,7 @@ class SimulatedFolder:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
-    def owner(self) -> None: ...
+    def taken_by(self) -> None: ...
 
     def to_final(self) -> str:
         return "done"

@@ -27,8 +27,8 @@ from lazyckpt.ranks.pulse import Pulse, Watch
 from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
 from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serves
 from lazyckpt.ranks.votes import Ballot
-from lazyckpt.storage import hidden, locks, mounts, owner, removal
-from lazyckpt.storage.owner import Owner
+from lazyckpt.storage import claim, hidden, locks, mounts, removal
+from lazyckpt.storage.claim import FolderClaim
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
 from lazyckpt.warn import warn
 
@@ -92,10 +92,10 @@ class RankGroup:
     """All ranks that save into one folder, as one of them sees them. ``join`` makes one on each rank; the ranks join in
     the same order."""
 
-    def __init__(self, seat: Seat, mine: Owner, lock: int, client: Client, pulse: Pulse) -> None:
-        """``lock``: of rank 0, on the file that names ``mine``; see ``owner.take``."""
+    def __init__(self, seat: Seat, mine: FolderClaim, lock: int, client: Client, pulse: Pulse) -> None:
+        """``lock``: of rank 0, on the file that names ``mine``; see ``claim.take``."""
         self._seat = seat
-        self._owner = mine
+        self._claim = mine
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
@@ -140,7 +140,7 @@ class RankGroup:
             step,
             layout,
             target=target,
-            folder=lambda name: SharedFolder(target, self.directory / name, self._owner, self._pulse.timeout_s),
+            folder=lambda name: SharedFolder(target, self.directory / name, self._claim, self._pulse.timeout_s),
             previous=previous,
         )
 
@@ -162,7 +162,7 @@ class RankGroup:
         if not mounts.on_one_mount(self.directory, target.parent):
             raise OSError(errno.EXDEV, f"it is staged in {self.directory}, on another mount", str(target))
         inside = None if target.parent == self.directory else self.directory
-        return SharedStaging(target, self._owner, inside, keep_others=keep_others)
+        return SharedStaging(target, self._claim, inside, keep_others=keep_others)
 
     def attach(self, target: Path, name: str) -> AttachedStaging:
         """Other ranks: finds the staged folder by its name."""
@@ -175,10 +175,10 @@ class RankGroup:
         self._pulse.reached["exchange"] += 1
         return exchange(self._seat, self._pulse.reached["exchange"], topic, value)
 
-    def check_owner(self) -> None:
+    def check_claim(self) -> None:
         """Raises SaveError if the folder belongs to another job by now: call it before something is removed there."""
         try:
-            found = owner.other_owner(self.directory, self._owner)
+            found = claim.other_claim(self.directory, self._claim)
         except OSError as error:
             raise save_error(error, path=self.directory) from error
         if found is not None:
@@ -211,10 +211,10 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-def _leave(pulse: Pulse, client: Client, directory: Path, mine: Owner, lock: int) -> None:
+def _leave(pulse: Pulse, client: Client, directory: Path, mine: FolderClaim, lock: int) -> None:
     pulse.stop()
     if lock >= 0:
-        owner.let_go(directory, mine, lock)
+        claim.let_go(directory, mine, lock)
     client.close()
 
 
@@ -231,7 +231,7 @@ def join(
     client = client_of(store, timeout_s)
     muster = Muster(directory, world_size, waits.ABSENT_TIMEOUTS * timeout_s, waiting)
     lock = -1
-    before = owner.live_owner(directory) if rank == 0 else None
+    before = claim.live_claim(directory) if rank == 0 else None
     try:
         begin = f"{_KEYS}/join/{shared.count(f'{_KEYS}/joined/{rank}')}"
         if rank == 0:
@@ -254,7 +254,7 @@ def join(
             what = f"the store of torch.distributed is lost: {error}"
             raise SaveError(what, path=directory, opening=True) from error
         raise
-    group = RankGroup(seat, Owner(run, generation, told["host"]), lock, client, pulse)
+    group = RankGroup(seat, FolderClaim(run, generation, told["host"]), lock, client, pulse)
     try:
         _check_same_folder(group, directory, told["directory"])
         if before is not None and before.run != run:
@@ -271,15 +271,15 @@ def join(
 
 def _found(client: Client, shared: Client, begin: str, directory: Path, serves: bool) -> tuple[dict[str, Any], int]:
     """Rank 0: starts a new generation, in the folder and in the store. Returns what it tells, and the lock of the
-    owner."""
+    claim."""
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
     run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
-    new = Owner.here(run, client.count(f"{_KEYS}/generation"))
+    new = FolderClaim.here(run, client.count(f"{_KEYS}/generation"))
     told = {**vars(new), "directory": str(directory), "serves": serves}
     lock = -1
     try:
         hidden.make(directory)
-        lock = owner.take(directory, new)
+        lock = claim.take(directory, new)
         removal.sweep(directory, new)
         shared.set(begin, json.dumps(told).encode())
     except BaseException as error:
@@ -307,8 +307,8 @@ def _awaited(shared: Client, begin: str, timeout_s: float, muster: Muster) -> di
 
 
 def _check_same_folder(group: RankGroup, directory: Path, theirs: str) -> None:
-    """Raises ConfigError, on all ranks, unless every rank finds in its folder the owner that rank 0 has named there."""
-    other = _other_owner(directory, group._owner)
+    """Raises ConfigError, on all ranks, unless every rank finds in its folder the claim of rank 0."""
+    other = _other_claim(directory, group._claim)
     kind = mounts.file_system(directory)[0] if directory.exists() else "no"
     answers = group.exchange("one folder", json.dumps([other, os.uname().nodename, str(directory), kind]).encode())
     for rank, (found, host, path, on) in enumerate(map(json.loads, answers)):
@@ -322,12 +322,12 @@ def _check_same_folder(group: RankGroup, directory: Path, theirs: str) -> None:
         )
 
 
-def _other_owner(directory: Path, mine: Owner) -> str | None:
+def _other_claim(directory: Path, mine: FolderClaim) -> str | None:
     """Returns None if the folder belongs to ``mine``, else whose it is. A network file system has time to show it."""
-    end = time.monotonic() + (0 if owner.is_local(directory) else waits.STALE_NAME_S)
+    end = time.monotonic() + (0 if claim.is_local(directory) else waits.STALE_NAME_S)
     while True:
         try:
-            found = owner.other_owner(directory, mine)
+            found = claim.other_claim(directory, mine)
         except OSError as error:
             found = f"nobody knows whom ({error.strerror})"
         if found is None or time.monotonic() > end:

@@ -36,8 +36,8 @@ class Folder(Protocol):
 
     Raises OSError."""
 
-    def owner(self) -> str | None:
-        """None if the run's folder still belongs to this job, else a phrase for its new owner."""
+    def taken_by(self) -> str | None:
+        """None if the run's folder still belongs to this job, else a phrase for the job that has taken it."""
 
     def to_final(self) -> Literal["done", "gone", "occupied"]:
         """Renames the staged folder to its final name, unless a checkpoint has that.
@@ -191,8 +191,8 @@ class Ballot:
         folder = self._folder
         assert folder is not None and self._seat.rank == 0
         try:
-            if (owner := folder.owner()) is not None:
-                self._abort(Aborted(0, f"finds that {self._seat.directory} belongs to {owner} now"))
+            if (taken_by := folder.taken_by()) is not None:
+                self._abort(Aborted(0, f"finds that {self._seat.directory} belongs to {taken_by} now"))
             else:
                 self._bound = True
                 late = Aborted(0, "did not decide in time, and another rank aborted")

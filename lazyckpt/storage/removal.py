@@ -11,9 +11,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from lazyckpt.storage import folders, mounts, owner
+from lazyckpt.storage import claim, folders, mounts
+from lazyckpt.storage.claim import FolderClaim
 from lazyckpt.storage.manifest import MANIFEST
-from lazyckpt.storage.owner import Owner
 
 # Endings of the files without which a framework does not recognize a checkpoint.
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -116,7 +116,7 @@ def unlink(trash: Path, was_in: Path | None = None) -> None:
         trash.unlink(missing_ok=True)
 
 
-def sweep(root: Path, by: Owner | None = None) -> list[Path]:
+def sweep(root: Path, by: FolderClaim | None = None) -> list[Path]:
     """Removes what dead processes left in ``root``: trash and staged folders. Gives a checkpoint that was to be
     replaced its name back. ``by``: also removes what older generations of this job have staged."""
     asides = _unfinished(root, folders.REPLACED)
@@ -144,7 +144,7 @@ def put_back(aside: Path, target: Path) -> bool:
     return not os.path.lexists(aside)
 
 
-def sweep_staged(root: Path, by: Owner | None = None) -> list[Path]:
+def sweep_staged(root: Path, by: FolderClaim | None = None) -> list[Path]:
     """Removes staged folders whose lock nobody holds, and those of older generations of the job ``by``."""
     return [path for path in _unfinished(root, folders.TEMPORARY) if _remove_abandoned(path, by)]
 
@@ -153,7 +153,7 @@ def _unfinished(root: Path, prefix: str) -> list[Path]:
     return [root / name for name in os.listdir(root) if name.startswith(prefix) and folders.is_unfinished(name)]
 
 
-def _remove_abandoned(path: Path, by: Owner | None) -> bool:
+def _remove_abandoned(path: Path, by: FolderClaim | None) -> bool:
     """Removes a staged folder unless a live process holds its lock.
 
     Holds the lock until the folder is gone: a process that has just made it and is about to lock it notices then
@@ -161,8 +161,8 @@ def _remove_abandoned(path: Path, by: Owner | None) -> bool:
     died before it synced that, so its final name must be gone for good first, as in ``unlink``. What several ranks fill
     is renamed first: that is how they learn that it was taken from them.
     """
-    if owner.is_shared(path):
-        trash = hide(path) if owner.is_abandoned(path, by) else None
+    if claim.is_shared(path):
+        trash = hide(path) if claim.is_abandoned(path, by) else None
         if trash is not None:
             unlink(trash)
         return trash is not None

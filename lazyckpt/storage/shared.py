@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lazyckpt import waits
-from lazyckpt.storage import commit, folders, locks, owner, removal
-from lazyckpt.storage.owner import LOCK, Owner
+from lazyckpt.storage import claim, commit, folders, locks, removal
+from lazyckpt.storage.claim import LOCK, FolderClaim
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a folder cannot be renamed to what has this name
 
@@ -25,14 +25,14 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a folder cannot be re
 class SharedFolder:
     """The staged folder ``name`` of the checkpoint ``target``, seen from any rank: the ``Folder`` of ranks/votes.py."""
 
-    def __init__(self, target: Path, path: Path, owner: Owner, timeout_s: float) -> None:
+    def __init__(self, target: Path, path: Path, mine: FolderClaim, timeout_s: float) -> None:
         """``path``: of the staged folder, which is beside ``target`` or in another folder of the same file system."""
-        self._target, self._path, self._owner, self._timeout_s = target, path, owner, timeout_s
+        self._target, self._path, self._claim, self._timeout_s = target, path, mine, timeout_s
         self._trash = path.with_name(_renamed(path, folders.TRASH))
         self._aside = target.with_name(_renamed(path, folders.REPLACED))
 
-    def owner(self) -> str | None:
-        return owner.other_owner(self._path.parent, self._owner)
+    def taken_by(self) -> str | None:
+        return claim.other_claim(self._path.parent, self._claim)
 
     def to_final(self) -> Literal["done", "gone", "occupied"]:
         try:
@@ -63,8 +63,8 @@ class SharedFolder:
         """Whether the final name is that of the staged folder. The node may remember that the name was missing, or
         the checkpoint that had it. So on a network file system a no takes ``waits.STALE_NAME_S``, unless the trash is
         there."""
-        end = time.monotonic() + (0 if owner.is_local(self._target.parent) else waits.STALE_NAME_S)
-        while owner.staged_name(self._target) != self._path.name:
+        end = time.monotonic() + (0 if claim.is_local(self._target.parent) else waits.STALE_NAME_S)
+        while claim.staged_name(self._target) != self._path.name:
             if os.path.lexists(self._trash) or time.monotonic() >= end:
                 return False
             time.sleep(waits.SHARED_NAME_LOOK_S)
@@ -88,9 +88,11 @@ class SharedFolder:
 class SharedStaging(commit.Staging):
     """A checkpoint folder that several ranks fill, in the process of rank 0. It holds the lock of the folder's file."""
 
-    def __init__(self, target: Path, owner: Owner, inside: Path | None = None, *, keep_others: bool = False) -> None:
+    def __init__(
+        self, target: Path, mine: FolderClaim, inside: Path | None = None, *, keep_others: bool = False
+    ) -> None:
         """``inside`` and ``keep_others``: as in ``Staging``."""
-        self._owner = owner
+        self._claim = mine
         self._lock_file = -1
         while True:
             super().__init__(target, inside, keep_others=keep_others)
@@ -107,7 +109,7 @@ class SharedStaging(commit.Staging):
         unfinished = self.path / f"{LOCK}-unfinished"  # nobody sees the file without its lock and its contents
         self._lock_file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         locks.hold(self._lock_file)
-        os.write(self._lock_file, owner.describe_staged(self._owner, self.path.name))
+        os.write(self._lock_file, claim.describe_staged(self._claim, self.path.name))
         os.rename(unfinished, self.path / LOCK)
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
@@ -146,7 +148,7 @@ class AttachedStaging(commit.Staging):
         Rank 0 syncs the rest, in ``describe``. Where nodes share the file system, it cannot sync what the cache of this
         one holds."""
         written = set(written)
-        if owner.is_local(self.path):
+        if claim.is_local(self.path):
             for folder in {(self.path / name).parent for name in written} | {self.path}:
                 folders.sync_path(folder)
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from lazyckpt.errors import LoadError, ReadError, load_error
-from lazyckpt.storage import folders, manifest, owner
+from lazyckpt.storage import claim, folders, manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, Checkpoint, pin_of
 
@@ -166,8 +166,8 @@ def leftovers(directory: Path) -> list[Leftover]:
 
 def _is_locked(folder: Path) -> bool:
     """Whether a live process holds the lock of a staged folder. Asks with a shared lock, released at once."""
-    if owner.is_shared(folder):
-        return not owner.is_abandoned(folder)
+    if claim.is_shared(folder):
+        return not claim.is_abandoned(folder)
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

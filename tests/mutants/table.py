@@ -272,7 +272,7 @@ promise(
     "An older start of a job publishes nothing once a newer one has opened the folder.",
     (
         "a job whose folder another one has taken publishes",
-        py("Ballot.decide", swap("folder.owner(...)")),
+        py("Ballot.decide", swap("folder.taken_by(...)")),
         "test_votes.py::test_an_older_generation_publishes_nothing_once_a_new_one_has_read_the_folder",
     ),
 )
@@ -280,10 +280,10 @@ promise(
 promise(
     DURABILITY,
     "A sweep removes no folder of a job that is not proven dead, and everything of an older start of the same job.",
-    ("a lock on another node proves death", py("owner.is_abandoned", swap("is_local(...)", "True")), SHARED),
+    ("a lock on another node proves death", py("claim.is_abandoned", swap("is_local(...)", "True")), SHARED),
     (
         "an older start of the job keeps its folder",
-        py("owner.is_abandoned", swap("found.generation < by.generation", "False")),
+        py("claim.is_abandoned", swap("found.generation < by.generation", "False")),
         SHARED,
     ),
     ("a replaced checkpoint is not recovered", py("removal.put_back", swap("os.rename(...)")), SHARED),

@@ -213,7 +213,7 @@ class FakeFolder:
 
         self._do(f"write {file}", act)
 
-    def owner(self) -> str | None:
+    def taken_by(self) -> str | None:
         return self._do("owner", lambda: None if self._world.owner == self._generation else "another job")  # type: ignore[no-any-return]
 
     def to_final(self) -> str:

@@ -23,7 +23,7 @@ from processes import Died, Ranks, die
 
 import lazyckpt
 from lazyckpt import _engine
-from lazyckpt.storage.owner import OWNER
+from lazyckpt.storage.claim import CLAIM
 from lazyckpt.waits import ABSENT_TIMEOUTS
 from ranks.training import KNOBS, Answer, Training, tick_of
 
@@ -372,7 +372,7 @@ def test_a_rank_0_that_dies_with_the_store_is_named(ranks: Ranks, tmp_path: Path
     died, told = ranks.run(2, dies_with_the_store, tmp_path)
     assert isinstance(died, Died)
     assert "rank 0 has ended, or cannot be reached: rank 1 has lost the store, which rank 0 serves" in told
-    assert left(tmp_path) == [OWNER, name(1)]
+    assert left(tmp_path) == [CLAIM, name(1)]
 
 
 def test_the_case_trains_as_it_says(ranks: Ranks) -> None:

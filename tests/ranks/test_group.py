@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError, SaveError
 from lazyckpt.ranks.group import RankGroup, join
-from lazyckpt.storage import folders, locks, owner, removal
+from lazyckpt.storage import claim, folders, locks, removal
+from lazyckpt.storage.claim import CLAIM, FolderClaim
 from lazyckpt.storage.manifest import folder_name
-from lazyckpt.storage.owner import OWNER, Owner
 from ranks import actor
 
 Run = Callable[[RankGroup], Any]
@@ -49,7 +49,7 @@ def test_all_ranks_join_one_generation_and_leave_no_key(tmp_path: Path) -> None:
         found = joined(store, 9, tmp_path / "run")
         assert [group.rank for group in found] == list(range(9))
         assert {(group.generation, group.world_size) for group in found} == {(generation, 9)}
-        assert os.listdir(tmp_path / "run") == [OWNER]
+        assert os.listdir(tmp_path / "run") == [CLAIM]
         run(9, lambda rank, found=found: found[rank].close())
         assert os.listdir(tmp_path / "run") == []
     for key in ("lazyckpt/run", "lazyckpt/generation", *(f"lazyckpt/joined/{rank}" for rank in range(9))):
@@ -91,7 +91,7 @@ def test_no_key_is_left_of_many_saves_committed_or_not(tmp_path: Path) -> None:
     answers = run(3, save)
     assert answers == [["aborted" if ordinal % 7 < 3 else "committed" for ordinal in range(1, 61)]] * 3
     assert store.num_keys() == keys
-    assert sorted(os.listdir(tmp_path)) == [OWNER, "step-00000000", "step-00000001"]
+    assert sorted(os.listdir(tmp_path)) == [CLAIM, "step-00000000", "step-00000001"]
 
 
 def test_an_exchange_names_the_rank_that_has_left(tmp_path: Path) -> None:
@@ -163,15 +163,15 @@ def test_a_rank_0_that_never_comes_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_network_file_system_may_show_the_folder_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "is_local", lambda _: False)
+    monkeypatch.setattr(claim, "is_local", lambda _: False)
     looks: list[Path] = []
-    found = owner.other_owner
+    found = claim.other_claim
 
-    def late(directory: Path, mine: Owner) -> str | None:
+    def late(directory: Path, mine: FolderClaim) -> str | None:
         looks.append(directory)
         return found(directory, mine) if len(looks) > 4 else "no job"
 
-    monkeypatch.setattr(owner, "other_owner", late)
+    monkeypatch.setattr(claim, "other_claim", late)
     joined(HashStore(), 2, tmp_path)
     assert len(looks) >= 4
 
@@ -186,16 +186,16 @@ def test_a_start_of_the_job_takes_the_folder_from_the_one_before(tmp_path: Path)
     store = HashStore()
     old = joined(PrefixStore("attempt-0", store), 2, tmp_path)
     staging = old[0].stage(tmp_path / "step-00000001")
-    old[0].check_owner()
+    old[0].check_claim()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the remains of an earlier start are no other job
         new = joined(PrefixStore("attempt-1", store), 1, tmp_path)
-    assert (new[0].generation, new[0]._owner.run) == (2, old[0]._owner.run)
+    assert (new[0].generation, new[0]._claim.run) == (2, old[0]._claim.run)
     assert not staging.path.exists() and [n for n in os.listdir(tmp_path) if n.startswith(folders.TRASH)] == []
     with pytest.raises(SaveError, match=r"the folder belongs to the job \w+ \(start 2, rank 0 on "):
-        old[0].check_owner()
+        old[0].check_claim()
     run(2, lambda rank: old[rank].close())
-    assert owner.other_owner(tmp_path, new[0]._owner) is None
+    assert claim.other_claim(tmp_path, new[0]._claim) is None
 
 
 def test_a_start_that_died_before_it_took_the_folder_leaves_nothing(
@@ -206,31 +206,31 @@ def test_a_start_that_died_before_it_took_the_folder_leaves_nothing(
 
     def sleeps(old: Path, new: Path) -> None:
         monkeypatch.setattr(os, "replace", rename)
-        owner.take(tmp_path, Owner("a", 2, "here"))
+        claim.take(tmp_path, FolderClaim("a", 2, "here"))
         rename(old, new)
 
     monkeypatch.setattr(os, "replace", sleeps)
     with pytest.raises(FileNotFoundError):
-        owner.take(tmp_path, Owner("a", 1, "here"))
-    assert os.listdir(tmp_path) == [OWNER]
-    assert owner.other_owner(tmp_path, Owner("a", 2, "here")) is None
+        claim.take(tmp_path, FolderClaim("a", 1, "here"))
+    assert os.listdir(tmp_path) == [CLAIM]
+    assert claim.other_claim(tmp_path, FolderClaim("a", 2, "here")) is None
 
 
 def test_another_job_takes_the_folder_but_not_what_a_live_one_stages(tmp_path: Path) -> None:
     old = joined(HashStore(), 1, tmp_path)
     staging = old[0].stage(tmp_path / "step-00000001")
-    with pytest.warns(UserWarning, match=rf"belonged to the job {old[0]._owner.run} .* which still runs"):
+    with pytest.warns(UserWarning, match=rf"belonged to the job {old[0]._claim.run} .* which still runs"):
         joined(HashStore(), 1, tmp_path)
     assert staging.path.exists()
     with pytest.raises(SaveError, match="the folder belongs to"):
-        old[0].check_owner()
+        old[0].check_claim()
     staging.discard()
 
 
-def test_an_owner_lives_as_long_as_its_process_and_not_as_its_children(tmp_path: Path) -> None:
-    assert owner.live_owner(tmp_path) is None
-    lock = owner.take(tmp_path, Owner("a", 1, "here"))
-    assert owner.live_owner(tmp_path) == Owner("a", 1, "here")
+def test_a_claim_lives_as_long_as_its_process_and_not_as_its_children(tmp_path: Path) -> None:
+    assert claim.live_claim(tmp_path) is None
+    lock = claim.take(tmp_path, FolderClaim("a", 1, "here"))
+    assert claim.live_claim(tmp_path) == FolderClaim("a", 1, "here")
     forked, end = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         os.write(forked[1], b"x")
@@ -240,7 +240,7 @@ def test_an_owner_lives_as_long_as_its_process_and_not_as_its_children(tmp_path:
     try:
         os.read(forked[0], 1)
         locks.drop(lock)
-        assert owner.live_owner(tmp_path) is None
+        assert claim.live_claim(tmp_path) is None
     finally:
         for fd in (*forked, *end):
             os.close(fd)
@@ -249,19 +249,19 @@ def test_an_owner_lives_as_long_as_its_process_and_not_as_its_children(tmp_path:
 
 def test_a_start_that_fails_lives_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        assert owner.live_owner(tmp_path) is not None
+        assert claim.live_claim(tmp_path) is not None
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(removal, "sweep", full)
     with pytest.raises(SaveError, match="No space left"):
         join(HashStore(), 0, 1, tmp_path, 20)
-    assert owner.live_owner(tmp_path) is None
+    assert claim.live_claim(tmp_path) is None
 
 
-def test_the_owner_of_a_folder_is_told(tmp_path: Path) -> None:
-    assert owner.other_owner(tmp_path, Owner("a", 1, "here")) == "no job"
-    owner.take(tmp_path, Owner("a", 1, "here"))
-    assert owner.other_owner(tmp_path, Owner("a", 1, "here")) is None
-    assert owner.other_owner(tmp_path, Owner("a", 2, "here")) == "the job a (start 1, rank 0 on here)"
-    (tmp_path / OWNER).write_text('{"run": 1')
-    assert owner.other_owner(tmp_path, Owner("a", 1, "here")) == "no job"
+def test_the_claim_on_a_folder_is_told(tmp_path: Path) -> None:
+    assert claim.other_claim(tmp_path, FolderClaim("a", 1, "here")) == "no job"
+    claim.take(tmp_path, FolderClaim("a", 1, "here"))
+    assert claim.other_claim(tmp_path, FolderClaim("a", 1, "here")) is None
+    assert claim.other_claim(tmp_path, FolderClaim("a", 2, "here")) == "the job a (start 1, rank 0 on here)"
+    (tmp_path / CLAIM).write_text('{"run": 1')
+    assert claim.other_claim(tmp_path, FolderClaim("a", 1, "here")) == "no job"

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lazyckpt.storage import folders
-from lazyckpt.storage.owner import LOCK, OWNER
+from lazyckpt.storage.claim import CLAIM, LOCK
 from ranks.actor import STEPS, Orders, start, told, wait_until
 from trials import Trials
 
@@ -181,7 +181,7 @@ def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
         assert process.exitcode == 0
     assert {folder: (folder / "rank-0").read_text() for folder in orders.folder.glob("step-*")} == before
     assert all("aborted" in list(found.values())[-1] for found in answers(orders))
-    assert (orders.folder / OWNER).exists()
+    assert (orders.folder / CLAIM).exists()
 
 
 def _orders(tmp_path: Path, trial: int, random: random.Random, port: int) -> Orders:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lazyckpt.storage.owner import OWNER
+from lazyckpt.storage.claim import CLAIM
 
 TESTS = Path(__file__).parent.parent
 
@@ -20,6 +20,6 @@ def test_a_job_that_torchrun_starts_again_removes_what_it_had_staged_and_saves_o
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert (told / f"1-{rank}").read_text() == str([OWNER, "step-00000001"])
+        assert (told / f"1-{rank}").read_text() == str([CLAIM, "step-00000001"])
     assert sorted(os.listdir(told)) == ["1-0", "1-1"]
     assert os.listdir(tmp_path / "run") == ["step-00000001"]

@@ -1,4 +1,4 @@
-"""A folder that several ranks fill: its lock, its renames, and who may sweep it (storage/shared.py, owner.py)."""
+"""A folder that several ranks fill: its lock, its renames, and who may sweep it (storage/shared.py, claim.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 import fuse_server
 from lazyckpt import waits
-from lazyckpt.storage import commit, folders, locks, owner, removal
-from lazyckpt.storage.owner import LOCK, Owner
+from lazyckpt.storage import claim, commit, folders, locks, removal
+from lazyckpt.storage.claim import LOCK, FolderClaim
 from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
 from lazyckpt.tools.listing import leftovers
 
 HEX = f"{1:032x}"
-ME = Owner.here("a" * 32, 3)
+ME = FolderClaim.here("a" * 32, 3)
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def checkpoint(folder: Path, text: str = "old") -> Path:
 
 
 @pytest.fixture
-def dead(target: Path) -> Iterator[Callable[[Owner], Path]]:
+def dead(target: Path) -> Iterator[Callable[[FolderClaim], Path]]:
     """A function that stages a folder in a process which is killed at once."""
 
-    def stage(owner: Owner) -> Path:
+    def stage(mine: FolderClaim) -> Path:
         reads, writes = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.write(writes, os.fsencode(SharedStaging(target, owner).path))
+            os.write(writes, os.fsencode(SharedStaging(target, mine).path))
             signal.pause()
         path = Path(os.fsdecode(os.read(reads, 1000)))
         os.kill(pid, signal.SIGKILL)
@@ -264,14 +264,14 @@ def test_a_sweep_spares_the_folder_of_a_live_job(target: Path) -> None:
     staging = SharedStaging(target, ME)
     locks.drop(staging._lock)  # the lock of the folder itself, which holds on one node only
     assert removal.sweep(target.parent) == []
-    assert removal.sweep(target.parent, Owner.here("b" * 32, 9)) == []
+    assert removal.sweep(target.parent, FolderClaim.here("b" * 32, 9)) == []
     assert removal.sweep(target.parent, ME) == []
     assert [found.state for found in leftovers(target.parent)] == ["in use"]
     staging.discard()
     assert os.listdir(target.parent) == []
 
 
-def test_a_sweep_removes_the_folder_of_a_dead_job(target: Path, dead: Callable[[Owner], Path]) -> None:
+def test_a_sweep_removes_the_folder_of_a_dead_job(target: Path, dead: Callable[[FolderClaim], Path]) -> None:
     path = dead(ME)
     assert [found.state for found in leftovers(target.parent)] == ["abandoned"]
     assert len(removal.sweep(target.parent)) == 1
@@ -280,33 +280,33 @@ def test_a_sweep_removes_the_folder_of_a_dead_job(target: Path, dead: Callable[[
 
 def test_a_start_of_the_job_removes_what_the_one_before_stages_even_if_that_lives(target: Path) -> None:
     staging = SharedStaging(target, ME)
-    assert removal.sweep(target.parent, Owner.here(ME.run, ME.generation)) == []
-    assert len(removal.sweep(target.parent, Owner.here(ME.run, ME.generation + 1))) == 1
+    assert removal.sweep(target.parent, FolderClaim.here(ME.run, ME.generation)) == []
+    assert len(removal.sweep(target.parent, FolderClaim.here(ME.run, ME.generation + 1))) == 1
     assert not staging.path.exists()
     folder = seen(staging)
     assert (folder.to_final(), folder.is_published(), folder.to_trash()) == ("gone", False, False)
 
 
 def test_on_a_shared_file_system_a_free_lock_proves_death_only_on_the_same_host(
-    target: Path, dead: Callable[[Owner], Path], monkeypatch: pytest.MonkeyPatch
+    target: Path, dead: Callable[[FolderClaim], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock of another node may be invisible here (``nolock``, ``localflock``)."""
-    monkeypatch.setattr(owner, "is_local", lambda _: False)
-    elsewhere = dead(Owner("b" * 32, 1, "another host"))
+    monkeypatch.setattr(claim, "is_local", lambda _: False)
+    elsewhere = dead(FolderClaim("b" * 32, 1, "another host"))
     here = dead(ME)
     removal.sweep(target.parent)
     assert elsewhere.exists() and not here.exists()
-    monkeypatch.setattr(owner, "is_local", lambda _: True)
+    monkeypatch.setattr(claim, "is_local", lambda _: True)
     removal.sweep(target.parent)
     assert not elsewhere.exists()
 
 
 def test_a_lock_file_that_a_power_cut_has_emptied_proves_nothing_on_a_shared_file_system(
-    target: Path, dead: Callable[[Owner], Path], monkeypatch: pytest.MonkeyPatch
+    target: Path, dead: Callable[[FolderClaim], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = dead(ME)
     (path / LOCK).write_text("")
-    monkeypatch.setattr(owner, "is_local", lambda _: False)
+    monkeypatch.setattr(claim, "is_local", lambda _: False)
     assert removal.sweep(target.parent) == [] and path.exists()
 
 

@@ -250,5 +250,5 @@ class JobCheckpointRequest(JobRequest):
         if self._rank != 0:
             return ()
         if self._group is not None:
-            self._group.check_owner()
+            self._group.check_claim()
         return self._lineage.superfluous()

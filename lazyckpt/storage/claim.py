@@ -1,4 +1,4 @@
-"""Says to which job a folder belongs, when several processes write into it.
+"""A job's claim on a folder into which several processes write.
 
 A file in the run's folder names the job whose rank 0 may publish and remove checkpoints there. A file in each staged
 folder names the job that stages it; rank 0 holds a lock on that file. It is a lock on a file and not on the folder,
@@ -19,7 +19,7 @@ from typing import Any
 
 from lazyckpt.storage import locks, mounts
 
-OWNER = ".lazyckpt-owner"  # in a run's folder
+CLAIM = ".lazyckpt-owner"  # in a run's folder
 LOCK = ".lazyckpt-lock"  # in a staged folder
 _MAX_BYTES = 4096
 # File systems that one machine sees: its kernel knows all locks there.
@@ -27,35 +27,35 @@ _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tm
 
 
 @dataclass(frozen=True)
-class Owner:
-    """A job that saves with several ranks. When it starts again, its generation is higher."""
+class FolderClaim:
+    """Names the job that may publish in a folder. When it starts again, its generation is higher."""
 
     run: str  # a uuid
     generation: int
     host: str  # of rank 0
 
     @classmethod
-    def here(cls, run: str, generation: int) -> Owner:
+    def here(cls, run: str, generation: int) -> FolderClaim:
         return cls(run, generation, os.uname().nodename)
 
     def __str__(self) -> str:
         return f"the job {self.run} (start {self.generation}, rank 0 on {self.host})"
 
 
-def take(directory: Path, owner: Owner) -> int:
-    """Makes a job the owner of a run's folder: older ones will not publish or remove anything there.
+def take(directory: Path, mine: FolderClaim) -> int:
+    """Claims a run's folder for a job: older ones will not publish or remove anything there.
 
     Returns the lock on the file, for ``let_go``. Raises OSError, also if another job takes the folder at the same
     moment."""
     for name in os.listdir(directory):
-        if name.startswith(f"{OWNER}-"):  # of a process that died or sleeps before its rename
+        if name.startswith(f"{CLAIM}-"):  # of a process that died or sleeps before its rename
             (directory / name).unlink(missing_ok=True)
-    temporary = directory / f"{OWNER}-{uuid.uuid4().hex}"
+    temporary = directory / f"{CLAIM}-{uuid.uuid4().hex}"
     lock = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         locks.hold(lock)
-        os.write(lock, json.dumps(asdict(owner)).encode())
-        os.replace(temporary, directory / OWNER)
+        os.write(lock, json.dumps(asdict(mine)).encode())
+        os.replace(temporary, directory / CLAIM)
     except BaseException:
         locks.drop(lock)
         temporary.unlink(missing_ok=True)
@@ -63,40 +63,40 @@ def take(directory: Path, owner: Owner) -> int:
     return lock
 
 
-def live_owner(directory: Path) -> Owner | None:
-    """The job that owns a run's folder, if its rank 0 is seen to live: it holds the lock."""
+def live_claim(directory: Path) -> FolderClaim | None:
+    """The claim on a run's folder, if rank 0 of its job is seen to live: it holds the lock."""
     try:
-        fd = os.open(directory / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
+        fd = os.open(directory / CLAIM, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
     except OSError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        return _owner(_parse(os.pread(fd, _MAX_BYTES, 0)))
+        return _claim_of(_parse(os.pread(fd, _MAX_BYTES, 0)))
     except OSError:  # there are no locks
         return None
     finally:
         os.close(fd)
 
 
-def other_owner(directory: Path, owner: Owner) -> str | None:
-    """Returns None if the run's folder belongs to ``owner``, else a phrase for whose it is. Raises OSError."""
-    found = _owner(_read(directory / OWNER))
-    return None if found == owner else str(found or "no job")
+def other_claim(directory: Path, mine: FolderClaim) -> str | None:
+    """Returns None if the run's folder belongs to ``mine``, else a phrase for whose it is. Raises OSError."""
+    found = _claim_of(_read(directory / CLAIM))
+    return None if found == mine else str(found or "no job")
 
 
-def let_go(directory: Path, owner: Owner, lock: int) -> None:
-    """Ends the ownership of ``owner``, if it still is the owner."""
+def let_go(directory: Path, mine: FolderClaim, lock: int) -> None:
+    """Ends the claim ``mine``, unless another job has taken the folder."""
     with contextlib.suppress(OSError):
-        if other_owner(directory, owner) is None:
-            (directory / OWNER).unlink()
+        if other_claim(directory, mine) is None:
+            (directory / CLAIM).unlink()
     locks.drop(lock)
 
 
-def describe_staged(owner: Owner, name: str) -> bytes:
+def describe_staged(mine: FolderClaim, name: str) -> bytes:
     """The contents of the lock file of the staged folder ``name``."""
-    return json.dumps({**asdict(owner), "staged": name}).encode()
+    return json.dumps({**asdict(mine), "staged": name}).encode()
 
 
 def staged_name(folder: Path) -> str | None:
@@ -109,7 +109,7 @@ def is_shared(staged: Path) -> bool:
     return os.path.lexists(staged / LOCK)
 
 
-def is_abandoned(staged: Path, by: Owner | None = None) -> bool:
+def is_abandoned(staged: Path, by: FolderClaim | None = None) -> bool:
     """Whether the job that staged a folder is proven dead, or is an older generation of the job ``by``.
 
     A lock that is free proves it if this process sees all locks: on a local file system, or on the host of rank 0."""
@@ -118,7 +118,7 @@ def is_abandoned(staged: Path, by: Owner | None = None) -> bool:
     except OSError:
         return False
     try:
-        found = _owner(_parse(os.pread(fd, _MAX_BYTES, 0)))
+        found = _claim_of(_parse(os.pread(fd, _MAX_BYTES, 0)))
         if by is not None and found is not None and found.run == by.run and found.generation < by.generation:
             return True
         if not is_local(staged) and (found is None or found.host != os.uname().nodename):
@@ -152,8 +152,8 @@ def _parse(text: bytes) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def _owner(told: dict[str, Any]) -> Owner | None:
+def _claim_of(told: dict[str, Any]) -> FolderClaim | None:
     try:
-        return Owner(str(told["run"]), int(told["generation"]), str(told["host"]))
+        return FolderClaim(str(told["run"]), int(told["generation"]), str(told["host"]))
     except (KeyError, TypeError, ValueError):
         return None
