@@ -89,7 +89,7 @@ class Checkpointer(Restoring):
         weakref.finalize(self, _call, self._leaving)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
-        self._launcher.owner = f"the Checkpointer of {self.directory}"
+        self._launcher.label = f"the Checkpointer of {self.directory}"
         self._callers = self._launcher.callers
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)

@@ -287,7 +287,7 @@ class Saver:
     def engine(self) -> _engine.Engine:
         """Raises ClosedError after ``close``."""
         if self._buffer.engine is None:
-            raise ClosedError(f"{self.launcher.owner} is closed")
+            raise ClosedError(f"{self.launcher.label} is closed")
         return self._buffer.engine
 
     def save_at(

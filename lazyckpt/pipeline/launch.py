@@ -69,7 +69,7 @@ class Launcher:
     def __init__(self, config: Config, buffer: StagingBuffer, background: Background, trace: Trace | None) -> None:
         self.callers: dict[str, int] = {}  # of the Saver and of all that launches through it; see reentry.py
         self.modules: list[torch.nn.Module] = []  # whose frozen (requires_grad=False) parameters may become lazy
-        self.owner = "this Saver"  # whom users call; in messages
+        self.label = "this Saver"  # what users call; in messages
         self.closed = False  # to new saves
         self._config = config
         self._pid = os.getpid()
@@ -92,11 +92,11 @@ class Launcher:
         """Raises ClosedError when the Saver is closed, and in a forked child."""
         self.check_process()
         if self.closed:
-            raise ClosedError(f"{self.owner} is closed")
+            raise ClosedError(f"{self.label} is closed")
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ClosedError(f"{self.owner} belongs to the parent of this process; make one here")
+            raise ClosedError(f"{self.label} belongs to the parent of this process; make one here")
 
     def launch(self, request: Request, plans: Plans, *, blocking: bool, training_step: Hashable = None) -> SaveHandle:
         """Starts a save. Returns when everything is copied or guarded; with ``blocking``, when it is durable.
