@@ -28,7 +28,7 @@ from lazyckpt.capture.torn import MAX_NAMES, TornStorages, is_torn, told
 from lazyckpt.capture.verdict import Verdict, wait_durable
 from lazyckpt.capture.versions import versions_of
 from lazyckpt.formats import torch_zip
-from lazyckpt.gate.foreign import is_of_torch
+from lazyckpt.gate.foreign import is_torch_class
 from lazyckpt.gate.gate import gate
 from lazyckpt.gate.standing import inside_operation
 from lazyckpt.metrics import CheckpointMetrics
@@ -146,7 +146,7 @@ class Snapshot:
             if parameters is not None and parameters == parameters_of(owner):
                 owners = bit
         # torch's optimizers write in the device's current stream. Other optimizers may use any stream.
-        self._wait(owners, on_device=is_of_torch(type(owner)))
+        self._wait(owners, on_device=is_torch_class(type(owner)))
 
     def wait_all(self) -> None:
         self._wait(ALL_OWNERS, on_device=False)

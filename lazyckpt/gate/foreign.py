@@ -35,7 +35,7 @@ _told_of: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 _guarded: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 
-def is_of_torch(kind: type[Any]) -> bool:
+def is_torch_class(kind: type[Any]) -> bool:
     """Whether a class of optimizers is exactly one of torch's own, not derived from one."""
     return f"{kind.__module__}.".startswith("torch.optim.")  # that of Adafactor is torch.optim itself
 
@@ -73,7 +73,9 @@ def writes_before_closure(optimizer: torch.optim.Optimizer, frame: FrameType, *,
         why = f"{_place_of(foreign)} runs before the closure and may write to parameters. Call it before step() instead"
     else:
         step = step_behind(frame, optimizer)
-        if (is_of_torch(kind) and _foreign_step(step) is None) or runs_closure_first(step, optimizer, by_name=by_name):
+        if (is_torch_class(kind) and _foreign_step(step) is None) or runs_closure_first(
+            step, optimizer, by_name=by_name
+        ):
             return False
         place = _place_of(_foreign_step(step) or inspect.unwrap(step))
         why = (
@@ -119,7 +121,7 @@ def guard_switches(kind: type[Any]) -> None:
     """Puts the gate in front of the methods with which optimizers of a class write outside ``step()``.
 
     The class changes, not the instance, so that optimizers are copied and pickled as before."""
-    if kind in _guarded or is_of_torch(kind):
+    if kind in _guarded or is_torch_class(kind):
         return
     for name in dir(kind) if kind.__hash__ is not None else ():
         method = inspect.getattr_static(kind, name)

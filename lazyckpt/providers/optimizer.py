@@ -20,7 +20,7 @@ class OptimizerProvider(StatefulProvider):
         live = self.obj.state_dict()
         if not is_as_torchs(self.obj, live):
             return []  # a state of its own kind, which load_state_dict understands
-        if not is_of_torch(saved):
+        if not has_torch_layout(saved):
             raise RestoreError(f"not the state of an optimizer: {describe(saved)}")
         problems = []
         parameters_here = groups_of(self.obj)
@@ -92,7 +92,7 @@ class OptimizerProvider(StatefulProvider):
         return None
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
-        for state in saved["state"].values() if is_of_torch(saved) else ():
+        for state in saved["state"].values() if has_torch_layout(saved) else ():
             if isinstance(state, dict):
                 for key, tensor in state.items():
                     state[key] = landed.get(id(tensor), tensor)
@@ -118,12 +118,12 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 def is_as_torchs(optimizer: Any, state: Any) -> bool:
     """Whether ``state``, that of ``optimizer``, is laid out as torch's and numbers the parameters that it shows."""
-    return is_of_torch(state) and [len(group["params"]) for group in state["param_groups"]] == [
+    return has_torch_layout(state) and [len(group["params"]) for group in state["param_groups"]] == [
         len(group["params"]) for group in groups_of(optimizer)
     ]
 
 
-def is_of_torch(state: Any) -> bool:
+def has_torch_layout(state: Any) -> bool:
     """Whether a state is laid out as that of torch's own optimizers."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return (

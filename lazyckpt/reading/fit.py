@@ -17,7 +17,7 @@ from lazyckpt.providers.global_state import by_number, parameter_names
 from lazyckpt.providers.kinds import other_kinds, refuse_other_kinds
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
+from lazyckpt.providers.optimizer import OptimizerProvider, has_torch_layout
 from lazyckpt.providers.rename import Rename, checked, rename_state, renamed, suggestion
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.restored import Restored
@@ -199,7 +199,7 @@ class Fitting:
                 chosen[name] = self._fit_module(name, chosen[name], part.obj)
                 parts[name] = ModuleProvider(part.obj, casts=True) if fit.cast else part
         for name, part in parts.items() if self.by_name else ():
-            if isinstance(part, OptimizerProvider) and is_of_torch(chosen.get(name)):
+            if isinstance(part, OptimizerProvider) and has_torch_layout(chosen.get(name)):
                 sources = {self.sources.get(one, one): its for one, its in tracked.items()}
                 chosen[name] = by_number(chosen[name], part.obj, parameter_names(sources))
         return chosen

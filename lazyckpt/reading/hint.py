@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from lazyckpt.providers.kinds import kinds_of
 from lazyckpt.providers.module import ModuleProvider, differ_in_dtype
 from lazyckpt.providers.objects import StateProvider, matches
-from lazyckpt.providers.optimizer import OptimizerProvider, is_of_torch
+from lazyckpt.providers.optimizer import OptimizerProvider, has_torch_layout
 from lazyckpt.providers.rename import WithoutWord, likeliest, renamed
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.fit import Fit, Fitting
@@ -79,7 +79,7 @@ class _Search:
         part, state = self._parts[name], self._saved.get(key)
         if isinstance(part, OptimizerProvider):
             kinds = kinds_of({name: part})
-            return float(is_of_torch(state) and kinds.get(name) == self._fitting.saved_kinds.get(key))
+            return float(has_torch_layout(state) and kinds.get(name) == self._fitting.saved_kinds.get(key))
         if isinstance(part, ModuleProvider) and isinstance(state, Mapping) and state:
             live = part.obj.state_dict()
             shared = live.keys() & set(renamed(state, likeliest(state, live) or {}).values())
