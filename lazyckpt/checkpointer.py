@@ -223,7 +223,7 @@ class Checkpointer(Restoring):
         """
         self._refuse_read_only("save()")
         path = self.directory / manifest.folder_name(checked_step(step))
-        crew = self._sharded()
+        crew = self._join_if_sharded()
         try:
             about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
         except ConfigError as error:
@@ -250,7 +250,7 @@ class Checkpointer(Restoring):
         """The parts that may be sharded after they were tracked."""
         return [part for part in self._provider.parts.values() if isinstance(part, ModuleProvider | OptimizerProvider)]
 
-    def _sharded(self) -> Crew | None:
+    def _join_if_sharded(self) -> Crew | None:
         """The ranks that hold the tracked state together; None if this process holds all of it. The first call that
         finds sharded state waits for the other ranks."""
         if self._crew is None and (self._tracks_shards or any(map(holds_shards, self._trained()))):
@@ -298,7 +298,7 @@ class Checkpointer(Restoring):
         """
         if self._interval is None:
             raise ConfigError('maybe_save: give the Checkpointer save_every, a number of steps or "auto"')
-        if self._auto and self._sharded() is not None:
+        if self._auto and self._join_if_sharded() is not None:
             raise ConfigError(
                 'save_every="auto": every rank would measure an interval of its own; give a number of steps'
             )

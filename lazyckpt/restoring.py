@@ -39,7 +39,7 @@ class Restoring(History):
     _crew: Crew | None
     _warned_of_newer: bool
 
-    def _sharded(self) -> Crew | None:
+    def _join_if_sharded(self) -> Crew | None:
         raise NotImplementedError
 
     def restore(
@@ -110,7 +110,7 @@ class Restoring(History):
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         engine = self._saver.engine
-        team = ALONE if (crew := self._sharded()) is None else crew.meet()
+        team = ALONE if (crew := self._join_if_sharded()) is None else crew.meet()
         team.compare(f"{call}({', '.join([*told, *fit.told()])})")
         if folder is not None:
             found = restore_one(folder(), self._provider, engine, fit, team)
