@@ -107,7 +107,8 @@ class Checkpointer(Restoring):
         except BaseException:
             self._saver.close()
             raise
-        self._last_save: tuple[int | None, object] = None, object()  # its step, and something that is it alone
+        self._last_step: int | None = None  # of the last call of save()
+        self._training_step = object()  # another one at each call of save(), which may repeat a step
         self._provider = CompositeProvider()
         self._tracked: dict[str, Any] = {}  # objects by name
         self._archive = ArchiveCache()
@@ -232,11 +233,11 @@ class Checkpointer(Restoring):
             raise
         if self._best is not None and about.metrics and self._best.metric not in about.metrics:
             self._warn_of_metric(about.metrics, self._best)
-        if self._last_save[0] is None:
+        if self._last_step is None:
             warn_if_alone()
         if crew is None:
             self._roll.enter()
-        self._last_save = step, object()
+        self._last_step, self._training_step = step, object()
         request: Request
         plans: Mapping[str, FilePlan]
         if crew is None:
@@ -244,7 +245,7 @@ class Checkpointer(Restoring):
             plans = {STATE: StatePlan(self._provider, self._archive)}
         else:
             request, plans = crew.request(path, step, self._lineage, about, self._provider)
-        return self._launcher.launch(request, plans, blocking=blocking, training_step=self._last_save[1])
+        return self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
 
     def _trained(self) -> list[StateProvider]:
         """The parts that may be sharded after they were tracked."""
@@ -287,8 +288,9 @@ class Checkpointer(Restoring):
         if not isinstance(provider, ModuleProvider):
             modules = [name for name, part in self._provider.parts.items() if isinstance(part, ModuleProvider)]
             raise ConfigError(f"save_part: {name!r} is no tracked module; there is: {', '.join(modules) or 'none'}")
-        step, moment = self._last_save
-        return self._saver.save_at(moment, provider.state(), path, step=step, dtype=dtype, blocking=blocking)
+        return self._saver.save_at(
+            self._training_step, provider.state(), path, step=self._last_step, dtype=dtype, blocking=blocking
+        )
 
     def maybe_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> SaveHandle | None:
         """Save if it is time. Call this once after every optimizer step.

@@ -292,7 +292,7 @@ class Saver:
 
     def save_at(
         self,
-        moment: Hashable,
+        training_step: Hashable,
         obj: Any,
         path: str | os.PathLike[str],
         *,
@@ -300,7 +300,7 @@ class Saver:
         dtype: torch.dtype | None,
         blocking: bool,
     ) -> SaveHandle:
-        """As ``save``. Saves of one ``moment`` of the training stay lazy, whatever their steps."""
+        """As ``save``. Saves of one ``training_step`` stay lazy, whatever their ``step``."""
         if not Path(path).name:
             raise ConfigError(f"save: {str(path)!r} is not the name of a file")
         target = paths.local(path)
@@ -310,7 +310,9 @@ class Saver:
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         plan = plan_for(target.name, obj, cache=self._archives) if dtype is None else CastPlan(target.name, obj, dtype)
-        return self.launcher.launch(Request(target, step), {target.name: plan}, blocking=blocking, training_step=moment)
+        return self.launcher.launch(
+            Request(target, step), {target.name: plan}, blocking=blocking, training_step=training_step
+        )
 
     def reserve(self, nbytes: int) -> None:
         """Grows the staging buffer to ``nbytes``, as far as ``host_buffer_bytes`` allows."""
