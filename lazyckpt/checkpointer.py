@@ -19,6 +19,7 @@ from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
 from lazyckpt.pipeline.sharded.crew import Crew, rank_here, warn_if_alone
+from lazyckpt.pipeline.sharded.request import shared_checkpoint
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import track_loader
@@ -244,7 +245,7 @@ class Checkpointer(Restoring):
             request = CheckpointRequest(path, step, self._lineage, about, self._roll.look)
             plans = {STATE: StatePlan(self._provider, self._archive)}
         else:
-            request, plans = crew.request(path, step, self._lineage, about, self._provider)
+            request, plans = shared_checkpoint(crew, path, step, self._lineage, about, self._provider)
         return self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
 
     def _trained(self) -> list[StateProvider]:

@@ -24,6 +24,7 @@ from lazyckpt.pipeline.plan import ArchiveCache, CastPlan, plan_for
 from lazyckpt.pipeline.reentry import alone, other_thread, refuse
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.sharded.crew import Crew
+from lazyckpt.pipeline.sharded.request import stage_shared
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
 from lazyckpt.storage import hidden, in_place, paths, removal
@@ -133,7 +134,8 @@ class Saver:
                 target = Path(os.path.realpath(target, strict=True))
             if all_ranks:
                 with gate.standing():  # the others may need this thread's verdict on an earlier save
-                    request: Request = self._crew(folder or target.parent).stage(
+                    request: Request = stage_shared(
+                        self._crew(folder or target.parent),
                         target,
                         step,
                         alone=partial(self._stage_alone, target, folder, keep_others),

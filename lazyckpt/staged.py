@@ -12,7 +12,7 @@ from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, plan_for
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Request
-from lazyckpt.pipeline.sharded.request import JobRequest
+from lazyckpt.pipeline.sharded.request import SharedRequest
 from lazyckpt.providers.global_state import StateDict
 
 
@@ -52,7 +52,7 @@ class StagedFolder:
         everywhere, rank 0's is saved, unless only another rank has it. Raises ConfigError as ``add`` does, and for a
         folder that was staged without ``all_ranks``.
         """
-        if self._request is not None and not isinstance(self._request, JobRequest):
+        if self._request is not None and not isinstance(self._request, SharedRequest):
             raise ConfigError(f"add_shards: {name!r}: this takes a folder of stage(..., all_ranks=True)")
         self._check_name("add_shards", name)
         self._shards[name] = state
@@ -74,7 +74,7 @@ class StagedFolder:
             name: plan_for(name, obj, metadata, cache=self._archives.setdefault(name, ArchiveCache()), prefix=name)
             for name, (obj, metadata) in self._files.items()
         }
-        if isinstance(request, JobRequest):
+        if isinstance(request, SharedRequest):
             plans.update(
                 request.plan("" if name == "." else name, StateDict(state)) for name, state in self._shards.items()
             )

@@ -68,7 +68,7 @@ SIGNAL_FIRST_LOOK_S, SIGNAL_LAST_LOOK_S = 0.05, 5.0
 just before a system call does not end that call. Doubles: the first repeats catch the race, the later ones only wait
 for a main thread that is inside a long operation."""
 
-# Ranks (ranks/, pipeline/turns.py). Times that a user should scale are multiples of ``rank_timeout_s``.
+# Ranks (ranks/, pipeline/sharded/). Times that a user should scale are multiples of ``rank_timeout_s``.
 
 PULSES_PER_TIMEOUT = 8
 """A rank gives a sign of life this often within ``rank_timeout_s``. Fewer let one late message look like a death; more

@@ -22,6 +22,7 @@ from endings import in_a_child
 from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline import persist
 from lazyckpt.storage import catalog, commit, manifest, removal, retention
+from lazyckpt.storage.manifest import FileEntry
 
 HELD_S = 0.05
 
@@ -150,7 +151,7 @@ def test_several_in_flight_commit_in_order(make_run: Any, monkeypatch: pytest.Mo
     published: list[str] = []
     prepare, publish = persist.prepare, commit.Staging.publish
 
-    def slow_prepare(flight: persist.Flight, *args: Any, **kwargs: Any) -> persist.Receipt:
+    def slow_prepare(flight: persist.Flight, *args: Any, **kwargs: Any) -> list[FileEntry]:
         time.sleep({30: 0.3, 10: 0.2, 20: 0.1, 40: 0}[flight.handle.step])
         return prepare(flight, *args, **kwargs)
 

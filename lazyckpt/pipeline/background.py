@@ -187,10 +187,10 @@ class Background:
         try:
             with persist.aborted_on_error(flight):
                 staging = persist.create_files(flight)
-                receipt = persist.prepare(flight, staging, read_back=self._config.verify_after_write)
-                persist.agree(flight, receipt)
+                files = persist.prepare(flight, staging, read_back=self._config.verify_after_write)
+                persist.agree(flight, files)
                 with self._naming:
-                    replaced = persist.commit(flight, staging, receipt)
+                    replaced = persist.commit(flight, staging, files)
         except BaseException as cause:  # no other thread would report it
             error, where = flight.out_of_memory, cause.__traceback__
             with contextlib.suppress(MemoryError):
@@ -224,7 +224,8 @@ class Background:
     # removals
 
     def _clean_up(self, flight: Flight, replaced: Path | None, error: SaveError | None) -> None:
-        """Step 7 of storage/commit.py. A failure is a warning, since the new checkpoint stands."""
+        """Removes what this checkpoint replaced or made superfluous. A failure is a warning, since the new checkpoint
+        stands."""
         try:
             if replaced is not None:
                 removal.remove(replaced)

@@ -1,4 +1,4 @@
-"""The steps of the durability protocol (storage/commit.py) for one save, taken on one thread.
+"""Takes one save through the durability protocol (storage/commit.py), on one thread.
 
 ``create_files`` and ``prepare`` make the files durable under a temporary name. ``agree`` waits until every earlier save
 is decided and the verdict on this snapshot is known. Then ``commit`` decides; if any step fails, ``abort`` does.
@@ -24,6 +24,7 @@ from lazyckpt.pipeline import readback
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.request import Request
 from lazyckpt.storage.commit import Staging
+from lazyckpt.storage.manifest import FileEntry
 from lazyckpt.warn import warn_in_background
 
 
@@ -48,7 +49,7 @@ class Flight:
 
 
 def create_files(flight: Flight) -> Staging:
-    """Steps 1 and 2. Creates the files, so that the engine can write what it has copied. Raises OSError."""
+    """Creates the files, so that the engine can write what it has copied. Raises OSError."""
     flight.staging = staging = flight.request.stage()
     begin = time.perf_counter()
     for number, (name, nbytes) in enumerate(zip(flight.files, flight.nbytes, strict=True)):
@@ -60,15 +61,8 @@ def create_files(flight: Flight) -> Staging:
     return staging
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """A checkpoint that is durable under a temporary name: name, bytes and CRC-32 of each file."""
-
-    files: list[tuple[str, int, int]]
-
-
-def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> Receipt:
-    """Step 3. Returns when the files are durable and, with ``read_back``, compared with what was copied. Lets go of the
+def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> list[FileEntry]:
+    """Returns when the files are durable and, with ``read_back``, compared with what was copied. Lets go of the
     training state as soon as that is copied.
 
     Raises TornSnapshotError if the snapshot is known to be torn, OSError, and RankError if another rank has aborted."""
@@ -89,11 +83,11 @@ def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> Receipt:
         begin = time.perf_counter()
         readback.compare(job, staging.path, flight.files)
         flight.handle.metrics.readback_s = time.perf_counter() - begin
-    return Receipt([(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)])
+    return [FileEntry(name, *facts) for name, facts in zip(flight.files, job.files(), strict=True)]
 
 
-def agree(flight: Flight, receipt: Receipt) -> None:
-    """Step 4. Returns when every earlier save is published or has failed, this snapshot is known not to be torn, and
+def agree(flight: Flight, files: list[FileEntry]) -> None:
+    """Returns when every earlier save is published or has failed, this snapshot is known not to be torn, and
     the other ranks, if there are any, say the same of their parts.
 
     Raises TornSnapshotError; SaveError if the process ends before the verdict is known; RankError."""
@@ -113,12 +107,13 @@ def agree(flight: Flight, receipt: Receipt) -> None:
     handle.metrics.verdict_s = time.perf_counter() - begin
     _let_go(snapshot)
     _raise_torn(flight)
-    flight.request.agree(receipt.files)
+    flight.request.agree(files)
 
 
-def commit(flight: Flight, staging: Staging, receipt: Receipt) -> Path | None:
-    """Steps 5 and 6. Returns the folder that the checkpoint replaced, under another name, or None. Raises OSError."""
-    staging.describe(flight.request.manifest(receipt.files), flight.request.synced(flight.files))
+def commit(flight: Flight, staging: Staging, files: list[FileEntry]) -> Path | None:
+    """Gives the files their final names. Returns the folder that the checkpoint replaced, under another name, or None.
+    Raises OSError."""
+    flight.request.describe(staging, files)
     replaced = flight.request.publish(staging)
     flight.request.published()
     return replaced

@@ -11,7 +11,7 @@ from typing import Any
 from lazyckpt.storage import manifest, retention, rollback
 from lazyckpt.storage.catalog import Catalog, patiently
 from lazyckpt.storage.commit import FileStaging, Staging
-from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.storage.manifest import Checkpoint, FileEntry
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn_in_background
 
@@ -39,17 +39,14 @@ class Request:
     def check(self) -> None:
         """Called now and then while the files are copied and written. Raises RankError if another rank has aborted."""
 
-    def agree(self, files: list[tuple[str, int, int]]) -> None:
-        """Returns when every part of the checkpoint is durable; ``files`` (name, bytes, CRC-32) are those of this
-        process. Raises SaveError if another rank's part failed."""
+    def agree(self, files: list[FileEntry]) -> None:
+        """Returns when every part of the checkpoint is durable; ``files`` are those of this process. Raises SaveError
+        if another rank's part failed."""
 
-    def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any] | None:
-        """What the manifest says of the files (name, bytes, CRC-32), or None for no manifest."""
-        return None
-
-    def synced(self, files: list[str]) -> list[str]:
-        """The files in the staged folder that are durable; ``files`` are those of this process."""
-        return files
+    def describe(self, staging: Staging, files: list[FileEntry]) -> None:
+        """Writes what else the folder needs, a manifest for example, and syncs it. ``files`` of this process are
+        synced. Raises OSError and LoadError."""
+        staging.describe(None, [entry.name for entry in files])
 
     def publish(self, staging: Staging) -> Path | None:
         """Gives the files their final names. Returns what they replaced, under another name. Raises OSError, and
@@ -108,7 +105,7 @@ class Lineage:
             self._ours.add((checkpoint.step, checkpoint.sequence))
             self._sequence = max(self._sequence, checkpoint.sequence)
 
-    def manifest(self, step: int, files: list[tuple[str, int, int]], about: About, **ranks: Any) -> dict[str, Any]:
+    def manifest(self, step: int, files: list[FileEntry], about: About, **ranks: Any) -> dict[str, Any]:
         """Numbers the checkpoint after all that are committed, whoever saved them. Raises LoadError."""
         newest = patiently(self._catalog.last_sequence, warn_in_background)
         if newest > self._sequence and not self._warned:
@@ -159,11 +156,11 @@ class CheckpointRequest(Request):
     def stage(self) -> Staging:
         return Staging(self.path)
 
-    def agree(self, files: list[tuple[str, int, int]]) -> None:
+    def agree(self, files: list[FileEntry]) -> None:
         self._unless()
 
-    def manifest(self, files: list[tuple[str, int, int]]) -> dict[str, Any] | None:
-        return self._lineage.manifest(self._step, files, self._about)
+    def describe(self, staging: Staging, files: list[FileEntry]) -> None:
+        staging.describe(self._lineage.manifest(self._step, files, self._about), [entry.name for entry in files])
 
     def published(self) -> None:
         self._lineage.published()

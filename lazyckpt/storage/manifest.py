@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lazyckpt._version import __version__
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
@@ -43,9 +43,8 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-@dataclass(frozen=True)
-class FileEntry:
-    """A file, as the manifest describes it."""
+class FileEntry(NamedTuple):
+    """A durable file, as the manifest describes it."""
 
     name: str
     nbytes: int
@@ -88,7 +87,7 @@ def describe(
     step: int,
     sequence: int,
     parent: int | None,
-    files: list[tuple[str, int, int]],
+    files: list[FileEntry],
     metrics: Mapping[str, float] = MappingProxyType({}),
     kinds: Mapping[str, str] = MappingProxyType({}),
     world_size: int = 1,

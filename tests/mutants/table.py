@@ -262,7 +262,7 @@ promise(
     ),
     (
         "a rank votes before its files have durable names",
-        py("JobRequest.agree", swap("self._staging.sync(...)")),
+        py("SharedRequest.agree", swap("self._staging.sync(...)")),
         STAGED,
     ),
 )
@@ -349,12 +349,12 @@ promise(
     ),
     (
         "a rank writes on after another has aborted",
-        py("JobRequest.check", body("pass")),
+        py("SharedRequest.check", body("pass")),
         f"{CREW_FAULTS}::test_a_rank_in_a_long_write_learns_that_another_has_aborted",
     ),
     (
         "a rank whose disk is full is not named",
-        py("JobRequest.failed", swap("refuse(...)")),
+        py("SharedRequest.failed", swap("refuse(...)")),
         f"{CREW_FAULTS}::test_a_disk_that_fails_one_rank_fails_that_save_on_all",
     ),
 )
@@ -374,12 +374,12 @@ promise(
     "A save that one rank leaves out, repeats or refuses costs that checkpoint alone.",
     (
         "a rank that has left out a save stays out of step",
-        py("Turns.find", body("return None")),
+        py("SaveNumbers.find", body("return None")),
         "test_caught.py::test_a_call_that_one_rank_repeats_or_leaves_out_costs_few_checkpoints",
     ),
     (
         "a rank whose save() refused its arguments does not tell that it has gone on",
-        py("Crew._give_up_refused", body("pass")),
+        py("Crew.give_up_refused", body("pass")),
         f"{CREW_FAULTS}::test_a_rank_that_saves_something_else_is_named_at_once",
     ),
     (
@@ -389,7 +389,7 @@ promise(
     ),
     (
         "a save() that is repeated with good arguments counts twice",
-        py("Crew._give_up_refused", swap("refused[1] != step", "True")),
+        py("Crew.give_up_refused", swap("refused[1] != step", "True")),
         f"{CREW_FAULTS}::test_a_call_with_bad_arguments_may_be_repeated_with_good_ones",
     ),
 )

@@ -17,7 +17,9 @@ from lazyckpt.ranks.group import RankGroup
 from lazyckpt.ranks.rounds import StoreLost
 
 
-class Turns:
+class SaveNumbers:
+    """Counts the saves of one rank, in step with rank 0."""
+
     def __init__(self, group: RankGroup | None) -> None:
         """``group``: None if this process is the only rank."""
         self._group = group
