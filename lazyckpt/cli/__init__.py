@@ -83,7 +83,7 @@ class _Program(TyperGroup):
 
 
 def _discard_output() -> None:
-    """Discards what is buffered, or the interpreter would complain when it flushes at exit."""
+    """Discards buffered output, or the interpreter would complain when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""``lazyckpt advise``: prints how often to save, with what ring, and what disk that takes."""
+"""``lazyckpt advise``: prints how often to save, with which ring, and the disk speed that this takes."""
 
 from __future__ import annotations
 

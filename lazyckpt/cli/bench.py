@@ -1,4 +1,4 @@
-"""``lazyckpt bench``: prints what a disk can do, and what to expect of a checkpoint on it."""
+"""``lazyckpt bench``: measures a disk, and predicts the time of a checkpoint on it."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ def convert(
     dst: Annotated[Path, path_argument("DST", "A new .safetensors or .pt file, or a new folder.")],
     key: Annotated[
         str | None,
-        typer.Option(
-            help="Take only this part of what is saved, e.g. model.", autocompletion=completed_from("src", _parts)
-        ),
+        typer.Option(help="Take only this part of the file, e.g. model.", autocompletion=completed_from("src", _parts)),
     ] = None,
     only: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""``lazyckpt doctor``: prints what this machine offers, and what lazyckpt will therefore do."""
+"""``lazyckpt doctor``: prints the features of this machine, and how lazyckpt will use them."""
 
 from __future__ import annotations
 

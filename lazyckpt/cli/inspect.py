@@ -1,4 +1,4 @@
-"""``lazyckpt inspect``: prints what is in a file, by module."""
+"""``lazyckpt inspect``: prints the contents of a file, by module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints tables, trees, progress and JSON. Escapes names from files, which may be anybody's."""
+"""Prints tables, trees, progress and JSON. Escapes names from files, which may be hostile."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ def quantity(metavar: Literal["SIZE", "TIME"], help: str) -> Any:
     return typer.Option(metavar=metavar, help=help, parser=parse)
 
 
-Found = Iterable[tuple[str, str]]  # completions, and what some shells show beside each
+Found = Iterable[tuple[str, str]]  # completions, and a text that some shells show beside each
 
 
 def completed_from(
     argument: str, find: Callable[[Path], Found]
 ) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
-    """Makes a shell completion from what ``find`` knows about the path in the parameter ``argument``."""
+    """Makes a shell completion from the names that ``find`` returns for the path in the parameter ``argument``."""
 
     def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         # If an option still lacks its value, typer does not tell the arguments apart.

@@ -75,7 +75,7 @@ def trace(
 
 
 def _show_ranks(by_rank: dict[int, TracedCheckpoint]) -> None:
-    """A row for each rank: how much it saved, how long its training waited, and when it had got how far."""
+    """A row for each rank: the bytes it saved, how long its training waited, and when each phase ended."""
     heads = ("rank", "size", "eager", "blocked", "copied", "synced", "durable")
     table = columns(*heads, "", right=heads, wrap=("",))
     for rank, c in by_rank.items():

@@ -15,7 +15,7 @@ from lazyckpt.formats.reader import FileReader
 # torch.save before 1.6 begins with the pickle of this number (torch.serialization.MAGIC_NUMBER), as LONG1 of
 # 10 bytes, behind the PROTO opcode; from protocol 4 on also behind a FRAME
 _LEGACY_MAGIC = b"\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
-# How other files begin, what they are, and what reads them.
+# The first bytes of other files, their kind, and the library that reads them.
 _OTHERS = {
     b"version https://git-lfs": "a pointer of Git LFS, not the file itself: git lfs pull fetches it",
     b"\x93NUMPY": "a NumPy array: numpy.load reads it",
@@ -36,7 +36,7 @@ def sniff(path: str | os.PathLike[str]) -> Format:
 
 
 def format_of(file: FileReader) -> Format:
-    """Tells the format of a file from its first bytes; says nothing about whether the rest is sound.
+    """Tells the format of a file from its first bytes, without checking the rest.
 
     Raises UnsupportedFormatError if it is none of these formats.
     """

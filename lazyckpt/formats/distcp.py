@@ -3,11 +3,11 @@
     item     an archive of ``torch.save`` (torch_zip.py) of one tensor: its storage data/0, data.pkl, the directory
     table    of the tensor's segments, behind the item, if it has more than one: the CRC-32 of each
     …        each begins on a page, so that it can be read with direct I/O and copied in any order
-    bytes    what DCP calls BYTE_IO: archives that were made at once, without a gap between them
+    bytes    DCP's BYTE_IO: ready-made archives, without a gap between them
 
-The file has no directory: the record ``.metadata`` of the DCP folder says where each item begins and ends. DCP reads
-an item by itself, so gaps are legal, and offsets inside an archive count from the item's first byte. Whoever reads a
-part of a tensor checks it by the table, which stands in a gap.
+The file has no directory: the record ``.metadata`` of the DCP folder says where each item begins and ends. DCP reads an
+item by itself, so gaps are legal, and offsets inside an archive count from the item's first byte. A read of a part of a
+tensor is checked by the table, which stands in a gap.
 
 All files that one save has written, ``.metadata`` too, have one *stamp* at their end. It tells them from files of equal
 length that another save of the same step has written.
@@ -113,8 +113,8 @@ class _Form:
 
 
 class Frame:
-    """What an item of ``Layout`` holds around the storage of its tensor, so that a reader who expects such an item can
-    read all of it at once, and compare. ``nbytes``: of the storage."""
+    """The bytes of an item of ``Layout`` around the storage of its tensor. A reader that expects such an item reads all
+    of it at once, and compares. ``nbytes``: of the storage."""
 
     def __init__(self, nbytes: int, data_pkl: bytes) -> None:
         form = _Form(nbytes, data_pkl, blob_at=0)
@@ -190,7 +190,7 @@ def read_segments(file: FileReader, place: Place, record: Record) -> tuple[int, 
 
 
 def is_archive(file: FileReader, place: Place) -> bool:
-    """Whether an item is an archive, be it damaged at one end."""
+    """Whether an item is an archive, even one that is damaged at one end."""
     item = FileSlice(file, *place)
     if place.nbytes < torch_zip.END.size:
         return False

@@ -1,4 +1,4 @@
-"""torch's types of elements, by their names: what a file holds is told without torch, which takes seconds to import."""
+"""torch's dtypes by name, so that tools can describe a file without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dtype:
-    """What ``torch.dtype`` is, of any version of torch; ``itemsize`` in bytes."""
+    """Stands for a ``torch.dtype`` of any version of torch; ``itemsize`` in bytes."""
 
     name: str
     itemsize: int

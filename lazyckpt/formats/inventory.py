@@ -1,4 +1,4 @@
-"""What the file of each rank holds, and the ``.metadata`` of a DCP folder put together from that.
+"""Lists the contents of each rank's file, and builds the ``.metadata`` of a DCP folder from these lists.
 
 Each rank lists the items of its ``.distcp`` file in an *inventory*. From the inventories of all ranks rank 0 makes the
 ``.metadata`` that torch.distributed.checkpoint reads: classes of torch only.
@@ -98,7 +98,7 @@ class _Entry:
 
 
 def _refuse_nested(entries: Mapping[str, _Entry]) -> None:
-    """Raises ValueError if an entry is an object of one rank and holds entries of another: nobody could read both."""
+    """Raises ValueError if one rank saves an entry as an object and another rank saves entries inside it."""
     by_path = {entry.path: entry for entry in entries.values()}
     for name, entry in entries.items():
         for end in range(1, len(entry.path)):
@@ -108,7 +108,7 @@ def _refuse_nested(entries: Mapping[str, _Entry]) -> None:
 
 
 def kind_of(part: Part | None) -> str:
-    """What must be the same on all ranks that have an entry, in words."""
+    """Describes the properties of an entry that must be the same on all ranks that have it."""
     return "an object" if part is None else f"a {part.dtype} tensor of {part.size}"
 
 
@@ -132,7 +132,7 @@ def metadata_of(files: Inventory) -> bytes:
     """The pickle in ``.metadata`` of a folder with these files, in the order of the ranks. Of equal items the first
     counts.
 
-    Raises ValueError, which names the entry and the files, if what the ranks hold does not fit together."""
+    Raises ValueError, which names the entry and the files, if the ranks' inventories contradict each other."""
     import torch
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo

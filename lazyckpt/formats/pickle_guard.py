@@ -53,8 +53,8 @@ class GuardedPickle(io.BytesIO):
     def load(self, persistent_load: Callable[[Any], torch.storage.TypedStorage]) -> Any:
         """The object that the pickle holds. To be called once.
 
-        Raises whatever the unpickler raises; CorruptFileError, or UnsupportedFormatError for a call that ``torch.save``
-        never writes.
+        Passes on errors of the unpickler. Raises CorruptFileError, or UnsupportedFormatError for a call that
+        ``torch.save`` never writes.
         """
         self.unpickler.persistent_load = persistent_load
         try:
@@ -100,7 +100,7 @@ class GuardedPickle(io.BytesIO):
             while self._opcode < at:
                 self._opcode = next(self._opcodes)
         except (ValueError, StopIteration):
-            return True  # nobody can trust a pickle that cannot be parsed
+            return True  # a pickle that cannot be parsed is never trusted
         return self._opcode == at
 
     def _check_depth(self, values: list[Any]) -> None:

@@ -4,9 +4,9 @@ Plain state is what ``torch.save`` and ``lazyckpt.save`` write for tensors and p
 with strings and numbers: protocol 2, only the names in ``_GLOBALS``, and calls of the functions among them. Any other
 pickle, a damaged or hostile one too, raises NotPlain; torch's restricted unpickler reads it then, or refuses it.
 
-What the native reader (``csrc/python/plain_pickle.cc``) accepts is, object for object, what torch's unpickler makes of
-it. It needs no budget: an object is never larger than a constant times its opcodes, since keys are never nested and a
-tensor has at most 64 dimensions; and a tensor never views more than its storage holds.
+The native reader (``csrc/python/plain_pickle.cc``) makes, object for object, the same as torch's unpickler. It needs no
+budget: an object is never larger than a constant times its opcodes, since keys are never nested and a tensor has at
+most 64 dimensions; and a tensor never views more than its storage holds.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class NotPlain(Exception):
 def read_plain(data: bytes, persistent_load: Callable[[Any], torch.storage.TypedStorage]) -> Any:
     """The object that ``data`` holds.
 
-    ``persistent_load`` gives the storage of a persistent id and may raise whatever it likes. Raises NotPlain for a
+    ``persistent_load`` returns the storage of a persistent id and may raise any error. Raises NotPlain for a
     pickle of anything else, and under a dispatch mode, which may make other tensors.
     """
     if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
         raise NotPlain
     try:
         return _engine.read_plain_pickle(data, persistent_load, _GLOBALS)
-    except Exception as error:  # torch's unpickler meets the same problem and says what it is
+    except Exception as error:  # torch's unpickler fails in the same way, and names the problem
         raise NotPlain from error

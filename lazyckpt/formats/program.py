@@ -64,7 +64,7 @@ def run(extents: Iterable[Extent], sources: Sequence[bytes]) -> bytes:
 
 
 def segments_of(source: bytes) -> bytes:
-    """What a SEGMENTS row writes."""
+    """The contents of a SEGMENTS row."""
     parts = (source[at : at + SEGMENT_BYTES] for at in range(0, len(source), SEGMENT_BYTES))
     return b"".join(zlib.crc32(part).to_bytes(4, "little") for part in parts)
 

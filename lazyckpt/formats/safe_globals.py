@@ -51,7 +51,7 @@ def _is_moment(nbytes: int) -> Callable[[tuple[Any, ...]], bool]:
         if type(data) is not bytes or len(data) != nbytes:
             return False
         date, time = (b"\0\1\1\1", data) if nbytes == 6 else (data[:4], data[4:] or bytes(6))
-        # The highest bit is the fold: of the hour in a time, of the month in a date with a time.
+        # The highest bit is the fold; it lies in the hour of a time, and in the month of a date with a time.
         month, hour = date[2] & (0x7F if nbytes == 10 else 0xFF), time[0] & (0x7F if nbytes == 6 else 0xFF)
         try:
             datetime.date(date[0] << 8 | date[1], month, date[3])

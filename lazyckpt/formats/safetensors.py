@@ -7,9 +7,9 @@ all keys:
 
 ``<header>`` covers everything in front of the tensors' bytes but this value. The header's length is known
 before any checksum is, so the data can be written first and the header last. It is padded with spaces to a
-multiple of 4096 bytes, eight spaces at least. The safetensors library pads by seven at most: whoever loads a
-file, changes tensors and saves them with the old metadata leaves stale checksums, but in a header that is
-visibly not ours, and they are ignored.
+multiple of 4096 bytes, eight spaces at least. The safetensors library pads by seven at most.
+So if it loads a file and saves changed tensors with the old metadata, the header is visibly not ours, and
+lazyckpt ignores the stale checksums.
 """
 
 from __future__ import annotations

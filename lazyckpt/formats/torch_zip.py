@@ -48,7 +48,7 @@ _PAGE_ALIGNED_FROM = 64 * 1024
 
 
 def small_records(data_pkl: bytes) -> list[tuple[str, bytes]]:
-    """What ``torch.save`` writes beside the storages: names without the archive's prefix, and contents.
+    """The records that ``torch.save`` writes beside the storages: names without the archive's prefix, and contents.
 
     The id is the pickle's length and CRC-32 (torch hashes names and checksums); torch reports it to telemetry and
     nothing reads it.
@@ -174,7 +174,7 @@ def _central_entry(offset: int, name: bytes, flags: int, crc: int, nbytes: int) 
 
 
 def _end(count: int, directory_bytes: int, directory_offset: int) -> bytes:
-    """What ends the archive, behind the directory."""
+    """The end records of the archive, behind the directory."""
     end = END.pack(
         END_MAGIC, 0, 0, min(count, MAX_16), min(count, MAX_16), min(directory_bytes, MAX_32),
         min(directory_offset, MAX_32), 0,

@@ -1,1 +1,1 @@
-"""What is told of saves while they run: the timeline, and how often they are worth it."""
+"""Observes saves while they run: the timeline, and how often saving pays."""

@@ -1,4 +1,4 @@
-"""Computes how often to save, and what that takes, from measured numbers by the formulas of papers."""
+"""Computes how often to save, and the disk and ring that this takes, by the formulas of papers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Advice:
         write_s: Time to write one checkpoint; a failure in it falls back to the checkpoint before.
         disk_every: The shortest interval at which the disk keeps up.
         overhead_every: The shortest interval that keeps the overhead within ``max_overhead`` (CheckFreq).
-        failure_every: The interval that loses least to checkpoints and failures together (Young, corrected by Daly);
+        failure_every: The interval at which checkpoints and failures together cost least (Young, corrected by Daly);
             None if ``failure_s`` was not given.
         every: The interval to use: the largest of these three.
-        overhead: What checkpoints at that interval cost.
+        overhead: The cost of checkpoints at that interval.
         redo_s: GPU-seconds of work that a failure repeats on average (FastPersist, equation 2).
-        loss: What checkpoints and repeated work cost together; None if ``failure_s`` was not given.
+        loss: The cost of checkpoints and repeated work together; None if ``failure_s`` was not given.
         ring_bytes: The ``host_buffer_bytes`` at which every copy ends before the next optimizer step.
     """
 
@@ -67,7 +67,7 @@ def advise(
     Args:
         state_bytes: Size of one checkpoint.
         iteration_s: Duration of one iteration without a checkpoint.
-        write_bytes_per_s: What the disk writes: ``bytes / write_s`` of CheckpointMetrics.
+        write_bytes_per_s: The write rate of the disk: ``bytes / write_s`` of CheckpointMetrics.
         optimizer_s: Duration of the optimizer's step in an iteration.
         cost_s: Training time lost to one checkpoint: ``blocked_s``, and the time by which iterations slow down.
         max_overhead: The part of the training time that checkpoints may cost.

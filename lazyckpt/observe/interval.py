@@ -1,4 +1,4 @@
-"""Chooses the number of iterations between checkpoints: fixed, or so that they cost at most a part of training time.
+"""Chooses the number of iterations between checkpoints: fixed, or derived from a limit of their cost.
 
 ``AutoInterval`` measures the cost of a checkpoint with a clock that it reads once per iteration. The cost is the time
 inside ``save()``, plus the time by which iterations slow down until the checkpoint is durable. That includes waits at

@@ -3,8 +3,8 @@
 Open the file in https://ui.perfetto.dev, or draw one checkpoint of it with ``lazyckpt trace``.
 
 There are tracks for the training threads (iterations, optimizer steps, save() and its parts, waits at the gate), for
-checkpoints in flight, for copies and writes of chunks, and for commits; each kind has as many as overlap. Counters show
-the bytes in the ring and the memory of the process.
+checkpoints in flight, for copies and writes of chunks, and for commits; each kind has as many tracks as events overlap.
+Counters show the bytes in the ring and the memory of the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _numbers = itertools.count(1)  # for the checkpoints of this process
 
 
 class Traced(NamedTuple):
-    """What the trace keeps of a checkpoint in flight."""
+    """The trace's notes on a checkpoint in flight."""
 
     number: int  # in this process
     files: list[str]

@@ -1,7 +1,7 @@
 """Appends Chrome trace events to the file of a timeline.
 
-The file is a JSON array with one event per line. Readers of the format accept a missing end, so they can read what a
-killed run left. Opening the file again appends to it; each writer begins with the event ``process_name``. Each rank of
+The file is a JSON array with one event per line. Readers of the format accept a missing end, so they can read the file
+of a killed run. Opening the file again appends to it; each writer begins with the event ``process_name``. Each rank of
 a job has a file of its own: rank 0 the one that was named, and rank 3 ``runs/a.rank-3.json`` for ``runs/a.json``.
 """
 
@@ -23,7 +23,7 @@ from lazyckpt.storage import locks
 from lazyckpt.warn import warn_in_background
 
 MAX_BYTES = 256 << 20
-"""The limit of a trace file, which records nothing beyond."""
+"""The largest size of a trace file; recording stops there."""
 
 BEGIN = b'[\n{"ph": "M", "name": "lazyckpt trace", "pid": 0, "args": {"version": 1}}'
 SEPARATOR = b",\n"
@@ -41,7 +41,7 @@ def file_of(path: Path, rank: int) -> Path:
 
 
 def files_of_ranks(path: Path) -> dict[int, Path]:
-    """The files that there are of the ranks but rank 0, by rank."""
+    """The existing files of ranks 1 and higher, by rank."""
     named = re.compile(rf"{re.escape(path.stem)}\.rank-([0-9]+){re.escape(path.suffix)}")
     try:
         found = [(named.fullmatch(name), path.with_name(name)) for name in os.listdir(path.parent)]
@@ -73,7 +73,7 @@ class TraceWriter:
         return self._pid != os.getpid()
 
     def span(self, name: str, track: int, begin: float, end: float, **more: Any) -> None:
-        """Adds something that took a while. ``begin`` and ``end`` are ``time.perf_counter()`` seconds."""
+        """Adds an event with a duration. ``begin`` and ``end`` are ``time.perf_counter()`` seconds."""
         self.put("X", name, track, begin, dur=round((end - begin) * 1e6, 1), **more)
 
     def put(self, phase: str, name: str, track: int, at: float | None = None, **more: Any) -> None:

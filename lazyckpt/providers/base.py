@@ -35,7 +35,8 @@ class TensorViews:
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
     # Identities of float32 storages, if their size here is half.
     to_bfloat16: set[int] = field(default_factory=set, init=False)
-    # Through which the state sees them, as far as known: their versions tell of writes. No column; only of one file.
+    # The tensors through which the state sees the storages, as far as known: their versions tell of writes. No column,
+    # and only for one file.
     tensors: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 
 float32 in host memory becomes bfloat16 in the engine, while it is copied: as lazily as everything else, without a
 second copy in memory. A stand-in takes the tensor's place until the state is pickled: a tensor of the new dtype, whose
-memory nobody touches. All other floating-point tensors are converted at once, in host memory: the GPU has no room for
+memory is never touched. All other floating-point tensors are converted at once, in host memory: the GPU has no room for
 a second copy of a model.
 """
 
@@ -62,7 +62,7 @@ class Casting:
         return torch.empty(0, dtype=self._dtype).set_(stand_in, 0, value.shape, value.stride())
 
     def put_back(self, views: TensorViews) -> None:
-        """Puts the live storages into the places of their stand-ins. Lets go of them."""
+        """Puts the live storages into the places of their stand-ins, and drops its references."""
         live, self._live = self._live, {}
         for at, identity in enumerate(views.identities):
             if (storage := live.pop(identity, None)) is not None:

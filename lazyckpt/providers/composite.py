@@ -24,8 +24,8 @@ class CompositeProvider:
         self._landings: dict[str, set[int]] = {}  # of each part, by id of the saved tensor; see landings() and load()
 
     def opcodes(self, table: StorageTable) -> bytes:
-        """Pickles the state as it is now, see ``StateProvider.opcodes``. Raises UnpicklableError, and what is said of
-        state that a save refuses."""
+        """Pickles the state as it is now, see ``StateProvider.opcodes``. Raises UnpicklableError, and
+        UnrestorableError or ShardedTensorError for state that a save refuses."""
         opcodes = {}
         for name, part in self.parts.items():
             try:
@@ -65,7 +65,7 @@ class CompositeProvider:
         return list(itertools.chain.from_iterable(landings))
 
     def load(self, saved: Any, landed: dict[int, torch.Tensor]) -> None:
-        """Raises RestoreError for whatever a part raises, and says which parts are overwritten by then."""
+        """Raises RestoreError if a part fails, and says which parts are already overwritten."""
         overwritten = {name for name, saved_ids in self._landings.items() if not saved_ids.isdisjoint(landed)}
         for name, part in self.parts.items():
             try:

@@ -49,7 +49,7 @@ class _Epoch:
 
 
 class _BuiltOtherwise(ValueError):
-    """Says what differs from how the loader was built when it was saved."""
+    """Says how the loader differs from the saved one."""
 
 
 class TrackedLoader:
@@ -67,9 +67,10 @@ class TrackedLoader:
             for batch in loader:
                 ...
 
-    Beyond replay, because they do not follow from the epoch's beginning: what *persistent* workers draw
-    themselves after their first epoch; a sampler, or an IterableDataset without workers, that lets its draws
-    from the *global* generators decide over later batches. Give these a generator or a seed of their own.
+    A resumed run cannot repeat two kinds of random numbers, because they do not follow from the epoch's beginning:
+    those that *persistent* workers draw after their first epoch; and those that a sampler, or an IterableDataset
+    without workers, draws from the *global* generators to choose later batches. Give these a generator or a seed of
+    their own.
 
     Not thread-safe, like the DataLoader itself.
     """
@@ -109,7 +110,7 @@ class TrackedLoader:
             )
             self._resuming = False
         if not self._resuming and self._epoch.start is None:
-            self._epoch.number = epoch  # of an iterator too that has handed out nothing yet
+            self._epoch.number = epoch  # also that of an iterator that has handed out nothing yet
         elif not self._resuming:
             self._epoch = _Epoch(epoch)
         for part in (*self._parts(), getattr(self._loader, "dataset", None)):
@@ -126,7 +127,7 @@ class TrackedLoader:
     def begin(self) -> Iterator[Any]:
         """As ``iter()``, but a new epoch begins now, as it does in the loader itself, and not with its first batch.
 
-        For trainers that do other things between the two: the numbers that these draw do not get into the epoch.
+        For trainers that draw random numbers between the two: these numbers do not become part of the epoch.
         """
         if self._resuming:
             return iter(self)
@@ -155,7 +156,7 @@ class TrackedLoader:
         return {**position, "now": now, "built": self._built()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state` at the next ``iter()``. Iterators handed out before no longer count.
+        """Continue from `state` at the next ``iter()``. Earlier iterators no longer count.
 
         The global generators are left alone: restoring these is ``restore_rng``'s part, before or after.
         Raises ``RestoreError`` for a state that is malformed or of a differently built loader.
@@ -204,7 +205,7 @@ class TrackedLoader:
         }
 
     def _changes(self, state: dict[str, Any]) -> str:
-        """What differs from how the loader was built when it was saved; "" if nothing does."""
+        """Says how the loader differs from the saved one; "" if it does not."""
         was, here = state.get("built", {}), self._built()
         differing = [name for name in here if was.get(name, here[name]) != here[name]]
         return ", ".join(f"{name}: {was[name]} then, {here[name]} now" for name in differing)

@@ -1,4 +1,4 @@
-"""FSDP2, whose modules show whole parameters from forward until backward: after an evaluation they still do."""
+"""FSDP2: its modules show whole parameters from forward until backward, so they still do after an evaluation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ def reshard(module: torch.nn.Module) -> None:
     """Puts the sharded parameters back, which the optimizer has. No collective; the next forward gathers the whole
     ones again."""
     for part in _parts(module):
-        torch.nn.Module.state_dict(part)  # its hooks do so even where part.reshard() does not: a forward has raised
+        torch.nn.Module.state_dict(
+            part
+        )  # its hooks reshard even if a forward has raised, where part.reshard() does not
 
 
 def _parts(module: torch.nn.Module) -> list[Any]:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # else nobody can have made one
+    kind = getattr(
+        sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None
+    )  # without the import, no such module exists
     return [part for part in module.modules() if isinstance(part, kind)] if kind is not None else []

@@ -4,7 +4,7 @@
     optimizer.state.layers.0.weight.exp_avg   state of an optimizer, by the name of its parameter in the tracked modules
     optimizer.param_groups.0.lr
     scheduler.last_epoch
-    rng.3, loader.3                           what each rank has of its own, by rank
+    rng.3, loader.3                           each rank's own state, by rank
 
 Nested dicts and lists become dotted names, as ``flatten_state_dict`` of torch makes them; the path of each name is kept
 (``planner_data``). A dict with keys that are no strings, an empty container and a tuple stay one object, so that
@@ -33,7 +33,7 @@ from lazyckpt.providers.training import LoaderProvider, RngProvider
 Path = tuple[str | int, ...]
 
 _SIMPLE = frozenset((int, float, bool, str, type(None)))
-# What wrappers put into the names of parameters, but not into those of the state dict.
+# Words that wrappers put into the names of parameters, but not into those of the state dict.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -57,7 +57,7 @@ class TrackedState:
         self._names = names
 
     def leaves(self) -> dict[Path, Any]:
-        """Raises UnrestorableError, too, for what ``restore()`` would not take back."""
+        """Also raises UnrestorableError for state that ``restore()`` would not take back."""
         return global_state(self._parts, self._rank, self._names, refuse=True)
 
 
@@ -269,7 +269,9 @@ def is_dtensor(value: Any) -> bool:
 
 
 def is_dtensor_type(kind: type) -> bool:
-    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # else nobody can have made one
+    found = getattr(
+        sys.modules.get("torch.distributed.tensor"), "DTensor", None
+    )  # without the import, no DTensor exists
     return found is not None and issubclass(kind, found)
 
 

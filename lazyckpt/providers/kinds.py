@@ -52,7 +52,7 @@ def refuse_other_kinds(saved: Mapping[str, str], parts: Mapping[str, StateProvid
 
 
 def other_kinds(saved: Mapping[str, str], parts: Mapping[str, StateProvider]) -> list[str]:
-    """Says of each part that was saved by another class which two classes these are."""
+    """Names both classes of each part that was saved by another class."""
     return [
         f"{name}: {saved[name]} in the checkpoint, {kind} here"
         for name, kind in kinds_of(parts).items()

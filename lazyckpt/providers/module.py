@@ -1,4 +1,4 @@
-"""The provider of a module, and what a checkpoint and a module may differ in."""
+"""The provider of a module, and the differences allowed between a checkpoint and a module."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def compare(saved: Any, live: Mapping[str, Any], *, casts: bool = False) -> None
         for name, value in live.items()
         if name in saved
         and isinstance(value, torch.Tensor)
-        and not is_lazy(value)  # takes its shape from what is loaded
+        and not is_lazy(value)  # takes its shape from the checkpoint
         and not matches(saved[name], value)
         and not (casts and differ_in_dtype(saved[name], value))
     ]

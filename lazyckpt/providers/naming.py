@@ -13,7 +13,7 @@ from lazyckpt.providers.wrappers import links_of
 def tensors_in(obj: Any, path: str, *, attributes: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a module, of an optimizer, in containers, in wrappers and, if asked, in the attributes of objects;
     each with its path from ``path`` on."""
-    seen: dict[int, Any] = {}  # keeps what is made here alive, so that no id comes back
+    seen: dict[int, Any] = {}  # keeps temporary objects alive, so that no id comes back
     todo = [(path, obj)]
     while todo:
         path, obj = todo.pop()

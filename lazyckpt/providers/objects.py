@@ -37,13 +37,13 @@ class StateProvider(ABC):
 
     @abstractmethod
     def load_state(self, state: Any) -> None:
-        """Takes back what ``state`` returned."""
+        """Takes back a state that ``state`` returned."""
 
     def opcodes(self, table: StorageTable) -> bytes:
         """Pickles the state as it is now, and adds its storages to ``table``. Called inside ``save()``.
 
-        The opcodes (protocol 2, without PROTO and STOP) leave one object on the unpickler's stack. Raises whatever
-        pickle raises, and UnrestorableError."""
+        The opcodes (protocol 2, without PROTO and STOP) leave one object on the unpickler's stack. Raises pickle's
+        errors, and UnrestorableError."""
         return self.opcodes_of(self.state(), table)
 
     def opcodes_of(self, state: Any, table: StorageTable) -> bytes:
@@ -136,12 +136,12 @@ def matches(saved: Any, live: Any) -> bool:
 
 
 def unfillable(tensor: Any) -> str | None:
-    """Why ``restore()`` could not write into a tensor; None if it can."""
+    """Returns why ``restore()`` cannot write into a tensor; None if it can."""
     if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
         return None
     if tensor.is_nested:
         return "a nested tensor, which restore() cannot fill: keep its parts in a list"
-    # Strides of zero are what expand() makes; of other overlapping views torch cannot tell, and writes to them.
+    # expand() makes strides of zero. torch does not recognize other overlapping views, and writes to them.
     if tensor.layout is torch.strided and 0 in tensor.stride() and torch._debug_has_internal_overlap(tensor) == 1:
         return "an expanded tensor, whose elements share memory, so that restore() cannot fill it: call contiguous()"
     return None

@@ -58,7 +58,7 @@ class OptimizerProvider(StatefulProvider):
         return landings
 
     def _refusal(self, saved: Any) -> str | None:
-        """Why ``load_state_dict`` of torch's own classes would raise, as found on an optimizer that holds no data.
+        """Returns why ``load_state_dict`` of torch's own classes would raise, as found on an optimizer without data.
 
         None for other classes, and where code of the user's may change the state first."""
         kind: Any = type(self.obj)
@@ -76,7 +76,7 @@ class OptimizerProvider(StatefulProvider):
                 state = {name: empty if isinstance(value, torch.Tensor) else value for name, value in state.items()}
                 if all(value is empty for value in state.values()):
                     if (names := tuple(state)) in tried:
-                        continue  # without its data, this one is as one before
+                        continue  # without data, it equals one that was tried
                     tried.add(names)
             states[key] = state
         trial = kind.__new__(kind)
@@ -105,7 +105,7 @@ def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
     inner: Any = optimizer
     if type(optimizer).__module__ == "accelerate.optimizer":
         inner = inner.optimizer
-    # A wrapper that torch puts around an inherited step has the module of what it wraps.
+    # A wrapper that torch puts around an inherited step has the module of the wrapped function.
     return str(getattr(type(inner).step, "__module__", "")).startswith("torch.optim.")
 
 

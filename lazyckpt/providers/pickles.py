@@ -2,9 +2,9 @@
 
 ``torch.save`` spends 25 µs a tensor in Python reducers. To take milliseconds for 10,000 tensors instead, the C pickler
 writes an object with a placeholder for each tensor, its *outline*. The opcodes of plain tensors, the very ones that
-torch writes, are put into the places. They are kept, and used again while nothing that they say of the tensors changed,
-which every save asks every tensor. ``_Pickler``, which calls torch's reducers, pickles objects with other tensors
-(sparse, quantised, of subclasses) and large NumPy arrays.
+torch writes, are put into the places. They are kept, and used again while the facts in them have not changed, which
+every save asks every tensor. ``_Pickler``, which calls torch's reducers, pickles objects with other tensors (sparse,
+quantised, of subclasses) and large NumPy arrays.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _SharedArray:
         return sys.modules["numpy"].asarray, (self.tensor,)
 
 
-# What the restricted unpickler of torch always reads.
+# Types that torch's restricted unpickler always reads.
 _READABLE = frozenset(map(id, (*_get_allowed_globals().values(), *torch._storage_classes, _SharedArray)))
 
 
@@ -66,7 +66,7 @@ def _note_kind(obj: Any, kinds: dict[int, Any]) -> None:
 
 
 def _array_tensor(obj: Any) -> torch.Tensor | None:
-    """The memory of a large contiguous NumPy array as uint8[n]; None for what is pickled instead."""
+    """Returns the memory of a large contiguous NumPy array as uint8[n]; None for an object to be pickled instead."""
     numpy = sys.modules.get("numpy")
     if numpy is None or type(obj) is not numpy.ndarray or obj.nbytes < MIN_ARRAY_BYTES or obj.dtype.hasobject:
         return None
@@ -78,7 +78,7 @@ def _array_tensor(obj: Any) -> torch.Tensor | None:
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What torch reduces a plain tensor to, in half the time."""
+    """Reduces a plain tensor as torch does, in half the time."""
     untyped, dtype = tensor.dtype in _UNTYPED_DTYPES, tensor.dtype
     storage: Any = tensor.untyped_storage()
     if not untyped:
@@ -106,7 +106,7 @@ _COMMON = frozenset((int, str, tuple, bool, float, dict, list, OrderedDict, type
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what ``torch.save`` writes; storages go into the table."""
+    """Writes the same as ``torch.save``; storages go into the table."""
 
     def __init__(self, obj: Any, out: io.BytesIO, table: StorageTable, keys: Iterator[str]) -> None:
         super().__init__(out, PROTOCOL)
@@ -157,7 +157,7 @@ class _Outline(pickle.Pickler):
         out = io.BytesIO()
         super().__init__(out, PROTOCOL)
         self.tensors: list[torch.Tensor] = []
-        self.others: list[Any] = []  # what else the pickle says of those that stand for storages and arrays
+        self.others: list[Any] = []  # further facts in the pickle about stand-ins for storages and arrays
         self.kinds: dict[int, Any] = {}
         self.memo = _TAKEN.memo  # a copy
         self._root = obj
@@ -204,7 +204,7 @@ class Skeleton:
         self.pickled = b""  # the opcodes
         self.kinds: dict[int, Any] = {}
         """The classes and functions that the opcodes name, by ``id``, without those that torch always reads."""
-        self.accepted: dict[int, Any] = {}  # such classes and functions as restore() has been seen to read
+        self.accepted: dict[int, Any] = {}  # those of them that restore() has been seen to read
         self._kept = TensorViews()  # of its storages, in the order of appearance
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ class Skeleton:
 def _spell(
     tensors: list[torch.Tensor], table: StorageTable, reusable_keys: Iterator[str]
 ) -> tuple[list[bytes], TensorViews]:
-    """The opcodes of plain tensors, in the order of the outline, and what is kept of their storages: the same as
+    """The opcodes of plain tensors, in the order of the outline, and the columns kept of their storages: the same as
     ``_Pickler`` writes, in a fifth of the time."""
     places: dict[Any, bytes] = {}
     views: dict[str, TensorView] = {}
@@ -312,7 +312,7 @@ def _string(text: str) -> bytes:
 
 
 def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, TensorViews, dict[int, Any]]:
-    """The opcodes of ``obj`` (no PROTO, no STOP), what is kept of its storages in the order of appearance, and its
+    """The opcodes of ``obj`` (no PROTO, no STOP), the columns kept of its storages in the order of appearance, and its
     kinds."""
     out = io.BytesIO()
     pickler = _Pickler(obj, out, table, reusable_keys)

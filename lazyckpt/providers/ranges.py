@@ -1,4 +1,4 @@
-"""The bytes of a storage that one tensor takes: of a shard, what this rank holds."""
+"""The bytes of a storage that one tensor takes; for a shard, this rank's part."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def in_front(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor if it fills the first bytes of its storage, ``tensor.nbytes`` of them, and a copy in host
     memory if not.
 
-    An uneven shard of FSDP2 does: its storage is padded to the size of the largest shard. Returns None if the tensor is
-    not made of plain bytes (sparse, quantized, of a subclass). Raises ConfigError if it has no data.
+    An uneven shard of FSDP2 is such a tensor: its storage is padded to the size of the largest shard. Returns None if
+    the tensor is not made of plain bytes (sparse, quantized, of a subclass). Raises ConfigError if it has no data.
     """
     if tensor.is_meta:
         raise ConfigError("it is on the meta device, so it has no data")

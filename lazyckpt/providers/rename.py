@@ -13,9 +13,9 @@ from typing import Any
 from lazyckpt.errors import ConfigError
 
 Rename = Mapping[str, "str | None"] | Callable[[str], "str | None"]
-"""Prefixes and what replaces them, or a function from old to new names. None as a new name leaves the entry out."""
+"""Prefixes and their replacements, or a function from old to new names. None as a new name leaves the entry out."""
 
-# What DistributedDataParallel, torch.compile, FSDP1 and activation checkpointing put into the names of parameters.
+# Words that DistributedDataParallel, torch.compile, FSDP1 and activation checkpointing put into parameter names.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _MAX_PREFIXES = 8  # to try
 _MAX_WORDS = 32  # of wrappers between names, to tell one by one
@@ -24,7 +24,7 @@ _MAX_WORDS = 32  # of wrappers between names, to tell one by one
 def checked(rename: Any) -> Rename:
     """Returns ``rename``. Raises ConfigError if it is neither a mapping of prefixes nor a function."""
     if callable(rename):
-        # A name is asked for twice: to choose what is read, and for what was read. It must be the same name.
+        # The function is called twice for a name, before and after the read, and must return the same name.
         return functools.lru_cache(maxsize=None)(rename)
     if not isinstance(rename, Mapping):
         raise ConfigError(f"rename={rename!r}: expected prefixes with their replacements, or a function of a name")

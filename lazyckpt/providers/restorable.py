@@ -31,7 +31,7 @@ _MAX_COPIED_BYTES = 64 << 10
 
 
 class UnrestorableError(Exception):
-    """What is wrong with the state at ``path``, and what to do."""
+    """The state at ``path`` cannot be restored; says why, and what to do."""
 
     def __init__(self, path: str, what: str) -> None:
         self.path = path
@@ -57,7 +57,7 @@ def refuse_unreadable(state: Any, path: str, opcodes: bytes, table: StorageTable
 
 
 def unreadable(opcodes: bytes, table: StorageTable) -> str | None:
-    """The reason why ``restore()`` could not read ``opcodes``; None if it can."""
+    """Returns why ``restore()`` cannot read ``opcodes``; None if it can."""
     live = dict(zip(table.views.keys, table.views.storages, strict=True))
     copies: dict[str, torch.UntypedStorage] = {}
 

@@ -1,7 +1,7 @@
 """The state of every global random number generator that a training run draws from.
 
 Python's ``random``, NumPy's legacy global generator, torch's CPU generator and each CUDA device. Generators
-that the user creates are objects of their own, saved by whoever owns them (data_loader.py: a DataLoader's).
+that the user creates are objects of their own, saved by their owners (data_loader.py saves a DataLoader's).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _part(tensor: torch.Tensor) -> str | None:
         ("torch.distributed.tensor", "DTensor"),
         ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
     ):
-        kind = getattr(sys.modules.get(module), name, None)  # a tensor of a class that nobody imported cannot be here
+        kind = getattr(sys.modules.get(module), name, None)  # without the import, no tensor of the class exists
         if kind is None or not isinstance(tensor, kind):
             continue
         if name == "ShardedTensor":

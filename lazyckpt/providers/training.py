@@ -61,8 +61,8 @@ def _refuse_signature(name: str, obj: Any, method: str, *given: Any) -> None:
 
 
 class LoaderProvider(StatefulProvider):
-    """What hands out data: a loader that ``track_loader`` wrapped, or one with a state of its own, such as torchdata's
-    StatefulDataLoader; a sampler or dataset with one. Each rank has its own."""
+    """A source of data with a state: a loader that ``track_loader`` wrapped, torchdata's StatefulDataLoader and the
+    like, a sampler or a dataset. Each rank has its own."""
 
     def iterates(self, loader: Any) -> bool:
         return loader is self.obj or (isinstance(self.obj, TrackedLoader) and self.obj.wraps(loader))

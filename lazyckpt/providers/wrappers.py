@@ -46,7 +46,7 @@ def storages_in(tree: Any, *, links: bool = False) -> list[Storages]:
 
     The first item has the storages of tensors that are no wrappers. Each further item is one level deeper inside the
     wrappers. Wrappers whose class raises, or that ``links_of`` rejects, contribute nothing. Without ``links``, which
-    take long to find, the column is empty, and a tensor inside a DTensor is as one outside.
+    take long to find, the column is empty, and tensors inside a DTensor count as plain ones.
     """
     found = []
     above: dict[int, list[Link]] = {}  # by id of a tensor: the wrappers that hold it
