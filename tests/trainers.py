@@ -1,4 +1,5 @@
-"""What the tests of the three trainers share: quiet trainers, what they left in a folder, and forked processes."""
+"""What the tests of the three trainers share: quiet trainers, a slow disk, what they left in a folder,
+and forked processes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -50,6 +52,21 @@ def forget_accelerators() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+# A disk that is slow, held back or broken
+
+SLOW_S = 0.04
+
+
+class FileDisk:
+    """Opens files late, or not until ``free`` is set; fails for files whose name holds a word of ``broken``."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.late_s = 0.0
+        self.broken: list[str] = []
 
 
 # What a trainer left in a folder

@@ -810,12 +810,12 @@ promise(
     (
         "a link points at a checkpoint that is not there yet",
         py("LazyCheckpointIO.link", swap("pending[_].add_done_callback(make)", "make()")),
-        "integrations/test_lightning.py::test_a_link_to_the_last_never_dangles",
+        "test_lightning_files.py::test_a_link_to_the_last_never_dangles",
     ),
     (
         "Lightning removes a checkpoint before the next one is durable",
         py("LazyCheckpointIO.remove_checkpoint", swap("saver.remove(...)", "super().remove_checkpoint(path)")),
-        "integrations/test_lightning.py::test_the_old_checkpoint_stays_until_the_new_one_is_durable",
+        "test_lightning_files.py::test_the_old_checkpoint_stays_until_the_new_one_is_durable",
     ),
 )
 
