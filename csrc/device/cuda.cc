@@ -36,8 +36,6 @@ class CudaDevice final : public Device {
     Status status = Call(driver_->cuDeviceGet, &device_, ordinal_);
     if (status.ok()) status = Call(driver_->cuDevicePrimaryCtxRetain, &context_, device_);
     if (!status.ok()) return status;
-    if (!Call(driver_->cuDeviceGetAttribute, &numa_node_, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device_).ok())
-      numa_node_ = -1;  // a driver before CUDA 12.2
     batches_ = TakesBatches();
     return Inside([this] {
       // A blocking stream and the default stream would wait for each other.
@@ -46,8 +44,6 @@ class CudaDevice final : public Device {
       return CreateEvent(&mark_);
     });
   }
-
-  int numa_node() const override { return numa_node_; }
 
   Status CopyAfter(uint64_t stream) override {
     return Inside([&] {
@@ -263,7 +259,6 @@ class CudaDevice final : public Device {
   bool batches_ = false;
   std::atomic<CUresult> refusal_ = CUDA_SUCCESS;  // of the first batch that the driver refused; it is given no other
   CUdevice device_ = 0;
-  int numa_node_ = -1;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
   std::mutex marking_;  // from the record of mark_ to the last wait for it

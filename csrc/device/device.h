@@ -30,8 +30,6 @@ class Device {
 
   virtual ~Device() = default;  // every copy must be finished
 
-  virtual int numa_node() const = 0;  // of the host memory next to the device; negative if unknown
-
   // Makes later copies wait for the work already enqueued on `stream`.
   virtual Status CopyAfter(uint64_t stream) = 0;
   // Makes later work on `stream` wait for the copies started so far in `lane`. Does not block.

@@ -212,9 +212,8 @@ class Engine {
 
   // staging.cc
   bool PrepareRing();
-  void PinRange(Device& device, size_t at, size_t end, int node);
+  void PinRange(Device& device, size_t at, size_t end);
   void LeaveUnpinned(Status why, std::byte* bounce);
-  int NearestNode() const;
 
   // writer.cc
   void WriteLoop();

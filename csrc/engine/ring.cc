@@ -1,12 +1,8 @@
 #include "engine/ring.h"
 
-#include <linux/mempolicy.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdint>
 
@@ -96,22 +92,6 @@ void Ring::Prefault(size_t from, size_t to) const {
     (void)n;
 #endif
   }
-}
-
-void Ring::Prefer(int node, size_t from, size_t to, bool move) const {
-  constexpr size_t kBits = 8 * sizeof(unsigned long);
-  std::array<unsigned long, 16> nodes{};
-  if (node < 0 || static_cast<size_t>(node) >= nodes.size() * kBits) return;
-  nodes[node / kBits] = 1ul << node % kBits;
-  // The kernel uses one bit less than it is told.
-  syscall(SYS_mbind, base_ + from, to - from, MPOL_PREFERRED, nodes.data(), nodes.size() * kBits + 1,
-          move ? MPOL_MF_MOVE : 0);
-}
-
-int Ring::NodeOf(size_t offset) const {
-  int node = -1;
-  const long failed = syscall(SYS_get_mempolicy, &node, nullptr, 0ul, base_ + offset, MPOL_F_NODE | MPOL_F_ADDR);
-  return failed == 0 ? node : -1;
 }
 
 size_t Ring::used() const {

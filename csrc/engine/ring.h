@@ -43,11 +43,6 @@ class Ring {
   // Faults in the pages [from, to), as huge pages where the kernel has them. Any thread may call.
   void Prefault(size_t from, size_t to) const;
 
-  // Prefers a NUMA node for the pages [from, to). `move` also moves pages that exist and are not pinned, which takes
-  // milliseconds. A failure only costs speed.
-  void Prefer(int node, size_t from, size_t to, bool move) const;
-  int NodeOf(size_t offset) const;  // the node of this page, which it faults in; -1: unknown
-
   size_t capacity() const { return capacity_; }
   size_t used() const;  // bytes from the oldest live region to the newest, with gaps
   size_t slice_bytes() const { return slice_bytes_; }

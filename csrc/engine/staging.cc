@@ -1,4 +1,4 @@
-// The ring's memory: faults pages in, places them near the devices, and pins them.
+// The ring's memory: faults pages in and pins them.
 //
 // The writer thread does this between writes, one range at a time: a write waits for at most one range, and copies from
 // devices wait only for the first range that is pinned.
@@ -21,18 +21,16 @@ constexpr size_t kRangeBytes = size_t{64} << 20;
 bool Engine::PrepareRing() {
   size_t capacity = 0, pinned = 0;
   Device* pinner = nullptr;
-  int node = -1;
   bool quiet = false;
   Locked([&] {
     capacity = ring_.capacity();
     pinned = pinned_bytes_;
     pinner = pinner_;
-    if (pinner != nullptr) node = NearestNode();
     quiet = std::all_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->sealed && !job->held; });
   });
   const auto range_end = [&](size_t at) { return std::min(AlignUp(at + 1, kRangeBytes), capacity); };
   if (pinner != nullptr && pinned < capacity) {
-    PinRange(*pinner, pinned, range_end(pinned), node);
+    PinRange(*pinner, pinned, range_end(pinned));
     return true;
   }
   // Not while a job is laid out: faulting pages in would delay every thread that allocates memory.
@@ -54,19 +52,12 @@ bool Engine::PrepareRing() {
 }
 
 // Runs even while a job is laid out, since its copies from devices wait for pinned memory.
-void Engine::PinRange(Device& device, size_t at, size_t end, int node) {
+void Engine::PinRange(Device& device, size_t at, size_t end) {
   Locked([&] {
     pins_.reserve(pins_.size() + 1);
     idle_bounces_.reserve(options_.copies_in_flight);
   });
   const std::span range(ring_.base() + at, end - at);
-  const int now = node >= 0 && at < faulted_bytes_ ? ring_.NodeOf(at) : -1;
-  const bool move = now >= 0 && now != node;
-  if (move && registered_bytes_ > 0) {
-    (void)io_->RegisterBuffers({});  // registered pages cannot move
-    registered_bytes_ = 0;
-  }
-  ring_.Prefer(node, at, end, move);
   ring_.Prefault(at, end);
   faulted_bytes_ = std::max(faulted_bytes_, end);
   const Status status = options_.pin_ring ? device.Pin(range) : Status(EPERM, "not asked for", "");
@@ -90,14 +81,6 @@ void Engine::LeaveUnpinned(Status why, std::byte* bounce) {
     pinned_bytes_ = std::numeric_limits<size_t>::max();
   });
   changed_.notify_all();
-}
-
-// The NUMA node next to all attached devices; negative if they differ.
-int Engine::NearestNode() const {
-  const int nearest = pinner_->numa_node();
-  for (const auto& gpu : gpus_)
-    if (gpu != nullptr && gpu->device->numa_node() != nearest) return -1;
-  return nearest;
 }
 
 }  // namespace lazyckpt

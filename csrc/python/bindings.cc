@@ -42,7 +42,6 @@ class RingHandle {
     return static_cast<size_t>(region - ring_.base());
   }
   void Free(size_t offset) { ring_.Free(ring_.base() + offset); }
-  int NodeOf(size_t offset) { return ring_.NodeOf(offset); }
   size_t used() const { return ring_.used(); }
 
  private:
@@ -99,7 +98,6 @@ PYBIND11_MODULE(_engine, m) {
       .def(py::init<size_t, size_t>(), "capacity"_a, "slice_bytes"_a)
       .def("allocate", &RingHandle::Allocate)
       .def("free", &RingHandle::Free)
-      .def("node_of", &RingHandle::NodeOf)
       .def_property_readonly("used", &RingHandle::used);
 
   DefineJob(m, engine_class);

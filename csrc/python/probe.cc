@@ -2,7 +2,6 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -52,7 +51,6 @@ void ProbeCuda(std::map<std::string, std::string>* facts) {
   (*facts)["cuda_devices"] = std::to_string(devices);
   (*facts)["cuda_batches"] = driver->has_batches() ? "yes" : "no";
   (*facts)["cuda_pinning"] = "yes";
-  std::string nodes;
   for (int ordinal = 0; ordinal < devices; ++ordinal) {
     cuda::CUdevice device = 0;
     int supported = 0;
@@ -61,15 +59,7 @@ void ProbeCuda(std::map<std::string, std::string>* facts) {
     if (status.ok()) status = driver->Call(driver->cuDeviceGetAttribute, &supported, kPinning, device);
     if (!status.ok()) (*facts)["cuda_pinning"] = "no: " + status.operation();
     if (status.ok() && supported == 0) (*facts)["cuda_pinning"] = "no: device " + std::to_string(ordinal) + " cannot";
-    int node = -1;
-    (void)driver->Call(driver->cuDeviceGetAttribute, &node, cuda::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device);
-    nodes += ordinal == 0 ? "" : " ";
-    nodes += std::to_string(node);
   }
-  (*facts)["cuda_numa_nodes"] = nodes;
-  // Containers without CAP_SYS_NICE forbid it, and mbind, too.
-  const bool placed = syscall(SYS_get_mempolicy, nullptr, nullptr, 0ul, nullptr, 0ul) == 0;
-  (*facts)["numa_placement"] = placed ? "yes" : std::string("no: ") + std::strerror(errno);
 }
 
 }  // namespace

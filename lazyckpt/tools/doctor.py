@@ -178,16 +178,3 @@ class _Machine:
                 "Copy through a small pinned buffer, since the staging buffer cannot be pinned "
                 f"({self._why_not('cuda_pinning')}). Without that buffer copies are slow, and save() waits for them.",
             )
-        if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2 or "cuda_numa_nodes" not in self.probe:
-            return
-        nodes = sorted(set(self.probe["cuda_numa_nodes"].split()))
-        anywhere = "Leave the staging buffer on any NUMA node:"
-        if "-1" in nodes:
-            yield False, f"{anywhere} the driver does not say which is next to the GPU."
-        elif not self._has("numa_placement"):
-            yield True, f"{anywhere} this process may not choose one ({self._why_not('numa_placement')})."
-        elif len(nodes) == 1:
-            yield False, f"Put the staging buffer on NUMA node {nodes[0]}, next to the GPU."
-        else:
-            some = f"(one of {', '.join(nodes)}), if a process uses one node"
-            yield False, f"Put the staging buffer on the GPU's NUMA node {some}."

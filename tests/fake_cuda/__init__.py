@@ -146,7 +146,7 @@ class FakeCuda:
 
     def configure(self, **settings: float) -> None:
         """``mode``, ``bandwidth`` (bytes/s), ``latency_us``, ``delay_us`` (of a ready operation), ``driver_version``,
-        ``host_pointers`` (attribute 91), ``numa_nodes``, ``registration_limit`` (bytes), ``registration_error``."""
+        ``host_pointers`` (attribute 91), ``registration_limit`` (bytes), ``registration_error``."""
         for key, value in settings.items():
             _check(-self.lib.fake_configure(key.encode(), value))
 

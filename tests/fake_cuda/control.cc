@@ -57,7 +57,6 @@ FAKE_EXPORT int fake_configure(const char* key, double value) {
                                                {"registration_limit", &c.registration_limit}};
   const std::map<std::string, int*> integers{{"driver_version", &c.driver_version},
                                              {"host_pointers", &c.host_pointers},
-                                             {"numa_nodes", &c.numa_nodes},
                                              {"registration_error", &c.registration_error}};
   if (std::string(key) == "mode") return c.mode = static_cast<Mode>(value), CUDA_SUCCESS;
   if (const auto number = numbers.find(key); number != numbers.end()) return *number->second = value, CUDA_SUCCESS;

@@ -223,7 +223,6 @@ FAKE_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribu
   if (attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
     return *value = m.config.host_pointers, CUDA_SUCCESS;
   if (attribute == CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED) return *value = 1, CUDA_SUCCESS;
-  if (attribute == CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID) return *value = device % m.config.numa_nodes, CUDA_SUCCESS;
   return call.Fail(CUDA_ERROR_INVALID_VALUE, "attribute " + std::to_string(attribute) + " is not imitated");
 }
 

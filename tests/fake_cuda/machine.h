@@ -146,7 +146,6 @@ struct Config {
   double delay_us = 300;  // the longest time for which a ready operation is held back, so that others precede it
   int driver_version = 12080;
   int host_pointers = 1;             // batches take registered memory by its address in the host
-  int numa_nodes = 2;                // devices are next to them in turn
   double registration_limit = 1e18;  // bytes in all; beyond it registration is refused
   int registration_error = CUDA_ERROR_OUT_OF_MEMORY;
   Mode mode = Mode::kRandom;
