@@ -51,7 +51,6 @@ class Engine:
         eager_by_caller: bool = False,
         devices: Buffer | None = None,
         streams: Buffer | None = None,
-        to_bfloat16: Sequence[int] = (),
     ) -> Job:
         """Starts a job with sources (three arrays of uint64).
 
@@ -61,9 +60,6 @@ class Engine:
         devices (int64): the attached CUDA device of each source; -1, the default: host memory. streams (uint64): pairs
         of device and handle, the caller's current stream of every such device. The copies hold what work already
         enqueued on these streams makes of the sources.
-
-        to_bfloat16: the sources, by number, that are float32 in host memory and bfloat16 in the file. Their sizes are
-        those in the file, and they begin at even offsets there.
 
         With watch_pages, a write to a page of a lazy host source before its copy fails the job; see Job.torn(). Sources
         whose pages cannot be watched become eager. With copy_on_write, too, the writer waits until the page is copied
@@ -79,7 +75,6 @@ class Engine:
         program: Sequence[tuple[int, int, Buffer, bytes, int]],
         devices: Buffer | None = None,
         streams: Buffer | None = None,
-        to_bfloat16: Sequence[int] = (),
     ) -> Job:
         """begin() with eager_by_caller, Job.append() of each extent in ``program``, Job.seal(), and as much of
         Job.wait_eager() as the ring has room for.

@@ -145,8 +145,8 @@ class Checkpointer(Restoring):
 
         To track the same object under the same name again changes nothing; ``replace=True`` puts another one in its
         place. ``save_dtype`` saves the floating-point tensors of modules in this dtype, for copies that are published;
-        bfloat16 from float32 in host memory costs no memory and no time of ``save()``. The random number generators are
-        tracked as ``rng``.
+        ``save()`` converts them before it returns, in host memory, which holds them until they are copied. The random
+        number generators are tracked as ``rng``.
 
         DTensors (FSDP2, tensor parallelism) make the checkpoint a folder of torch.distributed.checkpoint that all ranks
         write together: then every rank makes a Checkpointer, tracks and saves. Random states, loaders, samplers and

@@ -94,7 +94,7 @@ class Saver:
         Returns in milliseconds, but waits while ``max_in_flight`` saves are not durable yet. ``blocking=True`` returns
         when the file is durable. ``step`` is the training step, for messages; several saves of one step stay lazy,
         although no optimizer has stepped between them. ``dtype`` converts the floating-point tensors of ``obj``, a
-        state dict; bfloat16 from float32 in host memory costs no memory and no time of this call.
+        state dict, before this call returns: in host memory, which holds them until they are copied.
 
         Raises SaveError if an earlier save failed in the background (``on_error="raise"``) or if this one fails at
         once. A call that raises an earlier failure saves ``obj`` all the same, and says so. With ``on_error="warn"``

@@ -9,7 +9,6 @@
 #include <new>
 #include <utility>
 
-#include "engine/bfloat16.h"
 #include "engine/checksum.h"
 #include "engine/engine.h"
 #include "engine/piece_sums.h"
@@ -199,13 +198,7 @@ Status Engine::MoveBytes(Chunk* chunk, Tickets* tickets, Lock& lock) {
     sums.Begin(p);
     const Source& source = job.sources[p.source];
     if (source.device >= 0 || source.watched >= 0) continue;
-    std::byte* const to = chunk->memory + p.at;
-    const std::span memory = source.Memory(p.source_offset, p.size);
-    if (source.to_bfloat16) ToBfloat16(to, memory);
-    if (source.to_bfloat16)
-      sums.Add(to, p.size);
-    else
-      sums.Copy(to, memory.data(), p.size);
+    sums.Copy(chunk->memory + p.at, source.data + p.source_offset, p.size);
     p.crc = sums.crc();
   }
   if (witness_ != nullptr && !CopyWatched(job, chunk)) {

@@ -123,10 +123,6 @@ std::shared_ptr<Job> Engine::MakeJob(std::vector<Source> sources, size_t files, 
   uint64_t ready = 0;  // devices with a stream
   for (const StreamRef& s : job->streams) ready |= uint64_t{1} << s.device;
   for (const Source& s : job->sources) {
-    if (s.to_bfloat16 && s.device >= 0) {
-      *status = Status(EINVAL, "a source on a device that is to be converted", "");
-      return nullptr;
-    }
     if (s.device < 0 || (static_cast<size_t>(s.device) < kMaxDevices && (ready >> s.device & 1) != 0)) continue;
     *status = Status(EINVAL, "a source on a device without a stream", "");
     return nullptr;

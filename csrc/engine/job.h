@@ -142,12 +142,11 @@ struct Slot {
 // One storage of the training state. The caller keeps it alive and, if it is lazy, unchanged until it is captured.
 struct Source {
   const std::byte* data;
-  uint64_t size;             // in the file
-  uint64_t owners;           // who waits for it in WaitCaptured, as bits; 0: eager, copied before save() returns
-  int device = -1;           // the ordinal of the CUDA device that holds it; negative: host memory
-  int64_t watched = -1;      // its number in Job::window; negative: the witness watches none of its pages
-  bool to_bfloat16 = false;  // float32 in memory, bfloat16 in the file; only host memory
-  bool segmented = false;    // the file holds the checksums of its segments
+  uint64_t size;
+  uint64_t owners;         // who waits for it in WaitCaptured, as bits; 0: eager, copied before save() returns
+  int device = -1;         // the ordinal of the CUDA device that holds it; negative: host memory
+  int64_t watched = -1;    // its number in Job::window; negative: the witness watches none of its pages
+  bool segmented = false;  // the file holds the checksums of its segments
 
   struct Part {
     uint64_t size;
@@ -166,13 +165,6 @@ struct Source {
     if (!segmented || bytes == 0) return 0;
     return (offset + bytes - 1) / kSegmentBytes - offset / kSegmentBytes + 1;
   }
-
-  // The memory that the bytes [offset, + bytes) of the file come from.
-  std::span<const std::byte> Memory(uint64_t offset, uint64_t bytes) const {
-    const size_t width = to_bfloat16 ? 2 : 1;
-    return {data + width * offset, width * bytes};
-  }
-  std::span<const std::byte> Memory() const { return Memory(0, size); }
 };
 
 // Bytes of a chunk that come from one place. Kept small: a storage has about six pieces.

@@ -95,9 +95,6 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
       Chunk* chunk = job.open;
       if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
       const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);
-      // No chunk cuts a value that is converted.
-      if (kind == RowKind::kSource && job.sources[arg].to_bfloat16 && (n % 2 != 0 || chunk->size % 2 != 0))
-        return invalid;
       if (n > 0) {
         Piece piece{.source_offset = done, .size = static_cast<uint32_t>(n), .kind = kind};
         if (kind == RowKind::kLiteral)

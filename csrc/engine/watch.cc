@@ -4,13 +4,10 @@
 // nothing is copied any more.
 #include <algorithm>
 #include <array>
-#include <cstring>
-#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
 
-#include "engine/bfloat16.h"
 #include "engine/checksum.h"
 #include "engine/engine.h"
 #include "engine/piece_sums.h"
@@ -22,7 +19,7 @@ namespace lazyckpt {
 void Engine::Watch(Job& job, bool eager_too) {
   for (Source& s : job.sources) {
     if ((s.owners == 0 && !eager_too) || s.device >= 0) continue;
-    if (const PageRange pages = PageRange::Inside(s.data, s.Memory().size()); !pages.empty())
+    if (const PageRange pages = PageRange::Inside(s.data, s.size); !pages.empty())
       s.watched = static_cast<int64_t>(job.window.Add(pages));
     else
       s.owners = 0;
@@ -55,7 +52,7 @@ void Engine::EndWatch(Job& job) {
 void Engine::KeepEdges(Chunk* chunk) {
   const auto edges_of = [chunk](const Piece& p) -> std::array<std::span<const std::byte>, 2> {
     if (p.kind != RowKind::kSource || chunk->job->sources[p.source].watched < 0) return {};
-    return EdgesOf(chunk->job->sources[p.source].Memory(p.source_offset, p.size));
+    return EdgesOf({chunk->job->sources[p.source].data + p.source_offset, p.size});
   };
   size_t bytes = 0;
   for (const Piece& p : chunk->pieces)
@@ -88,44 +85,29 @@ bool Engine::CopyWatched(Job& job, Chunk* chunk) {
     witness_->CheckAndOpen(&job.window, batch);
     for (size_t i = 0; i < count; ++i) {
       Piece& p = *pieces[i];
-      std::byte* const at = chunk->memory + p.at;
-      if (copied[i].to != at) ToBfloat16(at, {copied[i].to, copied[i].from.size()});
-      if (copied[i].to != at || copied[i].patched) {
+      if (copied[i].patched) {
         again.Restart(p, cuts[i]);
-        again.Add(at, p.size);
+        again.Add(chunk->memory + p.at, p.size);
         p.crc = again.crc();
       }
       clean = clean && !copied[i].written;
     }
     count = 0;
   };
-  // A source to convert is first copied unconverted, because the witness may mend the copy.
-  size_t bytes = 0;
-  for (const Piece& p : chunk->pieces)
-    if (p.kind == RowKind::kSource && job.sources[p.source].to_bfloat16) bytes += 2 * size_t{p.size};
-  const auto scratch = bytes > 0 ? std::make_unique_for_overwrite<std::byte[]>(bytes) : nullptr;
-  std::byte* converted = scratch.get();
   const std::byte* edges = chunk->edges.data();
   for (Piece& p : chunk->pieces) {
     if (p.kind != RowKind::kSource) continue;
     sums.Begin(p);
     const Source& source = job.sources[p.source];
     if (source.watched < 0) continue;
-    const std::span memory = source.Memory(p.source_offset, p.size);
+    const std::span memory(source.data + p.source_offset, p.size);
     const auto [head, tail] = EdgesOf(memory);
     const size_t middle = memory.size() - head.size() - tail.size();
-    std::byte* to = chunk->memory + p.at;
-    if (source.to_bfloat16) to = std::exchange(converted, converted + memory.size());
+    std::byte* const to = chunk->memory + p.at;
     cuts[count] = sums.cuts();
-    const auto copy = [&](std::byte* into, const std::byte* from, size_t size) {
-      if (source.to_bfloat16)
-        std::memcpy(into, from, size);  // summed once it is converted
-      else
-        sums.Copy(into, from, size);
-    };
-    copy(to, edges, head.size());
-    copy(to + head.size(), memory.data() + head.size(), middle);
-    copy(to + head.size() + middle, edges + head.size(), tail.size());
+    sums.Copy(to, edges, head.size());
+    sums.Copy(to + head.size(), memory.data() + head.size(), middle);
+    sums.Copy(to + head.size() + middle, edges + head.size(), tail.size());
     p.crc = sums.crc();
     edges += head.size() + tail.size();
     pieces[count] = &p;

@@ -210,7 +210,7 @@ class JobHandle {
 };
 
 std::vector<Source> ToSources(const py::buffer& pointers, const py::buffer& sizes, const py::buffer& owners,
-                              const std::optional<py::buffer>& devices, const std::vector<size_t>& to_bfloat16) {
+                              const std::optional<py::buffer>& devices) {
   const auto p = ToVector<uint64_t>(pointers, "pointers");
   const auto s = ToVector<uint64_t>(sizes, "sizes");
   const auto o = ToVector<uint64_t>(owners, "owners");
@@ -224,15 +224,13 @@ std::vector<Source> ToSources(const py::buffer& pointers, const py::buffer& size
                        .size = s[i],
                        .owners = o[i],
                        .device = static_cast<int>(d[i])});
-  for (const size_t i : to_bfloat16) sources.at(i).to_bfloat16 = true;
   return sources;
 }
 
 std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers,
                                  const py::buffer& sizes, const py::buffer& owners, size_t files, bool eager_by_caller,
-                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams,
-                                 const std::vector<size_t>& to_bfloat16) {
-  auto sources = ToSources(pointers, sizes, owners, devices, to_bfloat16);
+                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams) {
+  auto sources = ToSources(pointers, sizes, owners, devices);
   const auto current = ToStreams(streams);
   std::shared_ptr<Job> job;
   CallWithoutGil([&] {
@@ -248,9 +246,8 @@ std::unique_ptr<JobHandle> Capture(
     const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
     const py::buffer& owners, size_t files,
     const std::vector<std::tuple<size_t, uint64_t, py::buffer, py::bytes, size_t>>& program,
-    const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams,
-    const std::vector<size_t>& to_bfloat16) {
-  auto sources = ToSources(pointers, sizes, owners, devices, to_bfloat16);
+    const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams) {
+  auto sources = ToSources(pointers, sizes, owners, devices);
   const auto current = ToStreams(streams);
   std::vector<py::buffer_info> rows;  // keep the arrays from being resized
   std::vector<py::bytes> blobs;
@@ -280,10 +277,10 @@ std::unique_ptr<JobHandle> Capture(
 void DefineJob(py::module_& m, EngineClass& engine) {
   using namespace pybind11::literals;
   engine.def("begin", &Begin, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false,
-             "devices"_a = py::none(), "streams"_a = py::none(), "to_bfloat16"_a = std::vector<size_t>());
+             "devices"_a = py::none(), "streams"_a = py::none());
 
   engine.def("capture", &Capture, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "program"_a, "devices"_a = py::none(),
-             "streams"_a = py::none(), "to_bfloat16"_a = std::vector<size_t>());
+             "streams"_a = py::none());
 
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)

@@ -15,8 +15,8 @@ class FrozenParameters:
     """What the snapshots of one Saver found of frozen parameters: address, size, version and checksum."""
 
     def __init__(self) -> None:
-        # By identity and bytes of the storage in the file: a copy in another dtype has other bytes, and the files of
-        # one Saver give the same keys to different storages. The value: pointer, version, crc, and whether seen twice.
+        # By identity and bytes of the storage in the file: a shard may be a part of it, and the files of one Saver give
+        # the same keys to different storages. The value: pointer, version, crc, and whether seen twice.
         self._seen: dict[tuple[int, int], tuple[int, int, int, bool]] = {}
 
     def is_lazy(self, view: TensorView, tensor: torch.Tensor) -> bool:

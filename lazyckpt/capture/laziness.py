@@ -44,8 +44,7 @@ def decide(
     not; and whether an optimizer that is at work owns some of the storages."""
     may_be_lazy = list(map(ownership.lazy_owners.get, views.identities, repeat(0)))
     if ownership.covered:
-        saved = [n * (1 + (i in views.to_bfloat16)) for i, n in zip(views.identities, views.sizes, strict=True)]
-        claims = zip(may_be_lazy, views.identities, saved, strict=True)
+        claims = zip(may_be_lazy, views.identities, views.sizes, strict=True)
         may_be_lazy = [bits if n <= ownership.covered.get(i, n) else 0 for bits, i, n in claims]
     owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
     found = _frozen_in(views, owners, modules, ownership)

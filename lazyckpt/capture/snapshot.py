@@ -102,13 +102,6 @@ class Snapshot:
         self.pointers, self.devices, self.streams, self._held, self._cuda = devices.sources(self._storages, located)
         self._identities = self._views.identities
         self._whole_sizes = array("Q", map(torch.UntypedStorage.nbytes, self._storages))
-        # A storage that is saved whole as well is here twice.
-        halved = self._views.to_bfloat16
-        self.to_bfloat16 = [
-            source
-            for source, identity in enumerate(self._identities if halved else ())
-            if identity in halved and self.sizes[source] < self._whole_sizes[source]
-        ]
         self._tensors_of = ownership.tensors | {views.identities[at]: (tensor,) for at, tensor in frozen_at.items()}
         # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
         # versions of the tensors that view it tell.
@@ -132,8 +125,7 @@ class Snapshot:
         self.verdict = Verdict(reduce(or_, map(self.owners.__getitem__, owed), 0), self._tensors)
 
     def _checksums(self) -> dict[int, int]:
-        converted = set(self.to_bfloat16)  # their copies have other bytes
-        copies = {s: devices.on_host(self._storages[s]) for s in self._lazy if s not in converted}
+        copies = {s: devices.on_host(self._storages[s]) for s in self._lazy}
         return {s: _engine.crc32_at(copy.data_ptr(), self.sizes[s]) for s, copy in copies.items()}
 
     # gate.Pending
@@ -158,7 +150,7 @@ class Snapshot:
 
     @cached_property
     def _owners_by_identity(self) -> dict[int, int]:
-        """For ``wait_for_storage``: there may be as many calls as storages. One may be saved whole and converted."""
+        """For ``wait_for_storage``: there may be as many calls as storages. Several files may hold one."""
         owners: dict[int, int] = {}
         for identity, bits in zip(self._identities, self.owners, strict=True):
             owners[identity] = owners.get(identity, 0) | bits

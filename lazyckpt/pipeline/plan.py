@@ -16,7 +16,7 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.formats import program, safetensors, torch_zip
 from lazyckpt.formats.program import Extent
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
-from lazyckpt.providers.casting import Casting
+from lazyckpt.providers.casting import check_dtype, converted
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
 from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.pickles import Skeleton, pickle_of
@@ -215,20 +215,17 @@ class CastPlan(FilePlan):
         """Raises ConfigError for what is no dict, and for a dtype that is not floating."""
         if not isinstance(state, Mapping):
             raise ConfigError(f"dtype is for a state dict, not for a {type(state).__name__}")
-        self._casting = Casting(dtype)
-        self._again = partial(CastPlan, name, state, dtype)
+        check_dtype(dtype)
+        self._plan_of = partial(plan_for, name)
         self._state = state
-        self._plan = plan_for(name, self._casting.converted(state))
-        self.any_order = self._plan.any_order
+        self._dtype = dtype
+        self.any_order = self._plan_of({}).any_order
 
     def gather(self) -> TensorViews:
+        self._plan = self._plan_of(converted(self._state, self._dtype))
         views = self._plan.gather()
-        self._casting.put_back(views)
         views.tensors = [value for value in self._state.values() if isinstance(value, torch.Tensor)]
         return views
-
-    def again(self) -> FilePlan:
-        return self._again()
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         return self._plan.lay_out(views)

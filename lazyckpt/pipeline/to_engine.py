@@ -14,14 +14,7 @@ Program = tuple[list[Extent], int]  # of one file, and its size in bytes
 
 def begin_job(engine: _engine.Engine, snapshot: Snapshot, files: int) -> _engine.Job:
     return engine.begin(
-        snapshot.pointers,
-        snapshot.sizes,
-        snapshot.owners,
-        files,
-        False,
-        snapshot.devices,
-        snapshot.streams,
-        snapshot.to_bfloat16,
+        snapshot.pointers, snapshot.sizes, snapshot.owners, files, False, snapshot.devices, snapshot.streams
     )
 
 
@@ -35,7 +28,6 @@ def capture(engine: _engine.Engine, snapshot: Snapshot, programs: list[Program])
         list(_numbered(snapshot, programs)),
         snapshot.devices,
         snapshot.streams,
-        snapshot.to_bfloat16,
     )
 
 

@@ -33,8 +33,6 @@ class TensorViews:
     dtypes: list[torch.dtype] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
-    # Identities of float32 storages, if their size here is half.
-    to_bfloat16: set[int] = field(default_factory=set, init=False)
     # The tensors through which the state sees the storages, as far as known: their versions tell of writes. No column,
     # and only for one file.
     tensors: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -54,9 +52,7 @@ class TensorViews:
         if len(parts) == 1:
             return parts[0]
         columns = zip(*(p._columns() for p in parts), strict=True)
-        joined = cls(*map(list, map(chain.from_iterable, columns)))
-        joined.to_bfloat16 = set().union(*(part.to_bfloat16 for part in parts))
-        return joined
+        return cls(*map(list, map(chain.from_iterable, columns)))
 
     def append(self, view: TensorView) -> None:
         self.keys.append(view.key)
@@ -78,9 +74,7 @@ class TensorViews:
     def take(self, order: Sequence[int]) -> TensorViews:
         """Returns the storages at these places, in this order."""
         columns = (list(map(column.__getitem__, order)) if column else [] for column in self._columns())
-        taken = TensorViews(*columns)
-        taken.to_bfloat16 = self.to_bfloat16
-        return taken
+        return TensorViews(*columns)
 
     def _columns(self) -> tuple[list[Any], ...]:
         return self.keys, self.storages, self.sizes, self.dtypes, self.devices, self.identities

@@ -619,7 +619,7 @@ promise(
     "No copy is made on the GPU.",
     (
         "weights are converted on the GPU",
-        py("Casting._convert", swap("to_host(...)", "value.detach()")),
+        py("_convert", swap("to_host(...)", "value.detach()")),
         "providers/test_casting.py::test_what_is_converted_at_once_is_copied_to_the_host_before",
     ),
     (
