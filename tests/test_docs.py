@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import signal
@@ -40,6 +41,27 @@ def test_the_picture_of_engines_shows_the_table() -> None:
     picture = (DOCS / "img" / "engines.svg").read_text()
     assert len(shown := engines.figures()) == 10
     assert [name for name in shown if f">{name}<" not in picture] == []
+
+
+def test_start_here_names_what_is_there() -> None:
+    """The files of its nine stops, and what each defines; at most twelve words to learn before."""
+    page = (DOCS / "architecture.md").read_text()
+    section = page.partition("## Start here")[2].partition("Beside this way")[0]
+    words, stops = (table.splitlines()[2:] for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE))
+    assert len(words) <= 12
+    assert re.findall(r"^\| (\d+)\. `", "\n".join(stops), re.MULTILINE) == list("123456789")
+    for stop in stops:
+        file, *names = re.findall(r"`([^`]+)`", stop.split("|")[1])
+        path = next(p for p in (DOCS.parent / file, DOCS.parent / "lazyckpt" / file) if p.exists())
+        assert names or path.suffix == ".md", file
+        for name in names:
+            assert defines(ast.parse(path.read_text()), name.split(".")), f"{file} has no {name}"
+
+
+def defines(tree: ast.AST, name: list[str]) -> bool:
+    """Whether a module or a class defines ``name``, the parts of a dotted name."""
+    definitions = (n for n in ast.iter_child_nodes(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef))
+    return any(d.name == name[0] and (not name[1:] or defines(d, name[1:])) for d in definitions)
 
 
 def test_every_knob_is_explained() -> None:
