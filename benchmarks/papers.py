@@ -32,6 +32,7 @@ INTERVALS = (1, 2, 5, 10)
 BUFFER_MIB = (1, 2, 4, 8, 16, 32, 64, 128)
 BUFFERED_BYTES = (16 << 20, 512 << 20)
 COPY_THREADS = (1, 2, 4)
+ACCUMULATION = (1, 4, 16, 64)  # micro-batches in a step
 IO_DEPTH = 8
 
 
@@ -269,4 +270,27 @@ def over_threads(settings: Settings, progress: Progress) -> Iterator[Table]:
             f"{one.compute_s:.2f} s, a step without checkpoints "
             f"{median([s for series in one.series.values() for s in series.none_step_s]):.2f} s."
         )
+    yield table
+
+
+def over_accumulation(settings: Settings, progress: Progress) -> Iterator[Table]:
+    """003 fig. 11a: the more micro-batches in a step, the more time to hide a checkpoint behind."""
+    names = ("lazyckpt", "torch.save")
+    table = Table(
+        "A checkpoint at every step, over gradient accumulation",
+        ["micro-batches", "forward + backward, s", *(f"{name}: time over none" for name in names)],
+        picture=Picture("micro-batches in a step", "time over no checkpoints", log_x=True),
+    )
+    assert table.picture is not None
+    for count in ACCUMULATION if settings.full else ACCUMULATION[:3]:
+        training = Training(settings.state_bytes // 5, sequences=1, device=settings.device, micro_batches=count)
+        steps = max(2, settings.steps // count)
+        directory = settings.directory / f"accumulation-{count}"
+        kinds = [KINDS[name] for name in names]
+        with contest(kinds, training, steps, directory, compute_over_write=0.0, min_compute_s=0.0) as one:
+            one.run(settings.pairs, lambda text, count=count: progress(f"{count} micro-batches: {text}"))
+        table.add(str(count), f"{one.compute_s:.2f}", *(spread(one.series[name].ratio) for name in names))
+        for name in names:
+            table.picture.add(name, count, one.series[name].ratio)
+    table.notes.append(f"{one.state_bytes / 1e9:.2f} GB of AdamW state.")
     yield table

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks import (
-    ablation,
     disk,
     frameworks,
     growth,
@@ -15,7 +14,6 @@ from benchmarks import (
     papers,
     restore,
     train,
-    tuning,
     verdict,
     witness,
 )
@@ -62,14 +60,13 @@ PARTS = {
     "ranks": Part("a sharded job on several ranks, every engine that can save it", ranks.measure, arms=ARMS),
     "witness": Part("what the page witness adds to save() and to the next step", witness.measure),
     "verdict": Part("how long a checkpoint waits for a verdict, and how many do", verdict.measure),
-    "ablation": Part("each part of the pipeline switched off alone", ablation.measure),
     "models": Part("over model size (DataStates-LLM, fig. 7-9)", papers.over_models),
     "interval": Part("over the checkpoint interval (DataStates-LLM, fig. 13)", papers.over_interval),
     "phases": Part("where the time goes (DataStates-LLM, table III)", papers.phases),
     "buffers": Part("over the I/O buffer, single and double (FastPersist, fig. 7)", papers.over_buffers),
+    "accumulation": Part("over gradient accumulation (FastPersist, fig. 11)", papers.over_accumulation),
     "threads": Part("over copy threads, bf16 and fp32 (PCcheck, fig. 5-6)", papers.over_threads),
     "tensors": Part("over the number of tensors", growth.over_tensors),
     "sizes": Part("over the size of the state, and of one tensor (DataStates-LLM, fig. 14)", growth.over_sizes),
     "knobs": Part("over chunk size, ring and checkpoints in flight", growth.over_knobs),
-    "tuning": Part("the default against the best setting of a sweep", tuning.measure),
 }

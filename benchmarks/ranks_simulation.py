@@ -22,7 +22,7 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from lazyckpt.ranks.rounds import FAN_IN, Point, Seat, children_of
+from lazyckpt.ranks.rounds import Point, Seat, children_of
 from lazyckpt.ranks.votes import Ballot
 
 SIZES = (2, 4, 8, 64, 512, 1024, 4096, 16_384)
@@ -154,14 +154,14 @@ class Cost:
     keys_left: int
 
 
-def commit(world_size: int, fan_in: int = FAN_IN) -> Cost:
+def commit(world_size: int) -> Cost:
     """Simulates one save."""
     simulation = Simulation()
     stores = [SimulatedStore(simulation) for _ in range(world_size)]
     answered: list[float] = []
 
     def rank(number: int) -> None:
-        seat = Seat("run", 1, number, world_size, stores[number], Path(), fan_in)
+        seat = Seat("run", 1, number, world_size, stores[number], Path())
         folder: Any = SimulatedFolder(simulation)
         ballot = Ballot(seat, 1, 1, "layout", target=Path(), folder=lambda _: folder)
         if number == 0:
@@ -184,18 +184,17 @@ def commit(world_size: int, fan_in: int = FAN_IN) -> Cost:
 
 
 def table(sizes: tuple[int, ...] = SIZES) -> str:
-    """The costs as Markdown, with the tree and with rank 0 as the parent of all."""
+    """The costs as Markdown."""
     rows = [
-        "| ranks | children of rank 0 | messages of a rank: median, most | … without tree | µs of the store a rank "
-        "| commit, ms | … without tree |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
+        "| ranks | children of rank 0 | messages of a rank: median, most | µs of the store a rank | commit, ms |",
+        "|--:|--:|--:|--:|--:|",
     ]
     for size in sizes:
-        tree, flat = commit(size), commit(size, fan_in=max(size, 2))
-        assert tree.keys_left == 0
+        cost = commit(size)
+        assert cost.keys_left == 0
         rows.append(
-            f"| {size:,} | {len(children_of(0, size))} | {tree.median:g}, {tree.most} | {flat.median:g}, {flat.most:,} "
-            f"| {tree.messages * SERVICE_US / size:.0f} | {tree.milliseconds:,.1f} | {flat.milliseconds:,.1f} |"
+            f"| {size:,} | {len(children_of(0, size))} | {cost.median:g}, {cost.most} "
+            f"| {cost.messages * SERVICE_US / size:.0f} | {cost.milliseconds:,.1f} |"
         )
     return "\n".join(rows)
 

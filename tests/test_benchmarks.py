@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import ablation, frameworks, growth, latency, papers, tuning, verdict, witness, workload
+from benchmarks import frameworks, growth, latency, papers, verdict, witness, workload
 from benchmarks.arms.dcp import keep_open
 from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
 from benchmarks.gpu import calls, prepare, stages
@@ -45,8 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (latency, "CASES", (case,)),
         (latency, "GIGABYTE", case),
         (latency, "LEAST_SAVES", 2),
-        (ablation, "SMALL", case),
-        (ablation, "ACCUMULATION", (1, 2)),
+        (papers, "ACCUMULATION", (1, 2)),
         (papers, "MODEL_SHARES", (1.0,)),
         (papers, "INTERVALS", (1, 2)),
         (papers, "COPY_THREADS", (1,)),
@@ -55,9 +54,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (growth, "CHUNK_MIB", (1, 4)),
         (growth, "RING_SHARES", (0.25, 1.0)),
         (growth, "IN_FLIGHT", (1, 2)),
-        (tuning, "CHUNK_MIB", (2, 8)),
-        (tuning, "IO_DEPTH", (8,)),
-        (tuning, "COPY_THREADS", (1,)),
         (verdict, "SECONDS", 0.05),
         (witness, "ROUNDS_PER_PAIR", 1),
         (witness, "TENSORS", {}),

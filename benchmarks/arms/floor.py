@@ -12,14 +12,14 @@ MAX_IN_FLIGHT = 2  # as lazyckpt's default
 
 
 class FloorArm(Arm):
-    """`ring` is the ring's size as a fraction of the state. `fused` as in `Floor`."""
+    """`ring` is the ring's size as a fraction of the state."""
 
-    def __init__(self, training: Training, directory: Path, *, ring: float, fused: bool = True) -> None:
+    def __init__(self, training: Training, directory: Path, *, ring: float) -> None:
         super().__init__(training, directory)
         if training.device.type != "cpu":
             raise FloorUnavailable("it copies host memory only")
         self._ranges = [(t.data_ptr(), t.nbytes) for t in training.tensors().values()]
-        self._floor = Floor(int(ring * sum(nbytes for _, nbytes in self._ranges)), fused=fused)
+        self._floor = Floor(int(ring * sum(nbytes for _, nbytes in self._ranges)))
 
     def save(self, step: int) -> None:
         self._floor.drain(MAX_IN_FLIGHT - 1)

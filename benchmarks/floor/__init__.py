@@ -51,16 +51,14 @@ class Floor:
     """One ring, its copy threads and its writer. Close it, or use it as a context manager.
 
     `save` takes ranges of (address, bytes): memory that must stay alive and unchanged until `wait` is over.
-    `fused`: a piece is checksummed while it is in the cache, and not in a second pass when its chunk is copied.
     """
 
-    def __init__(self, ring_bytes: int, *, copy_threads: int | None = None, fused: bool = True) -> None:
+    def __init__(self, ring_bytes: int, *, copy_threads: int | None = None) -> None:
         self._library = _library()
         threads = copy_threads if copy_threads is not None else len(os.sched_getaffinity(0))
         # Two chunks at least: one is copied while the other is written.
         ring_bytes = max(2, -(-ring_bytes // CHUNK_BYTES)) * CHUNK_BYTES
-        piece_bytes = PIECE_BYTES if fused else CHUNK_BYTES
-        self._handle = self._library.floor_open(ring_bytes, CHUNK_BYTES, IO_DEPTH, threads, piece_bytes)
+        self._handle = self._library.floor_open(ring_bytes, CHUNK_BYTES, IO_DEPTH, threads, PIECE_BYTES)
         if not self._handle:
             reason = os.strerror(ctypes.get_errno())
             raise FloorUnavailable(f"no ring of {ring_bytes} bytes with io_uring: {reason}")
