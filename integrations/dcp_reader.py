@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from lazyckpt import shards
 from lazyckpt.errors import ConfigError
-from lazyckpt.shards import METADATA, Place
+from lazyckpt.shards import METADATA, FileReader, Place
 from lazyckpt.storage import paths
 
 
@@ -54,8 +54,8 @@ class LazyStorageReader(StorageReader):
         # DCP gives the rank where it looks for a checkpoint that ranks committed by themselves.
         rank = kwargs.get("rank")
         path = self.path / (METADATA if rank is None else f"__{rank}{METADATA}")
-        metadata: Metadata = shards.read_metadata(path)
-        self._stamps = shards.Stamps(path)
+        metadata: Metadata
+        metadata, self._stamps = shards.read_metadata(path)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -83,27 +83,31 @@ class LazyStorageReader(StorageReader):
             info = self._items[item.storage_index]
             by_file.setdefault(info.relative_path, []).append((item, Place(info.offset, info.length)))
         for name, items in by_file.items():
-            if self._stamps is not None:
-                self._stamps.check(self.path / name)
-            objects = [(item, place) for item, place in items if item.type == LoadItemType.BYTE_IO]
-            places = [(item.storage_index.fqn, place) for item, place in objects]
-            contents = shards.read_items(self.path / name, places, weights_only=self._weights_only)
-            for (item, _), content in zip(objects, contents, strict=True):
-                planner.load_bytes(item, io.BytesIO(content))
-            tensors: list[tuple[ReadItem, shards.Part]] = []
-            for item, place in items:
-                if item.type == LoadItemType.BYTE_IO:
-                    continue
-                of, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
-                if target.shape != item.lengths:
-                    raise ConfigError(f"{of}: the planner gives {tuple(target.shape)} for {tuple(item.lengths)}")
-                tensors.append((item, shards.Part(of, place, tuple(item.storage_offsets), target)))
-            shards.read_parts(self.path / name, [part for _, part in tensors])
-            for item, part in tensors:
-                planner.commit_tensor(item, part.target)
+            with FileReader(self.path / name) as file:
+                self._read_file(file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_file(self, file: FileReader, items: list[tuple[ReadItem, Place]], planner: LoadPlanner) -> None:
+        if self._stamps is not None:
+            self._stamps.check(file)
+        objects = [(item, place) for item, place in items if item.type == LoadItemType.BYTE_IO]
+        places = [(item.storage_index.fqn, place) for item, place in objects]
+        contents = shards.read_items(file, places, weights_only=self._weights_only)
+        for (item, _), content in zip(objects, contents, strict=True):
+            planner.load_bytes(item, io.BytesIO(content))
+        tensors: list[tuple[ReadItem, shards.Part]] = []
+        for item, place in items:
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            of, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
+            if target.shape != item.lengths:
+                raise ConfigError(f"{of}: the planner gives {tuple(target.shape)} for {tuple(item.lengths)}")
+            tensors.append((item, shards.Part(of, place, tuple(item.storage_offsets), target)))
+        shards.read_parts(file, [part for _, part in tensors])
+        for item, part in tensors:
+            planner.commit_tensor(item, part.target)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:

@@ -11,24 +11,25 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from lazyckpt import waits
 from lazyckpt.errors import SaveError
 from lazyckpt.formats.distcp import Place as Place
-from lazyckpt.formats.reader import FileReader
+from lazyckpt.formats.reader import FileReader as FileReader
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.pipeline.sharded.shard_plan import Item, ShardCache, ShardPlan
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.reading.sharded import shards
+from lazyckpt.reading.sharded import metadata, shards
 from lazyckpt.reading.sharded.metadata import METADATA as METADATA
 from lazyckpt.reading.sharded.metadata import Stamps as Stamps
-from lazyckpt.reading.sharded.metadata import read_metadata as read_metadata
 from lazyckpt.reading.sharded.shards import Part as Part
 from lazyckpt.saver import Saver
 from lazyckpt.storage.commit import PartStaging, Staging
+from lazyckpt.storage.manifest import crc_of
 
 
 def write_shard(items: Iterable[Item], folder: Path, name: str, *, target: Path) -> Mapping[str, Place]:
@@ -121,13 +122,19 @@ def _known(folder: Path) -> Future[Path]:
     return known
 
 
-def read_parts(path: Path, parts: Iterable[Part]) -> None:
-    """Reads parts of the tensors in one ``.distcp`` file into their targets; see ``reading.shards.read_parts``."""
-    shards.read_parts(path, parts, process_engine())
-
-
-def read_items(path: Path, items: Iterable[tuple[str, Place]], *, weights_only: bool) -> Iterator[bytes]:
-    """Yields ready-made items of a file, each with its name for messages; see ``reading.shards.read_bytes``."""
+def read_metadata(path: Path) -> tuple[Any, Stamps]:
+    """Returns the ``Metadata`` in the file ``path``, and what tells whether other files of its folder are of the same
+    save. Raises LoadError; see ``reading.sharded.metadata``."""
     with FileReader(path) as file:
-        for name, place in items:
-            yield shards.read_bytes(file, place, name, weights_only=weights_only)
+        return metadata.read_metadata(file, crc_of(path.parent, path.name)), Stamps(file)
+
+
+def read_parts(file: FileReader, parts: Iterable[Part]) -> None:
+    """Reads parts of the tensors in one ``.distcp`` file into their targets; see ``reading.sharded.shards``."""
+    shards.read_parts(file, parts, process_engine())
+
+
+def read_items(file: FileReader, items: Iterable[tuple[str, Place]], *, weights_only: bool) -> Iterator[bytes]:
+    """Yields ready-made items of a file, each with its name for messages; see ``reading.sharded.shards``."""
+    for name, place in items:
+        yield shards.read_bytes(file, place, name, weights_only=weights_only)

@@ -126,43 +126,48 @@ class Header:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
+    """Opens the file ``path`` and returns its header; see ``header_of``. Raises LoadError if it cannot."""
+    with FileReader(path) as file:
+        return header_of(file)
+
+
+def header_of(file: FileReader) -> Header:
     """Reads and checks the header: the tensors must cover the rest of the file exactly.
 
     Raises CorruptFileError if it is damaged or no safetensors file, UnsupportedFormatError for a dtype that
-    torch lacks, LoadError if ``path`` cannot be read.
+    torch lacks, LoadError if the file cannot be read.
     """
-    with FileReader(path) as file:
-        front = file.read(0, _LENGTH_BYTES)
-        nbytes = int.from_bytes(front, "little")
-        data_offset = _LENGTH_BYTES + nbytes
-        if nbytes > _MAX_HEADER_BYTES or data_offset > file.size:
-            raise file.corrupt(f"no safetensors file, or truncated: a header of {nbytes} bytes")
-        raw = file.read(_LENGTH_BYTES, nbytes)
-        try:
-            if not raw.startswith(b"{"):
-                raise ValueError("does not begin with {")
-            tree: dict[str, Any] = json.loads(raw.decode(), object_pairs_hook=unique_keys)
-        except (ValueError, RecursionError) as error:
-            raise file.corrupt(f"safetensors header: {error}") from error
-        metadata = tree.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise file.corrupt("safetensors header: __metadata__ must map strings to strings")
-        try:
-            "".join((*tree, *metadata, *metadata.values())).encode()
-        except UnicodeEncodeError as error:  # an escaped half of a character: no text, and refused by the library
-            raise file.corrupt("safetensors header: a name is not Unicode") from error
-        checksums = _checksums(file, front + raw, metadata, tree)
-        found = [_tensor(file, name, told, data_offset, checksums.get(name)) for name, told in tree.items()]
-        found.sort(key=lambda info: (info.record.offset, info.record.nbytes))
-        end = data_offset
-        for info in found:
-            if info.record.offset != end:
-                raise file.corrupt(f"tensor {info.record.name!r}: a gap or an overlap at offset {end}")
-            end += info.record.nbytes
-        if end != file.size:
-            how = "truncated: " if end > file.size else ""
-            raise file.corrupt(f"{how}tensors end at {end}, the file at {file.size}")
-        return Header({info.record.name: info for info in found}, metadata)
+    front = file.read(0, _LENGTH_BYTES)
+    nbytes = int.from_bytes(front, "little")
+    data_offset = _LENGTH_BYTES + nbytes
+    if nbytes > _MAX_HEADER_BYTES or data_offset > file.size:
+        raise file.corrupt(f"no safetensors file, or truncated: a header of {nbytes} bytes")
+    raw = file.read(_LENGTH_BYTES, nbytes)
+    try:
+        if not raw.startswith(b"{"):
+            raise ValueError("does not begin with {")
+        tree: dict[str, Any] = json.loads(raw.decode(), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise file.corrupt(f"safetensors header: {error}") from error
+    metadata = tree.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise file.corrupt("safetensors header: __metadata__ must map strings to strings")
+    try:
+        "".join((*tree, *metadata, *metadata.values())).encode()
+    except UnicodeEncodeError as error:  # an escaped half of a character: no text, and refused by the library
+        raise file.corrupt("safetensors header: a name is not Unicode") from error
+    checksums = _checksums(file, front + raw, metadata, tree)
+    found = [_tensor(file, name, told, data_offset, checksums.get(name)) for name, told in tree.items()]
+    found.sort(key=lambda info: (info.record.offset, info.record.nbytes))
+    end = data_offset
+    for info in found:
+        if info.record.offset != end:
+            raise file.corrupt(f"tensor {info.record.name!r}: a gap or an overlap at offset {end}")
+        end += info.record.nbytes
+    if end != file.size:
+        how = "truncated: " if end > file.size else ""
+        raise file.corrupt(f"{how}tensors end at {end}, the file at {file.size}")
+    return Header({info.record.name: info for info in found}, metadata)
 
 
 def _to_header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:

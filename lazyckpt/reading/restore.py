@@ -24,7 +24,8 @@ from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
 from lazyckpt.reading.hint import hint
 from lazyckpt.reading.restored import Restored
-from lazyckpt.reading.sharded.restore import Shards, scatter
+from lazyckpt.reading.sharded.restore import Shards
+from lazyckpt.reading.sharded.tensors import scatter
 from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint

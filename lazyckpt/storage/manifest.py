@@ -157,6 +157,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def state_in(folder: Path) -> tuple[Path, int | None]:
+    """The file in a checkpoint's folder that holds the state, or says which files do, and its CRC-32 as the manifest
+    says; None in a folder of torch.distributed.checkpoint without a manifest. Raises a LoadError if it is neither."""
+    if is_missing(folder / MANIFEST) and not is_missing(folder / DCP_METADATA):
+        return folder / DCP_METADATA, None
+    checkpoint = read_checkpoint(folder)
+    return checkpoint.state, next(file.crc32 for file in checkpoint.files if file.name == checkpoint.state.name)
+
+
 def crc_of(folder: Path, name: str) -> int | None:
     """The CRC-32 of a file, as the manifest beside it says; None if there is no manifest, or none that names the file.
 

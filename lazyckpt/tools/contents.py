@@ -178,10 +178,10 @@ def _read_file(file: Path) -> Contents:
 
 
 def _read_folder(index: Path) -> Contents:
-    from lazyckpt.reading.sharded.folder import Folder  # imports torch, which takes seconds
+    from lazyckpt.reading.sharded.folder import open_folder  # imports torch, which takes seconds
     from lazyckpt.tools.inert_folder import read_inert_folder
 
-    folder = Folder(index.parent)
+    folder = open_folder(index.parent)
     files = {file for entry in folder.entries.values() for file, _ in entry.items.values()}
     kind = f"torch.distributed.checkpoint in {count(len(files), 'file')}"
     nbytes = 0

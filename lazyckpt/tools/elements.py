@@ -74,8 +74,9 @@ def read_sharded(storage: InertStorage) -> torch.Tensor:
         target = part_of(whole, offsets, shape)
         by_file.setdefault(file, []).append(Part(f"offsets {offsets}", place, (0,) * len(shape), target))
     try:
-        for file, parts in by_file.items():
-            read_parts(file, parts, process_engine())
+        for path, parts in by_file.items():
+            with FileReader(path) as reader:
+                read_parts(reader, parts, process_engine())
     except CorruptFileError as error:
         raise CorruptFileError(f"{storage.record.name}: {error.what}", path=error.path) from error
     return whole

@@ -17,7 +17,7 @@ from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import Directory
 from lazyckpt.providers.global_state import unflatten
-from lazyckpt.reading.sharded.folder import Entry, Folder
+from lazyckpt.reading.sharded.folder import Entry, ShardedFolder
 from lazyckpt.reading.sharded.metadata import METADATA
 from lazyckpt.tools.inert import (
     InertObject,
@@ -36,7 +36,7 @@ class Bytes(InertObject):
     global_name = "bytes"
 
 
-def read_inert_folder(folder: Folder) -> dict[str, Any]:
+def read_inert_folder(folder: ShardedFolder) -> dict[str, Any]:
     """Returns the saved state. Raises LoadError, if an object in it cannot be described, too."""
     leaves: dict[tuple[str | int, ...], Any] = {}
     storages: dict[Any, InertStorage] = {}  # of tensors that are one, one

@@ -148,14 +148,14 @@ def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:
 def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileEntry]) -> list[Finding]:
     """Verifies the files of a folder of torch.distributed.checkpoint, each item in them. ``entries``: their rows in the
     manifest, by name, if there is one."""
-    from lazyckpt.reading.sharded.folder import Folder  # imports torch, which takes seconds
+    from lazyckpt.reading.sharded.folder import open_folder  # imports torch, which takes seconds
 
     items: dict[str, dict[Place, str]] = {name: {} for name in entries}
     index = folder / DCP_METADATA
     damage: list[str] = []
     stamps: Stamps | None = None
     try:
-        opened = Folder(folder)
+        opened = open_folder(folder)
         stamps = opened.stamps
         for name, entry in opened.entries.items():
             for file, place in entry.items.values():
@@ -196,11 +196,11 @@ def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | 
                         Segments(reader, place, record)  # compares its table, if there is one
             except (CorruptFileError, UnsupportedFormatError) as error:
                 damage.append(error.what)
-    try:
-        if stamps is not None:
-            stamps.check(file)
-    except CorruptFileError as error:
-        damage.append(error.what)
+        try:
+            if stamps is not None:
+                stamps.check(reader)
+        except CorruptFileError as error:
+            damage.append(error.what)
     return sorted(records, key=lambda record: record.offset), damage
 
 

@@ -967,7 +967,7 @@ promise(
     "lazyckpt.load and restore() run no code from a file.",
     (
         "load runs code unless it is told not to",
-        py("functional._weights_only", body("return bool(asked)")),
+        py("load._weights_only", body("return bool(asked)")),
         "test_functional.py::test_weights_only_means_what_it_means_to_torch",
     ),
     (
@@ -1007,7 +1007,7 @@ promise(
     ),
     (
         "tensors of safetensors may overlap, with gaps between them",
-        py("safetensors.read_header", swap("info.record.offset != end", "False")),
+        py("safetensors.header_of", swap("info.record.offset != end", "False")),
         "test_safetensors.py",
     ),
 )

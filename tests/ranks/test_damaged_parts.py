@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import lazyckpt
 from lazyckpt.integrations.dcp import LazyStorageReader
-from lazyckpt.reading.sharded.folder import Folder
+from lazyckpt.reading.sharded.folder import open_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -98,7 +98,7 @@ def flipped(file: Path, at: int) -> Iterator[None]:
 def everywhere(folder: Path, name: str) -> list[tuple[Path, int]]:
     """Places all over the bytes of a tensor: the ends of each rank's part, and between them."""
     found = []
-    for file, place in Folder(folder).entries[name].items.values():
+    for file, place in open_folder(folder).entries[name].items.values():
         first, last = place.offset + 5000, place.offset + place.nbytes - 6000
         found += [(folder / file, at) for at in (first, (2 * first + last) // 3, last)]
     return found

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex  # noq
 
 import lazyckpt  # noqa: E402
 from attacks.sharded import published  # noqa: E402
+from lazyckpt import shards  # noqa: E402
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError  # noqa: E402
 from lazyckpt.formats.distcp import Place, read_segments  # noqa: E402
 from lazyckpt.formats.reader import FileReader, Record  # noqa: E402
-from lazyckpt.reading import segments  # noqa: E402
+from lazyckpt.reading.sharded import segments  # noqa: E402
 from lazyckpt.reading.sharded import shards as reading  # noqa: E402
-from lazyckpt.reading.sharded.metadata import read_metadata  # noqa: E402
 from lazyckpt.reading.sharded.shards import Part  # noqa: E402
-from lazyckpt.shards import read_items, read_parts, write_shard  # noqa: E402
+from lazyckpt.shards import read_items, read_metadata, write_shard  # noqa: E402
 
 SAVED = {
     "matrix": torch.randn(40, 30),
@@ -44,6 +44,11 @@ SAVED = {
 }
 
 
+def read_parts(path: Path, parts: list[Part]) -> None:
+    with FileReader(path) as file:
+        shards.read_parts(file, parts)
+
+
 @pytest.fixture(scope="module", params=["ours", "plain"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Place]]:
     """A file with all of them, and where each is."""
@@ -52,7 +57,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return folder / "a.distcp", dict(write_shard(SAVED.items(), folder, "a.distcp", target=folder))
     dense = {name: tensor for name, tensor in SAVED.items() if not tensor.is_sparse}  # DCP asks for strides
     dcp.save(dense, checkpoint_id=folder)
-    items = read_metadata(folder / ".metadata").storage_data
+    items = read_metadata(folder / ".metadata")[0].storage_data
     return folder / "__0_0.distcp", {index.fqn: Place(info.offset, info.length) for index, info in items.items()}
 
 
@@ -125,7 +130,8 @@ def test_every_bit_of_an_object_is_checked(tmp_path: Path) -> None:
     for at in range(place.nbytes):
         path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :])
         try:
-            (content,) = read_items(path, [("o", place)], weights_only=True)
+            with FileReader(path) as file:
+                (content,) = read_items(file, [("o", place)], weights_only=True)
             assert torch.load(io.BytesIO(content)) == {"lr": 0.125, "names": ["a", "b"]}
         except LoadError:
             pass
@@ -197,7 +203,7 @@ def big(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("big")
     if request.param == "plain":
         dcp.save({"big": BIG}, checkpoint_id=folder)
-        (info,) = read_metadata(folder / ".metadata").storage_data.values()
+        (info,) = read_metadata(folder / ".metadata")[0].storage_data.values()
         path, place = folder / info.relative_path, Place(info.offset, info.length)
     else:
         path = folder / "a.distcp"

@@ -27,7 +27,7 @@ from commands import fails, run, run_json
 from lazyckpt.errors import ConfigError, CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.distcp import item_directory
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.reading.sharded.folder import Folder
+from lazyckpt.reading.sharded.folder import open_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -151,7 +151,7 @@ def test_tied_tensors_stay_one(tmp_path: Path) -> None:
 
 def items(folder: Path) -> list[tuple[str, Any]]:
     """Name, and file and place, of each item."""
-    return [(name, where) for name, entry in Folder(folder).entries.items() for where in entry.items.values()]
+    return [(name, where) for name, entry in open_folder(folder).entries.items() for where in entry.items.values()]
 
 
 def overwrite(file: Path, offset: int, data: bytes) -> None:

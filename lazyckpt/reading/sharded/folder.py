@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,12 @@ from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
 from lazyckpt.formats.distcp import Place, open_item
 from lazyckpt.formats.reader import FileReader
+from lazyckpt.providers.global_state import unflatten
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.sharded.metadata import METADATA, Stamps, read_metadata
 from lazyckpt.reading.sharded.shards import Part, part_of, read_parts
+from lazyckpt.storage.manifest import crc_of
 
 _MAX_STEPS = 100  # of a path in the state: whoever walks a state calls itself for each
 
@@ -48,14 +51,15 @@ class Target(NamedTuple):
     local: torch.Tensor  # of the part's shape
 
 
-class Folder:
+class ShardedFolder:
     """The ``.metadata`` of a folder of torch.distributed.checkpoint, ours or another's."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises LoadError."""
-        self.path = path
-        metadata = read_metadata(path / METADATA)
-        self.stamps = Stamps(path / METADATA)
+    def __init__(self, file: FileReader, crc32: int | None) -> None:
+        """``file``: the ``.metadata``. ``crc32``: of that file, as the manifest says, if there is one. Raises
+        LoadError."""
+        self.path = Path(file.path).parent
+        metadata = read_metadata(file, crc32)
+        self.stamps = Stamps(file)
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         self.entries = {
             name: Entry(self._path_in_state(paths.get(name, (name,)), name), described)
@@ -65,6 +69,39 @@ class Folder:
             offsets = None if index.offset is None else tuple(index.offset)
             if (entry := self.entries.get(index.fqn)) is not None:
                 entry.items[offsets] = info.relative_path, Place(info.offset, info.length)
+
+    def tree(
+        self, own: Mapping[Any, int], read_object: Callable[[str], Any]
+    ) -> tuple[dict[str, Any], dict[int, tuple[str, torch.Tensor]]]:
+        """Returns the saved state, its tensors on the meta device, and these with their names by ``id``.
+
+        ``own``: the rank whose state is taken, by the names of parts that every rank has of its own. Such parts that it
+        does not name are a dict by rank."""
+        leaves: dict[tuple[str | int, ...], Any] = {}
+        names: dict[int, tuple[str, torch.Tensor]] = {}  # the tensors, so that no id comes back
+        of_ranks: dict[Any, Any] = {}
+        for name, entry in self.entries.items():
+            if entry.path[0] in own:
+                if entry.path[1:] == (str(own[entry.path[0]]),):
+                    of_ranks[entry.path[0]] = read_object(name)
+            elif not entry.is_tensor:
+                leaves[entry.path] = read_object(name)
+            else:
+                size, dtype = entry.described.size, entry.described.properties.dtype
+                leaves[entry.path] = tensor = torch.empty(size, dtype=dtype, device="meta")
+                names[id(tensor)] = name, tensor
+        try:
+            return unflatten(leaves) | of_ranks, names
+        except ValueError as error:
+            raise CorruptFileError(f"{METADATA}: {error}", path=self.path) from error
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[FileReader]:
+        """Opens a file of the folder. Raises CorruptFileError if it is of another save, LoadError if it cannot be
+        read."""
+        with FileReader(self.path / name) as file:
+            self.stamps.check(file)
+            yield file
 
     def read(self, targets: Iterable[Target], engine: _engine.Engine) -> None:
         """Reads parts of tensors into place, each file in parallel, and checks every byte. Raises
@@ -78,20 +115,21 @@ class Folder:
             wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
             for item in create_read_items_for_chunk_list(name, entry.described, [wanted]):
                 target = part_of(local.detach(), item.dest_offsets, item.lengths)
-                file, place = entry.items[tuple(item.storage_index.offset or ())]
-                by_file.setdefault(file, []).append(Part(name, place, tuple(item.storage_offsets), target))
-        for file in by_file:
-            self.stamps.check(self.path / file)
-        for file, parts in by_file.items():
-            read_parts(self.path / file, parts, engine)
+                file_name, place = entry.items[tuple(item.storage_index.offset or ())]
+                by_file.setdefault(file_name, []).append(Part(name, place, tuple(item.storage_offsets), target))
+        for name in by_file:
+            with self.open(name):
+                pass  # finds a file of another save before any byte lands
+        for name, parts in by_file.items():
+            with self.open(name) as file:
+                read_parts(file, parts, engine)
 
     def read_object(self, name: str, *, weights_only: bool = True) -> Any:
         """Returns an object, verified. Raises LoadError; UnsupportedFormatError for a type that is not allowed."""
-        file, place = self.entries[name].items[None]
-        self.stamps.check(self.path / file)
-        with FileReader(self.path / file) as reader:
+        file_name, place = self.entries[name].items[None]
+        with self.open(file_name) as file:
             try:
-                return Archive(open_item(reader, place), "cpu", weights_only, engine=process_engine()).tree
+                return Archive(open_item(file, place), "cpu", weights_only, engine=process_engine()).tree
             except (CorruptFileError, UnsupportedFormatError) as error:
                 raise type(error)(f"{name}: {error.what}", path=error.path) from error
 
@@ -99,3 +137,9 @@ class Folder:
         if isinstance(path, tuple | list) and 0 < len(path) <= _MAX_STEPS and {*map(type, path)} <= {str, int}:
             return tuple(path)
         raise CorruptFileError(f"{name}: its path in the state is none", path=self.path / METADATA)
+
+
+def open_folder(path: Path) -> ShardedFolder:
+    """The folder ``path``, with its manifest if it has one. Raises LoadError."""
+    with FileReader(path / METADATA) as file:
+        return ShardedFolder(file, crc_of(path, METADATA))

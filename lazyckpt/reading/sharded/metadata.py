@@ -7,6 +7,7 @@ metadata, dtypes and paths, and it cannot change a class: each is replaced by a 
 from __future__ import annotations
 
 import collections
+import os
 import pathlib
 import pickle
 import zlib
@@ -24,20 +25,19 @@ from lazyckpt.formats.inventory import SEAL_BYTES, unsealed
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.reading.bounded_pickle import BoundedUnpickler
 from lazyckpt.reading.sharded.checks import Place, check_places, check_tensor
-from lazyckpt.storage.manifest import crc_of
 
 METADATA = ".metadata"
 
 
-def read_metadata(path: Path) -> Any:
-    """Returns the ``Metadata`` in the file ``path``, whose items lie in files of the same folder.
+def read_metadata(file: FileReader, crc32: int | None) -> Any:
+    """Returns the ``Metadata`` in ``file``, whose items lie in files of the same folder. ``crc32``: of the file, as the
+    manifest says, if there is one.
 
     Raises CorruptFileError for a damaged or hostile file, UnsupportedFormatError for a kind of storage or a class that
     is not of plain DCP, LoadError if it cannot be read."""
-    with FileReader(path) as file:
-        data = file.read(0, file.size)
-    told = crc_of(path.parent, path.name)
-    if told is not None and told != zlib.crc32(data):
+    path = file.path
+    data = file.read(0, file.size)
+    if crc32 is not None and crc32 != zlib.crc32(data):
         raise CorruptFileError("its checksum is not the one in the manifest", path=path)
     try:
         data = unsealed(data)
@@ -63,25 +63,23 @@ class Stamps:
 
     If a folder is copied over an older one of the same step, and the copy is broken off, then every item is intact."""
 
-    def __init__(self, metadata: Path) -> None:
-        with FileReader(metadata) as file:
-            self._wanted = stamp_before(file, file.size - SEAL_BYTES)
-        self._alike: set[Path] = set()
+    def __init__(self, metadata: FileReader) -> None:
+        self._wanted = stamp_before(metadata, metadata.size - SEAL_BYTES)
+        self._alike: set[str | os.PathLike[str]] = set()
 
-    def check(self, path: Path) -> None:
+    def check(self, file: FileReader) -> None:
         """Raises CorruptFileError for a file of another save, LoadError if it cannot be read."""
-        if self._wanted is None or path in self._alike:
+        if self._wanted is None or file.path in self._alike:
             return
-        with FileReader(path) as file:
-            found = stamp_before(file, file.size)
-            if found is None:
-                raise file.corrupt("does not end with the stamp of its save: it is damaged, or of another program")
-            if found != self._wanted:
-                raise file.corrupt(f"is of another save than {METADATA}")
-        self._alike.add(path)
+        found = stamp_before(file, file.size)
+        if found is None:
+            raise file.corrupt("does not end with the stamp of its save: it is damaged, or of another program")
+        if found != self._wanted:
+            raise file.corrupt(f"is of another save than {METADATA}")
+        self._alike.add(file.path)
 
 
-def _check(metadata: Any, path: Path) -> None:
+def _check(metadata: Any, path: str | os.PathLike[str]) -> None:
     """Raises LoadError unless this is the metadata of a folder that DCP may have written."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex

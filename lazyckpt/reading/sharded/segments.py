@@ -6,8 +6,8 @@ A record has a CRC-32 of all its bytes. lazyckpt also writes one of each of its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from lazyckpt import _engine
@@ -57,7 +57,11 @@ class Segments:
 
 
 def read_spans(
-    path: Path, spans: Sequence[Span], pointers: Sequence[int], ordinals: Sequence[int], engine: _engine.Engine
+    path: str | os.PathLike[str],
+    spans: Sequence[Span],
+    pointers: Sequence[int],
+    ordinals: Sequence[int],
+    engine: _engine.Engine,
 ) -> None:
     """Reads the wanted bytes of each span to its pointer, on the device that ``ordinals`` names.
 

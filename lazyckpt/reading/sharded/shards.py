@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -67,21 +67,21 @@ class _Landing(NamedTuple):
     shown: torch.Tensor
 
 
-def read_parts(path: Path, parts: Iterable[Part], engine: _engine.Engine) -> None:
+def read_parts(file: FileReader, parts: Iterable[Part], engine: _engine.Engine) -> None:
     """Reads parts of the tensors in one ``.distcp`` file. The targets do not overlap.
 
     Raises CorruptFileError, which names the file and the item, if the file is damaged, hostile or not as ``parts`` say;
     LoadError if it cannot be read. Targets may hold some of the new bytes then."""
-    with FileReader(path) as file, torch.no_grad():
-        parts = _read_framed(path, list(parts), engine)
+    with torch.no_grad():
+        parts = _read_framed(file.path, list(parts), engine)
         saved: dict[Place, _Saved | torch.Tensor] = {}
         with collector_paused():
             landings = [_land(file, part, saved, engine) for part in parts]
         for batch in _batches([landing for landing in landings if landing is not None]):
-            _read(path, batch, engine)
+            _read(file.path, batch, engine)
 
 
-def _read_framed(path: Path, parts: list[Part], engine: _engine.Engine) -> list[Part]:
+def _read_framed(path: str | os.PathLike[str], parts: list[Part], engine: _engine.Engine) -> list[Part]:
     """Reads the parts that are whole items, and as expected. Returns the others, of which some may have been read into
     their targets."""
     framed: list[tuple[Part, Frame, int]] = []
@@ -111,7 +111,9 @@ def _frame_around(part: Part) -> Frame | None:
     return frame if frame.nbytes == part.place.nbytes else None
 
 
-def _read_frames(path: Path, framed: list[tuple[Part, Frame, int]], engine: _engine.Engine) -> list[Part]:
+def _read_frames(
+    path: str | os.PathLike[str], framed: list[tuple[Part, Frame, int]], engine: _engine.Engine
+) -> list[Part]:
     """Returns the parts that are not as expected."""
     aside = bytearray(sum(len(frame.head) + frame.tail_bytes for _, frame, _ in framed))
     address = torch.frombuffer(aside, dtype=torch.uint8).data_ptr()
@@ -278,7 +280,7 @@ def _batches(landings: list[_Landing]) -> Iterator[list[_Landing]]:
         yield batch
 
 
-def _read(path: Path, landings: list[_Landing], engine: _engine.Engine) -> None:
+def _read(path: str | os.PathLike[str], landings: list[_Landing], engine: _engine.Engine) -> None:
     pointers = [devices.address(landing.memory) for landing in landings]
     read_spans(path, [landing.span for landing in landings], pointers, [item.device for item in landings], engine)
     for landing in landings:
