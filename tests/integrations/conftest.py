@@ -1,4 +1,4 @@
-"""A disk that is slow, held back or broken, for saves of single files."""
+"""Disks that are slow, held back, full or broken, and a fresh accelerate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 
 from lazyckpt.pipeline import request
 from lazyckpt.storage import commit
-from trainers import SLOW_S, FileDisk
+from trainers import SLOW_S, FileDisk, forget_accelerators
+
+# Single files
 
 
 @pytest.fixture
@@ -52,3 +54,44 @@ def held_disk(file_disk: FileDisk) -> threading.Event:
 @pytest.fixture
 def broken_disk(file_disk: FileDisk) -> list[str]:
     return file_disk.broken
+
+
+# Folders
+
+
+@pytest.fixture
+def slow_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder gets its name a while after its bytes are there."""
+    publish = commit.Staging.publish
+
+    def late(self: commit.Staging) -> Path | None:
+        time.sleep(0.1)
+        return publish(self)
+
+    monkeypatch.setattr(commit.Staging, "publish", late)
+
+
+@pytest.fixture
+def fresh_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate keeps its state for the whole process; and this machine's settings are no part of a test."""
+    monkeypatch.setattr("accelerate.commands.config.config_args.cache_dir", str(tmp_path / "no settings here"))
+    for name in list(os.environ):
+        if name.startswith("LAZYCKPT_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    yield
+    forget_accelerators()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Appending to it fills the disk for saves that are published later."""
+    full: list[bool] = []
+    publish = commit.Staging.publish
+
+    def fail(self: commit.Staging) -> Path | None:
+        if full:
+            raise OSError(28, "No space left on device")
+        return publish(self)
+
+    monkeypatch.setattr(commit.Staging, "publish", fail)
+    return full
