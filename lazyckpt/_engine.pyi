@@ -33,7 +33,6 @@ class Engine:
         copies_in_flight: int = 4,
         copies_ahead: int = 64,
         watch_pages: bool = False,
-        copy_on_write: bool = False,
         fault: str = "",
     ) -> None: ...
     def reserve(self, bytes: int) -> bool:
@@ -62,8 +61,7 @@ class Engine:
         enqueued on these streams makes of the sources.
 
         With watch_pages, a write to a page of a lazy host source before its copy fails the job; see Job.torn(). Sources
-        whose pages cannot be watched become eager. With copy_on_write, too, the writer waits until the page is copied
-        aside, and the job goes on.
+        whose pages cannot be watched become eager.
         """
 
     def capture(
@@ -251,8 +249,8 @@ def add_leaves(path: tuple[Any, ...], value: Any, leaves: dict[tuple[Any, ...], 
 def prefetches_tensors() -> bool:
     """Returns whether the pass over all tensors loads them into the cache ahead, for tests."""
 
-def page_witness(copy_on_write: bool = False) -> str:
-    """Returns why watch_pages, or copy_on_write with it, does not work here; empty if it does."""
+def page_witness() -> str:
+    """Returns why watch_pages does not work here; empty if it does."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: StrPath, b: StrPath) -> None:

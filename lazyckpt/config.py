@@ -17,6 +17,12 @@ PAGE_BYTES = 4096
 MIB = 1 << 20
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Settings that lazyckpt took before: why each is gone, and what to use instead.
+_REMOVED = {
+    "witness='copy'": 'it needed a privilege and was never chosen by "auto". Use witness="auto"; guard() or '
+    "wait_captured() covers code that writes to weights between save() and the copy",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -53,11 +59,10 @@ class Config:
     mode: Literal["min", "max"] = "min"
     """Whether the best checkpoint has the lowest or the highest metric."""
 
-    witness: Literal["auto", "pages", "copy", "versions"] = "auto"
+    witness: Literal["auto", "pages", "versions"] = "auto"
     """What notices a write to a lazily copied tensor before it is copied. "pages": the kernel, whoever writes (host
-    memory, Linux 6.7 or newer). "copy": the kernel holds the writer until the page is copied aside, so that no
-    checkpoint fails by it; takes a privilege. "versions": the tensors' version counters, which some writers do not
-    move. "auto": "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
+    memory, Linux 6.7 or newer). "versions": the tensors' version counters, which some writers do not move.
+    "auto": "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
 
     audit: bool = False
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step, to find writes
@@ -122,10 +127,13 @@ class Config:
             ("durability", ("async", "before_step")),
             ("on_error", ("raise", "warn")),
             ("io_backend", ("auto", "io_uring", "posix")),
-            ("witness", ("auto", "pages", "copy", "versions")),
+            ("witness", ("auto", "pages", "versions")),
         ):
+            setting = f"{name}={getattr(self, name)!r}"
+            if setting in _REMOVED:
+                raise ConfigError(f"{setting} was removed: {_REMOVED[setting]}")
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, allowed))}")
+                raise ConfigError(f"{setting}: expected one of {', '.join(map(repr, allowed))}")
         if self.direct_io != "auto" and not isinstance(self.direct_io, bool):
             raise ConfigError(f"direct_io={self.direct_io!r}: expected true, false or 'auto'")
         if self.trace is not None and not isinstance(self.trace, str | os.PathLike):
@@ -175,7 +183,7 @@ class Settings(TypedDict, total=False):
     max_in_flight: int
     durability: Literal["async", "before_step"]
     on_error: Literal["raise", "warn"]
-    witness: Literal["auto", "pages", "copy", "versions"]
+    witness: Literal["auto", "pages", "versions"]
     audit: bool
     verify_after_write: bool
     chunk_bytes: int

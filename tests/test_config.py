@@ -50,6 +50,11 @@ def test_an_absurd_knob_is_refused_by_name(knobs: dict[str, Any], tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_removed_setting_says_why_and_what_to_use_instead(tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.ConfigError, match=r"witness='copy' was removed: .* Use witness=\"auto\""):
+        lazyckpt.Checkpointer(tmp_path, witness="copy")  # type: ignore[arg-type]
+
+
 def test_the_defaults_and_their_limits_are_accepted() -> None:
     Config()
     Config(max_in_flight=64)

@@ -37,6 +37,7 @@ def test_the_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytes
     [
         ("LAZYCKPT_MAX_IN_FLIGHT", "two", "max_in_flight='two'.*set in LAZYCKPT_MAX_IN_FLIGHT"),
         ("LAZYCKPT_AUDIT", "maybe", "LAZYCKPT_AUDIT: audit='maybe': expected true or false"),
+        ("LAZYCKPT_WITNESS", "copy", "witness='copy' was removed: .*set in LAZYCKPT_WITNESS"),
         ("LAZYCKPT_MAX_INFLIGHT", "2", "did you mean LAZYCKPT_MAX_IN_FLIGHT"),
         ("LAZYCKPT_CONFIG_FILE", "/nowhere.yaml", "LAZYCKPT_CONFIG_FILE=/nowhere.yaml: there is no such file"),
     ],

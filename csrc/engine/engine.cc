@@ -39,8 +39,7 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
     return nullptr;
   }
   if (options.watch_pages) {
-    const WitnessMode mode = options.copy_on_write ? WitnessMode::kCopy : WitnessMode::kReport;
-    engine->witness_ = PageWitness::OfProcess(mode, status);
+    engine->witness_ = PageWitness::OfProcess(status);
     if (engine->witness_ == nullptr) return nullptr;
   }
   *status = engine->ring_.Map(options.max_ring_bytes);

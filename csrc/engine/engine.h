@@ -32,7 +32,6 @@ struct EngineOptions {
   size_t copies_in_flight = 4;   // chunks in each lane of a device, and in one burst
   size_t copies_ahead = 64;      // while a thread waits for copies; limited, since drivers' queues are short
   bool watch_pages = false;      // watch the pages of lazy host memory: see PageWitness
-  bool copy_on_write = false;    // with watch_pages: WitnessMode::kCopy
   std::string fault;             // test build only: see MakeFaultBackend
 };
 

@@ -19,19 +19,14 @@ class PieceSums {
 
   void Begin(const Piece& piece) {
     const Source& source = chunk_->job->sources[piece.source];
-    Restart(piece, next_);
-    next_ += source.CutsIn(piece.source_offset, piece.size);
-  }
-  // Begins again with a piece whose first cut was `cuts`.
-  void Restart(const Piece& piece, uint32_t* cuts) {
-    const bool cut = chunk_->job->sources[piece.source].segmented;
-    cuts_ = cut ? cuts : nullptr;
-    left_ = cut ? kSegmentBytes - piece.source_offset % kSegmentBytes : std::numeric_limits<uint64_t>::max();
+    cuts_ = source.segmented ? next_ : nullptr;
+    left_ =
+        source.segmented ? kSegmentBytes - piece.source_offset % kSegmentBytes : std::numeric_limits<uint64_t>::max();
     whole_ = cut_crc_ = 0;
     cut_bytes_ = 0;
     any_whole_ = false;
+    next_ += source.CutsIn(piece.source_offset, piece.size);
   }
-  uint32_t* cuts() const { return cuts_; }
 
   void Copy(std::byte* to, const std::byte* from, size_t size) {
     Each(size, [&](uint32_t crc, size_t at, size_t n) { return CopyCrc32(crc, to + at, from + at, n); });

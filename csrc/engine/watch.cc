@@ -74,24 +74,13 @@ void Engine::KeepEdges(Chunk* chunk) {
 // Copies the pieces of watched sources; false if one was written to. Works in batches: see PageWitness::CheckAndOpen.
 bool Engine::CopyWatched(Job& job, Chunk* chunk) {
   std::array<PageWitness::Copied, 64> copied;
-  std::array<Piece*, 64> pieces;
-  std::array<uint32_t*, 64> cuts;
   PieceSums sums(chunk);
   size_t count = 0;
   bool clean = true;
   const auto check = [&] {
-    PieceSums again(chunk);
     const std::span batch(copied.data(), count);
     witness_->CheckAndOpen(&job.window, batch);
-    for (size_t i = 0; i < count; ++i) {
-      Piece& p = *pieces[i];
-      if (copied[i].patched) {
-        again.Restart(p, cuts[i]);
-        again.Add(chunk->memory + p.at, p.size);
-        p.crc = again.crc();
-      }
-      clean = clean && !copied[i].written;
-    }
+    for (const auto& piece : batch) clean = clean && !piece.written;
     count = 0;
   };
   const std::byte* edges = chunk->edges.data();
@@ -104,14 +93,12 @@ bool Engine::CopyWatched(Job& job, Chunk* chunk) {
     const auto [head, tail] = EdgesOf(memory);
     const size_t middle = memory.size() - head.size() - tail.size();
     std::byte* const to = chunk->memory + p.at;
-    cuts[count] = sums.cuts();
     sums.Copy(to, edges, head.size());
     sums.Copy(to + head.size(), memory.data() + head.size(), middle);
     sums.Copy(to + head.size() + middle, edges + head.size(), tail.size());
     p.crc = sums.crc();
     edges += head.size() + tail.size();
-    pieces[count] = &p;
-    copied[count++] = {static_cast<size_t>(source.watched), memory, to};
+    copied[count++] = {static_cast<size_t>(source.watched), memory};
     if (count == copied.size()) check();
   }
   if (count > 0) check();

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <map>
 #include <string>
-#include <utility>
 
 #include "device/cuda_driver.h"
 #include "io/backend.h"
@@ -76,9 +75,7 @@ std::map<std::string, std::string> Probe(const py::object& folder) {
 #endif
   ProbeDirect(dir, &facts);
   facts["fuse"] = IsOnFuse(dir) ? "yes" : "no";
-  for (const auto& [fact, mode] :
-       {std::pair("page_witness", WitnessMode::kReport), {"copy_on_write", WitnessMode::kCopy}})
-    facts[fact] = PageWitness::OfProcess(mode, &status) != nullptr ? "yes" : "no: " + status.message();
+  facts["page_witness"] = PageWitness::OfProcess(&status) != nullptr ? "yes" : "no: " + status.message();
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0)
     facts["memlock_bytes"] = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);

@@ -2,7 +2,6 @@
 //
 // Whole mappings are registered, not single storages: each registration may split a mapping, and a process may have
 // only 65,530 of them.
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <iterator>
@@ -11,15 +10,6 @@
 #include "witness/page_witness.h"
 
 namespace lazyckpt {
-namespace {
-
-// One for both modes, since a mapping belongs to one of them. Locked after PageWitness::mutex_, never before it.
-std::mutex& Registering() {
-  static std::mutex mutex;
-  return mutex;
-}
-
-}  // namespace
 
 std::vector<PageWitness::Mapping> PageWitness::ReadMappings() {
   std::vector<Mapping> mappings;
@@ -44,21 +34,14 @@ std::vector<PageWitness::Mapping> PageWitness::ReadMappings() {
 
 // False if not all pages could be registered.
 bool PageWitness::Register(PageRange pages, const std::vector<Mapping>& mappings) {
-  const std::lock_guard lock(Registering());
+  const std::lock_guard lock(registering_);
   uintptr_t covered = pages.begin;
   const auto ends_before = [](const Mapping& m, uintptr_t address) { return m.pages.end <= address; };
   auto at = std::lower_bound(mappings.begin(), mappings.end(), covered, ends_before);
   for (; covered < pages.end && at != mappings.end() && at->pages.begin <= covered; ++at) {
-    if (at->kind == PageKind::kFile && mode_ == WitnessMode::kCopy)
-      break;  // the kernel supports files for kReport alone
-    PageWitness* const other = OfOtherMode();
-    int error = uffd_.Register(at->pages);
-    if (error == EBUSY && other != nullptr && other->Yield(at->pages)) error = uffd_.Register(at->pages);
-    if (error != 0) break;
-    // The other mode may have registered memory that was unmapped since. The kernel would accept its calls for the new
-    // memory and report to the wrong descriptor.
-    if (other != nullptr) other->ForgetRegistered(at->pages);
-    ForgetRegistered(at->pages);
+    if (uffd_.Register(at->pages) != 0) break;
+    // What is known there was unmapped since. This may forget more; registering memory twice does no harm.
+    std::erase_if(registered_, [&](const auto& r) { return r.second.pages.Overlaps(at->pages); });
     registered_[at->pages.begin] = *at;
     covered = at->pages.end;
   }
@@ -79,28 +62,14 @@ bool PageWitness::Register(PageRange pages, const std::vector<Mapping>& mappings
 }
 
 std::optional<PageKind> PageWitness::Registered(PageRange pages) {
-  const std::lock_guard lock(Registering());
+  const std::lock_guard lock(registering_);
   const auto after = registered_.upper_bound(pages.begin);
   if (after == registered_.begin() || std::prev(after)->second.pages.end < pages.end) return std::nullopt;
   return std::prev(after)->second.kind;
 }
 
-// Under Registering(). Unregisters a mapping for the other mode, unless a window is open.
-bool PageWitness::Yield(PageRange pages) {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock() || !windows_.empty()) return false;
-  if (uffd_.Unregister(pages) != 0) return false;
-  ForgetRegistered(pages);
-  return true;
-}
-
-// Under Registering(). May forget more than `pages`; registering memory twice does no harm.
-void PageWitness::ForgetRegistered(PageRange pages) {
-  std::erase_if(registered_, [&](const auto& r) { return r.second.pages.Overlaps(pages); });
-}
-
 void PageWitness::ForgetAll() {
-  const std::lock_guard lock(Registering());
+  const std::lock_guard lock(registering_);
   registered_.clear();
 }
 

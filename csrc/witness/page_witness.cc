@@ -6,23 +6,18 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <numeric>
-#include <system_error>
-#include <thread>
 #include <utility>
 
 namespace lazyckpt {
 namespace {
 
-// The witness of the process for one mode.
-struct OfMode {
-  std::atomic<PageWitness*> made = nullptr;  // never deleted: threads may use it while the process ends
+struct {
+  PageWitness* made = nullptr;  // never deleted: threads may use it while the process ends
   pid_t maker = 0;
   Status refused;
-};
-OfMode witnesses[2];
+} of_process;
 
 }  // namespace
 
@@ -36,34 +31,26 @@ bool PageWindow::IsDone(const Watched& watched, uintptr_t page) const {
                      [page](const PageRange& d) { return d.begin <= page && page < d.end; });
 }
 
-PageWitness* PageWitness::OfProcess(WitnessMode mode, Status* why) {
+PageWitness* PageWitness::OfProcess(Status* why) {
   static std::mutex making;
   const std::lock_guard lock(making);
-  OfMode& of = witnesses[static_cast<size_t>(mode)];
-  if (of.maker != getpid()) {  // the parent's witness watches the parent's memory
-    of.maker = getpid();
-    auto* const witness = new PageWitness(mode);
-    of.refused = witness->Start();
-    of.made = of.refused.ok() ? witness : nullptr;
+  if (of_process.maker != getpid()) {  // the parent's witness watches the parent's memory
+    of_process.maker = getpid();
+    auto* const witness = new PageWitness();
+    of_process.refused = witness->Start();
+    of_process.made = of_process.refused.ok() ? witness : nullptr;
   }
-  *why = of.refused;
-  return of.made;
+  *why = of_process.refused;
+  return of_process.made;
 }
 
 Status PageWitness::Start() {
   if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPageBytes)) return Status(ENOTSUP, "pages other than 4 KiB", "");
-  Status status = uffd_.Open(mode_);
-  if (status.ok() && mode_ == WitnessMode::kCopy) try {
-      std::thread([this] { SaveLoop(); }).detach();
-    } catch (const std::system_error& error) {
-      status = Status(error.code().value(), "start of a thread", "");
-    }
+  const Status status = uffd_.Open();
   if (status.ok()) return TryOnOwnPages();
   uffd_.Close();
   return status;
 }
-
-PageWitness* PageWitness::OfOtherMode() const { return witnesses[mode_ == WitnessMode::kReport ? 1 : 0].made; }
 
 // Checks on memory of its own that the kernel keeps what its calls promise.
 Status PageWitness::TryOnOwnPages() {
@@ -97,10 +84,8 @@ Status PageWitness::TryOnOwnPages() {
   return status;
 }
 
-// kReport protects by the scan, since UFFDIO_WRITEPROTECT takes ten times as long (14 ms for 512 MiB of small pages).
-// The scan refuses memory of kCopy.
+// By the scan, since UFFDIO_WRITEPROTECT takes ten times as long (14 ms for 512 MiB of small pages).
 int PageWitness::ProtectAll(PageRange pages, PageKind kind) const {
-  if (mode_ == WitnessMode::kCopy) return uffd_.WriteProtect(pages, true);
   bool of_file = false;
   const auto look = [&of_file](PageRange, uint64_t categories) {
     const bool has_memory = (categories & (kPageIsPresent | kPageIsSwapped)) != 0;
@@ -130,7 +115,6 @@ void PageWitness::Open(PageWindow* window) {
     auto& here = window->watched_[order[i]];
     here.refused = here.pages.Overlaps(before.pages);
   }
-  if (mode_ == WitnessMode::kCopy) ReserveAside(window);
   const std::unique_lock lock(mutex_);
   if (!windows_.empty())
     for (PageWindow::Watched& ours : window->watched_) ours.refused = ours.refused || !Share(window, &ours);
@@ -146,7 +130,6 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
     PageWindow::Watched& theirs = other->watched_[other->by_address_[at]];
     if (theirs.refused || !theirs.pages.Overlaps(ours->pages)) continue;
     if (theirs.pages != ours->pages || !theirs.is_protected) return false;
-    if (mode_ == WitnessMode::kCopy) continue;  // protecting them again loses nothing
     // Writes until now are evidence for the other window alone; later writes, for both.
     const int error = uffd_.Scan(ours->pages, theirs.kind, true, [&](PageRange run, uint64_t) {
       for (uintptr_t page = run.begin; page < run.end && !theirs.written; page += kPageBytes)
@@ -164,8 +147,7 @@ bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
 // a microsecond.
 bool PageWitness::IsBridge(PageRange gap) const {
   constexpr size_t kMostBytes = 4 * kPageBytes;
-  if (gap.bytes() > kMostBytes || mode_ == WitnessMode::kCopy)
-    return false;  // kCopy: the gap may hold malloc's bookkeeping
+  if (gap.bytes() > kMostBytes) return false;
   return std::none_of(windows_.begin(), windows_.end(), [&gap](const PageWindow* window) {
     const size_t at = window->FindAfter(gap.begin);
     return at < window->by_address_.size() && window->watched_[window->by_address_[at]].pages.begin < gap.end;
@@ -260,12 +242,7 @@ PageRange PageWitness::Touched(const PageWindow& window, const Copied& piece) {
 // False, with nothing done, if several pieces cannot be checked together.
 bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around) {
   const auto check = [&](PageRange run, uint64_t) {
-    for (Copied& piece : pieces) {
-      const PageWindow::Watched& w = window->watched_[piece.watched];
-      const PageRange written = PageRange::Common(run, piece.pages());
-      for (uintptr_t page = written.begin; page < written.end && !piece.written; page += kPageBytes)
-        piece.written = w.saved.empty() || !w.saved[(page - w.pages.begin) / kPageBytes];
-    }
+    for (Copied& piece : pieces) piece.written = piece.written || !PageRange::Common(run, piece.pages()).empty();
   };
   const bool anonymous = std::all_of(pieces.begin(), pieces.end(), [window](const Copied& piece) {
     return window->watched_[piece.watched].kind == PageKind::kAnonymous;
@@ -273,18 +250,6 @@ bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, 
   const PageKind kind = anonymous ? PageKind::kAnonymous : PageKind::kFile;
   const int error = inside.empty() ? 0 : uffd_.Scan(inside, kind, false, check);
   if (error != 0 && pieces.size() > 1) return false;
-  for (Copied& piece : pieces) {
-    const PageWindow::Watched& w = window->watched_[piece.watched];
-    if (w.saved.empty()) continue;
-    const PageRange pages = piece.pages();
-    for (uintptr_t page = pages.begin; page < pages.end; page += kPageBytes) {
-      const size_t number = (page - w.pages.begin) / kPageBytes;
-      if (!w.saved[number]) continue;
-      std::memcpy(piece.to + (page - reinterpret_cast<uintptr_t>(piece.from.data())), w.aside + number * kPageBytes,
-                  kPageBytes);
-      piece.patched = true;
-    }
-  }
   const bool awaited = IsAwaited(window, around);
   if (!awaited && uffd_.WriteProtect(around, false) != 0 && pieces.size() > 1)
     for (const Copied& piece : pieces) (void)uffd_.WriteProtect(Touched(*window, piece), false);
@@ -303,7 +268,7 @@ void PageWitness::CheckRest(PageWindow* window) {
   const std::shared_lock lock(mutex_);
   for (PageWindow::Watched& w : window->watched_) {
     const std::lock_guard changing(window->mutex_);
-    if (w.is_protected && w.done.empty() && w.saved.empty())
+    if (w.is_protected && w.done.empty())
       (void)uffd_.Scan(w.pages, w.kind, false, [&w](PageRange, uint64_t) { w.written = true; });
   }
 }
@@ -332,8 +297,6 @@ void PageWitness::Close(PageWindow* window) {
     if (!w.is_protected || (!unfinished && !w.left)) continue;
     if (!IsAwaited(window, w.pages)) (void)uffd_.WriteProtect(w.pages, false);
   }
-  if (!window->aside_.empty()) munmap(window->aside_.data(), window->aside_.size());
-  window->aside_ = {};
 }
 
 }  // namespace lazyckpt

@@ -1,10 +1,7 @@
 // Detects writes to pages of this process, by any thread or system call, with the kernel's help (userfaultfd).
 //
-// kReport: the kernel lifts the write protection at the first write (WP_ASYNC), and a scan says where it did. Linux 6.7
-// or newer; needs no privilege.
-// kCopy: a writer waits until a thread has copied the page aside. Needs a userfaultfd that also handles faults of
-// system calls, which would fail with EFAULT otherwise: see "Permissions" in
-// Documentation/admin-guide/mm/userfaultfd.rst.
+// The kernel lifts the write protection at the first write (WP_ASYNC), and a scan says where it did. Linux 6.7 or
+// newer; needs no privilege.
 #pragma once
 
 #include <cstddef>
@@ -39,9 +36,6 @@ class PageWindow {
     bool written = false;         // before they were copied
     bool left = false;            // some pages stay protected for another window
     std::vector<PageRange> done;  // copied pages, in any order
-    // kCopy: the place for copies of its pages, and which were copied there.
-    std::byte* aside = nullptr;
-    std::vector<bool> saved;
   };
   bool IsDone(const Watched& watched, uintptr_t page) const;
   // The index in by_address_ of the first range that ends after `address`.
@@ -51,15 +45,14 @@ class PageWindow {
   std::vector<uint32_t> by_address_;
   std::mutex mutex_;  // guards what CheckAndOpen changes
   bool open_ = false;
-  std::span<std::byte> aside_;  // of all ranges
 };
 
-// One for each mode in a process, since a page has one protection; windows that share pages keep each other's evidence.
-// Any thread may call, but not in a forked child, whose memory it does not watch.
+// One in a process, since a page has one protection; windows that share pages keep each other's evidence. Any thread
+// may call, but not in a forked child, whose memory it does not watch.
 class PageWitness {
  public:
   // Returns nullptr, with the reason, if the kernel or the container refuses. Tries once, on memory of its own.
-  static PageWitness* OfProcess(WitnessMode mode, Status* why);
+  static PageWitness* OfProcess(Status* why);
 
   // Opens the window. Overlapping ranges of one window are refused.
   void Open(PageWindow* window);
@@ -72,9 +65,7 @@ class PageWitness {
   struct Copied {
     size_t watched;
     std::span<const std::byte> from;
-    std::byte* to;
     bool written = false;  // after the window was opened
-    bool patched = false;  // `to` was changed: it holds pages that were copied aside
 
     PageRange pages() const { return PageRange::Inside(from.data(), from.size()); }
   };
@@ -99,22 +90,14 @@ class PageWitness {
     PageKind kind;
   };
 
-  explicit PageWitness(WitnessMode mode) : mode_(mode) {}
+  PageWitness() = default;
   Status Start();
-  PageWitness* OfOtherMode() const;
   Status TryOnOwnPages();
-
-  // copy_on_write.cc
-  void SaveLoop();
-  void Save(uintptr_t page);
-  static void ReserveAside(PageWindow* window);
 
   // mappings.cc
   static std::vector<Mapping> ReadMappings();  // all that may be watched, by address
   bool Register(PageRange pages, const std::vector<Mapping>& mappings);
   std::optional<PageKind> Registered(PageRange pages);
-  bool Yield(PageRange pages);
-  void ForgetRegistered(PageRange pages);
   void ForgetAll();
 
   // 0 or an errno value: ENOENT if it is not registered, EACCES if some of it belongs to a file.
@@ -126,10 +109,10 @@ class PageWitness {
   bool Share(PageWindow* window, PageWindow::Watched* ours);
   bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;
 
-  const WitnessMode mode_;
   Uffd uffd_;
   std::shared_mutex mutex_;  // guards windows_; exclusive to open and to close a window
   std::vector<PageWindow*> windows_;
+  std::mutex registering_;                   // guards registered_; locked after mutex_, never before it
   std::map<uintptr_t, Mapping> registered_;  // by begin; may have been unmapped since
 };
 

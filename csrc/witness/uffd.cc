@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
-#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,9 +14,6 @@
 #endif
 #ifndef UFFD_FEATURE_WP_UNPOPULATED
 #define UFFD_FEATURE_WP_UNPOPULATED (1 << 13)
-#endif
-#ifndef USERFAULTFD_IOC_NEW
-#define USERFAULTFD_IOC_NEW _IO(0xAA, 0x00)
 #endif
 #ifndef UFFD_FEATURE_WP_ASYNC
 #define UFFD_FEATURE_WP_ASYNC (1 << 15)
@@ -38,25 +34,14 @@ int Result(int returned) { return returned == 0 ? 0 : errno; }
 
 }  // namespace
 
-Status Uffd::Open(WitnessMode mode) {
-  mode_ = mode;
-  if (mode == WitnessMode::kReport) {
-    uffd_ = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY));
-  } else {
-    uffd_ = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK));
-    const int device = uffd_ < 0 ? open("/dev/userfaultfd", O_RDWR | O_CLOEXEC) : -1;
-    if (device >= 0) {
-      uffd_ = ioctl(device, USERFAULTFD_IOC_NEW, O_CLOEXEC | O_NONBLOCK);
-      close(device);
-    }
-  }
+Status Uffd::Open() {
+  uffd_ = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY));
   if (uffd_ < 0) return Status(errno, "userfaultfd", "");
   pagemap_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   if (pagemap_ < 0) return Status(errno, "open", "/proc/self/pagemap");
   uffdio_api api{};
   api.api = UFFD_API;
-  api.features = UFFD_FEATURE_WP_UNPOPULATED;
-  api.features |= mode == WitnessMode::kReport ? UFFD_FEATURE_WP_ASYNC : UFFD_FEATURE_PAGEFAULT_FLAG_WP;
+  api.features = UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_ASYNC;
   if (ioctl(uffd_, UFFDIO_API, &api) != 0)
     return Status(errno, "userfaultfd without the write protection that Linux 6.7 has", "");
   return Status::Ok();
@@ -72,11 +57,6 @@ int Uffd::Register(PageRange mapping) const {
   call.range = {mapping.begin, mapping.bytes()};
   call.mode = UFFDIO_REGISTER_MODE_WP;
   return Result(ioctl(uffd_, UFFDIO_REGISTER, &call));
-}
-
-int Uffd::Unregister(PageRange mapping) const {
-  uffdio_range call{mapping.begin, mapping.bytes()};
-  return Result(ioctl(uffd_, UFFDIO_UNREGISTER, &call));
 }
 
 int Uffd::WriteProtect(PageRange pages, bool on) const {
@@ -102,7 +82,7 @@ int Uffd::ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, st
                    size_t* count) const {
   ScanArguments call{};
   call.size = sizeof call;
-  call.flags = (mode_ == WitnessMode::kReport ? kScanCheckAsync : 0) | (protect ? kScanProtectMatching : 0);
+  call.flags = kScanCheckAsync | (protect ? kScanProtectMatching : 0);
   call.start = *at;
   call.end = end;
   call.vec = reinterpret_cast<uint64_t>(runs.data());
@@ -120,19 +100,6 @@ int Uffd::ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, st
   if (call.walk_end <= *at) return ENOTSUP;  // a part of a page of hugetlbfs
   *at = call.walk_end;
   return 0;
-}
-
-size_t Uffd::AwaitFaults(std::span<uintptr_t> pages) const {
-  pollfd ready{.fd = uffd_, .events = POLLIN, .revents = 0};
-  if (poll(&ready, 1, -1) < 0) return 0;
-  std::array<uffd_msg, 16> messages;
-  const size_t room = std::min(messages.size(), pages.size()) * sizeof(uffd_msg);
-  const ssize_t bytes = read(uffd_, messages.data(), room);
-  size_t count = 0;
-  for (ssize_t i = 0; i < bytes / static_cast<ssize_t>(sizeof(uffd_msg)); ++i)
-    if (messages[i].event == UFFD_EVENT_PAGEFAULT)
-      pages[count++] = messages[i].arg.pagefault.address / kPageBytes * kPageBytes;
-  return count;
 }
 
 }  // namespace lazyckpt

@@ -48,8 +48,6 @@ inline std::array<std::span<const std::byte>, 2> EdgesOf(std::span<const std::by
   return {memory.first(pages.begin - begin), memory.subspan(pages.end - begin)};
 }
 
-enum class WitnessMode { kReport, kCopy };  // see PageWitness
-
 // What lies behind a private mapping. One of a file, such as safetensors makes of weights, may change with the file,
 // except pages that this process has written.
 enum class PageKind { kAnonymous, kFile };
@@ -63,15 +61,14 @@ inline constexpr uint64_t kPageIsSwapped = 1 << 4;
 // The two descriptors. Any thread may call; the calls allocate nothing. An int is 0 or an errno value.
 class Uffd {
  public:
-  Status Open(WitnessMode mode);
+  Status Open();
   void Close();
 
   int Register(PageRange mapping) const;  // EBUSY: another userfaultfd has it
-  int Unregister(PageRange mapping) const;
   int WriteProtect(PageRange pages, bool on) const;
 
   // Calls found(pages, categories) for each run of pages that were written and, of kFile, that belong to the file.
-  // `protect` protects these in the same step. EPERM: the memory is not, or no longer, registered with kReport.
+  // `protect` protects these in the same step. EPERM: the memory is not, or no longer, registered.
   template <class F>
   int Scan(PageRange pages, PageKind kind, bool protect, F found) const {
     std::array<Run, 64> runs;
@@ -84,11 +81,8 @@ class Uffd {
     return 0;
   }
 
-  // kReport: protects anonymous pages, as Scan does, but asks nothing of them: that takes a third of the time.
+  // Protects anonymous pages, as Scan does, but asks nothing of them: that takes a third of the time.
   int Protect(PageRange pages) const;
-
-  // kCopy: blocks until threads wait to write to protected pages; returns the number of pages stored in `pages`.
-  size_t AwaitFaults(std::span<uintptr_t> pages) const;
 
  private:
   struct Run {
@@ -96,7 +90,6 @@ class Uffd {
   };
   int ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, std::span<Run> runs, size_t* count) const;
 
-  WitnessMode mode_ = WitnessMode::kReport;
   int uffd_ = -1;
   int pagemap_ = -1;
 };

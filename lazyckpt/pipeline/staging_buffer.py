@@ -30,7 +30,6 @@ class StagingBuffer:
         try:
             self.engine = _engine.Engine(
                 watch_pages=self.watched,
-                copy_on_write=config.witness == "copy",
                 ring_bytes=self._max_bytes,
                 chunk_bytes=config.chunk_bytes,
                 io_depth=config.io_depth,
@@ -87,7 +86,7 @@ def _is_watched(witness: str) -> bool:
     """Whether the kernel will watch pages. Raises ConfigError if the user asks for it and the kernel refuses."""
     if witness == "versions":
         return False
-    refused = _engine.page_witness(copy_on_write=witness == "copy")
+    refused = _engine.page_witness()
     if refused and witness == "auto":
         warn_once(
             f"the kernel does not watch host memory here ({refused}), so version counters tell whether something wrote "
@@ -96,9 +95,7 @@ def _is_watched(witness: str) -> bool:
         )
     if not refused or witness == "auto":
         return not refused
-    needs = "Linux 6.7 or newer and, in a container, a seccomp profile that allows userfaultfd"
-    if witness == "copy":
-        needs += ", and access to /dev/userfaultfd, CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1"
     raise ConfigError(
-        f'witness="{witness}" does not work here ({refused}). It takes {needs}. witness="auto" takes what there is'
+        f'witness="pages" does not work here ({refused}). It takes Linux 6.7 or newer and, in a container, a seccomp '
+        'profile that allows userfaultfd. witness="auto" takes what there is'
     )

@@ -95,7 +95,7 @@ class _Machine:
             "free space": f"{size(self.free_bytes)} of {size(self.total_bytes)}",
             "io_uring": probe["io_uring"],
             "O_DIRECT": probe["o_direct"] + (alignment if self._has("o_direct") else ""),
-            "pages": f"watched for writes: {probe['page_witness']}; copied on write: {probe['copy_on_write']}",
+            "pages": f"watched for writes: {probe['page_witness']}",
             "memory": f"{size(available_memory_bytes())} available to this process",
             "CUDA": self._cuda(),
         }

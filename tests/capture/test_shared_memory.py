@@ -163,7 +163,7 @@ def test_overlaps(mappings: list[tuple[int, int]], begin: int, nbytes: int, expe
 
 def test_a_machine_with_the_weaker_witness_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warn, "_given", set())
-    monkeypatch.setattr(_engine, "page_witness", lambda copy_on_write=False: "userfaultfd: Operation not permitted")
+    monkeypatch.setattr(_engine, "page_witness", lambda: "userfaultfd: Operation not permitted")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for number in range(2):

@@ -418,7 +418,7 @@ def test_doctor_tells_what_there_is(tmp_path: Path) -> None:
     lines = {line[2:13].strip(): line[13:].strip() for line in result.stdout.splitlines()}
     assert lines["io_uring"] == facts["io_uring"]
     assert lines["O_DIRECT"].startswith(facts["o_direct"])
-    assert lines["pages"].startswith(f"watched for writes: {facts['page_witness']}; copied on write: ")
+    assert lines["pages"].startswith(f"watched for writes: {facts['page_witness']}")
     assert lines["lazyckpt"].startswith(lazyckpt.__version__) and lines["torch"].startswith(torch.__version__)
     assert os.uname().release in lines["kernel"] and " on /" in lines["file system"]
     assert not list(tmp_path.iterdir())
@@ -432,7 +432,7 @@ def test_doctor_tells_what_there_is(tmp_path: Path) -> None:
 def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poor = {"io_uring": "no: Operation not permitted", "o_direct": "no: Invalid argument", "fuse": "no"}
     poor["crc32"] = "zlib"
-    poor["page_witness"] = poor["copy_on_write"] = "no: userfaultfd: Function not implemented"
+    poor["page_witness"] = "no: userfaultfd: Function not implemented"
     monkeypatch.setattr(_engine, "probe", lambda directory: {**poor, "cuda_driver": "yes"})
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     shown = run("doctor", tmp_path / "not" / "yet").stdout

@@ -541,8 +541,8 @@ promise(
         "written pages are not looked for",
         cc(
             "PageWitness::CheckAndOpenRun",
-            "piece.written = w.saved.empty() || !w.saved[(page - w.pages.begin) / kPageBytes];",
-            "(void)w;",
+            "!PageRange::Common(run, piece.pages()).empty()",
+            "run.empty()",
         ),
         WITNESS,
     ),

@@ -535,7 +535,7 @@ int main(int count, char** arguments) {
   Random random(std::strtoull(arguments[2], nullptr, 10));
   CHECK(TheFake().allocate(0, 1) != 0);  // opens descriptors that it keeps
   Status why;
-  const bool can_watch = PageWitness::OfProcess(WitnessMode::kReport, &why) != nullptr;
+  const bool can_watch = PageWitness::OfProcess(&why) != nullptr;
   Checkpoint none;
   Intrude(none, random.Fork());  // opens the file that it reads
   const size_t before = Descriptors();

@@ -31,9 +31,9 @@ import lazyckpt
 from writers.judge import Flat, different
 
 KIB = 1024
-PAGES, COPY, VERSIONS = "pages", "copy", "versions"
-EVERYONE = frozenset({PAGES, COPY, VERSIONS})
-ONLY_PAGES = frozenset({PAGES, COPY})
+PAGES, VERSIONS = "pages", "versions"
+EVERYONE = frozenset({PAGES, VERSIONS})
+ONLY_PAGES = frozenset({PAGES})
 ALL_WAYS = frozenset({"checkpointer", "archive", "safetensors", "folder"})
 TRACKED = frozenset({"checkpointer"})  # where lazyckpt knows the modules and optimizers, not just their tensors
 WAIT = "`lazyckpt.wait_captured()` before the write"

@@ -19,9 +19,8 @@ from writers import registry
 from writers.judge import Hang, Violation, flat, judge, limit
 from writers.trial import HELD, Case, Plan, Round, Trial, witnesses
 
-# Those whose verdict can be taken away; with copy-on-write nothing depends on one.
 pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
-WITNESSES = [w for w in witnesses() if w != "copy"]
+WITNESSES = witnesses()
 CURE = "; call wait_captured() before"
 
 

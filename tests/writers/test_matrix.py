@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:checkpoint not saved")
 BOTH = [(witness, name) for witness in witnesses() for name in registry.names(witness, slow=TORTURE)]
 
 
-@pytest.mark.parametrize("witness", ["pages", "copy", "versions"])
+@pytest.mark.parametrize("witness", ["pages", "versions"])
 def test_what_is_not_tried_here_is_skipped_with_its_reason(witness: str) -> None:
     if reason := refused(witness):
         assert witness != "versions", reason

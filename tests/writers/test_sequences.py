@@ -42,7 +42,7 @@ def _is_available(name: str) -> bool:
 @pytest.mark.timeout(7200)  # with all trials
 @pytest.mark.parametrize("witness", WITNESSES)
 def test_any_sequence(witness: str, trial: Trial, trials: Trials) -> None:
-    """The instant of save(), or an error by name and then a save that commits; with copy-on-write, never an error."""
+    """The instant of save(), or an error by name and then a save that commits."""
     count = trials.count(10, 1500)
     common = settings(
         max_examples=count,

@@ -374,13 +374,12 @@ def test_in_a_trainer(
     with limit(CASE_LIMIT_S, (trainer, name, witness), copies.release):
         run.train()
     assert len(saves) >= SAVES
-    must_commit = writer.always_commits or witness == "copy"
     blamed: set[str] = set()
     failures = 0
     for handle, expected in saves:
         # A run may not end without a checkpoint: soon everything that the writer tears is known.
         outcome, names = judge(
-            handle, run.read, expected, run.leaves, must_commit=must_commit or failures == MOST_FAILURES
+            handle, run.read, expected, run.leaves, must_commit=writer.always_commits or failures == MOST_FAILURES
         )
         failures += outcome == "named"
         again = blamed.intersection(names)

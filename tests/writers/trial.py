@@ -47,7 +47,7 @@ def refused(witness: str) -> str:
 
 def witnesses() -> list[str]:
     """The witnesses that work here."""
-    return [w for w in ("pages", "copy", "versions") if not refused(w)]
+    return [w for w in ("pages", "versions") if not refused(w)]
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Case:
         return outcome
 
     def _never_fails(self) -> bool:
-        return self._plan.way in self._writer.always_commits or self._plan.witness == "copy"
+        return self._plan.way in self._writer.always_commits
 
     def _reach(self, instant: str, handle: lazyckpt.SaveHandle) -> None:
         """Returns at the instant of the write."""
