@@ -23,8 +23,6 @@ from lazyckpt.gate.guard import wait_captured as wait_captured
 from lazyckpt.history import CheckpointInfo as CheckpointInfo
 from lazyckpt.metrics import CheckpointMetrics as CheckpointMetrics
 from lazyckpt.metrics import ChunkEvent as ChunkEvent
-from lazyckpt.observe.advice import Advice as Advice
-from lazyckpt.observe.advice import advise as advise
 from lazyckpt.pipeline.handle import SaveHandle as SaveHandle
 from lazyckpt.pipeline.preemption import CommitOnSignal as CommitOnSignal
 from lazyckpt.pipeline.preemption import commit_on as commit_on
@@ -34,6 +32,8 @@ from lazyckpt.providers.rng import RandomStates as RandomStates
 from lazyckpt.reading.restored import Restored as Restored
 from lazyckpt.saver import Saver as Saver
 from lazyckpt.staged import StagedFolder as StagedFolder
+from lazyckpt.tools.advice import Advice as Advice
+from lazyckpt.tools.advice import advise as advise
 from lazyckpt.tools.convert import Conversion as Conversion
 from lazyckpt.tools.convert import convert as convert
 from lazyckpt.tools.diff import Difference as Difference

@@ -13,8 +13,8 @@ from rich.text import Text
 from lazyckpt.cli.output import columns, print_json, show
 from lazyckpt.cli.parameters import AsJson, path_argument, quantity
 from lazyckpt.errors import ConfigError
-from lazyckpt.observe.advice import Advice
-from lazyckpt.observe.advice import advise as compute
+from lazyckpt.tools.advice import Advice
+from lazyckpt.tools.advice import advise as compute
 from lazyckpt.tools.trace import measure
 from lazyckpt.tools.units import count, duration, plain, size
 

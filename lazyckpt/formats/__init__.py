@@ -1,7 +1,8 @@
 """File formats: how a checkpoint is laid out in a standard file, and how one is read back.
 
-Start with ``formats.program``; then one module per format. This package knows nothing of
-modules, optimizers or pickles, and touches no tensor's bytes.
+Start with ``formats.program``; then one module per format. A layout knows nothing of modules, optimizers or pickles,
+and touches no tensor's bytes. ``plain_pickle``, ``pickle_guard`` and ``safe_globals`` parse the pickle of an archive,
+and only these need torch.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import lazyckpt
 from commands import fails, run, run_json
-from lazyckpt.observe.advice import optimal_interval_s
 from lazyckpt.observe.trace_file import SAVES, TRAINING
+from lazyckpt.tools.advice import optimal_interval_s
 from lazyckpt.tools.trace import TraceFile, measure_trace
 from lazyckpt.tools.units import parse_duration, parse_size
 
