@@ -9,25 +9,45 @@ REPOSITORY = $(shell git remote get-url origin 2>/dev/null | sed -nE \
     's,^(ssh://)?git@([^:/]+)[:/],https://\2/,; s,^(https?://)[^/@]*@,\1,; s,\.git$$,,; /^https?:/p')
 DOCS = NO_MKDOCS_2_WARNING=1 REPOSITORY='$(REPOSITORY)' $(BIN)/mkdocs
 CONSTRAINTS := -c constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(CONSTRAINTS)
+EDITABLE := --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON --editable
 ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 
 # The tests start hundreds of interpreters. Where no bytecode is kept, each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside clean
-setup: $(READY)
+setup:
+	@$(MAKE) --no-print-directory -j2 $(READY)
 
-# Builds the engine with fault injection; `pip install .` builds it without.
-$(READY): pyproject.toml constraints.txt tests/requirements-no-deps.txt scripts/system-packages.sh $(ENGINE)
-	sh scripts/system-packages.sh
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) scikit-build-core pybind11 cmake ninja torch==2.13.0
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
-	    --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-deps -r tests/requirements-no-deps.txt
-	touch $@
+# The marks say what an environment has. `make demo` stops before the last one. pip installs torch while the engine is
+# compiled, and compiles no bytecode: of thousands of modules, a run imports and compiles hundreds.
+$(VENV)/.tools: constraints.txt scripts/system-packages.sh
+	@sh scripts/system-packages.sh
+	@echo "Creating $(VENV) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) scikit-build-core pybind11 cmake ninja
+	@touch $@
 
-demo: setup
+$(VENV)/.torch: $(VENV)/.tools
+	@echo "Installing torch, rich, typer and matplotlib …"
+	@$(INSTALL) --no-warn-conflicts torch==2.13.0 rich typer matplotlib
+	@touch $@
+
+# With fault injection; `pip install .` builds the engine without.
+$(VENV)/.engine: $(VENV)/.tools pyproject.toml $(ENGINE)
+	@echo "Building the engine …"
+	@$(INSTALL) --no-deps $(EDITABLE) .
+	@touch $@
+
+$(READY): $(VENV)/.torch $(VENV)/.engine tests/requirements-no-deps.txt
+	@echo "Installing what tests, checks and documentation need …"
+	@$(INSTALL) 'lazyckpt[dev]'
+	@$(INSTALL) --no-deps -r tests/requirements-no-deps.txt
+	@touch $@
+
+demo:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.torch $(VENV)/.engine
 	$(BIN)/python examples/train_gpt.py
 
 # Tests that measure time run last, alone.
@@ -63,8 +83,7 @@ bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
 
 bench-full: setup
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation --config-settings=cmake.define.LAZYCKPT_FAULTS=ON \
-	    --editable '.[dev,peers]'
+	$(INSTALL) 'lazyckpt[dev,peers]'
 	$(BIN)/python -m benchmarks --full $(BENCH)
 
 torture: setup
@@ -81,7 +100,7 @@ sanitize: setup
 # Searches for files that break the readers. It leaves them in build/fuzz/crash-…; add them to tests/attacks.
 FUZZ_SECONDS := 300
 fuzz: setup
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) atheris==3.0.0
+	$(INSTALL) atheris==3.0.0
 	PYTHONPATH=tests $(BIN)/python -m attacks.explore build/fuzz -max_total_time=$(FUZZ_SECONDS)
 
 # ECOSYSTEM holds further arguments: `make ecosystem ECOSYSTEM='-k timm'`, or `ECOSYSTEM=--write-docs`.
@@ -94,8 +113,7 @@ $(ECO)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt t
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) scikit-build-core pybind11 cmake ninja torch==2.13.0
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) -r tests/ecosystem/requirements.txt
 	$(ECO)/bin/python -m pip install --quiet --no-deps -r tests/ecosystem/requirements-no-deps.txt
-	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) --no-build-isolation \
-	    --config-settings=cmake.define.LAZYCKPT_FAULTS=ON --editable .
+	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) $(EDITABLE) .
 	touch $@
 
 # Runs torch's own tests of torch.distributed.checkpoint, in TORCH_TESTS, with torch's storage and then with ours.

@@ -1,6 +1,6 @@
 """Train a small GPT, kill it while it writes a checkpoint, and resume it bit for bit.
 
-    python examples/train_gpt.py [FOLDER]    # default runs/demo; needs matplotlib, rich; 2 minutes on 2 cores
+    python examples/train_gpt.py [FOLDER]    # default runs/demo; needs matplotlib, rich; 1 minute on 2 cores
 
 Runs three processes: an uninterrupted run, a run killed with SIGKILL at a random moment of a checkpoint, and a run that
 resumes it. `train` has everything that a training script needs of lazyckpt.
@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 import lazyckpt
 
-STEPS, EVERY = 60, 5  # each checkpoint is durable well before the next
+STEPS, EVERY = 24, 4  # each checkpoint is durable well before the next
 LAYERS, WIDTH, HEADS, BATCH, CONTEXT = 6, 640, 10, 8, 64  # 0.36 GB of state, about half a second a step
 LEARNING_RATE, DROPOUT, SEED = 6e-4, 0.1, 1337  # with dropout, a forgotten random state would show
 

@@ -33,5 +33,5 @@ if [ -n "$needed" ]; then
   exit 1
 fi
 echo "Continuing without:$useful. lazyckpt works, but may be slower; \`lazyckpt doctor\` tells what that costs." >&2
-echo "To have them, install them, remove .venv/.ready, and make again:" >&2
+echo "To have them, install them, remove .venv/.tools, and make again:" >&2
 echo "$how" >&2
