@@ -50,9 +50,10 @@ demo:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.torch $(VENV)/.engine
 	$(BIN)/python examples/train_gpt.py
 
-# Tests that measure time run last, alone.
+# Tests that measure time run last, alone. A worker that dies ends the run and is named; a new one would begin the file
+# anew, and hang again.
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m 'not slow and alone'
 
 check: setup build/types
@@ -92,7 +93,7 @@ torture: setup
 	$(BIN)/python tests/trials.py
 
 mutants: setup
-	$(BIN)/python -m pytest -m 'slow or not slow' -n auto tests/mutants
+	$(BIN)/python -m pytest -m 'slow or not slow' -n auto --max-worker-restart=0 tests/mutants
 
 sanitize: setup
 	$(BIN)/python -m pytest tests/engine/test_sanitizers.py
@@ -105,7 +106,7 @@ fuzz: setup
 
 # ECOSYSTEM holds further arguments: `make ecosystem ECOSYSTEM='-k timm'`, or `ECOSYSTEM=--write-docs`.
 ecosystem: $(ECO)/.ready
-	$(ECO)/bin/python -m pytest -n auto tests/ecosystem $(ECOSYSTEM)
+	$(ECO)/bin/python -m pytest -n auto --max-worker-restart=0 tests/ecosystem $(ECOSYSTEM)
 
 $(ECO)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt tests/ecosystem/requirements-no-deps.txt $(ENGINE)
 	sh scripts/system-packages.sh

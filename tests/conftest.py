@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import io
 import os
@@ -39,6 +40,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 collect_ignore = ["ecosystem"]  # needs an environment of its own: `make ecosystem`
 
 Graph = Callable[[Any], Any]
+_STDERR = pytest.StashKey[int]()
 
 
 # The longest, but for the attacks: they begin first, so that no core is idle at the end.
@@ -47,6 +49,25 @@ LONG = ("test_build", "test_mutants", "test_plugin", "test_torture", "test_bench
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)  # pytest captures 2 later
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """Ends the process of a test that hangs and prints all stacks, even where C code keeps the GIL.
+
+    pytest-timeout interrupts the test first; the test may miss that. Its method "thread" would end the process too,
+    but xdist drops the stacks that it prints."""
+    ends_at_once = settings.method == "thread"
+    patience_s = 0 if ends_at_once else 60
+    faulthandler.dump_traceback_later(settings.timeout + patience_s, exit=True, file=item.config.stash[_STDERR])
+    return ends_at_once or None  # None: pytest-timeout sets its timer
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session", autouse=True)
