@@ -155,6 +155,20 @@ def _module(file: str) -> ModuleType:
     return module
 
 
+def spawn(output: Path, function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """Replaces ``torch.multiprocessing.spawn`` by forks of the server. What they print goes to the file ``output``."""
+    import torch.multiprocessing
+
+    told = (str(output), function, args)
+    torch.multiprocessing.start_processes(_printing, told, nprocs=nprocs, start_method="forkserver")
+
+
+def _printing(rank: int, output: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    function(rank, *args)
+    sys.stdout.flush()
+
+
 def die() -> None:
     """Ends this rank as a lost machine does."""
     os._exit(9)

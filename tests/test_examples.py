@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from processes import spawn
 
 import lazyckpt
 
@@ -78,11 +81,28 @@ def test_training_stopped_between_two_checkpoints_resumes_bit_for_bit(tiny_gpt: 
     assert set(last) == {"model", "optimizer", "scheduler", "loader", "rng"}
 
 
-def test_train_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+Shown = Callable[..., str]
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shown:
+    """A function that runs an example, and returns what it and its ranks print. Forks need not import torch anew."""
+
+    def run(script: str, *arguments: object) -> str:
+        output = tmp_path / "output"
+        output.write_text("")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [script, *map(str, arguments)])
+            patch.setattr(torch.multiprocessing, "spawn", functools.partial(spawn, output))
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        return output.read_text() + capsys.readouterr().out
+
+    return run
+
+
+def test_train_fsdp(tmp_path: Path, run_here: Shown) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(sys, "argv", ["train_fsdp.py", str(folder)])
-    runpy.run_path(str(EXAMPLES / "train_fsdp.py"), run_name="__main__")
-    shown = capfd.readouterr().out
+    shown = run_here("train_fsdp.py", folder)
     assert "1 rank(s) go on from step 12" in shown
     assert "step-00000015: .metadata, __0_0.distcp, manifest.json" in shown
     assert sorted(path.name for path in (folder / "step-00000012").iterdir()) == [
@@ -90,11 +110,14 @@ def test_train_fsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     ]  # fmt: skip
 
 
-def run_sharded(script: str, folder: Path, steps: int) -> str:
+def run_sharded(run_here: Shown, script: str, folder: Path, steps: int) -> str:
     if script.startswith("torchtitan"):
         pytest.importorskip("torchtitan", reason="it needs Python 3.11")
-    command = [sys.executable, str(EXAMPLES / script), str(folder), str(steps)]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
+    if script.startswith("lightning"):  # it starts its ranks itself
+        command = [sys.executable, str(EXAMPLES / script), str(folder), str(steps)]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
+    else:
+        shown = run_here(script, folder, steps)
     assert list(folder.rglob(".metadata"))
     return shown
 
@@ -107,13 +130,15 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("script", SHARDED)
-def test_sharded_training_in_a_trainer(script: str, tmp_path: Path) -> None:
-    assert "step 3: loss" in run_sharded(script, tmp_path / "run", 6)
+def test_sharded_training_in_a_trainer(script: str, tmp_path: Path, run_here: Shown) -> None:
+    assert "step 3: loss" in run_sharded(run_here, script, tmp_path / "run", 6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "resumed"), SHARDED.items())
-def test_sharded_training_in_a_trainer_goes_on_where_it_ended(script: str, resumed: str, tmp_path: Path) -> None:
-    run_sharded(script, tmp_path / "run", 6)
-    again = run_sharded(script, tmp_path / "run", 9)
+def test_sharded_training_in_a_trainer_goes_on_where_it_ended(
+    script: str, resumed: str, tmp_path: Path, run_here: Shown
+) -> None:
+    run_sharded(run_here, script, tmp_path / "run", 6)
+    again = run_sharded(run_here, script, tmp_path / "run", 9)
     assert resumed in again and "step 0: loss" not in again and "step 3: loss" not in again
