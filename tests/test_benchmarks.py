@@ -135,7 +135,7 @@ PARTS_OF = {"right": {"bits", "waits", "peak"}, "fast": {"pairs", "peers", "disk
 
 
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize("call", PARTS_OF)
+@pytest.mark.parametrize("call", ["right", pytest.param("fast", marks=pytest.mark.slow)])
 def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stage runs, is in the summary, and leaves its tables. What it measures in a test is not looked at."""
     monkeypatch.setattr(stages, "SHORTER", 0.05)

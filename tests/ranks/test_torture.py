@@ -219,7 +219,7 @@ def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
 ) -> None:
     phases: Counter[str] = Counter()
     slowest_s = 0.0
-    count = trials.count(3, 300)
+    count = trials.count(2, 300)
     for run, orders, processes, victim in attempts(tmp_path, ranks, job_store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
@@ -238,7 +238,7 @@ def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
 ) -> None:
     """It wakes up after a while, which may be too late, and training goes on."""
     phases: Counter[str] = Counter()
-    count = trials.count(2, 200)
+    count = trials.count(1, 200)
     for run, orders, processes, victim in attempts(tmp_path, ranks, job_store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
