@@ -17,7 +17,7 @@ from lazyckpt import waits
 from lazyckpt.errors import SaveError
 from lazyckpt.formats.distcp import Place as Place
 from lazyckpt.formats.reader import FileReader as FileReader
-from lazyckpt.pipeline.handle import SaveHandle
+from lazyckpt.pipeline.handle import SaveHandle, give_up, mark_reported
 from lazyckpt.pipeline.reentry import alone
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
@@ -64,10 +64,10 @@ class ShardCapture:
 
     def abandon(self, why: str) -> None:
         """Gives up a file that is not durable yet. Any thread."""
-        self._handle._reported = True  # whoever abandons it knows
+        mark_reported(self._handle)  # whoever abandons it knows
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._folder.set_exception(SaveError(why, path=self._handle.path))
-        self._handle._give_up(why)
+        give_up(self._handle, why)
 
     def wait(self) -> None:
         """Waits until nothing writes the file any more, after ``open`` or ``abandon``."""

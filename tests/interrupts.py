@@ -212,7 +212,7 @@ def check(training: Training, where: str) -> None:
     """All that was saved lands, the ring is empty then, and a save holds what it should."""
     __tracebackhide__ = True
     saver = training.ckpt._saver
-    for handle in saver._background._in_flight:
+    for handle in saver.pending():
         concurrent.futures.wait([handle], timeout=60)
         assert handle.done(), f"{where}: a save that never ends"
     for task in saver._background._tasks:
@@ -229,7 +229,7 @@ def check(training: Training, where: str) -> None:
     assert not torch.equal(training.model[0].weight, before), where
     saver.drain()
     assert gc.isenabled(), where
-    assert not in_flight, where
+    assert not in_flight(), where
     assert saver.engine.ring_used_bytes == 0, where
     assert gate._pending == (), where
     assert not gate._open, where

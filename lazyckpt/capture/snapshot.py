@@ -12,11 +12,10 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
-from concurrent.futures import Future
 from functools import cached_property, reduce
 from itertools import chain, compress, count, islice, repeat
 from operator import not_, or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +24,7 @@ from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.laziness import LAZY_MIN_BYTES, decide
 from lazyckpt.capture.ownership import Ownership, parameters_of
 from lazyckpt.capture.torn import MAX_NAMES, TornStorages, is_torn, told
-from lazyckpt.capture.verdict import Verdict, wait_durable
+from lazyckpt.capture.verdict import Verdict
 from lazyckpt.capture.versions import versions_of
 from lazyckpt.formats import torch_zip
 from lazyckpt.gate.foreign import is_torch_class
@@ -58,12 +57,13 @@ class Snapshot:
         watched: bool,
         torn: TornStorages,
         metrics: CheckpointMetrics,
-        durable: Future[Any] | None,
+        durable: Callable[[], None] | None,
         name_of: Callable[[TensorView], str],
     ) -> None:
         """``files``: the storages of each file; the snapshot may put them into another order where ``any_order``.
-        ``watched``: the engine watches the pages of lazy host memory. ``metrics`` counts waits at the gate.
-        ``durable``: if given, optimizer steps wait for it (before_step). ``name_of`` names a tensor in messages.
+        ``watched``: the engine watches the pages of lazy host memory. ``metrics`` counts waits at the gate. ``durable``
+        waits until the checkpoint is durable; if given, optimizer steps call it (before_step). ``name_of`` names a
+        tensor in messages.
 
         Raises OSError if ``engine`` cannot use a device of theirs."""
         self.torn: str | None = None  # what changed, if something did
@@ -174,7 +174,7 @@ class Snapshot:
                 self.verify(owners)
         if self.durable is not None:
             with gate.standing():
-                wait_durable(self.durable)
+                self.durable()
         self.metrics.gate_blocked_s += time.perf_counter() - begin
         if self.waited is not None:
             self.waited(begin)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from concurrent.futures import Future, TimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +68,3 @@ class Verdict:
         if not isinstance(self.thread, threading._DummyThread):
             return self.thread.is_alive()
         return Path(f"/proc/self/task/{self.thread.native_id}").exists()
-
-
-def wait_durable(durable: Any) -> None:
-    """Waits until the handle ``durable`` is done, or lacks only a verdict that this thread cannot give here.
-
-    The thread that owes it may be waiting for this one."""
-    while not durable.done() and durable._obstacle() is None:
-        with contextlib.suppress(TimeoutError):
-            Future.exception(durable, waits.VERDICT_LAST_LOOK_S)  # nobody is told of a failure by this

@@ -9,7 +9,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,17 @@ from lazyckpt.errors import ClosedError, ConfigError, LoadError, SaveError, Torn
 from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline import persist
-from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.handle import (
+    SaveHandle,
+    enter,
+    error_of,
+    finish,
+    hand_over,
+    in_flight,
+    is_reported,
+    mark_reported,
+    wait_for,
+)
 from lazyckpt.pipeline.persist import Flight
 from lazyckpt.pipeline.workers import Task, Workers
 from lazyckpt.storage import removal
@@ -44,8 +53,7 @@ class Background:
         except RuntimeError as error:
             what = f"max_in_flight={config.max_in_flight} takes {threads} threads, which the system refuses: {error}"
             raise ConfigError(what) from error
-        self._in_flight: list[SaveHandle] = []
-        self._tasks: list[Task] = []  # of the handles in flight, and of those that still clean up
+        self._tasks: list[Task] = []  # those that are not done: saves, cleaning up after saves, removals
         self._failed: list[SaveHandle] = []  # not reported yet
         self._last: SaveHandle | None = None  # the last save, launched or failed
         self._doomed: set[Path] = set()  # paths to remove, unless they are saved again before
@@ -57,18 +65,16 @@ class Background:
     @property
     def pending(self) -> list[SaveHandle]:
         """The launched saves that are not durable yet, in the order of the saves."""
-        return [handle for handle in self._in_flight if not handle.done()]
+        return in_flight(self)
 
     def launch(self, flight: Flight) -> None:
         """Hands a save over to a background thread, which settles the handle."""
         handle = flight.handle
         with self._removal:
             self._doomed.discard(handle.path)
-        in_flight[handle] = None
-        handle._previous = self._in_flight[-1] if self._in_flight else None
-        # In this order, since Ctrl-C may come between any two lines: whoever waits for the handle waits for the task.
+        flight.earlier = self.pending
         self._submit(partial(self._run, flight), flight)
-        self._in_flight.append(handle)
+        enter(handle, self)  # last: after Ctrl-C between the two, nothing waits for a save without a task
         self._last = handle
 
     def remove(self, path: Path, inside: Path | None = None) -> None:
@@ -83,17 +89,16 @@ class Background:
         """Waits until fewer than ``max_in_flight`` checkpoints are in flight."""
         while len(pending := self.pending) >= self._config.max_in_flight:
             wait_for(pending[:1])  # usually the first to be done, since they are published in order
-        self._in_flight = pending
 
     def has_failed(self) -> bool:
         """Whether a failure was not reported yet. Call it before a save: that of a torn snapshot becomes a warning,
         because the save copies everything at once."""
         while self._failed:
             handle = self._failed[0]
-            if not handle._reported and (error := Future.exception(handle)) is not None:
+            if not is_reported(handle) and (error := error_of(handle)) is not None:
                 if not isinstance(error, TornSnapshotError):
                     return True
-                handle._reported = True
+                mark_reported(handle)
                 warn_in_background(str(error))
             with contextlib.suppress(ValueError):  # no lock, see raise_failed()
                 self._failed.remove(handle)
@@ -107,18 +112,17 @@ class Background:
                 handle = self._failed.pop(0)
             except IndexError:
                 return
-            if handle._reported or (error := handle.exception()) is None:
+            if is_reported(handle) or (error := handle.exception()) is None:
                 continue
             if saving is not None and handle is not saving and isinstance(error, SaveError):
-                failed = saving.done() and Future.exception(saving) is not None
+                failed = saving.done() and error_of(saving) is not None
                 error.raised_by(saving.path, saving.step, failed=failed)
             raise error
 
     def drain(self) -> None:
         """Waits until nothing is in flight and what the checkpoints replaced is gone."""
-        wait_for(self._tasks, saves=self._in_flight)
+        wait_for(self._tasks, saves=self.pending)
         self._tasks = [task for task in self._tasks if not task.done()]
-        self._in_flight = []
 
     def close(self) -> None:
         self.drain()
@@ -130,7 +134,7 @@ class Background:
         task = Task(run)
         tasks = [*(task for task in self._tasks if not task.done()), task]
         if flight is not None:
-            flight.handle._snapshot = flight.snapshot  # handed over
+            hand_over(flight.handle, flight.snapshot)
         self._workers.put(task)
         self._tasks = tasks
 
@@ -144,11 +148,9 @@ class Background:
         try:
             self._tell(handle, error)
         finally:
-            in_flight.pop(handle, None)
-            handle._previous = None
             if error is not None and self._config.on_error == "raise":
                 self._failed.append(handle)
-            handle._settle(error)
+            finish(handle, error)
             if error is not None and self._config.on_error == "warn":
                 warn_in_background(str(error))
 
@@ -248,8 +250,7 @@ class Background:
         # A handle is done before its callbacks run, and a callback may move a link away from the path. So wait for the
         # tasks. A worker has already taken each earlier one, so this wait ends.
         concurrent.futures.wait(earlier)
-        # Future's own method: handle.exception() would mark the failure as reported.
-        failed = [h for h in handles if Future.exception(h) is not None and h.path != path]
+        failed = [h for h in handles if error_of(h) is not None and h.path != path]
         if failed:
             warn_in_background(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
             return

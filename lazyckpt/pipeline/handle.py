@@ -25,8 +25,10 @@ from lazyckpt.pipeline.reentry import refuse
 from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.pipeline.workers import Condition
 
-# The saves in flight of all Savers of this process, in the order of the saves. Copying the keys of a dict is atomic.
-in_flight: dict[SaveHandle, None] = {}
+# The register of the saves in flight: those of all Savers of this process, in the order of the saves, each with the
+# Saver's ``Background``. Copying a dict is atomic. A save is here once a thread will end it, so Ctrl-C leaves none
+# behind.
+_register: dict[SaveHandle, object] = {}
 
 
 class _StandingEvent(threading.Event):
@@ -63,7 +65,6 @@ class SaveHandle(Future[Path]):
         """Whether an optimizer that stepped since the save before owns some of it. If none does, no training may be
         running that the save could overlap with."""
         self._snapshot: Snapshot | None = None  # set when the background takes over
-        self._previous: SaveHandle | None = None  # published before this one; None once this one is done
         self._reported = False
 
     def wait_captured(self, timeout: float | None = None) -> bool:
@@ -144,37 +145,14 @@ class SaveHandle(Future[Path]):
             "pass on its path or its metrics after result() has returned"
         )
 
-    def _settle(self, error: BaseException | None) -> None:
-        """Makes the handle done: durable, or failed with ``error``. The first call counts."""
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
-            if error is None:
-                self.set_result(self.path)
-            else:
-                self.set_exception(error)
-
-    def _give_up(self, why: str) -> None:
-        """Stops writing. The checkpoint fails unless all of it was written before."""
-        if self._snapshot is not None and self._snapshot.job is not None:
-            self._snapshot.job.fail(errno.ECANCELED, why)
-
     def _disown(self) -> None:
         """Fails the handle in a forked child. Callbacks are for the process that saves."""
         self._condition = Condition()  # another thread may have held the lock at the fork
         self._done_callbacks.clear()  # type: ignore[attr-defined]
         self._waiters = _Waiters()
         self._snapshot = None
-        self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
-
-    def _obstacle(self) -> SaveHandle | None:
-        """The first save, of this one and those published before it, that lacks only a verdict that this thread cannot
-        give here."""
-        handle: SaveHandle | None = self
-        while handle is not None and not handle.done():
-            snapshot = handle._snapshot
-            if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_elsewhere():
-                return handle
-            handle = handle._previous
-        return None
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # done, and about to leave the register
+            self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
 
     def _impatience(self) -> SaveError:
         assert self._snapshot is not None
@@ -185,6 +163,84 @@ class SaveHandle(Future[Path]):
             "it waits for this thread"
         )
         return SaveError(what, path=self.path, step=self.step)
+
+
+# What the pipeline asks of handles; users call none of these.
+
+
+def in_flight(background: object = None) -> list[SaveHandle]:
+    """Returns the saves that are not durable yet, in the order of the saves: all, or those of one ``background``."""
+    saves = _register.copy().items()
+    return [handle for handle, its in saves if background in (None, its) and not handle.done()]
+
+
+def hand_over(handle: SaveHandle, snapshot: Snapshot) -> None:
+    """Notes that the background takes over. Call it before that has the save, and ``enter`` after."""
+    handle._snapshot = snapshot
+
+
+def is_handed_over(handle: SaveHandle) -> bool:
+    return handle._snapshot is not None
+
+
+def enter(handle: SaveHandle, background: object) -> None:
+    """Enters a save into the register, until it is done. ``background`` publishes it, after those it entered before."""
+    _register[handle] = background
+    if handle.done():  # already
+        _register.pop(handle, None)
+
+
+def finish(handle: SaveHandle, error: BaseException | None) -> None:
+    """Makes the handle done: durable, or failed with ``error``. The first call counts."""
+    try:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                handle.set_result(handle.path)
+            else:
+                handle.set_exception(error)
+    finally:
+        _register.pop(handle, None)
+
+
+def give_up(handle: SaveHandle, why: str) -> None:
+    """Stops writing. The checkpoint fails unless all of it was written before."""
+    if handle._snapshot is not None and handle._snapshot.job is not None:
+        handle._snapshot.job.fail(errno.ECANCELED, why)
+
+
+def error_of(handle: SaveHandle) -> BaseException | None:
+    """Waits until the handle is done. Returns its error, which this does not report to the user."""
+    return Future.exception(handle)
+
+
+def is_reported(handle: SaveHandle) -> bool:
+    """Whether the user has heard of the failure."""
+    return handle._reported
+
+
+def mark_reported(handle: SaveHandle) -> None:
+    handle._reported = True
+
+
+def obstacle(handle: SaveHandle) -> SaveHandle | None:
+    """Returns the first save, of this one and those published before it, that lacks only a verdict that this thread
+    cannot give here."""
+    background = _register.get(handle)
+    for save in in_flight(background) if background is not None else ():
+        snapshot = save._snapshot
+        if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_elsewhere():
+            return save
+        if save is handle:
+            break
+    return None
+
+
+def wait_durable(handle: SaveHandle) -> None:
+    """Waits until the handle is done, or lacks only a verdict that this thread cannot give here: the thread that owes
+    it may be waiting for this one."""
+    while not handle.done() and obstacle(handle) is None:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            Future.exception(handle, waits.VERDICT_LAST_LOOK_S)  # does not report a failure
 
 
 def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, saves: Iterable[SaveHandle] = ()) -> None:
@@ -202,11 +258,11 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
             patient_until = None
             while not future.done() and (end is None or time.monotonic() < end):
                 candidates = [future] if isinstance(future, SaveHandle) else saves
-                obstacle = next(filter(None, (save._obstacle() for save in candidates)), None)
-                if end is None and obstacle is not None:
+                stuck = next(filter(None, map(obstacle, candidates)), None)
+                if end is None and stuck is not None:
                     patient_until = patient_until or time.monotonic() + waits.VERDICT_PATIENCE_S
                     if time.monotonic() > patient_until:
-                        raise obstacle._impatience()
+                        raise stuck._impatience()
                 for save in candidates[:1]:
                     bar.show(f"saving {save.path.name}", functools.partial(getattr, save, "progress"))
                 with contextlib.suppress(concurrent.futures.TimeoutError):
@@ -216,7 +272,7 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
 
 def _refuse_inside_operation() -> None:
     """Raises ConfigError if this thread owes a verdict that it cannot give here: it would wait for itself."""
-    for save in list(in_flight) if inside_operation() else ():
+    for save in in_flight() if inside_operation() else ():
         snapshot = save._snapshot
         if snapshot is not None and snapshot.verdict.owed and not snapshot.verdict.is_owed_by_another():
             raise ConfigError(
@@ -227,9 +283,9 @@ def _refuse_inside_operation() -> None:
 
 def _disown() -> None:
     """Fails the handles in a forked child: the threads that would finish them exist in the parent only."""
-    for handle in list(in_flight):
+    for handle in list(_register):
         handle._disown()
-    in_flight.clear()
+    _register.clear()
 
 
 os.register_at_fork(after_in_child=_disown)

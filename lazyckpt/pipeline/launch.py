@@ -1,19 +1,19 @@
 """Launches a save: from Python objects to the engine, and on to the background.
 
-    1. wait        for room in flight
-    2. gather      the storages of the state; pickle everything else
-    3. snapshot    decide which storages are lazy, and which optimizers must wait for them
-    4. lay out     each file, as a program for the engine
-    5. capture     one call of the engine: it watches the lazy storages, lays out the files, copies the eager bytes.
-                   Then the gate guards the lazy storages, and one_moment.py looks for what wrote since step 2
-    6. hand over   to the background (background.py), which settles the handle
-    7. finish      wait for the eager bytes for which the ring had no room; raise what failed before
+    wait_for_room     until fewer than ``max_in_flight`` saves are in flight
+    gather            the storages of the state; pickles everything else
+    _take_snapshot    decides which storages are lazy, and which optimizers must wait for them
+    lay_out           each file, as a program for the engine
+    capture           one call of the engine: it watches the lazy storages, lays out the files, copies the eager bytes
+    _guard            makes optimizer steps wait for the lazy storages
+    one_moment.check  looks for what wrote since ``gather``
+    background.launch hands over to a background thread, which settles the handle
+    wait_eager        for the eager bytes for which the ring had no room; then raises what failed before
 
 A failure in the background is raised last, because a call that raised it first would save nothing. With several ranks
 the others would then fail, and their next calls would save nothing in turn, without end.
 
-The steps of storage/commit.py, which the background takes, have numbers of their own. save_now.py takes steps 2 to 5
-and 7 for ``lazyckpt.save``, and then those of the background on the same thread.
+save_now.py does the same for ``lazyckpt.save``, all eager, and then the work of the background on the same thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline import one_moment
 from lazyckpt.pipeline.background import Background
-from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.handle import SaveHandle, is_handed_over, mark_reported, wait_durable, wait_for
 from lazyckpt.pipeline.persist import Flight, as_save_error
 from lazyckpt.pipeline.plan import FilePlan, unsavable
 from lazyckpt.pipeline.request import Request
@@ -125,12 +125,12 @@ class Launcher:
             why = why or f"save() raised {type(error).__name__}: {described(error)}"
             raise
         finally:
-            if handle._snapshot is None:
+            if not is_handed_over(handle):
                 request.abandon(why)
         if blocking:
             wait_for([handle])
         handle.metrics.save_blocked_s = time.perf_counter() - begin
-        if self._trace is not None and handle._snapshot is not None:
+        if self._trace is not None and is_handed_over(handle):
             self._trace.saved(handle.metrics, begin)
         if blocking or raises:
             self._background.raise_failed(handle)
@@ -139,12 +139,13 @@ class Launcher:
     def _launch(
         self, handle: SaveHandle, request: Request, plans: Plans, begin: float, training_step: Hashable
     ) -> None:
-        """Steps 2 to 7. When this returns, every eager byte is copied and every lazy one guarded."""
+        """From ``gather`` to ``wait_eager``. When this returns, every eager byte is copied and every lazy one
+        guarded."""
         started = time.perf_counter()
         assert self._buffer.engine is not None
         flight: Flight | None = None
         try:
-            # No collection in steps 2 to 5, since it runs destructors, which may write. In step 5, the engine copies
+            # No collection from ``gather`` to ``capture``: it runs destructors, which may write. ``capture`` copies
             # every eager byte for which the ring has room: more only when the background has created the files.
             with Instant() as instant, collector_paused():
                 views = gather(plans, handle)
@@ -168,12 +169,12 @@ class Launcher:
             del views, programs
             if eager_copied:
                 instant.forget()
-            self._background.launch(flight)  # step 6
+            self._background.launch(flight)
             request.reached()
             handle.metrics.plan_s = time.perf_counter() - started
             job.go()
             if not eager_copied:
-                job.wait_eager()  # step 7
+                job.wait_eager()
                 snapshot.verify_eager(instant.moved())
             snapshot.eager_copied = True
         except BaseException as error:  # at Ctrl-C, for example
@@ -206,7 +207,7 @@ class Launcher:
             watched=self._buffer.watched,
             torn=self._torn,
             metrics=handle.metrics,
-            durable=handle if self._config.durability == "before_step" else None,
+            durable=partial(wait_durable, handle) if self._config.durability == "before_step" else None,
             name_of=partial(_name_of, plans),
         )
 
@@ -226,8 +227,8 @@ class Launcher:
         gate.discard(flight.snapshot)
         if self._trace is not None and flight.traced is not None:
             self._trace.forget(flight.traced)
-        in_flight.pop(flight.handle, None)
-        flight.handle._reported = not isinstance(error, OSError | SaveError)  # launch() reports these
+        if not isinstance(error, OSError | SaveError):  # launch() reports these
+            mark_reported(flight.handle)
 
 
 def check_space(nbytes: int, handle: SaveHandle) -> None:

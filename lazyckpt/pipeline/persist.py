@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class Flight:
     begin: float  # time.perf_counter() when save() was called
     traced: Traced | None = None
     staging: Staging | None = None
+    earlier: Sequence[SaveHandle] = ()  # the saves that are published before this one
 
     def __post_init__(self) -> None:
         self.created = (time.perf_counter(),) * 2  # begin and end of ``create_files``
@@ -92,8 +93,7 @@ def agree(flight: Flight, files: list[FileEntry]) -> None:
 
     Raises TornSnapshotError; SaveError if the process ends before the verdict is known; RankError."""
     handle, snapshot = flight.handle, flight.snapshot
-    if handle._previous is not None:
-        concurrent.futures.wait([handle._previous])
+    concurrent.futures.wait(flight.earlier)
     begin = time.perf_counter()
     snapshot.verdict.awaited = True
     if not snapshot.await_verdict():

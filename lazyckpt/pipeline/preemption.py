@@ -9,13 +9,12 @@ import signal
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 from types import FrameType
 from typing import NoReturn
 
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError
-from lazyckpt.pipeline.handle import SaveHandle, in_flight, wait_for
+from lazyckpt.pipeline.handle import SaveHandle, error_of, give_up, in_flight, wait_for
 
 _log = logging.getLogger("lazyckpt")
 _late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # saves that missed a deadline
@@ -23,7 +22,7 @@ _late: weakref.WeakSet[SaveHandle] = weakref.WeakSet()  # saves that missed a de
 
 def _give_up_the_late() -> None:
     for handle in _late:
-        handle._give_up("not committed within the deadline of a signal")
+        give_up(handle, "not committed within the deadline of a signal")
 
 
 # Called when the main thread has ended, before exit handlers wait for the background threads. Those may wait for a
@@ -107,7 +106,7 @@ class CommitOnSignal:
 
     def _commit(self, number: int, on_top: bool) -> None:
         """On a thread of its own."""
-        handles = list(in_flight)
+        handles = in_flight()
         wait_for(handles, self._deadline)
         _late.update(handle for handle in handles if not handle.done())
         try:
@@ -158,7 +157,7 @@ def _report(number: int, handles: list[SaveHandle], deadline: float) -> None:
     for handle in handles:
         if not handle.done():
             state = f"not committed within {deadline:g} s"
-        elif Future.exception(handle) is None:  # does not mark a failure as reported
+        elif error_of(handle) is None:
             state = "committed"
         else:
             state = "failed"

@@ -14,6 +14,7 @@ import lazyckpt
 from lazyckpt import _engine
 from lazyckpt.capture import torn
 from lazyckpt.metrics import ChunkEvent
+from lazyckpt.pipeline.handle import give_up
 
 pytestmark = [pytest.mark.timeout(60, method="thread"), pytest.mark.usefixtures("small_tensors_are_lazy")]
 
@@ -161,7 +162,7 @@ def test_a_failure_of_another_kind_still_stops_the_next_save(run: Any, disk: Any
     run.step()
     disk.hold()
     saved = run.ckpt.save(1)
-    saved._give_up("tried")
+    give_up(saved, "tried")
     disk.release()
     while not saved.done():
         pass

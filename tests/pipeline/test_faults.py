@@ -785,7 +785,7 @@ def test_no_memory_in_the_background(step: str, tmp_path: Path, monkeypatch: pyt
         handle = run.step(1)
         error = handle.exception(30)
         run.checkpointer._saver.drain()
-    assert not in_flight
+    assert not in_flight()
     if step == "measure":
         assert error is None
         run.check(1)

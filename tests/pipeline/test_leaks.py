@@ -217,7 +217,7 @@ def check_that_nothing_grows(name: str, running: Any, count: int, folder: Path, 
         if saver is not None:
             saver.drain()
             assert saver.engine.ring_used_bytes == 0
-        assert gate._pending == () and not in_flight
+        assert gate._pending == () and not in_flight()
 
     found = []
     for _ in range(WINDOWS):

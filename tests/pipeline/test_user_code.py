@@ -134,7 +134,7 @@ class Training:
         saver = self.ckpt._saver
         saver.drain()
         assert saver.engine.ring_used_bytes == 0
-        assert gate._pending == () and not gate._open and not in_flight
+        assert gate._pending == () and not gate._open and not in_flight()
         self.own.tensor.fill_(number)
         before = self.model[0].weight.detach().clone()
         handle = self.ckpt.save(number)

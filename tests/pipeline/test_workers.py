@@ -106,13 +106,13 @@ def test_workers_under_a_save_of_a_saver_that_nobody_holds(context: str, tmp_pat
     gc.collect()
     batches = iter(loader_of(TensorDataset(torch.arange(SIZE)), num_workers=1, multiprocessing_context=context))
     first = next(batches)
-    assert in_flight
+    assert in_flight()
     disk.release()
     optimizer.step()
     workers = list(batches._workers)  # type: ignore[attr-defined]
     assert torch.equal(torch.cat([batch for (batch,) in [first, *batches]]), torch.arange(SIZE))
     assert [worker.exitcode for worker in workers] == [0]
-    while in_flight:
+    while in_flight():
         time.sleep(0.001)
     saved = lazyckpt.load(tmp_path / "a.pt")
     assert saved.keys() == before.keys() and all(torch.equal(saved[k], v) for k, v in before.items())
