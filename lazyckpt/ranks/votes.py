@@ -1,16 +1,16 @@
 """The commit of one checkpoint by many ranks: two phases through a store, decided by one rename.
 
-    1. begin     rank 0 names the staged folder and says which save this is; the others compare that with theirs
-    2. write     each rank makes its files durable in the staged folder
-    3. vote      a rank votes once its files are durable and every rank below it in the tree has voted
-    4. receipts  rank 0 has all votes. It describes the checkpoint in the staged folder
-    5. decide    rank 0 renames the staged folder to its final name, syncs the folder above, and tells the outcome
-    6. settle    every rank gives the same answer; the last one deletes the keys
+    begin     rank 0 names the staged folder and says which save this is; the others compare that with theirs
+    write     each rank makes its files durable in the staged folder
+    vote      a rank votes once its files are durable and every rank below it in the tree has voted
+    receipts  rank 0 has all votes. It describes the checkpoint in the staged folder
+    decide    rank 0 renames the staged folder to its final name, syncs the folder above, and tells the outcome
+    settle    every rank gives the same answer; the last one deletes the keys
 
 Rank 0 needs every vote. So a rank that has not voted can abort by saying so, and rank 0 always can. A rank that has
-voted can abort in one way only: it renames the staged folder to trash. That rename and the one of step 5 have the same
-source, so exactly one of them happens, and the folder itself tells which. A rank 0 that sleeps through its decision
-finds the folder gone. A rank that votes has settled all earlier saves, so no later save replaces or removes a
+voted can abort in one way only: it renames the staged folder to trash. That rename and the one of ``decide`` have the
+same source, so exactly one of them happens, and the folder itself tells which. A rank 0 that sleeps through its
+decision finds the folder gone. A rank that votes has settled all earlier saves, so no later save replaces or removes a
 checkpoint that some rank has yet to look for.
 
 This module knows neither torch nor files nor clocks. tests/ranks/explore.py runs it through every order of events.
@@ -98,7 +98,7 @@ class Ballot:
         self._answer: Aborted | bool | None = None  # True: committed
         self.step_of_rank_0: int | None = None  # under this number, if it is another one than here
 
-    # steps 1 to 3
+    # begin, write, vote
 
     def begin(self, name: str, note: str = "") -> None:
         """Rank 0: tells the others the name of the staged folder, and ``note``."""
@@ -177,7 +177,7 @@ class Ballot:
         """Whether all ranks have settled this save, so that its keys are gone. Raises StoreLost."""
         return self._seat.store.look(self._round.settled) is None
 
-    # steps 4 to 6
+    # receipts, decide, settle
 
     def receipts(self) -> list[bytes]:
         """Rank 0: returns the receipts of all ranks, by rank."""

@@ -60,7 +60,7 @@ class InPlaceStaging(commit.Staging):
         super().__init__(target, target)
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
-        """Step 5. Also notes the marker: with Accelerate and the Trainer, the weights."""
+        """Also notes the marker: with Accelerate and the Trainer, the weights."""
         written = list(written)
         with folders.create(self.path / MARKER) as file:
             file.write("".join(written[:1]))

@@ -1,4 +1,4 @@
-"""Step 7 of the durability protocol (commit.py): removes checkpoints, and what dead processes left."""
+"""Removes checkpoints, the last step of the durability protocol (commit.py), and what dead processes left."""
 
 from __future__ import annotations
 
