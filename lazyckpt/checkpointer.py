@@ -30,7 +30,7 @@ from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider
 from lazyckpt.providers.sharded import refuse_sharded_tensors
 from lazyckpt.providers.training import LoaderProvider, RngProvider, provider_for
-from lazyckpt.ranks.roll import Roll
+from lazyckpt.ranks.rank_claims import RankClaims
 from lazyckpt.restoring import RNG, Restoring
 from lazyckpt.saver import Saver
 from lazyckpt.storage import commit, folders, manifest, paths, removal
@@ -94,8 +94,8 @@ class Checkpointer(Restoring):
         self._callers = self._launcher.callers
         self.config = self._saver.config
         self._catalog = Catalog(self.directory)
-        self._roll = Roll(self.directory)
-        self._leaving.append(self._roll.leave)
+        self._claims = RankClaims(self.directory)
+        self._leaving.append(self._claims.leave)
         config, self._read_only = self.config, read_only
         self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
         self._warned_of_newer = self._warned_of_metric = False
@@ -202,7 +202,7 @@ class Checkpointer(Restoring):
         if self._read_only:
             return
         if self._tracks_shards and not tracked_shards:
-            self._roll.announce()
+            self._claims.announce()
         if isinstance(provider, ModuleProvider):
             self._saver.watch(provider.obj)
         if isinstance(provider, ModuleProvider | OptimizerProvider):
@@ -237,12 +237,12 @@ class Checkpointer(Restoring):
         if self._last_step is None:
             warn_if_alone()
         if crew is None:
-            self._roll.enter()
+            self._claims.enter()
         self._last_step, self._training_step = step, object()
         request: Request
         plans: Mapping[str, FilePlan]
         if crew is None:
-            request = CheckpointRequest(path, step, self._lineage, about, self._roll.look)
+            request = CheckpointRequest(path, step, self._lineage, about, self._claims.look)
             plans = {STATE: StatePlan(self._provider, self._archive)}
         else:
             request, plans = shared_checkpoint(crew, path, step, self._lineage, about, self._provider)
@@ -257,8 +257,8 @@ class Checkpointer(Restoring):
         finds sharded state waits for the other ranks."""
         if self._crew is None and (self._tracks_shards or any(map(holds_shards, self._trained()))):
             if not self._read_only:
-                self._roll.announce()
-            waiting = (lambda: None) if self._read_only else self._roll.await_all
+                self._claims.announce()
+            waiting = (lambda: None) if self._read_only else self._claims.await_all
             self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s, waiting=waiting)
             self._leaving.append(self._crew.close)
         return self._crew

@@ -86,7 +86,7 @@ FIRST_REMINDER_S, REMINDER_GROWTH = 5.0, 4
 """The first warning that names missing ranks, and how much longer each further one takes (5, 20, 80 s …). Ranks that
 start within seconds of each other cause no warning, and a long wait does not flood the log."""
 
-MUSTER_LOOK_S = 0.25
+RENDEZVOUS_LOOK_S = 0.25
 """Between two looks whether a rank waits in vain for others to join. Each look is two messages to the store of
 training."""
 

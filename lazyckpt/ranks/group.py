@@ -22,8 +22,8 @@ from torch import distributed
 
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError, SaveError, save_error
-from lazyckpt.ranks.muster import Muster
 from lazyckpt.ranks.pulse import Pulse, Watch
+from lazyckpt.ranks.rendezvous import Rendezvous
 from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
 from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serves
 from lazyckpt.ranks.votes import Ballot
@@ -35,11 +35,11 @@ from lazyckpt.warn import warn
 _KEYS = "lazyckpt"
 
 
-class Line:
+class WatchedStore:
     """The ``Store`` of the votes: the keys of the group, and a watch on the rank that somebody waits for."""
 
-    def __init__(self, client: Client, pulse: Pulse, muster: Muster) -> None:
-        self._client, self._pulse, self._muster = client, pulse, muster
+    def __init__(self, client: Client, pulse: Pulse, rendezvous: Rendezvous) -> None:
+        self._client, self._pulse, self._rendezvous = client, pulse, rendezvous
 
     def claim(self, key: str, value: bytes) -> bytes:
         return self._client.claim(f"{_KEYS}/{key}", value)
@@ -71,7 +71,7 @@ class Line:
                 if unless is not None and self.look(unless) is not None:
                     return None
                 if not self._pulse.complete:
-                    self._muster.look()
+                    self._rendezvous.look()
                 if time.monotonic() >= next_watch:
                     for other, watch in list(watches.items()):
                         try:
@@ -229,7 +229,7 @@ def join(
     """``store`` is that of the default group. It belongs to training too, so nothing here waits in it."""
     shared = PollingClient(store)
     client = client_of(store, timeout_s)
-    muster = Muster(directory, world_size, waits.ABSENT_TIMEOUTS * timeout_s, waiting)
+    rendezvous = Rendezvous(directory, world_size, waits.ABSENT_TIMEOUTS * timeout_s, waiting)
     lock = -1
     before = claim.live_claim(directory) if rank == 0 else None
     try:
@@ -237,16 +237,16 @@ def join(
         if rank == 0:
             told, lock = _found(client, shared, begin, directory, serves(root_of(store)))
         else:
-            told = _awaited(shared, begin, timeout_s, muster)
+            told = _awaited(shared, begin, timeout_s, rendezvous)
         if "error" in told:
             raise SaveError(f"rank 0 {told['error']}", path=directory, opening=True)
         run, generation = told["run"], told["generation"]
         pulse = Pulse(client, f"{_KEYS}/{run}/{generation}", rank, timeout_s)
-        line, server = Line(client, pulse, muster), 0 if told["serves"] else None
-        seat = Seat(run, generation, rank, world_size, line, directory, server=server)
+        watched, server = WatchedStore(client, pulse, rendezvous), 0 if told["serves"] else None
+        seat = Seat(run, generation, rank, world_size, watched, directory, server=server)
         pulse.start()
         # The first rank tells which others are missing; they only look whether they wait in vain.
-        muster.missing = lambda: [r for r in range(world_size if rank == 0 else 0) if pulse.look(r) is None]
+        rendezvous.missing = lambda: [r for r in range(world_size if rank == 0 else 0) if pulse.look(r) is None]
     except BaseException as error:
         locks.drop(lock)
         client.close()
@@ -291,7 +291,7 @@ def _found(client: Client, shared: Client, begin: str, directory: Path, serves: 
     return told, lock
 
 
-def _awaited(shared: Client, begin: str, timeout_s: float, muster: Muster) -> dict[str, Any]:
+def _awaited(shared: Client, begin: str, timeout_s: float, rendezvous: Rendezvous) -> dict[str, Any]:
     """Another rank: returns what rank 0 tells."""
     end = time.monotonic() + waits.ABSENT_TIMEOUTS * timeout_s
     pause_s = waits.JOIN_FIRST_LOOK_S
@@ -299,7 +299,7 @@ def _awaited(shared: Client, begin: str, timeout_s: float, muster: Muster) -> di
         if time.monotonic() > end:
             waited_s = waits.ABSENT_TIMEOUTS * timeout_s
             raise ConfigError(f"rank 0 has not opened a Checkpointer for {waited_s:g} s. Does every rank open it?")
-        muster.look()
+        rendezvous.look()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, waits.JOIN_LAST_LOOK_S)
     told: dict[str, Any] = json.loads(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import distributed
 
-from lazyckpt.ranks.roll import default_store, identity
+from lazyckpt.ranks.rank_claims import default_store, identity
 from lazyckpt.ranks.rounds import StoreLost
 from lazyckpt.warn import warn
 

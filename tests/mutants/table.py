@@ -399,13 +399,13 @@ promise(
     "Replicas that all save into one folder are refused on every rank, and so is a rank without shards beside others.",
     (
         "replicas that all save into one folder replace each other's checkpoints",
-        py("Roll.enter", swap("int(client.claim(...))", "mine")),
-        "test_roll.py::test_replicas_that_all_save_into_one_folder_are_refused_on_every_rank",
+        py("RankClaims.enter", swap("int(client.claim(...))", "mine")),
+        "test_rank_claims.py::test_replicas_that_all_save_into_one_folder_are_refused_on_every_rank",
     ),
     (
         "a rank without shards saves where others save shards",
-        py("Roll.announce", body("return")),
-        "test_roll.py::test_a_rank_without_shards_is_refused_where_others_save_shards",
+        py("RankClaims.announce", body("return")),
+        "test_rank_claims.py::test_a_rank_without_shards_is_refused_where_others_save_shards",
     ),
 )
 
@@ -414,8 +414,8 @@ promise(
     "A rank that waits for others says so; ranks that draw equal random numbers are told.",
     (
         "a rank waits for others in silence",
-        py("Muster.look", swap("self._warn(...)")),
-        "test_muster.py",
+        py("Rendezvous.look", swap("self._warn(...)")),
+        "test_rendezvous.py",
     ),
     (
         "no rank is told that all draw equal random numbers",

@@ -14,7 +14,7 @@ from lazyckpt.warn import warn
 _NAMED = 8  # ranks, at most
 
 
-class Muster:
+class Rendezvous:
     """One wait for all ranks of a job. Call ``look`` again and again."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Muster:
     def look(self) -> None:
         """Raises what ``waiting`` raises."""
         now = self._clock()
-        if now - self._looked >= waits.MUSTER_LOOK_S:
+        if now - self._looked >= waits.RENDEZVOUS_LOOK_S:
             self._looked = now
             self._waiting()
         if now - self._begin >= self._patience_s:

@@ -1,4 +1,4 @@
-"""Which ranks of a process group save into which folder, and how: found through the store of torch.distributed.
+"""The claims of ranks on a folder, in the store of torch.distributed: which ranks save into it, and how.
 
 A rank that saves whole checkpoints by itself must be the only one there: others would replace its checkpoints. And none
 may do so where ranks save shards together. The first rank of each kind claims the folder. One that finds a claim of
@@ -31,7 +31,7 @@ from lazyckpt.warn import warn
 _ID_BYTES = 32  # before the text of a note, which no other note has
 
 
-class Roll:
+class RankClaims:
     """The claims of this process on one folder. The thread that saves calls all methods but ``look``. They do nothing
     unless torch.distributed has several ranks; a lost store counts as silence."""
 
@@ -127,7 +127,7 @@ class Roll:
 
     def _key(self, name: str) -> str:
         if self._keys is None:
-            self._keys = f"lazyckpt/roll/{hashlib.sha256(identity(self._directory).encode()).hexdigest()}"
+            self._keys = f"lazyckpt/claims/{hashlib.sha256(identity(self._directory).encode()).hexdigest()}"
         return f"{self._keys}/{name}"
 
 

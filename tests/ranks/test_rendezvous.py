@@ -14,13 +14,13 @@ from torch._C._distributed_c10d import HashStore
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError
 from lazyckpt.ranks.group import join
-from lazyckpt.ranks.muster import Muster
+from lazyckpt.ranks.rendezvous import Rendezvous
 
 
 def waited(missing: dict[float, list[int]], until_s: int, *, world: int = 20) -> dict[int, str]:
     """What a wait of so many seconds warned of, and when. ``missing``: the ranks, from a time on."""
     now = 0.0
-    watch = Muster(Path("/runs/a"), world, 600, lambda: None, clock=lambda: now)
+    watch = Rendezvous(Path("/runs/a"), world, 600, lambda: None, clock=lambda: now)
     watch.missing = lambda: missing[max(begin for begin in missing if begin <= now)]
     told = {}
     while now < until_s:

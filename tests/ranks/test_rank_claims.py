@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lazyckpt
 from lazyckpt import waits
-from lazyckpt.ranks import roll
+from lazyckpt.ranks import rank_claims
 from lazyckpt.storage import mounts
 from ranks.training import KNOBS, Training, tick_of
 
@@ -117,8 +117,8 @@ def as_other_machines(folder: Path) -> str:
     """Ranks on machines that have each a disk of its own, with equal names and numbers. It saves nothing: here, the
     ranks have one disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roll, "_kernel", lambda: f"machine {dist.get_rank()}")
-        return told(roll.Roll(folder).enter)
+        patch.setattr(rank_claims, "_kernel", lambda: f"machine {dist.get_rank()}")
+        return told(rank_claims.RankClaims(folder).enter)
 
 
 def test_equal_names_on_different_machines_are_different_folders(ranks: Ranks, tmp_path: Path) -> None:
@@ -127,16 +127,16 @@ def test_equal_names_on_different_machines_are_different_folders(ranks: Ranks, t
 
 def test_what_two_processes_call_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    here = roll.identity(tmp_path)
-    assert roll.identity(tmp_path / "link" / ".") == here
+    here = rank_claims.identity(tmp_path)
+    assert rank_claims.identity(tmp_path / "link" / ".") == here
     (tmp_path / "a").mkdir()
-    assert roll.identity(tmp_path / "a") != here
+    assert rank_claims.identity(tmp_path / "a") != here
     for kind, of_all in (("nfs4", True), ("xfs", False), ("fuse.unknown", False)):
         monkeypatch.setattr(mounts, "source_of", lambda _, kind=kind: (kind, "server:/export"))
-        monkeypatch.setattr(roll, "_kernel", lambda: "one")
-        one = roll.identity(tmp_path)
-        monkeypatch.setattr(roll, "_kernel", lambda: "other")
-        assert (roll.identity(tmp_path) == one) == of_all, kind
+        monkeypatch.setattr(rank_claims, "_kernel", lambda: "one")
+        one = rank_claims.identity(tmp_path)
+        monkeypatch.setattr(rank_claims, "_kernel", lambda: "other")
+        assert (rank_claims.identity(tmp_path) == one) == of_all, kind
 
 
 def test_the_source_of_a_mount_is_read_from_the_kernel() -> None:
@@ -242,7 +242,7 @@ def test_a_lost_store_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Lost)
-    entry = roll.Roll(tmp_path)
+    entry = rank_claims.RankClaims(tmp_path)
     for call in (entry.enter, entry.look, entry.announce, entry.await_all, entry.leave):
         call()
 
@@ -260,7 +260,7 @@ def test_every_rank_finds_a_note_and_the_next_attempt_none(tmp_path: Path, monke
         rank[0] = number
         return told(getattr(rolls[number], call))
 
-    rolls = [roll.Roll(tmp_path) for _ in range(3)]
+    rolls = [rank_claims.RankClaims(tmp_path) for _ in range(3)]
     assert not any((of(1, "enter"), of(0, "announce"), of(2, "announce")))
     why = of(2, "await_all")
     assert "rank 2 tracks DTensors" in why and "rank 1 tracks none" in why
@@ -269,6 +269,6 @@ def test_every_rank_finds_a_note_and_the_next_attempt_none(tmp_path: Path, monke
     assert of(0, "await_all") == why
     assert not of(0, "leave")
 
-    rolls = [roll.Roll(tmp_path) for _ in range(3)]
+    rolls = [rank_claims.RankClaims(tmp_path) for _ in range(3)]
     for call in ("announce", "await_all", "leave"):
         assert not any(of(number, call) for number in range(3))
