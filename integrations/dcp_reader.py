@@ -97,15 +97,15 @@ class LazyStorageReader(StorageReader):
         contents = shards.read_items(file, places, weights_only=self._weights_only)
         for (item, _), content in zip(objects, contents, strict=True):
             planner.load_bytes(item, io.BytesIO(content))
-        tensors: list[tuple[ReadItem, shards.Part]] = []
+        tensors: list[tuple[ReadItem, shards.Slice]] = []
         for item, place in items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
             of, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
             if target.shape != item.lengths:
                 raise ConfigError(f"{of}: the planner gives {tuple(target.shape)} for {tuple(item.lengths)}")
-            tensors.append((item, shards.Part(of, place, tuple(item.storage_offsets), target)))
-        shards.read_parts(file, [part for _, part in tensors])
+            tensors.append((item, shards.Slice(of, place, tuple(item.storage_offsets), target)))
+        shards.read_slices(file, [part for _, part in tensors])
         for item, part in tensors:
             planner.commit_tensor(item, part.target)
 

@@ -1,7 +1,7 @@
 """The files of a sharded checkpoint, each of one rank: for integrations, which know how ranks share the work.
 
 ``write_shard`` writes one at once, into a folder that somebody else stages and publishes. A ``ShardSaver`` captures one
-lazily: the name of the folder may become known later. ``read_parts`` reads.
+lazily: the name of the folder may become known later. ``read_slices`` reads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.save_now import save_now
 from lazyckpt.pipeline.sharded.shard_plan import Item, ShardCache, ShardPlan
 from lazyckpt.reading.ranges import process_engine
-from lazyckpt.reading.sharded import metadata, shards
+from lazyckpt.reading.sharded import metadata, slices
 from lazyckpt.reading.sharded.metadata import METADATA as METADATA
 from lazyckpt.reading.sharded.metadata import Stamps as Stamps
-from lazyckpt.reading.sharded.shards import Part as Part
+from lazyckpt.reading.sharded.slices import Slice as Slice
 from lazyckpt.saver import Saver
 from lazyckpt.storage.commit import PartStaging, Staging
 from lazyckpt.storage.manifest import crc_of
@@ -129,12 +129,12 @@ def read_metadata(path: Path) -> tuple[Any, Stamps]:
         return metadata.read_metadata(file, crc_of(path.parent, path.name)), Stamps(file)
 
 
-def read_parts(file: FileReader, parts: Iterable[Part]) -> None:
-    """Reads parts of the tensors in one ``.distcp`` file into their targets; see ``reading.sharded.shards``."""
-    shards.read_parts(file, parts, process_engine())
+def read_slices(file: FileReader, wanted: Iterable[Slice]) -> None:
+    """Reads slices of the tensors in one ``.distcp`` file into their targets; see ``reading.sharded.slices``."""
+    slices.read_slices(file, wanted, process_engine())
 
 
 def read_items(file: FileReader, items: Iterable[tuple[str, Place]], *, weights_only: bool) -> Iterator[bytes]:
-    """Yields ready-made items of a file, each with its name for messages; see ``reading.sharded.shards``."""
+    """Yields ready-made items of a file, each with its name for messages; see ``reading.sharded.slices``."""
     for name, place in items:
-        yield shards.read_bytes(file, place, name, weights_only=weights_only)
+        yield slices.read_bytes(file, place, name, weights_only=weights_only)

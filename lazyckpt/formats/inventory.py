@@ -20,13 +20,13 @@ _VERSION = "1.0.0"  # of the folder, as torch's FileSystemWriter notes it
 Path = tuple[str | int, ...]
 
 
-class Part(NamedTuple):
-    """The part of a tensor that an item holds."""
+class Shard(NamedTuple):
+    """The shard of a tensor that an item holds."""
 
     dtype: str  # without "torch."
     size: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # of the part's first element
-    sizes: tuple[int, ...]  # of the part
+    offsets: tuple[int, ...]  # of the shard's first element
+    sizes: tuple[int, ...]  # of the shard
 
     @property
     def is_whole(self) -> bool:
@@ -41,7 +41,7 @@ class Item(NamedTuple):
     """An item of a ``.distcp`` file."""
 
     path: Path  # in the state; the name is its words, joined by dots
-    part: Part | None  # None: any other object
+    shard: Shard | None  # None: any other object
     offset: int  # in the file
     nbytes: int
 
@@ -61,40 +61,43 @@ def decode(data: bytes) -> dict[str, list[Item]]:
     """Undoes ``encode``. For messages between the ranks of one job, which trust each other."""
     return {
         file: [
-            Item(tuple(path), None if part is None else Part(part[0], *map(tuple, part[1:])), offset, nbytes)
-            for path, part, offset, nbytes in items
+            Item(tuple(path), None if shard is None else Shard(shard[0], *map(tuple, shard[1:])), offset, nbytes)
+            for path, shard, offset, nbytes in items
         ]
         for file, items in json.loads(zlib.decompress(data)).items()
     }
 
 
 class _Entry:
-    """An entry of the state, and the items of all ranks that hold parts of it."""
+    """An entry of the state, and the items of all ranks that hold shards of it."""
 
     def __init__(self, file: str, item: Item) -> None:
         self.file = file  # the first that has some of it
         self.path = item.path
-        self.part = item.part
-        self.items: dict[tuple[int, ...] | None, tuple[str, Item]] = {}  # by offsets of the part
+        self.shard = item.shard
+        self.items: dict[tuple[int, ...] | None, tuple[str, Item]] = {}  # by offsets of the shard
 
     def add(self, file: str, item: Item) -> None:
         """Raises ValueError if the item is of another entry than the first."""
-        if item.path != self.path or kind_of(item.part) != kind_of(self.part):
+        if item.path != self.path or kind_of(item.shard) != kind_of(self.shard):
             where = item.path != self.path
             here, there = (
-                kind_of(part) + f" at {path}" * where for part, path in ((self.part, self.path), (item.part, item.path))
+                kind_of(shard) + f" at {path}" * where
+                for shard, path in ((self.shard, self.path), (item.shard, item.path))
             )
             raise ValueError(f"{item.name} is {here} in {self.file}, but {there} in {file}")
-        self.items.setdefault(None if item.part is None else item.part.offsets, (file, item))
+        self.items.setdefault(None if item.shard is None else item.shard.offsets, (file, item))
 
     def check(self) -> None:
-        """Raises ValueError if the parts are not the whole."""
-        parts = [item.part for _, item in self.items.values() if item.part is not None]
-        if self.part is not None and sum(part.numel for part in parts) != math.prod(self.part.size):
+        """Raises ValueError if the shards are not the whole."""
+        shards = [item.shard for _, item in self.items.values() if item.shard is not None]
+        if self.shard is not None and sum(shard.numel for shard in shards) != math.prod(self.shard.size):
             held = ", ".join(
-                f"{item.part.sizes} at {item.part.offsets} in {file}" for file, item in self.items.values() if item.part
+                f"{item.shard.sizes} at {item.shard.offsets} in {file}"
+                for file, item in self.items.values()
+                if item.shard
             )
-            raise ValueError(f"{'.'.join(map(str, self.path))}, {kind_of(self.part)}: the ranks hold {held}")
+            raise ValueError(f"{'.'.join(map(str, self.path))}, {kind_of(self.shard)}: the ranks hold {held}")
 
 
 def _refuse_nested(entries: Mapping[str, _Entry]) -> None:
@@ -104,12 +107,12 @@ def _refuse_nested(entries: Mapping[str, _Entry]) -> None:
         for end in range(1, len(entry.path)):
             if (outer := by_path.get(entry.path[:end])) is not None:
                 what = ".".join(map(str, outer.path))
-                raise ValueError(f"{what} is {kind_of(outer.part)} in {outer.file}, but holds {name} in {entry.file}")
+                raise ValueError(f"{what} is {kind_of(outer.shard)} in {outer.file}, but holds {name} in {entry.file}")
 
 
-def kind_of(part: Part | None) -> str:
+def kind_of(shard: Shard | None) -> str:
     """Describes the properties of an entry that must be the same on all ranks that have it."""
-    return "an object" if part is None else f"a {part.dtype} tensor of {part.size}"
+    return "an object" if shard is None else f"a {shard.dtype} tensor of {shard.size}"
 
 
 def sealed(metadata: bytes) -> bytes:
@@ -149,16 +152,16 @@ def metadata_of(files: Inventory) -> bytes:
     where: dict[Any, Any] = {}
     for name, entry in entries.items():
         entry.check()
-        if entry.part is None:
+        if entry.shard is None:
             described[name] = dcp.BytesStorageMetadata()
         else:
             described[name] = dcp.TensorStorageMetadata(
-                dcp.TensorProperties(getattr(torch, entry.part.dtype)),
-                torch.Size(entry.part.size),
+                dcp.TensorProperties(getattr(torch, entry.shard.dtype)),
+                torch.Size(entry.shard.size),
                 [
-                    dcp.ChunkStorageMetadata(torch.Size(item.part.offsets), torch.Size(item.part.sizes))
+                    dcp.ChunkStorageMetadata(torch.Size(item.shard.offsets), torch.Size(item.shard.sizes))
                     for _, item in entry.items.values()
-                    if item.part is not None
+                    if item.shard is not None
                 ],
             )
         for number, (offsets, (file, item)) in enumerate(entry.items.items()):

@@ -15,7 +15,7 @@ from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.ranges import ParallelRead, process_engine
-from lazyckpt.reading.sharded.shards import Part, part_of, read_parts
+from lazyckpt.reading.sharded.slices import Slice, read_slices, slice_of
 from lazyckpt.tools.inert import InertStorage, InertTensor
 
 _PIECE_BYTES = 4 << 20  # read at once; computing in float64 takes several times as much
@@ -69,14 +69,14 @@ def read_sharded(storage: InertStorage) -> torch.Tensor:
     match."""
     assert storage.shards is not None and storage.dtype is not None
     whole = torch.empty(storage.shards.shape, dtype=getattr(torch, storage.dtype.name))
-    by_file: dict[Path, list[Part]] = {}
+    by_file: dict[Path, list[Slice]] = {}
     for file, place, offsets, shape in storage.shards.parts:
-        target = part_of(whole, offsets, shape)
-        by_file.setdefault(file, []).append(Part(f"offsets {offsets}", place, (0,) * len(shape), target))
+        target = slice_of(whole, offsets, shape)
+        by_file.setdefault(file, []).append(Slice(f"offsets {offsets}", place, (0,) * len(shape), target))
     try:
         for path, parts in by_file.items():
             with FileReader(path) as reader:
-                read_parts(reader, parts, process_engine())
+                read_slices(reader, parts, process_engine())
     except CorruptFileError as error:
         raise CorruptFileError(f"{storage.record.name}: {error.what}", path=error.path) from error
     return whole

@@ -11,7 +11,7 @@ import torch
 
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
-from lazyckpt.reading.sharded.shards import in_order
+from lazyckpt.reading.sharded.slices import in_order
 from lazyckpt.tools.inert import InertObject, InertStorage, InertTensor
 from lazyckpt.tools.stream import Origin
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.formats.inventory import Item, Part, metadata_of, sealed
+from lazyckpt.formats.inventory import Item, Shard, metadata_of, sealed
 from lazyckpt.pipeline.sharded.shard_plan import ShardPlan
 from lazyckpt.providers.global_state import Path as StatePath
 from lazyckpt.providers.global_state import name_of
@@ -31,7 +31,7 @@ class FolderPlan(ShardPlan):
 
     def metadata(self) -> bytes:
         """The contents of ``.metadata``, once the file is laid out."""
-        items = [Item(path, _part(leaf), *self.places[name_of(path)]) for path, leaf in self._leaves.items()]
+        items = [Item(path, _shard(leaf), *self.places[name_of(path)]) for path, leaf in self._leaves.items()]
         return sealed(metadata_of({FILE: items}))
 
 
@@ -59,8 +59,8 @@ def _payload(source: Path, path: StatePath, leaf: Any) -> torch.Tensor | bytes:
     return out.getvalue()
 
 
-def _part(leaf: Any) -> Part | None:
+def _shard(leaf: Any) -> Shard | None:
     if not isinstance(leaf, torch.Tensor):
         return None
     shape = tuple(leaf.shape)
-    return Part(str(leaf.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
+    return Shard(str(leaf.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from lazyckpt.formats.inventory import Item, Part, decode, encode, metadata_of, sealed
+from lazyckpt.formats.inventory import Item, Shard, decode, encode, metadata_of, sealed
 
 WEIGHT = ("model", "weight")
-TOP = Item(WEIGHT, Part("float32", (5, 2), (0, 0), (3, 2)), 0, 100)
-BOTTOM = Item(WEIGHT, Part("float32", (5, 2), (3, 0), (2, 2)), 4096, 90)
+TOP = Item(WEIGHT, Shard("float32", (5, 2), (0, 0), (3, 2)), 0, 100)
+BOTTOM = Item(WEIGHT, Shard("float32", (5, 2), (3, 0), (2, 2)), 4096, 90)
 EPOCH = Item(("loop", "epoch"), None, 8192, 50)
 
 
@@ -38,7 +38,7 @@ def test_it_names_classes_of_torch_only():
 
 
 def test_of_equal_items_the_first_counts():
-    whole = Item(("a",), Part("int64", (), (), ()), 0, 10)
+    whole = Item(("a",), Shard("int64", (), (), ()), 0, 10)
     metadata = pickle.loads(metadata_of({"zero": [whole], "one": [whole._replace(offset=4096)]}))
     assert metadata.storage_data[MetadataIndex("a", ())].relative_path == "zero"
     assert len(metadata.state_dict_metadata["a"].chunks) == 1
@@ -47,13 +47,13 @@ def test_of_equal_items_the_first_counts():
 @pytest.mark.parametrize(
     ("items", "told"),
     [
-        ([BOTTOM._replace(part=None)], r"model.weight is a float32 tensor of \(5, 2\) in __0.*but an object"),
-        ([BOTTOM._replace(part=BOTTOM.part._replace(dtype="int8"))], "model.weight is a float32.*but a int8"),
-        ([BOTTOM._replace(part=BOTTOM.part._replace(size=(6, 2)))], "model.weight .*but a float32 tensor of .6, 2."),
+        ([BOTTOM._replace(shard=None)], r"model.weight is a float32 tensor of \(5, 2\) in __0.*but an object"),
+        ([BOTTOM._replace(shard=BOTTOM.shard._replace(dtype="int8"))], "model.weight is a float32.*but a int8"),
+        ([BOTTOM._replace(shard=BOTTOM.shard._replace(size=(6, 2)))], "model.weight .*but a float32 tensor of .6, 2."),
         ([BOTTOM._replace(path=("model.weight",))], "model.weight is .*'model', 'weight'.*'model.weight'"),
         ([BOTTOM, Item(("model",), None, 0, 9)], "model is an object in __1_0.*, but holds model.weight in __0_0"),
         ([], r"model.weight, a float32 tensor of \(5, 2\): the ranks hold \(3, 2\) at \(0, 0\) in __0_0.distcp"),
-        ([BOTTOM._replace(part=BOTTOM.part._replace(offsets=(2, 0), sizes=(3, 2)))], "the ranks hold"),
+        ([BOTTOM._replace(shard=BOTTOM.shard._replace(offsets=(2, 0), sizes=(3, 2)))], "the ranks hold"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_by_name(items, told):
@@ -62,5 +62,5 @@ def test_parts_that_do_not_fit_together_are_refused_by_name(items, told):
 
 
 def test_lists_survive_the_way_between_ranks():
-    items = [TOP, EPOCH, Item(("groups", 0, "ü"), Part("bool", (), (), ()), 0, 1)]
+    items = [TOP, EPOCH, Item(("groups", 0, "ü"), Shard("bool", (), (), ()), 0, 1)]
     assert decode(encode({"model/__0_0.distcp": items, "empty": []})) == {"model/__0_0.distcp": items, "empty": []}

@@ -309,7 +309,7 @@ promise(
     ),
     (
         "rank 0's tensor is saved for one of another size",
-        py("RankPlan._is_mine", swap("_ != kind_of(part)", "name_of(path) not in self._cache.elsewhere")),
+        py("RankPlan._is_mine", swap("_ != kind_of(shard)", "name_of(path) not in self._cache.elsewhere")),
         "test_crew_faults.py::test_a_tensor_of_another_size_on_another_rank_is_refused_each_time",
     ),
 )
@@ -1022,7 +1022,7 @@ promise(
     ),
     (
         "an object is plain, whatever its pickle names",
-        py("shards._is_plain", body("return True")),
+        py("slices._is_plain", body("return True")),
         "test_dcp.py::test_a_hostile_pickle_runs_nothing",
     ),
     (

@@ -28,8 +28,8 @@ from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError 
 from lazyckpt.formats.distcp import Place, read_segments  # noqa: E402
 from lazyckpt.formats.reader import FileReader, Record  # noqa: E402
 from lazyckpt.reading.sharded import segments  # noqa: E402
-from lazyckpt.reading.sharded import shards as reading  # noqa: E402
-from lazyckpt.reading.sharded.shards import Part  # noqa: E402
+from lazyckpt.reading.sharded import slices as reading  # noqa: E402
+from lazyckpt.reading.sharded.slices import Slice  # noqa: E402
 from lazyckpt.shards import read_items, read_metadata, write_shard  # noqa: E402
 
 SAVED = {
@@ -44,9 +44,9 @@ SAVED = {
 }
 
 
-def read_parts(path: Path, parts: list[Part]) -> None:
+def read_slices(path: Path, parts: list[Slice]) -> None:
     with FileReader(path) as file:
-        shards.read_parts(file, parts)
+        shards.read_slices(file, parts)
 
 
 @pytest.fixture(scope="module", params=["ours", "plain"])
@@ -79,11 +79,11 @@ def test_any_part_lands_in_any_tensor(saved: tuple[Path, dict[str, Place]], data
             shape.append(data.draw(st.integers(0, size - offsets[-1])))
         dtype = data.draw(st.sampled_from([tensor.dtype, torch.float64 if not tensor.is_complex() else tensor.dtype]))
         how = data.draw(st.sampled_from(["plain", "gaps", "conjugate"]))
-        parts.append(Part(name, places[name], tuple(offsets), target(shape, dtype, how)))
+        parts.append(Slice(name, places[name], tuple(offsets), target(shape, dtype, how)))
         for dimension, (begin, n) in enumerate(zip(offsets, shape, strict=True)):
             tensor = tensor.narrow(dimension, begin, n)
         expected.append(tensor.to(dtype))
-    read_parts(path, parts)
+    read_slices(path, parts)
     for part, wanted in zip(parts, expected, strict=True):
         assert torch.equal(part.target.resolve_conj(), wanted), part
 
@@ -96,8 +96,8 @@ def test_whole_items_of_ours_are_read_in_one_piece_and_others_step_by_step(
     parse = reading._parse
     monkeypatch.setattr(reading, "_parse", lambda file, part: stepwise.append(part.name) or parse(file, part))
     names = ["matrix", "cube", "scalar", "bfloat16", "complex"]
-    parts = [Part(n, places[n], (0,) * SAVED[n].dim(), torch.zeros_like(SAVED[n])) for n in names]
-    read_parts(path, parts)
+    parts = [Slice(n, places[n], (0,) * SAVED[n].dim(), torch.zeros_like(SAVED[n])) for n in names]
+    read_slices(path, parts)
     assert all(torch.equal(part.target, SAVED[part.name]) for part in parts)
     assert stepwise == ([] if path.name == "a.distcp" else names)
 
@@ -113,7 +113,7 @@ def test_every_bit_of_an_item_is_checked_although_it_is_read_in_one_piece(tmp_pa
         (tmp_path / "a.distcp").write_bytes(damaged)
         found = torch.zeros(5000)
         try:
-            read_parts(tmp_path / "a.distcp", [Part("tensor", place, (0,), found)])
+            read_slices(tmp_path / "a.distcp", [Slice("tensor", place, (0,), found)])
         except (CorruptFileError, UnsupportedFormatError):
             continue
         assert torch.equal(found, tensor), at  # a field that says nothing
@@ -141,7 +141,7 @@ def test_a_sparse_tensor_is_read_whole(saved: tuple[Path, dict[str, Place]]) -> 
     path, places = saved
     if "sparse" in places:
         at = torch.zeros(4, 4).to_sparse()
-        read_parts(path, [Part("sparse", places["sparse"], (0, 0), at)])
+        read_slices(path, [Slice("sparse", places["sparse"], (0, 0), at)])
         assert torch.equal(at.to_dense(), torch.eye(4))
 
 
@@ -158,7 +158,7 @@ def test_a_shard_along_the_first_dimension_lands_at_once(
 
     monkeypatch.setattr(segments, "ParallelRead", Recording)
     at = torch.zeros(10, 30)
-    read_parts(path, [Part("matrix", places["matrix"], (20, 0), at)])
+    read_slices(path, [Slice("matrix", places["matrix"], (20, 0), at)])
     assert read.keys() == {0, at.data_ptr()} and read[at.data_ptr()] == at.nbytes
     assert torch.equal(at, SAVED["matrix"][20:30])
 
@@ -172,7 +172,7 @@ def test_a_part_that_is_not_there_is_refused(
 ) -> None:
     path, places = saved
     with pytest.raises(CorruptFileError, match="matrix"):
-        read_parts(path, [Part("matrix", places["matrix"], offsets, torch.zeros(shape))])
+        read_slices(path, [Slice("matrix", places["matrix"], offsets, torch.zeros(shape))])
 
 
 def test_every_damaged_byte_of_a_tensor_is_found(saved: tuple[Path, dict[str, Place]], tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_every_damaged_byte_of_a_tensor_is_found(saved: tuple[Path, dict[str, Pl
         damaged = tmp_path / "damaged"
         damaged.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(CorruptFileError, match=r"damaged.*matrix"):
-            read_parts(damaged, [Part("matrix", places["matrix"], (0, 0), torch.zeros(40, 30))])
+            read_slices(damaged, [Slice("matrix", places["matrix"], (0, 0), torch.zeros(40, 30))])
 
 
 BIG = torch.randn(3000, 300)  # segments of one MiB end in the midst of rows
@@ -230,9 +230,9 @@ def test_every_damaged_byte_of_a_part_is_found(
     for at in {first, first + 3, (first + last) // 2, last - 2, last, *range(first, last, (last - first) // 9 + 1)}:
         damaged.write_bytes(data[:at] + bytes([data[at] ^ 64]) + data[at + 1 :])
         with pytest.raises(CorruptFileError, match=r"damaged.*checksum does not match: big"):
-            read_parts(damaged, [Part("big", place, offsets, torch.zeros(wanted.shape, dtype=dtype))])
+            read_slices(damaged, [Slice("big", place, offsets, torch.zeros(wanted.shape, dtype=dtype))])
     found = torch.zeros(wanted.shape, dtype=dtype)
-    read_parts(path, [Part("big", place, offsets, found)])
+    read_slices(path, [Slice("big", place, offsets, found)])
     assert torch.equal(found, wanted.to(dtype))
 
 
@@ -247,7 +247,7 @@ def test_a_part_reads_only_the_segments_that_it_touches(tmp_path: Path, monkeypa
     def read(at: int, *, row: int = 1000) -> torch.Tensor:
         path.write_bytes(sound[:at] + bytes([sound[at] ^ 64]) + sound[at + 1 :])
         found = torch.zeros(1, 300)
-        read_parts(path, [Part("big", place, (row, 0), found)])
+        read_slices(path, [Slice("big", place, (row, 0), found)])
         return found
 
     row = begin + 1200 * 1000
@@ -291,9 +291,9 @@ def test_a_table_that_does_not_fit_its_record_is_refused(change: Any, tmp_path: 
     nbytes, table = change(1 << 20, data[at + 24 : at + 24 + 4 * 4])
     path.write_bytes(data[: at + 16] + nbytes.to_bytes(8, "little") + table)
     with pytest.raises(CorruptFileError, match="big"):
-        read_parts(path, [Part("big", place, (0, 0), torch.zeros(1, 300))])
+        read_slices(path, [Slice("big", place, (0, 0), torch.zeros(1, 300))])
     found = torch.zeros(3000, 300)
-    read_parts(path, [Part("big", place, (0, 0), found)])  # a read of the whole needs no table
+    read_slices(path, [Slice("big", place, (0, 0), found)])  # a read of the whole needs no table
     assert torch.equal(found, BIG)
 
 
@@ -310,9 +310,9 @@ def test_a_cut_off_file_is_refused(saved: tuple[Path, dict[str, Place]], tmp_pat
     data = path.read_bytes()
     for end in (1, len(data) // 2, len(data) - 1):
         (tmp_path / "cut").write_bytes(data[:end])
-        parts = [Part(name, places[name], (0,) * SAVED[name].dim(), SAVED[name].clone()) for name in places]
+        parts = [Slice(name, places[name], (0,) * SAVED[name].dim(), SAVED[name].clone()) for name in places]
         with pytest.raises(CorruptFileError):
-            read_parts(tmp_path / "cut", parts)
+            read_slices(tmp_path / "cut", parts)
 
 
 # .metadata

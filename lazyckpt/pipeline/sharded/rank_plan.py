@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lazyckpt.formats.distcp import Place
-from lazyckpt.formats.inventory import Item, Part, kind_of
+from lazyckpt.formats.inventory import Item, Shard, kind_of
 from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, archive_of
 from lazyckpt.pipeline.sharded.shard_plan import ShardCache, ShardPlan
@@ -28,20 +28,20 @@ _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @dataclass
-class Contents:
+class RankFile:
     """What the file of one rank holds, once it is laid out."""
 
-    parts: list[tuple[Path, Part | None]] = field(default_factory=list)
+    leaves: list[tuple[Path, Shard | None]] = field(default_factory=list)
     places: Mapping[str, Place] = field(default_factory=dict)  # of the items, by name
     own: Container[str | int] = ()  # see global_state.Leaves
 
     def items(self) -> list[Item]:
-        return [Item(path, part, *self.places[name_of(path)]) for path, part in self.parts]
+        return [Item(path, shard, *self.places[name_of(path)]) for path, shard in self.leaves]
 
     def shared(self) -> dict[str, str]:
         """The names that other ranks may have whole, too, with their kinds."""
-        whole = [(path, part) for path, part in self.parts if part is None or part.is_whole]
-        return {name_of(path): kind_of(part) for path, part in whole if path[0] not in self.own}
+        whole = [(path, shard) for path, shard in self.leaves if shard is None or shard.is_whole]
+        return {name_of(path): kind_of(shard) for path, shard in whole if path[0] not in self.own}
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Share:
     """The leaves that one rank writes, as columns. Holds no tensor."""
 
     facts: Any = None  # on which all of it depends
-    parts: list[tuple[Path, Part | None]] = field(default_factory=list)
+    leaves: list[tuple[Path, Shard | None]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # among all leaves
     shards: list[int] = field(default_factory=list)  # places in these columns, of DTensors
@@ -69,9 +69,9 @@ class RankCache:
         self._archives: defaultdict[str, ArchiveCache] = defaultdict(ArchiveCache)  # by name
 
     def items(
-        self, leaves: Mapping[Path, Any], is_mine: Callable[[Path, Part | None], bool]
-    ) -> tuple[list[tuple[Path, Part | None]], list[tuple[str, torch.Tensor | bytes]]]:
-        """The parts that this rank writes, and their contents by name. ``is_mine``: of leaves that are no DTensors."""
+        self, leaves: Mapping[Path, Any], is_mine: Callable[[Path, Shard | None], bool]
+    ) -> tuple[list[tuple[Path, Shard | None]], list[tuple[str, torch.Tensor | bytes]]]:
+        """The leaves that this rank writes, and their contents by name. ``is_mine``: of leaves that are no DTensors."""
         values = list(leaves.values())
         facts = list(leaves), *_facts_of(values), self.elsewhere
         if self._share.facts != facts:
@@ -82,7 +82,7 @@ class RankCache:
             contents[at] = contents[at]._local_tensor
         for at in share.objects:
             contents[at] = self._frozen(share.names[at], contents[at])
-        return share.parts, list(zip(share.names, contents, strict=True))
+        return share.leaves, list(zip(share.names, contents, strict=True))
 
     def _frozen(self, name: str, value: Any) -> bytes:
         """``value`` as ``torch.save`` writes it, now. Raises UnrestorableError if ``restore()`` could not read it, and
@@ -118,33 +118,33 @@ def _look(tensor: torch.Tensor) -> Any:
     return None if tensor.is_nested or tensor.layout is not torch.strided else (tensor.dtype, tensor.shape)
 
 
-def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path, Part | None], bool], facts: Any) -> _Share:
+def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path, Shard | None], bool], facts: Any) -> _Share:
     shards = {path: chunk_of(value) for path, value in leaves.items() if is_dtensor(value)}
     held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in shards.items()]
     mine = dict(zip(shards, writes(held), strict=True))
     share = _Share(facts)
     for place, (path, value) in enumerate(leaves.items()):
-        chunk, part = shards.get(path), None
+        chunk, shard = shards.get(path), None
         if chunk is not None:
             if not mine[path] or not (chunk.local.numel() or 0 in chunk.size):
                 continue
             share.shards.append(len(share.names))
-            part = _part(chunk.local, chunk.size, chunk.offsets)
+            shard = _shard(chunk.local, chunk.size, chunk.offsets)
         else:
             if type(value) in _TENSORS and _look(value) is not None:
-                part = _part(value, value.shape, (0,) * value.dim())
-            if not is_mine(path, part):
+                shard = _shard(value, value.shape, (0,) * value.dim())
+            if not is_mine(path, shard):
                 continue
-            if part is None:
+            if shard is None:
                 share.objects.append(len(share.names))
-        share.parts.append((path, part))
+        share.leaves.append((path, shard))
         share.names.append(name_of(path))
         share.places.append(place)
     return share
 
 
-def _part(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...]) -> Part:
-    return Part(str(local.dtype).removeprefix("torch."), tuple(size), offsets, tuple(local.shape))
+def _shard(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...]) -> Shard:
+    return Shard(str(local.dtype).removeprefix("torch."), tuple(size), offsets, tuple(local.shape))
 
 
 class RankPlan(FilePlan):
@@ -155,18 +155,18 @@ class RankPlan(FilePlan):
 
     any_order = True
 
-    def __init__(self, state: Leaves, rank: int, cache: RankCache, contents: Contents, stamp: bytes) -> None:
-        """``contents`` is filled in when the file is laid out. ``stamp``: see formats/distcp.py."""
+    def __init__(self, state: Leaves, rank: int, cache: RankCache, file: RankFile, stamp: bytes) -> None:
+        """``file`` is filled in when the file is laid out. ``stamp``: see formats/distcp.py."""
         self._state = state
         self._rank = rank
         self._cache = cache
-        self._contents = contents
+        self._file = file
         self._stamp = stamp
         self._plan: ShardPlan | None = None
 
     def gather(self) -> TensorViews:
-        self._contents.parts, items = self._cache.items(self._state.leaves(), self._is_mine)
-        self._contents.own = self._state.own
+        self._file.leaves, items = self._cache.items(self._state.leaves(), self._is_mine)
+        self._file.own = self._state.own
         self._plan = ShardPlan(items, self._cache.shards, self._stamp)
         return self._plan.gather()
 
@@ -174,15 +174,15 @@ class RankPlan(FilePlan):
         """The state may be collected together with other ranks."""
         return None
 
-    def _is_mine(self, path: Path, part: Part | None) -> bool:
+    def _is_mine(self, path: Path, shard: Shard | None) -> bool:
         if self._rank == 0 or path[0] in self._state.own:
             return True
-        return self._cache.elsewhere.get(name_of(path)) != kind_of(part)
+        return self._cache.elsewhere.get(name_of(path)) != kind_of(shard)
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         assert self._plan is not None
         program = self._plan.lay_out(views)
-        self._contents.places = self._plan.places
+        self._file.places = self._plan.places
         return program
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:

@@ -17,7 +17,7 @@ from lazyckpt.pipeline.plan import FilePlan, NoPlan
 from lazyckpt.pipeline.request import About, Lineage, Request
 from lazyckpt.pipeline.sharded.crew import Crew
 from lazyckpt.pipeline.sharded.inventories import Shared
-from lazyckpt.pipeline.sharded.rank_plan import Contents, RankCache, RankPlan
+from lazyckpt.pipeline.sharded.rank_plan import RankCache, RankFile, RankPlan
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import Leaves, TrackedState
 from lazyckpt.storage.commit import Staging
@@ -52,18 +52,18 @@ class SharedRequest(Request):
         self._inventories = crew.inventories
         self._ballot = None if crew.group is None else crew.group.ballot(self._ordinal, step, layout, path)
         self._stamp = stamp_of(uuid.uuid4().hex if crew.group is None else crew.group.name_of(self._ordinal))
-        self._contents: dict[str, Contents] = {}  # of this rank's sharded files, by name
+        self._rank_files: dict[str, RankFile] = {}  # of this rank's sharded files, by name
         self._receipt, self._note = b"", ""
         self._files: list[list[FileEntry]] = []  # of all ranks
         self._metadata: dict[str, bytes] = {}
 
     def plan(self, folder: str, state: Leaves) -> tuple[str, RankPlan]:
         """The name and the plan of the file with this rank's share of ``state``, in ``folder``, "" being the root."""
-        contents = Contents()
+        file = RankFile()
         cache = self._crew.caches.setdefault(folder, RankCache())
         name = os.path.join(folder, f"__{self._rank}_0{DCP_FILE}")
-        self._contents[name] = contents
-        return name, RankPlan(state, self._rank, cache, contents, self._stamp)
+        self._rank_files[name] = file
+        return name, RankPlan(state, self._rank, cache, file, self._stamp)
 
     def reached(self) -> None:
         if self._group is not None:
@@ -93,7 +93,7 @@ class SharedRequest(Request):
         return self._group.attach(self.path, name)
 
     def _shared(self) -> Shared:
-        return {os.path.dirname(name): contents.shared() for name, contents in self._contents.items()}
+        return {os.path.dirname(name): file.shared() for name, file in self._rank_files.items()}
 
     def check(self) -> None:
         if self._ballot is not None and (aborted := self._ballot.aborted()) is not None:
@@ -101,7 +101,7 @@ class SharedRequest(Request):
 
     def agree(self, files: list[FileEntry]) -> None:
         """Votes that this rank's files are durable. Rank 0 returns when all have voted."""
-        inventory = {file: contents.items() for file, contents in self._contents.items()}
+        inventory = {name: file.items() for name, file in self._rank_files.items()}
         self._receipt = self._inventories.receipt(files, inventory)
         if isinstance(self._staging, AttachedStaging):
             self._staging.sync(entry.name for entry in files)

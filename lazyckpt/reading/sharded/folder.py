@@ -18,7 +18,7 @@ from lazyckpt.providers.global_state import unflatten
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.sharded.metadata import METADATA, Stamps, read_metadata
-from lazyckpt.reading.sharded.shards import Part, part_of, read_parts
+from lazyckpt.reading.sharded.slices import Slice, read_slices, slice_of
 from lazyckpt.storage.manifest import crc_of
 
 _MAX_STEPS = 100  # of a path in the state: whoever walks a state calls itself for each
@@ -109,20 +109,20 @@ class ShardedFolder:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-        by_file: dict[str, list[Part]] = {}
+        by_file: dict[str, list[Slice]] = {}
         for name, offsets, local in targets:
             entry = self.entries[name]
             wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
             for item in create_read_items_for_chunk_list(name, entry.described, [wanted]):
-                target = part_of(local.detach(), item.dest_offsets, item.lengths)
+                target = slice_of(local.detach(), item.dest_offsets, item.lengths)
                 file_name, place = entry.items[tuple(item.storage_index.offset or ())]
-                by_file.setdefault(file_name, []).append(Part(name, place, tuple(item.storage_offsets), target))
+                by_file.setdefault(file_name, []).append(Slice(name, place, tuple(item.storage_offsets), target))
         for name in by_file:
             with self.open(name):
                 pass  # finds a file of another save before any byte lands
         for name, parts in by_file.items():
             with self.open(name) as file:
-                read_parts(file, parts, engine)
+                read_slices(file, parts, engine)
 
     def read_object(self, name: str, *, weights_only: bool = True) -> Any:
         """Returns an object, verified. Raises LoadError; UnsupportedFormatError for a type that is not allowed."""

@@ -12,7 +12,7 @@ from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider, groups_of
-from lazyckpt.reading.sharded.shards import part_of
+from lazyckpt.reading.sharded.slices import slice_of
 
 
 def allocate(
@@ -68,7 +68,7 @@ def scatter(
 def _copy_part(whole: torch.Tensor, live: Any) -> None:
     chunk = global_state.chunk_of(live)
     with torch.no_grad():
-        chunk.local.copy_(part_of(whole, chunk.offsets, chunk.local.shape))
+        chunk.local.copy_(slice_of(whole, chunk.offsets, chunk.local.shape))
 
 
 def _live(part: StateProvider) -> Any:

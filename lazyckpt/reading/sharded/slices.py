@@ -1,4 +1,4 @@
-"""Reads parts of saved tensors out of ``.distcp`` files, straight into live tensors, in parallel.
+"""Reads slices of saved tensors out of ``.distcp`` files, straight into live tensors, in parallel.
 
 Of each tensor it takes only the bytes between the first and the last element that is wanted: for a shard along the
 first dimension, that is the shard. They land in the target if they have its form; otherwise they are copied there.
@@ -38,13 +38,13 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _ZIP = b"PK\3\4"
 
 
-class Part(NamedTuple):
-    """A part of a saved tensor, and where it goes."""
+class Slice(NamedTuple):
+    """A slice of a saved tensor, and where it goes."""
 
     name: str  # of the tensor, for messages
     place: Place  # of its item in the file
-    offsets: tuple[int, ...]  # of the part in the saved tensor, in elements
-    target: torch.Tensor  # of the part's shape, and of any dtype and device
+    offsets: tuple[int, ...]  # of the slice in the saved tensor, in elements
+    target: torch.Tensor  # of the slice's shape, and of any dtype and device
 
 
 class _Saved(NamedTuple):
@@ -67,64 +67,64 @@ class _Landing(NamedTuple):
     shown: torch.Tensor
 
 
-def read_parts(file: FileReader, parts: Iterable[Part], engine: _engine.Engine) -> None:
-    """Reads parts of the tensors in one ``.distcp`` file. The targets do not overlap.
+def read_slices(file: FileReader, slices: Iterable[Slice], engine: _engine.Engine) -> None:
+    """Reads slices of the tensors in one ``.distcp`` file. The targets do not overlap.
 
-    Raises CorruptFileError, which names the file and the item, if the file is damaged, hostile or not as ``parts`` say;
+    Raises CorruptFileError, which names the file and the item, if the file is damaged, hostile or not as they say;
     LoadError if it cannot be read. Targets may hold some of the new bytes then."""
     with torch.no_grad():
-        parts = _read_framed(file.path, list(parts), engine)
+        slices = _read_framed(file.path, list(slices), engine)
         saved: dict[Place, _Saved | torch.Tensor] = {}
         with collector_paused():
-            landings = [_land(file, part, saved, engine) for part in parts]
+            landings = [_land(file, wanted, saved, engine) for wanted in slices]
         for batch in _batches([landing for landing in landings if landing is not None]):
             _read(file.path, batch, engine)
 
 
-def _read_framed(path: str | os.PathLike[str], parts: list[Part], engine: _engine.Engine) -> list[Part]:
-    """Reads the parts that are whole items, and as expected. Returns the others, of which some may have been read into
+def _read_framed(path: str | os.PathLike[str], slices: list[Slice], engine: _engine.Engine) -> list[Slice]:
+    """Reads the slices that are whole items, and as expected. Returns the others, of which some may have been read into
     their targets."""
-    framed: list[tuple[Part, Frame, int]] = []
-    others: list[Part] = []
+    framed: list[tuple[Slice, Frame, int]] = []
+    others: list[Slice] = []
     with collector_paused():
-        for part in parts:
-            at = devices.target(part.target.device, engine)
-            frame = _frame_around(part) if at != devices.HOST or part.target.is_cpu else None
+        for wanted in slices:
+            at = devices.target(wanted.target.device, engine)
+            frame = _frame_around(wanted) if at != devices.HOST or wanted.target.is_cpu else None
             if frame is None:
-                others.append(part)
+                others.append(wanted)
             else:
-                framed.append((part, frame, at))
+                framed.append((wanted, frame, at))
     for first in range(0, len(framed), _FRAMES_AT_ONCE):
         others += _read_frames(path, framed[first : first + _FRAMES_AT_ONCE], engine)
     return others
 
 
-def _frame_around(part: Part) -> Frame | None:
+def _frame_around(wanted: Slice) -> Frame | None:
     """What lazyckpt would have written around the tensor; None if this is not the whole of an item."""
-    target = part.target
-    if any(part.offsets) or not target.numel() or target.dtype not in PLAIN_DTYPES:
+    target = wanted.target
+    if any(wanted.offsets) or not target.numel() or target.dtype not in PLAIN_DTYPES:
         return None
     if type(target) not in _PLAIN or not target.is_contiguous() or target.is_conj() or target.is_neg():
         return None
     pickled = tensor_pickle(target.dtype, target.shape, target.stride(), target.nbytes, STORAGE_KEY)
     frame = frame_of(target.nbytes, pickled)
-    return frame if frame.nbytes == part.place.nbytes else None
+    return frame if frame.nbytes == wanted.place.nbytes else None
 
 
 def _read_frames(
-    path: str | os.PathLike[str], framed: list[tuple[Part, Frame, int]], engine: _engine.Engine
-) -> list[Part]:
-    """Returns the parts that are not as expected."""
+    path: str | os.PathLike[str], framed: list[tuple[Slice, Frame, int]], engine: _engine.Engine
+) -> list[Slice]:
+    """Returns the slices that are not as expected."""
     aside = bytearray(sum(len(frame.head) + frame.tail_bytes for _, frame, _ in framed))
     address = torch.frombuffer(aside, dtype=torch.uint8).data_ptr()
     records: list[Record] = []
     pointers: list[int] = []
     ordinals: list[int] = []
-    for part, frame, at in framed:
-        offset = part.place.offset
-        memory = ((len(frame.head), None), (part.target.nbytes, part.target), (frame.tail_bytes, None))
+    for wanted, frame, at in framed:
+        offset = wanted.place.offset
+        memory = ((len(frame.head), None), (wanted.target.nbytes, wanted.target), (frame.tail_bytes, None))
         for nbytes, target in memory:
-            records.append(Record(part.name, offset, nbytes, None))
+            records.append(Record(wanted.name, offset, nbytes, None))
             pointers.append(address if target is None else devices.address(target))
             ordinals.append(devices.HOST if target is None else at)
             offset += nbytes
@@ -136,19 +136,19 @@ def _read_frames(
         finally:
             read.close()
     except CorruptFileError:  # too short: whoever reads them one by one says which
-        return [part for part, _, _ in framed]
+        return [wanted for wanted, _, _ in framed]
     others = []
     begin = 0
-    for (part, frame, _), crc in zip(framed, crcs[1::3], strict=True):
+    for (wanted, frame, _), crc in zip(framed, crcs[1::3], strict=True):
         end = begin + len(frame.head) + frame.tail_bytes
         if aside[begin:end] != frame.head + frame.tail(crc):
-            others.append(part)
+            others.append(wanted)
         begin = end
     return others
 
 
-def part_of(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """A view of a part of a tensor."""
+def slice_of(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """A view of a slice of a tensor."""
     for dimension, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
         if length != tensor.shape[dimension]:  # sparse tensors can only be taken whole
             tensor = tensor.narrow(dimension, begin, length)
@@ -188,26 +188,26 @@ def _no_storage(_: Any) -> Any:
 
 
 def _land(
-    file: FileReader, part: Part, known: dict[Place, _Saved | torch.Tensor], engine: _engine.Engine
+    file: FileReader, wanted: Slice, known: dict[Place, _Saved | torch.Tensor], engine: _engine.Engine
 ) -> _Landing | None:
-    """Where the bytes of this part go; None if they are there."""
-    saved = known.get(part.place)
+    """Where the bytes of this slice go; None if they are there."""
+    saved = known.get(wanted.place)
     if saved is None:
-        saved = known[part.place] = _parse(file, part)
-    lengths = tuple(part.target.shape)
-    fits = len(part.offsets) == len(lengths) == len(saved.shape)
-    if not fits or any(a < 0 or a + n > size for a, n, size in zip(part.offsets, lengths, saved.shape, strict=True)):
-        raise file.corrupt(f"{part.name}: is {tuple(saved.shape)}, without {lengths} at {part.offsets}")
+        saved = known[wanted.place] = _parse(file, wanted)
+    lengths = tuple(wanted.target.shape)
+    fits = len(wanted.offsets) == len(lengths) == len(saved.shape)
+    if not fits or any(a < 0 or a + n > size for a, n, size in zip(wanted.offsets, lengths, saved.shape, strict=True)):
+        raise file.corrupt(f"{wanted.name}: is {tuple(saved.shape)}, without {lengths} at {wanted.offsets}")
     if isinstance(saved, torch.Tensor):
-        part.target.copy_(part_of(saved, part.offsets, lengths))
+        wanted.target.copy_(slice_of(saved, wanted.offsets, lengths))
         return None
-    if not part.target.numel():
+    if not wanted.target.numel():
         return None
     width = saved.dtype.itemsize
-    first = saved.offset + sum(a * step for a, step in zip(part.offsets, saved.stride, strict=True))
+    first = saved.offset + sum(a * step for a, step in zip(wanted.offsets, saved.stride, strict=True))
     count = 1 + sum((n - 1) * step for n, step in zip(lengths, saved.stride, strict=True))
-    span = saved.segments.around(part.name, first * width, count * width)
-    target = part.target
+    span = saved.segments.around(wanted.name, first * width, count * width)
+    target = wanted.target
     at = devices.target(target.device, engine)
     same = target.dtype == saved.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
     if same and in_order(lengths, saved.stride) and (at != devices.HOST or target.is_cpu):
@@ -226,24 +226,24 @@ def in_order(lengths: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _parse(file: FileReader, part: Part) -> _Saved | torch.Tensor:
+def _parse(file: FileReader, wanted: Slice) -> _Saved | torch.Tensor:
     """Raises CorruptFileError unless the item is exactly one archive of one tensor."""
     try:
-        records = item_directory(file, part.place).records
+        records = item_directory(file, wanted.place).records
         check_small_records(file, records)
         data = file.read_record(records["data.pkl"])
         storages = [record for name, record in records.items() if name.startswith("data/")]
         with contextlib.suppress(NotPlain):
             if len(storages) == 1:
                 geometry = _geometry(data, storages[0].name, storages[0].nbytes)
-                return _Saved(Segments(file, part.place, storages[0]), *geometry)
+                return _Saved(Segments(file, wanted.place, storages[0]), *geometry)
     except CorruptFileError as error:
-        raise CorruptFileError(f"{part.name}: {error.what}", path=file.path) from error
-    content = read_bytes(file, part.place, part.name, weights_only=True)  # of a class, sparse, quantized
+        raise CorruptFileError(f"{wanted.name}: {error.what}", path=file.path) from error
+    content = read_bytes(file, wanted.place, wanted.name, weights_only=True)  # of a class, sparse, quantized
     with load_errors(file.path, weights_only=True, verified=True):
         loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(loaded, torch.Tensor):
-        raise file.corrupt(f"{part.name}: its item holds no tensor")
+        raise file.corrupt(f"{wanted.name}: its item holds no tensor")
     return loaded
 
 
