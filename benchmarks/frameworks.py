@@ -281,7 +281,7 @@ def train_transformers(block: Block) -> None:
 @dataclass(frozen=True)
 class TrainerKind:
     train: Callable[[Block], None]
-    arms: tuple[str, ...]  # besides NONE: what it offers itself, and ours
+    arms: tuple[str, ...]  # besides NONE: the trainer's own, and ours
 
 
 TRAINERS = {

@@ -101,6 +101,6 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def worse(values: Sequence[float], than: Sequence[float]) -> str:
-    """In how many pairs a value, of what had better be small, is the larger one: `5/7`."""
+    """In how many pairs a value that should be small is the larger one: `5/7`."""
     pairs = list(zip(values, than, strict=False))
     return f"{sum(value > other for value, other in pairs)}/{len(pairs)}"

@@ -1,4 +1,4 @@
-"""One module for each framework, which needs only that one. This file holds what all of them do alike."""
+"""One module for each framework, which imports only that framework. This file holds the code that all of them share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lazyckpt.warn import warn
 
 
 def announce(saver: lazyckpt.Saver, find: Callable[[], Iterable[Any]]) -> None:
-    """Announces the modules and optimizers that ``find`` returns to ``Saver.expect``. Raises nothing, whatever they
-    are: without the announcement the first save allocates its buffer itself."""
+    """Announces the modules and optimizers that ``find`` returns to ``Saver.expect``. Never raises: without the
+    announcement the first save allocates its buffer itself."""
     with contextlib.suppress(Exception):
         saver.expect(*find())
 
@@ -37,8 +37,8 @@ class StartsAnew:
 def wrap(owner: type, name: str, find: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Puts the decorated ``function(found, original, self, …)`` in front of the method ``name`` of ``owner``.
 
-    ``found`` is what ``find(self, …)`` returns for the arguments of the call; for None the method does what it always
-    did. ``original`` is the method, bound to ``self``.
+    ``found`` is what ``find(self, …)`` returns for the arguments of the call; for None the original method runs
+    alone. ``original`` is the method, bound to ``self``.
     """
 
     def install(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
 """Hugging Face Accelerate: ``save_state()`` returns in milliseconds, and its folder appears when it is durable.
 
 Accelerate's own ``save_state`` still decides what to save, and runs the hooks, but in a temporary folder. lazyckpt
-saves lazily what passes ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers, registered
-objects), and what hooks write with safetensors. Accelerate writes the small rest at once (scaler, loader and random
-states, other files of hooks). The folder gets its name when all of it is durable; ``load_state`` needs no lazyckpt.
+lazily saves the objects that pass through ``accelerate.checkpointing.save`` (models, optimizers, schedulers, samplers,
+registered objects), and the files that hooks write with safetensors. Accelerate writes the small rest at once (scaler,
+loader and random states, other files of hooks). The folder gets its name when all of it is durable; ``load_state``
+needs no lazyckpt.
 
 Under FSDP2 every rank saves its shards of model and optimizer (fsdp2.py) into that folder; otherwise the main process
 saves.
@@ -54,7 +55,7 @@ _METHODS = ("prepare", "save_state", "load_state", "end_training", "free_memory"
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
 _alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_alive.clear)  # the parent waits for what it saves
+os.register_at_fork(after_in_child=_alive.clear)  # the parent waits for its saves
 
 
 @spells_out(Settings)
@@ -160,15 +161,15 @@ class StateSaver(StartsAnew):
         return self._saver
 
     def _sweep(self) -> None:
-        """Removes what dead runs have left where a script looks for the newest folder, before it does."""
+        """Removes the remains of dead runs from places where a script looks for the newest folder, before it looks."""
         if self._accelerator.is_main_process:
             for folder in {Path.cwd(), Path(self._accelerator.project_dir or ".").absolute()}:
-                with contextlib.suppress(OSError):  # a save will say so
+                with contextlib.suppress(OSError):  # a save will raise it
                     removal.sweep(folder)
 
     def _close_saver(self) -> None:
         if self._saver is not None:
-            self._at_the_end.detach()  # it would keep what the Saver knows of the model
+            self._at_the_end.detach()  # it would keep the model alive
             self._saver.close()
 
     def _open_group(self) -> Any:
@@ -181,7 +182,7 @@ class StateSaver(StartsAnew):
     # of the Accelerator
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """``accelerate.Accelerator.prepare``. Saves hold what it prepares."""
+        """``accelerate.Accelerator.prepare``. Saves hold the prepared objects."""
         prepared = self._own("prepare")(*args, **kwargs)
         self._open_saver()
         self._expect()
@@ -202,7 +203,7 @@ class StateSaver(StartsAnew):
             with self._on_all_ranks(target):
                 saver = self._open_saver()
                 if saver is not None:
-                    saver.check()  # what failed before is told before anything is written
+                    saver.check()  # raise an earlier failure before anything is written
                     self._check_new(target, saver)
             with self._on_all_ranks(target):  # not above: ranks that stage together wait for each other
                 if saver is not None:
@@ -213,7 +214,7 @@ class StateSaver(StartsAnew):
                     raise lazyckpt.SaveError(f"{folder} of the main process is not seen here", path=target)
                 self._write(folder, staged, safe_serialization, **kwargs)
                 if staged is None and _on_several_nodes(self._accelerator):
-                    _sync(folder)  # what this node has cached; the main process syncs what its own has
+                    _sync(folder)  # files cached by this node; the main process syncs those of its own node
             with self._on_all_ranks(target):
                 if staged is not None and saver is not None:
                     self.last_save = staged.save()
@@ -228,7 +229,7 @@ class StateSaver(StartsAnew):
 
         First finishes the publication of ``input_dir`` if a crash cut it off; raises LoadError if that fails, and for
         the temporary name of a checkpoint. Raises the SaveError of a failed save that was not raised before; a second
-        call then loads what there is.
+        call then loads the folder.
         """
         with self._on_all_ranks(Path(self._accelerator.project_dir or ".")):
             for saver in {*_alive, self}:
@@ -237,7 +238,7 @@ class StateSaver(StartsAnew):
                 unfinished.refuse(Path(input_dir).expanduser())
             if self._accelerator.is_main_process and input_dir is not None:
                 _finish(Path(input_dir).expanduser())
-        lazyckpt.wait_captured()  # other savers may still be copying what is about to be overwritten
+        lazyckpt.wait_captured()  # other Savers may still be copying tensors that this overwrites
         self._own("load_state")(input_dir, *args, **kwargs)
 
     def end_training(self) -> None:
@@ -367,7 +368,7 @@ class StateSaver(StartsAnew):
         for rank, what in enumerate(told):
             if what is not None:
                 if self._accelerator.is_fsdp2:
-                    self.wait()  # usually raises: a save fails on all ranks, but they hear of it one by one
+                    self.wait()  # usually raises: a save fails on all ranks, but they learn of it one by one
                 raise lazyckpt.SaveError(f"rank {rank}: {what}", path=path)
 
     def _from_main(self, value: str) -> str:

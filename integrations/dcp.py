@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint (DCP): writes the folder of a sharded checkpoint lazily and durably. Plain DCP reads
 what this writes; ``LazyStorageReader`` reads both (dcp_reader.py).
 
-DCP plans on every rank, gathers the plans, and scatters what each rank must write; then it gathers the results and
+DCP plans on every rank, gathers the plans, and scatters each rank's part; then it gathers the results and
 calls ``finish`` on the coordinator. These steps are the commit:
 
     1. plan       every rank refuses a folder that holds anything; the coordinator stages one under a temporary name,
@@ -10,11 +10,12 @@ calls ``finish`` on the coordinator. These steps are the commit:
     3. finish     only if no rank failed: the coordinator writes ``.metadata``, syncs it and the folder, renames the
                   folder, and syncs the folder above
 
-A rank that fails or dies leaves no folder under the final name, and what was there before is untouched.
+A rank that fails or dies leaves no folder under the final name, and does not touch what that name had.
 
-``async_save`` calls ``stage`` inside the training loop, long before there is a plan. So a rank captures what it is sure
-to write: all shards that it alone holds. Of tensors that several ranks hold, it captures those that it wrote last time;
-the first time, it copies all of them. It tells the coordinator, which gives such a tensor to a rank that has it.
+``async_save`` calls ``stage`` inside the training loop, long before there is a plan. So a rank captures the tensors
+that it is sure to write: all shards that it alone holds. Of tensors that several ranks hold, it captures those that it
+wrote last time; the first time, it copies all of them. It tells the coordinator, which gives such a tensor to a rank
+that has it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
         future = dcp.async_save(state, storage_writer=LazyStorageWriter("runs/a/step-200"), process_group=gloo)
 
     ``save`` returns when the checkpoint is durable, and the future is done when it is. ``async_save`` returns when
-    everything is copied or guarded: an optimizer's next step waits for what it owns, as after ``Saver.save``. Both
+    everything is copied or guarded: an optimizer's next step waits for its own storages, as after ``Saver.save``. Both
     raise ConfigError, wrapped in DCP's CheckpointException, if ``path`` is more than an empty folder.
 
     Args:
@@ -120,7 +121,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
         if _is_taken(self.path):
             raise ConfigError(
                 f"{self.path} exists. A checkpoint replaces nothing but an empty folder: a rank that died could leave "
-                "a mixture of two; remove what is there first, or choose another name"
+                "a mixture of two; remove it first, or choose another name"
             )
         if not getattr(plan, "usable", True):  # torch 2.7 and newer
             raise ConfigError("enable_plan_caching is not supported; LazySavePlanner keeps the plan of a run")
@@ -186,7 +187,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a LazyStorageWriter cannot be copied or pickled, since it belongs to one process")
 
-    # what they do
+    # steps of these calls
 
     def _hear(self) -> None:
         """Notes that torch has begun the staged save, on a thread of its own."""
@@ -194,7 +195,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
             self._staged.thread = threading.current_thread()
 
     def _discard(self) -> None:
-        """Removes what an earlier save of this writer left, if it failed."""
+        """Removes the remains of an earlier save of this writer, if it failed."""
         if self._folder is not None:
             self._folder.discard()
             self._folder = None
@@ -236,7 +237,7 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """What the coordinator says with the plan of a rank."""
+    """The coordinator's message to a rank, with its plan."""
 
     folder: str  # the temporary name
 

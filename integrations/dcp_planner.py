@@ -1,4 +1,4 @@
-"""Plans which rank writes what: the planner that keeps the plan of a run, and the even shares of dcp.py."""
+"""Plans which rank writes which item: the planner that keeps the plan of a run, and the even shares of dcp.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LazySavePlanner(DefaultSavePlanner):
         dcp.async_save(state, storage_writer=LazyStorageWriter(path), planner=planner, process_group=gloo)
 
     Planning takes a good part of a second for hundreds of tensors, and more with the number of ranks. Keep one planner
-    for one process group: the coordinator must be the same. What has changed on a rank is planned again.
+    for one process group: the coordinator must be the same. A rank whose state has changed plans again.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class LazySavePlanner(DefaultSavePlanner):
         if not all(changed) and len(self._of_ranks) != len(all_plans):
             raise ConfigError("a rank keeps a plan that this coordinator does not have: one planner, one process group")
         if any(changed):
-            known = all_plans if all(changed) else self._of_ranks  # also after a change of the group
+            known = all_plans if all(changed) else self._of_ranks  # all plans are new after a change of the group, too
             plans = [new if is_new else old for new, old, is_new in zip(all_plans, known, changed, strict=True)]
             self._of_ranks = [dataclasses.replace(plan, storage_data=None) for plan in plans]
             offers = (plan.storage_data for plan in all_plans)
             plans = [dataclasses.replace(plan, storage_data=offer) for plan, offer in zip(plans, offers, strict=True)]
             all_plans, self._metadata = super().create_global_plan(plans)
         assert self._metadata is not None
-        return all_plans, dataclasses.replace(self._metadata)  # who saves adds to it
+        return all_plans, dataclasses.replace(self._metadata)  # the code that saves adds to it
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if isinstance(new_plan.planner_data, AsBefore):
@@ -62,7 +62,7 @@ class LazySavePlanner(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
     def release(self) -> None:
-        """Lets go of the state. The writer calls it when all is resolved."""
+        """Drops the references to the state. The writer calls it when all items are resolved."""
         self.state_dict = {}
 
 
@@ -72,7 +72,7 @@ class AsBefore:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """What a rank can write, with its local plan to the coordinator."""
+    """The items that a rank can write; goes with its local plan to the coordinator."""
 
     folder: str  # its final name
     held: bytes  # the digests of the items, one behind the other
@@ -84,7 +84,8 @@ def digest(index: MetadataIndex) -> bytes:
 
 
 def form_digests(item: WriteItem) -> bytes:
-    """Those of its name, and of the name with what must be the same on all ranks that have it."""
+    """The digests of an item's name, and of the name with the properties that must be equal on all ranks that have
+    it."""
     return _digest(item.index.fqn) + _digest((item.index.fqn, _form(item)))
 
 

@@ -33,7 +33,7 @@ class LazyStorageReader(StorageReader):
     Args:
         path: The folder.
         weights_only: Refuse pickles that name more than ``torch.load(weights_only=True)`` allows. Plain DCP runs
-            whatever code they name.
+            any code that they name.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> None:
@@ -123,4 +123,4 @@ class _Opened:
     """The checkpoint that a rank loads."""
 
     path: str
-    save_id: str | None  # none in what a Checkpointer or an old version of torch has saved
+    save_id: str | None  # none in a folder of a Checkpointer or an old version of torch

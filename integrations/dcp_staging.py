@@ -1,4 +1,5 @@
-"""Stages a state for ``async_save``: captures what this rank is sure to write, and freezes everything else."""
+"""Stages a state for ``async_save``: captures the tensors that this rank is sure to write, and freezes everything
+else."""
 
 from __future__ import annotations
 
@@ -32,12 +33,13 @@ _SIMPLE = frozenset((int, float, bool, str, type(None)))
 
 
 class _Shared:
-    """What the writers of one Saver share."""
+    """State that the writers of one Saver share."""
 
     def __init__(self, saver: lazyckpt.Saver) -> None:
         self.saver = ShardSaver(saver)
         self.shares: dict[Any, frozenset[str]] = {}
-        """By names and shapes of the tensors that several ranks hold: those of them that this rank wrote last time."""
+        """The tensors that this rank wrote last time, of those that several ranks hold; by names and shapes of the
+        latter."""
 
 
 _shared: weakref.WeakKeyDictionary[lazyckpt.Saver, _Shared] = weakref.WeakKeyDictionary()
@@ -97,7 +99,7 @@ class Staged:
         self.state = _State(_frozen(state_dict, memo), self._refuse_process)
 
     def _stand_in(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What the staged state has instead: the same memory, whatever ``tensor`` is given later, or a copy."""
+        """The tensor in the staged state: the same memory, even if ``tensor`` gets other memory later, or a copy."""
         if type(_local(tensor)) not in _PLAIN or (self._share is None and name in self._common):
             copied = tensor.detach().clone()
             self._copied.append(_local(copied))
@@ -139,7 +141,7 @@ class Staged:
             self._shares[self._signature] = frozenset(self._common.intersection(written))
 
     def compare(self, planned: Iterable[str]) -> None:
-        """Notes whether the planner names tensors as they are named here. If not, they are copied each time."""
+        """Notes whether the planner uses the names of this module. If not, the tensors are copied each time."""
         self._names_match = self._common.issubset(planned)
 
     def is_wanted(self) -> bool:
@@ -213,12 +215,12 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _is_common(tensor: torch.Tensor) -> bool:
-    """Whether several ranks may hold the same of it."""
+    """Whether several ranks may hold the same part of it."""
     if isinstance(tensor, DTensor):
         spec = tensor._spec
         replicated = [axis for axis, how in enumerate(spec.placements) if how.is_replicate()]
@@ -227,7 +229,7 @@ def _is_common(tensor: torch.Tensor) -> bool:
 
 
 def _form(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What decides which ranks hold a tensor."""
+    """The facts that decide which ranks hold a tensor."""
     mesh = (tensor.device_mesh.shape, tensor.placements) if isinstance(tensor, DTensor) else ()
     return name, tensor.shape, tensor.dtype, *mesh
 
@@ -242,7 +244,7 @@ def _takes_part(tensor: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """What two tensors have in common that are one memory seen in one way."""
+    """A key that is equal for two tensors if they view the same memory in the same way."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     return id(tensor)

@@ -35,8 +35,8 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def shards_into(
     staged: lazyckpt.StagedFolder | None, root: str | os.PathLike[str], module: ModuleType
 ) -> Iterator[None]:
-    """A context in which the two functions of ``module`` add what they would write under ``root`` to ``staged``, on
-    every rank; None changes nothing."""
+    """A context in which the two functions of ``module`` add the state that they would write under ``root`` to
+    ``staged``, on every rank; None changes nothing."""
     if staged is None:
         yield
         return

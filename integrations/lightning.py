@@ -1,8 +1,8 @@
 """Lightning: ``Trainer(plugins=[LazyCheckpointIO()])`` or ``Fabric(plugins=[LazyCheckpointIO()])`` saves lazily.
 
 Lightning expects a file to exist when the call that saves it returns. Here it does not exist yet, and the weights may
-not be copied yet. So there are two parts. A CheckpointIO saves, waits before it loads, and removes in order. A
-callback (lightning_callback.py), which every Trainer with this CheckpointIO gets, handles what a CheckpointIO does not
+not be copied yet. So there are two parts. A CheckpointIO saves, waits before it loads, and removes in order. A callback
+(lightning_callback.py), which every Trainer with this CheckpointIO gets, handles cases that a CheckpointIO does not
 see: code that asks whether a file exists, code that swaps weights, the end of training. Without the callback a
 Trainer's saves block.
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["LazyCheckpointCallback", "LazyCheckpointIO"]
 
 _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
-_SLURM_PREFIX = "hpc_ckpt_"  # of what Lightning saves in a signal handler, and looks for after a requeue
+_SLURM_PREFIX = "hpc_ckpt_"  # of files that Lightning saves in a signal handler, and looks for after a requeue
 
 
 class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
@@ -58,8 +58,8 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     of ``fit``; ``on_error="warn"`` makes it a warning. Its threads and buffers live as long as ``fit``; with Fabric,
     from the first save to the end of the program.
 
-    ``on_done`` hears of a checkpoint when a resumed run would find it: with ``save_last``, when ``last`` is durable,
-    too. It is called on a background thread or, if all is durable by then, on the training thread.
+    ``on_done`` is called for a checkpoint when a resumed run would find it: with ``save_last``, when ``last`` is
+    durable, too. The call is on a background thread or, if everything is durable already, on the training thread.
     """
 
     @spells_out(Settings)
@@ -69,7 +69,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        hooks.install()  # now, not for the first save: only what was seen to step before is copied lazily
+        hooks.install()  # now, not at the first save: only optimizers seen to step before it are copied lazily
         self._saver: lazyckpt.Saver | None = None  # its threads run while there is something to save
         self._at_the_end: Any = None  # closes _saver
         self._pid = os.getpid()
@@ -106,7 +106,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
 
     def _save(self, checkpoint: dict[str, Any], target: Path) -> None:
         if target in self._removed:
-            self.wait()  # or it might be this one that is removed
+            self.wait()  # otherwise Lightning might remove this one
         if self._must_block(checkpoint):
             self._save_at_once(checkpoint, target)
             return
@@ -118,8 +118,8 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             self._unreported.append(handle)
 
     def save_shards(self, sharded: dict[str, Any], rest: dict[str, Any], target: Path, *, first: bool) -> None:
-        """For ``LazyModelParallelStrategy``: saves what all ranks hold together, and the ``rest`` of the ``first``
-        rank, as a folder of torch.distributed.checkpoint with a file META."""
+        """For ``LazyModelParallelStrategy``: saves the state that all ranks hold together, and the ``rest`` of the
+        ``first`` rank, as a folder of torch.distributed.checkpoint with a file META."""
         if target in self._removed:
             self.wait()
         blocking = self._attended is not True
@@ -176,7 +176,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             self.wait()
         finally:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                torch.distributed.barrier()  # only rank 0 knows what is pending
+                torch.distributed.barrier()  # only rank 0 knows the pending saves
         target = local_path(path)
         if target is not None and not os.path.isdir(target):
             try:
@@ -199,7 +199,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             super().remove_checkpoint(path)
             return
         self._removed.add(target)
-        if self._news:  # a logger that has yet to hear of the file finds it
+        if self._news:  # a logger that has not yet been told of the file must find it
             self._news.append((None, lambda: saver.remove(target)))
         else:
             saver.remove(target)
@@ -213,7 +213,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             if self._news:
                 saver.drain()
                 self.tell()
-            saver.wait()  # also for the removals, and for what handles call when they are done: link()
+            saver.wait()  # also for removals, and for done-callbacks of handles: link()
         finally:
             self._links.clear()
             self._removed.clear()
@@ -274,15 +274,15 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             make()
 
     def tell(self) -> None:
-        """Tells the loggers of durable files, and removes what waits for that. On the training thread: loggers are not
-        made for others."""
+        """Tells the loggers of durable files, then removes files whose removal waited for that. Runs on the training
+        thread: loggers are not made for others."""
         while self._news and (self._news[0][0] is None or self._news[0][0].done()):
             handle, act = self._news.pop(0)
             if handle is None or Future.exception(handle) is None:
                 act()
 
     def _own_saver(self) -> lazyckpt.Saver | None:
-        return self._saver if self._pid == os.getpid() else None  # not what a forked process inherited
+        return self._saver if self._pid == os.getpid() else None  # not that inherited by a forked process
 
     def _drain(self) -> None:
         """Waits as ``wait`` does, and raises nothing."""

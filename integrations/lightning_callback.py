@@ -1,7 +1,7 @@
 """The half of Lightning's plugin that needs the Trainer.
 
-``LazyCheckpointIO`` (lightning.py) saves; this callback tells it when training begins and ends, waits before others
-swap weights, and tells the loggers. Trainers get it by themselves if their plugin is ours.
+``LazyCheckpointIO`` (lightning.py) saves; this callback tells it when training begins and ends, waits before other
+callbacks swap weights, and tells the loggers. Trainers get it by themselves if their plugin is ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lazyckpt.integrations.lightning_resume import ExactResume
 from lazyckpt.warn import warn
 
 _SMALL_BYTES = 16 << 20
-# Lightning's callbacks that hear of the start or the end of an epoch, and leave weights alone.
+# Lightning's callbacks with a hook at the start or the end of an epoch that do not write to weights.
 _ONLY_READ = (
     *(callbacks.Checkpoint, callbacks.EarlyStopping, callbacks.GradientAccumulationScheduler),
     *(callbacks.LearningRateMonitor, callbacks.ProgressBar, callbacks.Timer),
@@ -34,7 +34,7 @@ _ONLY_READ = (
 
 
 class Attended:
-    """What the callback asks of the plugin that it completes."""
+    """The members of the plugin that the callback uses."""
 
     on_all_ranks: bool  # each rank saves a part of every checkpoint, not rank 0 all of it
     _attended: bool | None  # by the callback, now; None: there was no Trainer yet
@@ -63,11 +63,11 @@ class LazyCheckpointCallback(StartsAnew, Callback):
 
     - copies end before weights are swapped with no optimizer step: validation, WeightAveraging, SWA, and wherever you
       have a hook at the start or the end of an epoch. Such a hook finds the files of checkpoints of less than 16 MiB
-    - a ModelCheckpoint sees pending files as if they existed; ``save_last="link"`` never points at what is not durable
-    - loggers hear of a checkpoint when its file exists, and log what it cost: ``checkpoint/blocked_ms``,
+    - a ModelCheckpoint sees pending files as if they existed; ``save_last="link"`` never points at a file that is not
+    durable - loggers learn of a checkpoint when its file exists, and log its cost: ``checkpoint/blocked_ms``,
       ``checkpoint/durable_s``, ``checkpoint/eager_mb``, ``checkpoint/mb``
-    - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; what failed by the end
-      of ``fit`` is raised there
+    - after an exception saves block; at ``on_train_end`` everything is durable, on every rank; failures up to the end
+      of ``fit`` are raised there
 
     - checkpoints hold the random states and the positions of the training data, and ``fit(ckpt_path=…)`` goes on from
       them; with ``exact_resume=False`` it does what Lightning does
@@ -90,7 +90,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
         first = next(callback for callback in trainer.callbacks if isinstance(callback, LazyCheckpointCallback))
         if not isinstance(io, Attended) or first is not self:
             return
-        self._end(trainer)  # of a run whose end nobody told
+        self._end(trainer)  # of a run that ended without a call
         self._io = io
         io._attended, io._failure = True, None
         self._move_to_the_front(trainer)
@@ -148,7 +148,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
             if average is not None:
                 saver.watch(average)
 
-    # what Lightning does not save
+    # state that Lightning does not save
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._exact and isinstance(trainer.strategy.checkpoint_io, Attended):
@@ -161,15 +161,15 @@ class LazyCheckpointCallback(StartsAnew, Callback):
     # before weights are swapped, and before hooks look for files
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._resume.restore_random()  # before the hooks of others, as in the run that was not interrupted
+        self._resume.restore_random()  # before the hooks of other code, as in an uninterrupted run
         self._make_way("on_train_epoch_start", trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._make_way("on_train_epoch_end", trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Nothing is left to overlap with, and users look for the best model. teardown() raises. What ModelCheckpoint
-        # saves after this is durable at on_fit_end.
+        # Nothing is left to overlap with, and users look for the best model. teardown() raises. Later saves of
+        # ModelCheckpoint are durable at on_fit_end.
         if self._io is not None:
             self._io._drain()
             trainer.strategy.barrier()
@@ -193,7 +193,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
             if sum(handle.metrics.bytes for handle in self._io._pending()) < _SMALL_BYTES:
                 self._io._drain()  # a hook that lists the folder finds the files that it finds without lazyckpt
 
-    # what became of the saves
+    # the outcome of saves
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._report(trainer)
@@ -236,7 +236,7 @@ class LazyCheckpointCallback(StartsAnew, Callback):
         self._end(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning has called LazyCheckpointIO.teardown by now.
+        # Lightning has already called LazyCheckpointIO.teardown.
         io = self._io
         if io is None:
             return

@@ -1,4 +1,4 @@
-"""When Lightning's plugin calls ``on_done``: as soon as a resumed run would find the checkpoint.
+"""Calls ``on_done`` for Lightning's plugin, as soon as a resumed run would find the checkpoint.
 
 A ModelCheckpoint with ``save_last`` first saves, then makes ``last`` a link to that file or saves a second one. After a
 power cut between the two, ``ckpt_path="last"`` goes on from the checkpoint before. So a checkpoint of such a
@@ -22,7 +22,7 @@ OnDone = Callable[[Any, "lazyckpt.SaveError | None"], None]
 
 @dataclass
 class _Group:
-    """Saves that are reported together, once the newest is durable with what waits for it: the link."""
+    """Saves that are reported together, once the newest is durable, and the link to it."""
 
     saves: list[lazyckpt.SaveHandle] = field(default_factory=list)
     ready: bool = False
@@ -38,7 +38,7 @@ class Reports:
         self._lock = threading.Lock()
 
     def settled(self, metrics: Any, error: lazyckpt.SaveError | None) -> None:
-        """What the Saver calls, on a background thread: a failure needs no ``last``."""
+        """The Saver calls it on a background thread. A failure does not wait for ``last``."""
         if error is not None:
             self._call(metrics, error)
 
@@ -53,7 +53,7 @@ class Reports:
         self._held = self._held or _Group()
 
     def release(self) -> None:
-        """Reports the saves since ``hold``, as soon as all is durable that was asked for before this call."""
+        """Reports the saves since ``hold``, as soon as all earlier requests are durable."""
         group, self._held = self._held, None
         if group is not None and group.saves:
             self._follow(group)

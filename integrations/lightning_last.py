@@ -1,7 +1,7 @@
 """Keeps ModelCheckpoint's files in order while saves are pending: ``last``, links, and removals.
 
 This wraps methods of the class. Hooks do not suffice: Lightning looks for the last checkpoint before it calls any hook,
-and saves on an exception after our callback has let go.
+and saves on an exception after our callback has ended the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 import lazyckpt
 from lazyckpt.integrations import wrap
 
-META = "meta.pt"  # what a sharded checkpoint holds beside the state of model and optimizers
+META = "meta.pt"  # the rest of a sharded checkpoint, beside the state of model and optimizers
 
 
 def is_sharded(path: Path) -> bool:
@@ -47,7 +47,7 @@ def _remove_behind_last(io: Any, original: Any, callback: ModelCheckpoint, train
 
 
 def _save_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer, monitor_candidates: Any) -> None:
-    """Removes what ``_remove_behind_last`` held back, unless the save of ``last`` failed."""
+    """Removes the files that ``_remove_behind_last`` held back, unless the save of ``last`` failed."""
     try:
         original(trainer, monitor_candidates)
     finally:

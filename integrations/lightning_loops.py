@@ -1,4 +1,4 @@
-"""Where Lightning's loops begin, fetch and go on, calls what lightning_resume.py does there.
+"""Calls lightning_resume.py where Lightning's loops begin, fetch and go on.
 
 A hook of a callback does not suffice. Lightning fetches the batch after the checkpoint before it calls any hook, and
 whenever a hook looks at the training data, it must see the user's own DataLoader. So this wraps a few methods of the
@@ -29,7 +29,7 @@ _training_data: weakref.WeakKeyDictionary[CombinedLoader, ExactResume] = weakref
 
 
 def attach(trainer: Trainer, resume: ExactResume) -> Callable[[], None]:
-    """Begins a run. Returns what ends it."""
+    """Begins a run. Returns a function that ends it."""
     resume.begin()
     _attached[trainer] = resume
 

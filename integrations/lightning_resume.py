@@ -2,8 +2,8 @@
 
 Lightning saves neither. It begins the data of an interrupted epoch anew, in another order, and dropout draws other
 numbers. Under a key of its own, which Lightning ignores, a checkpoint holds for each rank: the states of the random
-number generators, and for each DataLoader of the training data the position and what its epoch began from. Loaders that
-have a ``state_dict()`` themselves are saved by Lightning.
+number generators, and for each DataLoader of the training data the position and the random states at the beginning of
+its epoch. Loaders that have a ``state_dict()`` themselves are saved by Lightning.
 
 lightning_loops.py calls this where Lightning's loops begin, fetch and go on.
 """
@@ -34,7 +34,7 @@ _TUNER = (".lr_find_", ".scale_batch_size_")  # the files from which the tuner p
 
 
 class ExactResume:
-    """What a Trainer saves and restores beyond Lightning's own state.
+    """The state that a Trainer saves and restores beyond Lightning's own.
 
     ``alone``: this rank cannot expect the others to save now, too.
     """
@@ -55,7 +55,7 @@ class ExactResume:
         self.end()
 
     def end(self) -> None:
-        """What is saved after this is of the run that has ended."""
+        """Ends the run: later saves hold its state."""
         self._saved = self._random_saved = None
 
     # saving
@@ -87,7 +87,7 @@ class ExactResume:
     # restoring
 
     def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Takes what the checkpoint holds of this rank, until ``go_on``."""
+        """Takes this rank's state from the checkpoint, until ``go_on``."""
         path = str(trainer.ckpt_path or "")
         ranks = checkpoint.get(KEY, {}).get("ranks")
         if ranks is None or trainer.state.fn != TrainerFn.FITTING or os.path.basename(path).startswith(_TUNER):
@@ -125,9 +125,9 @@ class ExactResume:
             iter(fetcher)
             fetcher.fetched += loop.batch_progress.current.ready  # as ``begin`` does
         self.restore_random()  # a loader that goes on may have drawn numbers for its iterator
-        # A ModelCheckpoint has saved what it would otherwise save again, in the middle of the next step.
+        # Otherwise a ModelCheckpoint would save its last save again, in the middle of the next step.
         for callback in loop.trainer.checkpoint_callbacks:
-            # What calls itself a ModelCheckpoint may lack the attribute.
+            # A class that imitates ModelCheckpoint may lack the attribute.
             every = getattr(callback, "_every_n_train_steps", 0) if isinstance(callback, ModelCheckpoint) else 0
             if every and loop.global_step % every == 0:
                 callback._last_global_step_saved = loop.global_step
@@ -149,7 +149,8 @@ class ExactResume:
 
     @contextlib.contextmanager
     def drawing_nothing(self) -> Iterator[None]:
-        """A context that draws numbers which the run that was interrupted did not draw here: it takes them back."""
+        """A context whose code draws numbers that the interrupted run did not draw here: it restores the random
+        states."""
         before = self._random.state_dict()
         yield
         self._random.load_state_dict(before)
@@ -183,7 +184,7 @@ class ExactResume:
     # the loaders of the training data
 
     def track(self, combined: CombinedLoader) -> None:
-        """From now on, iterators of these loaders are counted. The loaders themselves stay what they are."""
+        """Counts the batches of iterators of these loaders from now on. The loaders themselves stay unchanged."""
         loaders = combined.flattened
         # With "max_size", a loader that has ended stays so until the longest ends, which its position does not tell.
         known = combined._mode != "max_size" or len(loaders) == 1

@@ -2,8 +2,8 @@
 
 ``ModelParallelStrategy`` writes sharded checkpoints by itself, past the CheckpointIO, and first copies the state of
 every rank to host memory. This strategy hands out the live state, and stages the folder on all ranks: the files of
-torch.distributed.checkpoint and ``meta.pt``, as Lightning lays them out. What the Trainer and ModelCheckpoint expect of
-a pending checkpoint is in ``LazyCheckpointIO`` and its callback (lightning.py), which serve this strategy, too.
+torch.distributed.checkpoint and ``meta.pt``, as Lightning lays them out. ``LazyCheckpointIO`` and its
+callback (lightning.py) handle pending checkpoints for the Trainer and ModelCheckpoint, with this strategy, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
 
     Saves block outside ``fit`` and its like, and after an exception. A save that fails raises SaveError on every rank,
     at the next save or load, or at the end of ``fit``; ``on_error="warn"`` makes it a warning. Plain
-    ModelParallelStrategy loads what this saves, and this loads what that saved. With
+    ModelParallelStrategy and this strategy load each other's checkpoints. With
     ``save_distributed_checkpoint=False`` the file with the whole state goes through LazyCheckpointIO.
     """
 
@@ -117,7 +117,7 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
             failure = error
         if self.reduce_boolean_decision(failure is not None, all=False):
             if failure is None:
-                self.checkpoint_io.wait()  # usually raises: a save fails on all ranks, but they hear of it one by one
+                self.checkpoint_io.wait()  # usually raises: a save fails on all ranks, but they learn of it one by one
             raise failure or lazyckpt.SaveError("another rank says why", path=path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Redirects the files that a framework or a user's hook writes with safetensors into a staged folder.
 
-``save_file`` returns at once, and the tensors are captured when the folder is saved, soon after. The file holds what
-``save_file`` was given, even if the hook swaps the weights back in between: inside ``safetensors_into``, every
-operation of torch that writes to such a tensor first keeps its old values.
+``save_file`` returns at once, and the tensors are captured when the folder is saved, soon after. The file holds the
+values that ``save_file`` was given, even if the hook swaps the weights back in between: inside ``safetensors_into``,
+every operation of torch that writes to such a tensor first keeps its old values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Redirected:
         self._staged = staged
         self._root = os.path.abspath(root)
         self._files: dict[bytes, _File] = {}  # by placeholder
-        self._taken: dict[int, list[_Given]] = {}  # by storage: what may still change
+        self._taken: dict[int, list[_Given]] = {}  # by storage: tensors that may still change
         self._lock = threading.RLock()  # a second writer waits until the first has kept the values
 
     def name(self, file: Any) -> str | None:
@@ -106,13 +106,13 @@ class Redirected:
         return True
 
     def keep(self, storage: int) -> None:
-        """Copies, in host memory, what ``save_file`` was given of a storage that is about to be written to."""
+        """Copies the tensors given to ``save_file`` into host memory, before their storage is written to."""
         with self._lock:
             for given in self._taken.get(storage, ()):
                 given.tensors[given.key] = given.tensors[given.key].to("cpu", copy=True)
             self._taken.pop(storage, None)
 
-    # what the gate asks of a pending copy
+    # the gate's protocol for a pending copy
 
     def wait(self, owner: object) -> None:
         self.wait_all()  # the owner may change any of the tensors
@@ -216,7 +216,7 @@ class _KeepsOldValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not hasattr(func, "_schema"):  # an operator of higher order, which may write to whatever it is given
+        if not hasattr(func, "_schema"):  # an operator of higher order, which may write to any of its arguments
             self._keep(tree_leaves((args, kwargs)))
         elif func._schema.is_mutable:
             for value in _written(func._schema.arguments, args, kwargs):

@@ -5,8 +5,8 @@ Take it in a function of a config registry, or activate it for any config from t
     checkpoint=LazyCheckpointManager.Config(enable=True, interval=500)
     ./run_train.sh --checkpoint.enable --override.imports lazyckpt.integrations.torchtitan.lazy
 
-torchtitan's own manager decides when to save, what, and what to load. Here ``dcp_save`` stages the folder on all ranks
-and hands over the live state. The ranks agree by votes on background threads, so a save has no collective. (The
+torchtitan's own manager decides when to save and to load, and which state. Here ``dcp_save`` stages the folder on all
+ranks and hands over the live state. The ranks agree by votes on background threads, so a save has no collective. (The
 StorageWriter of dcp.py would need a plan of all ranks for each save, and stages beside the checkpoint.)
 
 torchtitan finds checkpoints by ``re.search(r"step-(\\d+)")``, which also finds ``.tmp-step-20-…`` and takes it for step
@@ -60,9 +60,9 @@ hooks.install()  # only optimizers that were seen to step are copied lazily
 class LazyCheckpointManager(CheckpointManager):
     """torchtitan's ``CheckpointManager``, but saves are lazy and durable, and appear whole or not at all.
 
-    Plain ``CheckpointManager`` loads what this saves, and this loads what that saved. All options of its Config hold.
-    A save that fails in the background raises SaveError at the next save (which saves all the same) or load or at the
-    end of training, on each rank as soon as it has heard of it; ``on_error="warn"`` of the settings makes it a warning.
+    Plain ``CheckpointManager`` and this manager load each other's checkpoints. All options of its Config hold. A save
+    that fails in the background raises SaveError at the next save (which saves all the same) or load or at the end of
+    training, on each rank as soon as it learns of the failure; ``on_error="warn"`` of the settings makes it a warning.
     Raises ConfigError for a folder that is not local, and for settings that torchtitan has options for (``keep_last``).
     """
 
@@ -104,14 +104,16 @@ class LazyCheckpointManager(CheckpointManager):
         self._weights_only = config.weights_only
         self._rank = dist.get_rank()
         self._saver = lazyckpt.Saver(**knobs)
-        self._at_the_end = weakref.finalize(self, close_and_warn, self._saver)  # if nobody calls close()
+        self._at_the_end = weakref.finalize(
+            self, close_and_warn, self._saver
+        )  # for a script that does not call close()
         for model in self.states[MODEL].model:
             self._saver.watch(model)
         if not self.load_only:
             announce(self._saver, lambda: [*self.states[MODEL].model, *components["optimizers"]])
 
     def __del__(self) -> None:
-        """Leaves it to the finalizer: what is raised here is lost."""
+        """Leaves the close to the finalizer: an error raised here would be lost."""
 
     # saves
 
@@ -176,10 +178,10 @@ class LazyCheckpointManager(CheckpointManager):
     # loads
 
     def _load(self, step: int = -1) -> bool:
-        """Waits for pending saves, and gives back what a crash left half replaced. Raises SaveError of a failed save,
-        LoadError (within DCP's CheckpointException), and what CheckpointManager raises."""
+        """Waits for pending saves, and restores a checkpoint whose replacement a crash cut off. Raises SaveError of a
+        failed save, LoadError (within DCP's CheckpointException), and the errors of CheckpointManager."""
         self._saver.wait()
-        lazyckpt.wait_captured()  # other Savers may still be copying what is about to be overwritten
+        lazyckpt.wait_captured()  # other Savers may still be copying tensors that this overwrites
         if self._rank == 0 and not self.load_only:
             try:
                 removal.sweep(self._folder)
@@ -210,7 +212,7 @@ class LazyCheckpointManager(CheckpointManager):
 def lazy(config: CheckpointManager.Config, **knobs: Unpack[Settings]) -> LazyCheckpointManager.Config:
     """Replaces the Config of torchtitan's ``CheckpointManager`` by ours with the same options.
 
-    ``knobs`` are lazyckpt's settings. ``async_mode`` is lost, since lazy is what this is for."""
+    ``knobs`` are lazyckpt's settings. ``async_mode`` is dropped: saves are lazy."""
     own = lazyckpt.Config.of(knobs, "lazyckpt.integrations.torchtitan.lazy")
     ours: LazyCheckpointManager.Config = derive(config, LazyCheckpointManager.Config, async_mode="async", settings=own)
     return ours

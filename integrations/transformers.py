@@ -4,7 +4,7 @@ The folders ``checkpoint-N`` hold the same files under the same names. Training 
 folder gets its name only when all of it is durable.
 
 A callback does not see its Trainer and cannot replace a save. So importing this module wraps a few methods of
-``transformers.Trainer``, which do what they always did without the callback. With it, ``_save_checkpoint`` writes a
+``transformers.Trainer``, which behave as before without the callback. With it, ``_save_checkpoint`` writes a
 staged folder (transformers_staging.py), and a ``Saver`` takes the large objects (weights, optimizer). ``push_to_hub``
 and ``save_total_limit`` run when the folder is durable, at the beginning of the next training step or at the end of
 training. Other callbacks get their ``on_save`` at its time; for those that may need the folder the Trainer waits until
@@ -141,7 +141,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         sharded = trainer.is_fsdp_enabled
         with self._on_all_ranks(target, sharded):
             if self._saver is not None:
-                self._saver.check()  # before the work is done, if there is an earlier failure to tell of
+                self._saver.check()  # raises an earlier failure before any work
         trainer.accelerator.wait_for_everyone()  # every rank has made its sentinel
         blocking = False
         if trainer.args.should_save:
@@ -198,7 +198,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     # The parts
 
     def _await_folder(self, trainer: Any, target: str, handle: lazyckpt.SaveHandle | None, names: list[str]) -> None:
-        """Waits until a checkpoint is durable, and pushed, and what it replaces is gone."""
+        """Waits until a checkpoint is durable, and pushed, and the replaced one is removed."""
         if trainer.args.should_save:
             methods = ", ".join(dict.fromkeys(names))
             warn_once(
@@ -240,7 +240,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             failure = error
         if sharded and any(gather_object([failure is not None])) and failure is None:
             if self._saver is not None:
-                self._saver.wait()  # usually raises: a save fails on all ranks, but they hear of it one by one
+                self._saver.wait()  # usually raises: a save fails on all ranks, but they learn of it one by one
             raise lazyckpt.SaveError("another rank says why", path=target)
         if failure is not None:
             raise failure
@@ -265,7 +265,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             state.best_model_checkpoint = best
         self._saving = trainer
         try:
-            # A rank that does not see the folder is on another node: what it writes stays there.
+            # A rank that does not see the folder is on another node: its files stay there.
             with (
                 writing_into(folder, main, trainer) if os.path.isdir(folder) else contextlib.nullcontext(),
                 shards_into(sharded, written, transformers.trainer),
@@ -373,7 +373,7 @@ def _save(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, mod
 def _on_save(
     callback: LazyCheckpointCallback, original: Any, handler: Any, args: Any, state: Any, control: Any, **kwargs: Any
 ) -> Any:
-    """Skips what follows a save that failed: callbacks would find no folder, or make half of one."""
+    """Skips callbacks after a failed save: they would find no folder, or make half of one."""
     if callback._failed_step == state.global_step:
         control.should_save = False
         return control
@@ -446,7 +446,7 @@ def _train(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *a
         return original(*args, **kwargs)
     except BaseException:
         try:
-            callback.close()  # what was begun becomes durable all the same
-        except Exception as failure:  # what ended training matters more
+            callback.close()  # saves in flight become durable all the same
+        except Exception as failure:  # the error that ended training matters more
             warn(str(failure))
         raise

@@ -1,8 +1,8 @@
-"""Which callbacks may need a checkpoint's files in ``on_save``.
+"""Finds the callbacks that may need a checkpoint's files in ``on_save``.
 
-A callback must see in ``on_save`` what it sees in a plain Trainer: the model and the state of that step, and its
-folder. So it is called at its time. If it may read the folder, or write into it, the folder has to be there: the
-Trainer waits until the checkpoint is durable. Nothing tells in advance what a callback does. So every callback with an
+A callback must see the same in ``on_save`` as in a plain Trainer: the model and the state of that step, and its folder.
+So it is called at its time. If it may read the folder, or write into it, the folder has to be there: the Trainer waits
+until the checkpoint is durable. The Trainer cannot know in advance what a callback does. So every callback with an
 ``on_save`` of its own makes the Trainer wait, unless it says ``needs_checkpoint_files = False``, or is one of
 transformers' own that leaves the files alone. ``on_push_begin`` is part of a save, too, if there is a push.
 """
@@ -75,7 +75,8 @@ def _needs(callback: Any, name: str, base: type) -> bool:
 
 
 def sync_written(folder: str) -> None:
-    """Makes durable what callbacks have put into a checkpoint's folder, unless they have removed it. Raises OSError."""
+    """Syncs the files that callbacks have put into a checkpoint's folder, unless they have removed it. Raises
+    OSError."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.isdir(folder):
             commit.sync_all(Path(folder), synced=())

@@ -1,4 +1,4 @@
-"""Where the files of a Trainer's checkpoint go until it is durable: into ``output_dir/_lazyckpt``."""
+"""Stages the files of a Trainer's checkpoint in ``output_dir/_lazyckpt`` until it is durable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def staging_folder(args: TrainingArguments) -> Path:
 
 
 def tidy(inside: Path) -> None:
-    """Removes what dead runs left in the staging folder, and the folder unless a live run stages in it."""
+    """Removes the remains of dead runs in the staging folder, and the folder unless a live run stages in it."""
     for folder in hidden.swept_with(inside):
         try:
             removal.sweep(folder)
@@ -52,7 +52,7 @@ def oldest_first(run_dir: str) -> list[str]:
             pass  # one of them was removed in the background meanwhile
 
 
-# Where files go while a checkpoint is written
+# While a checkpoint is written
 
 
 @contextlib.contextmanager

@@ -171,7 +171,8 @@ class VersionReading:
         """Asks the main thread to read, unless a request is pending."""
 
     def versions(self) -> list[int] | None:
-        """Returns what was read, or None if nothing was read yet; request again, the thread may have been busy."""
+        """Returns the versions, or None if they were not read yet: request again, since the thread may have been
+        busy."""
 
 class Ring:
     """The bookkeeping of a staging ring, for tests."""

@@ -1,3 +1,3 @@
-"""The version, for those who must not import the face of the package."""
+"""The version, for code that must not import ``lazyckpt`` itself."""
 
 __version__ = "0.1.0"

@@ -137,13 +137,13 @@ class Checkpointer(Restoring):
             )
         _open.add(self)
 
-    # what is saved
+    # the state
 
     def track(self, *, replace: bool = False, save_dtype: torch.dtype | None = None, **state: Any) -> None:
-        """Name what is saved. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
+        """Add state to save, by name. Values: modules, optimizers, anything with ``state_dict``/``load_state_dict``,
         tensors, dicts and lists (restored in place), or a ``StateProvider``.
 
-        To track the same object under the same name again changes nothing; ``replace=True`` puts another one in its
+        Tracking the same object under the same name again changes nothing; ``replace=True`` puts another object in its
         place. ``save_dtype`` saves the floating-point tensors of modules in this dtype, for copies that are published;
         ``save()`` converts them before it returns, in host memory, which holds them until they are copied. The random
         number generators are tracked as ``rng``.
@@ -179,13 +179,13 @@ class Checkpointer(Restoring):
             self._tracked[name] = obj
 
     def track_loader(self, loader: Any, name: str = "loader", *, replace: bool = False) -> Any:
-        """Track a data loader. Returns what to iterate instead: a wrapper that knows its position, or the loader itself
-        if it has ``state_dict`` and ``load_state_dict``. Each rank has its own. ``replace``: as in ``track``."""
+        """Track a data loader. Iterate the returned object instead: a wrapper that knows its position, or the loader
+        itself if it has ``state_dict`` and ``load_state_dict``. Each rank has its own. ``replace``: as in ``track``."""
         known = self._provider.parts.get(name)
         if isinstance(known, LoaderProvider) and known.iterates(loader):
             return known.obj
         wrapped = track_loader(loader)
-        replace = replace or self._tracked.get(name) is wrapped  # it was tracked as state that all ranks share
+        replace = replace or self._tracked.get(name) is wrapped  # so far tracked as state that all ranks share
         own: dict[str, Any] = {name: LoaderProvider(wrapped)}
         self.track(replace=replace, **own)
         self._tracked[name] = wrapped
@@ -297,7 +297,7 @@ class Checkpointer(Restoring):
         """Save if it is time. Call this once after every optimizer step.
 
         With ``save_every=n`` it is time at every multiple of ``n``; with "auto", every ``interval`` steps.
-        Raises ConfigError without ``save_every``, and whatever ``save`` raises.
+        Raises ConfigError without ``save_every``, and the errors of ``save``.
         """
         if self._interval is None:
             raise ConfigError('maybe_save: give the Checkpointer save_every, a number of steps or "auto"')

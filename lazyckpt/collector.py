@@ -1,6 +1,6 @@
 """Pauses Python's garbage collector while a save or a load creates tens of thousands of objects, none in a cycle.
 
-The collector would walk them all again and again and free nothing, for a third of the time.
+The collector would walk all of them again and again and free nothing, which takes a third of the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def collector_paused() -> Iterator[None]:
     try:
         if was_enabled:
             _pausing.add(get_ident())
-            gc.disable()  # inside: Ctrl-C may arrive with its return
+            gc.disable()  # inside the try: Ctrl-C may arrive as this returns
         yield
     finally:
         if was_enabled:

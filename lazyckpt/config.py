@@ -60,9 +60,9 @@ class Config:
     """Whether the best checkpoint has the lowest or the highest metric."""
 
     witness: Literal["auto", "pages", "versions"] = "auto"
-    """What notices a write to a lazily copied tensor before it is copied. "pages": the kernel, whoever writes (host
-    memory, Linux 6.7 or newer). "versions": the tensors' version counters, which some writers do not move.
-    "auto": "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
+    """How lazyckpt notices a write to a lazily copied tensor before its copy. "pages": by the kernel, which sees every
+    writer (host memory, Linux 6.7 or newer). "versions": by the tensors' version counters, which some writers do not
+    move. "auto": "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
 
     audit: bool = False
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step, to find writes
@@ -94,12 +94,12 @@ class Config:
     A rank that lives may take as long as it needs to write, but must get through ``save()`` within five times this."""
 
     trace: str | os.PathLike[str] | None = None
-    """A file for the timeline of every checkpoint, beside the training steps (docs/metrics.md). One that is there is
-    added to, up to 256 MiB. Of several ranks each has its own: rank 3 writes runs/a.rank-3.json for runs/a.json."""
+    """A file for the timeline of every checkpoint, beside the training steps (docs/metrics.md). An existing one is
+    continued, up to 256 MiB. Of several ranks each has its own: rank 3 writes runs/a.rank-3.json for runs/a.json."""
 
     on_done: Callable[[CheckpointMetrics, SaveError | None], None] | None = None
     """Called when a checkpoint is durable or has failed, on a thread of the background (in ``save()``, if it fails at
-    once); what it raises is a warning. Must not wait for checkpoints.
+    once); its errors become warnings. Must not wait for checkpoints.
     ``lazyckpt.exporters`` has some."""
 
     def __post_init__(self) -> None:
@@ -231,8 +231,8 @@ def spells_out(names: type[Settings]) -> Callable[[F], F]:
 
 
 def check_names(owner: str, knobs: Iterable[str], *others: str) -> None:
-    """Raises ConfigError, with what was probably meant, for a keyword argument of ``owner`` that is no field of Config.
-    ``others``: further keyword arguments that it takes."""
+    """Raises ConfigError, with the name that was probably meant, for a keyword argument of ``owner`` that is no field
+    of Config. ``others``: further keyword arguments that it takes."""
     names = [*others, *(field.name for field in fields(Config))]
     for name in knobs:
         if name not in names:

@@ -44,7 +44,7 @@ def locate(
 def sources(
     storages: list[torch.UntypedStorage], located: list[int] | None
 ) -> tuple[array[int], array[int] | None, array[int] | None, list[torch.UntypedStorage], list[int]]:
-    """Returns what the engine's ``begin()`` needs of storages: pointers, devices and streams; the storages that the
+    """Returns the arguments of the engine's ``begin()``: pointers, devices and streams; the storages that the
     pointers point to; and the CUDA devices. ``located`` is what ``locate`` returned for these storages."""
     if located is None:
         return array("Q", map(data_ptr, storages)), None, None, storages, []
@@ -57,7 +57,7 @@ def sources(
 def target(map_location: Any, engine: _engine.Engine) -> int:
     """Returns the CUDA device, attached to ``engine``, that a whole file is loaded to.
 
-    Returns HOST if there is none that the engine can write to. torch then copies, or says what is wrong."""
+    Returns HOST if there is none that the engine can write to. torch then copies, or raises the error."""
     with contextlib.suppress(RuntimeError, OSError):
         device = torch.device(map_location) if isinstance(map_location, str | torch.device) else None
         if device is not None and device.type == "cuda" and torch.cuda.is_available():

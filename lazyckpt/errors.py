@@ -1,7 +1,7 @@
 """Every error that lazyckpt raises on purpose.
 
 LazyCkptError (RuntimeError)
-├── ConfigError (also ValueError)    a knob or an argument makes no sense
+├── ConfigError (also ValueError)    a setting or an argument is invalid
 ├── ClosedError                      used after close(), or in a forked child
 ├── SaveError                        a checkpoint failed; nothing committed was touched
 │   ├── NoSpaceError                 the file system is full, or would be
@@ -9,7 +9,7 @@ LazyCkptError (RuntimeError)
 │   ├── RankError                    a rank died, failed or disagreed, so no rank committed the checkpoint
 │   └── TornSnapshotError            state changed while it was being copied
 ├── LoadError                        a file or folder cannot be read
-│   ├── CorruptFileError             truncated, bit-flipped, or not what it claims to be
+│   ├── CorruptFileError             truncated, bit-flipped, or of another format than it claims
 │   ├── ReadError                    the operating system did not let it be read; it may be whole
 │   └── UnsupportedFormatError       well-formed, but of a kind lazyckpt does not handle
 └── RestoreError                     a checkpoint does not fit the tracked state, or none is left
@@ -39,7 +39,7 @@ class LazyCkptError(RuntimeError):
 
 
 class ConfigError(LazyCkptError, ValueError):
-    """A knob or an argument makes no sense."""
+    """A setting or an argument is invalid."""
 
 
 class ClosedError(LazyCkptError):
@@ -65,7 +65,7 @@ class SaveError(LazyCkptError):
         super().__init__(f"{failed}: {what}")
 
     def raised_by(self, path: Path, step: int | None, *, failed: bool) -> None:
-        """Adds to the message that a later save raises this, and what becomes of that save itself."""
+        """Adds to the message that a later save raises this error, and whether that save itself goes on."""
         it = path if step is None else f"step {step}"
         fate = f"could not save {it} either: the next call says why" if failed else f"saves {it} all the same"
         self.args = (f"{self}; the call that raises this {fate}",)
@@ -86,8 +86,8 @@ class TornSnapshotError(SaveError):
 class RankError(SaveError):
     """The ranks of a job did not agree on a checkpoint; every rank gets this error for it.
 
-    ``rank`` is the rank that died, failed or disagreed, and ``what`` says how. ``agreeing_on`` names what else the
-    ranks were agreeing on, in the folder ``path``.
+    ``rank`` is the rank that died, failed or disagreed, and ``what`` says how. ``agreeing_on`` names the subject if it
+    was no checkpoint, in the folder ``path``.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LoadError(LazyCkptError):
 
 
 class CorruptFileError(LoadError):
-    """The file is truncated, has a flipped bit, or is not what it claims to be."""
+    """The file is truncated, has a flipped bit, or is of another format than it claims."""
 
 
 class ReadError(LoadError):
@@ -135,7 +135,7 @@ class RestoreError(LazyCkptError):
 
 
 def load_error(what: str, error: OSError, *, path: str | os.PathLike[str]) -> LoadError:
-    """The typed error for what the operating system said of a file that is to be read."""
+    """The typed error for an error of the operating system while reading."""
     what = f"{what}: {error.strerror} ({error.errno})"
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG):  # nothing is there
         return LoadError(what, path=path)
@@ -145,7 +145,7 @@ def load_error(what: str, error: OSError, *, path: str | os.PathLike[str]) -> Lo
 def save_error(
     error: OSError, *, path: str | os.PathLike[str], step: int | None = None, opening: bool = False
 ) -> SaveError:
-    """The typed error for what the operating system said."""
+    """The typed error for an error of the operating system while saving."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"{error.strerror}; free some space, or keep fewer checkpoints (keep_last)"
         return NoSpaceError(what, path=path, step=step, opening=opening)
@@ -154,7 +154,7 @@ def save_error(
 
 
 def described(error: BaseException) -> str:
-    """What went wrong, without the place: for the message of another rank, which names that itself."""
+    """The cause without the path, for the message of another rank, which names the path itself."""
     if isinstance(error, SaveError):
         return error.what
     if isinstance(error, OSError) and error.strerror:

@@ -14,7 +14,7 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300
 
 
 def scalars(metrics: CheckpointMetrics) -> dict[str, float]:
-    """What a curve shows of a durable checkpoint, under the names that the integrations log, too."""
+    """The values of a durable checkpoint for curves, under the names that the integrations log."""
     return {
         "checkpoint/blocked_ms": metrics.blocked_s * 1e3,
         "checkpoint/durable_s": metrics.durable_s,

@@ -43,7 +43,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
 @functools.cache
 def _sweep(folder: Path) -> None:
-    """Removes what killed saves left, once in this process."""
+    """Removes the remains of killed saves, once in this process."""
     with contextlib.suppress(OSError):  # the save works without it
         removal.sweep_staged(folder)
 
@@ -62,20 +62,20 @@ def load(
     If ``map_location`` names a CUDA device, the file is read straight into its memory through a small buffer.
 
     Args:
-        path: A file, or the folder of a checkpoint, be it ours or one of torch.distributed.checkpoint. A safetensors
+        path: A file, or the folder of a checkpoint, ours or one of torch.distributed.checkpoint. A safetensors
             file gives a dict of tensors, a sharded checkpoint whole tensors.
         map_location: As in ``torch.load``; for a sharded checkpoint, a device.
         weights_only: As in ``torch.load``, and the same environment variables decide about None. A file may then hold
             the types that ``torch.load`` allows, those given to ``torch.serialization.add_safe_globals``, and a short
             list of our own: NumPy arrays and scalars, paths, dates.
         key: The part to load, such as "model", or "a.b" for a part of a part. Reads only the bytes of this part.
-        rename: New names for the entries of the result, a dict: prefixes and what replaces them, {"module.": ""}, or a
+        rename: New names for the entries of the result, a dict: prefixes and their replacements, {"module.": ""}, or a
             function of a name. None as a new name leaves the entry out.
         dtype: Converts floating-point tensors in the result to this dtype.
 
     Raises:
         LoadError: CorruptFileError (truncated, damaged, hostile), UnsupportedFormatError; or if there is no ``key``.
-        ConfigError: If ``key``, ``rename`` or ``dtype`` makes no sense.
+        ConfigError: If ``key``, ``rename`` or ``dtype`` is invalid.
     """
     choice = Choice.of(key, rename)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -82,7 +82,7 @@ class History:
         return whole + [_broken(error) for error in self._catalog.broken]
 
     def checkpoint(self, step: int) -> CheckpointInfo:
-        """What there is to know of one checkpoint. Raises LoadError, which lists the steps, if there is none."""
+        """Describes one checkpoint. Raises LoadError, which lists the steps, if there is none."""
         folder = self._folder_of(step)
         try:
             return _info(manifest.read_checkpoint(folder))
@@ -94,7 +94,7 @@ class History:
         self._change("delete()", step, _remove)
 
     def pin(self, step: int) -> None:
-        """Keeps a checkpoint, whatever ``keep_last`` says; durable when this returns. Raises LoadError if there is
+        """Keeps a checkpoint in spite of ``keep_last``; durable when this returns. Raises LoadError if there is
         none."""
         self._change("pin()", step, retention.pin)
 
@@ -144,7 +144,7 @@ def checked_step(step: Any) -> int:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Returns the metrics as floats. Raises ConfigError for what is no mapping of names to numbers."""
+    """Returns the metrics as floats. Raises ConfigError unless ``metrics`` maps names to numbers."""
     if metrics is None:
         return {}
     try:

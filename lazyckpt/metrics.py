@@ -17,7 +17,7 @@ class ChunkEvent(NamedTuple):
     write_begin_s: float
     write_end_s: float
     ring_wait_s: float
-    """Before its copy began: it was its turn, and there was no room in the ring."""
+    """The wait for room in the ring before its copy."""
 
 
 @dataclass
@@ -36,15 +36,14 @@ class CheckpointMetrics:
 
     What happened in the background, in seconds since save() was called:
 
-    - ``captured_s``: the last byte was copied; nobody reads the training state any more
+    - ``captured_s``: the last byte was copied; nothing reads the training state any more
     - ``written_s``: the last byte was written
     - ``synced_s``: fdatasync of all files returned
     - ``durable_s``: the folder had its final name and that was durable
 
-    ``readback_s`` of that the files were read back (0 without ``verify_after_write``).
-
-    ``verdict_s`` of that it had waited, with everything else done, until it was known that nobody had written to lazily
-    copied state (0 with a page witness; see docs/consistency.md).
+    Parts of that: in ``readback_s`` the files were read back (0 without ``verify_after_write``). In ``verdict_s``, with
+    everything else done, it waited until lazyckpt knew that nothing had written to lazily copied state (0 with a page
+    witness; see docs/consistency.md).
 
     How busy it was: ``copy_s`` is time spent copying, all threads added; ``ring_wait_s`` the time in which there was
     something to copy but no room in the ring; ``write_s`` from the first write to the last; ``commit_s`` from

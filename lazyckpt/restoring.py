@@ -58,8 +58,8 @@ class Restoring(History):
         """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none. The
         step is a ``Restored``, an int that also tells what was restored.
 
-        The newest is the one saved last, whatever its step. A damaged one is passed over with a warning. Waits for
-        saves in flight.
+        The newest is the one saved last, which may not have the highest step. A damaged one is skipped with a warning.
+        Waits for saves in flight.
 
         Args:
             step: Selects the checkpoint of this step instead.
@@ -70,7 +70,7 @@ class Restoring(History):
                 module. The ``Restored`` tells what was missing or unexpected. Other shapes are an error still, and so
                 is a checkpoint that has nothing of any module that is to be restored.
             parts: Names of parts in the checkpoint, by the names under which they are tracked: {"net": "model"}.
-            rename: New names for the entries of modules: prefixes and what replaces them, {"module.": ""}, or a
+            rename: New names for the entries of modules: prefixes and their replacements, {"module.": ""}, or a
                 function of a name. None as a new name leaves the entry out.
             cast: Converts floating-point tensors of modules to the dtype of the tracked ones.
             loader: False leaves tracked loaders as they are: training begins a new epoch.
@@ -81,7 +81,7 @@ class Restoring(History):
                 fails to load it, or if no checkpoint is whole.
             LoadError: If the selected checkpoint, or the folder, cannot be read; UnsupportedFormatError if it holds
                 types that are not allowed (``torch.serialization.add_safe_globals``).
-            ConfigError: For arguments that make no sense.
+            ConfigError: For invalid arguments.
         """
         self._launcher.check_usable()
         if (step is not None) + (path is not None) + bool(best) > 1:
@@ -145,7 +145,7 @@ class Restoring(History):
         """Restore the checkpoint of ``step`` and make it the one to continue from, also after a crash before the next
         save. The other arguments are those of ``restore``.
 
-        The newer checkpoints stay until retention drops them. Raises what ``restore`` raises, and SaveError.
+        The newer checkpoints stay until retention drops them. Raises the errors of ``restore``, and SaveError.
         """
         self._launcher.check_usable()
         self._refuse_read_only("rollback()")

@@ -62,7 +62,7 @@ class Saver:
         self._staged_in: dict[Path, Path] = {}  # by the folder that the checkpoints appear in
         self._crews: dict[Path, Crew] = {}  # by the folder in which the ranks stage
         self._pid = os.getpid()
-        self._ended = False  # all that was saved is durable
+        self._ended = False  # every save is durable
         self._trace = Trace(config.trace) if config.trace is not None else None
         self._background = Background(config, self._trace)
         try:
@@ -76,7 +76,7 @@ class Saver:
         self._callers = self.launcher.callers
         hooks.install()
 
-    # what users call
+    # calls of users
 
     @alone("save()")
     def save(
@@ -114,16 +114,16 @@ class Saver:
         """Begin a folder that appears as ``path`` when everything in it is durable.
 
         Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount; so
-        has what ``remove`` removes later. It replaces a folder of that name, but keeps files there that it lacks
+        do paths that ``remove`` removes later. It replaces a folder of that name, but keeps files there that it lacks
         itself, unless ``keep_others`` is false. A folder that cannot be renamed (a mount point, for example) is filled
         instead, and keeps them (in_place.py). A symbolic link is followed. Raises SaveError if the folder cannot be
         made.
 
         With ``all_ranks``, the ranks of torch.distributed fill one folder together. Every rank calls this with the same
-        arguments, for the same folders in the same order, and then ``save`` of what it returns. It waits until rank 0
-        has made the temporary folder, which all see. The folder appears when the parts of all ranks are durable, or not
-        at all: then every rank gets a RankError. What differs: ``inside`` must be on the same mount, and a folder that
-        cannot be renamed is refused.
+        arguments, for the same folders in the same order, and then ``save`` of the returned folder. It waits until rank
+        0 has made the temporary folder, which all see. The folder appears when the parts of all ranks are durable, or
+        not at all: then every rank gets a RankError. Two differences: ``inside`` must be on the same mount, and a
+        folder that cannot be renamed is refused.
         """
         refuse("stage()")
         self.launcher.check_usable()
@@ -163,7 +163,7 @@ class Saver:
         return self._crews[folder]
 
     def _prepare(self, folder: Path) -> None:
-        """Makes a folder to save into and removes what dead processes left in it, once. Raises OSError."""
+        """Makes a folder to save into and removes the remains of dead processes in it, once. Raises OSError."""
         if folder not in self._prepared:
             self._leave_places()
             hidden.make(folder)
@@ -195,7 +195,7 @@ class Saver:
         self.launcher.modules[:] = [known for known in self.launcher.modules if known is not module]
 
     def expect(self, *objects: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Announce what the first save will hold, so that its staging buffer is ready in time.
+        """Announce the objects of the first save, so that its staging buffer is ready in time.
 
         After the first step of one of these optimizers a background thread allocates the memory, and pins it if there
         is a GPU. Otherwise the first save starts that, and its copies wait. A process that only loads takes no memory.
@@ -302,7 +302,7 @@ class Saver:
         dtype: torch.dtype | None,
         blocking: bool,
     ) -> SaveHandle:
-        """As ``save``. Saves of one ``training_step`` stay lazy, whatever their ``step``."""
+        """As ``save``. Saves of one ``training_step`` stay lazy, even if their ``step`` differs."""
         if not Path(path).name:
             raise ConfigError(f"save: {str(path)!r} is not the name of a file")
         target = paths.local(path)

@@ -46,7 +46,7 @@ def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
 def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     """Returns the Config of the keyword arguments of ``owner``, a class whose framework keeps and removes checkpoints.
 
-    Raises ConfigError, which says with ``retention`` what to use instead of ``keep_last``."""
+    Raises ConfigError, which proposes ``retention`` instead of ``keep_last``."""
     for field in dataclasses.fields(Config):
         if field.name in RETENTION and knobs.get(field.name, field.default) != field.default:
             raise ConfigError(f"{field.name}: {retention}")
@@ -82,7 +82,7 @@ def _parse(name: str, text: str) -> Any:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """What a settings file says, unchecked; nothing if there is none. Raises ConfigError if it cannot be read."""
+    """The contents of a settings file, unchecked; empty if there is none. Raises ConfigError if it cannot be read."""
     text = _read_text(path)
     if text is None:
         return {}
@@ -112,7 +112,7 @@ def _read_environment() -> dict[str, Any]:
     variables = {PREFIX + name.upper(): name for name in DEFAULTS}
     for variable in os.environ:
         if variable.startswith(PREFIX) and variable not in (*variables, FILE_VARIABLE):
-            # Others may use the prefix, too; a slip of the pen must not go unnoticed.
+            # Other programs may use the prefix, too; but a typing error must not go unnoticed.
             for meant in difflib.get_close_matches(variable, variables, n=1, cutoff=0.85):
                 raise ConfigError(f"{variable} is not a setting; did you mean {meant}?")
     return {name: _parse(name, os.environ[variable]) for variable, name in variables.items() if variable in os.environ}

@@ -35,8 +35,8 @@ from lazyckpt.storage.manifest import crc_of
 def write_shard(items: Iterable[Item], folder: Path, name: str, *, target: Path) -> Mapping[str, Place]:
     """Writes a ``.distcp`` file of these items into ``folder``, on the calling thread.
 
-    Returns where each item lies, when the file is durable under its name. ``target`` is what messages call the
-    checkpoint. Raises SaveError; the file is gone then."""
+    Returns where each item lies, when the file is durable under its name. Messages call the checkpoint
+    ``target``. Raises SaveError after removing the file."""
     plan = ShardPlan(items)
     save_now(_PartRequest(target, name, _known(folder)), {name: plan}, process_engine())
     return plan.places
@@ -58,13 +58,13 @@ class ShardCapture:
 
     def result(self) -> Mapping[str, Place]:
         """Returns where each item lies, when the file is durable. Any thread, after ``open``. Raises SaveError."""
-        self.wait()  # result() alone would lose patience with a thread that owes a verdict
+        self.wait()  # without a limit: result() alone gives up on a thread that owes a verdict
         self._handle.result()
         return self._plan.places
 
     def abandon(self, why: str) -> None:
         """Gives up a file that is not durable yet. Any thread."""
-        mark_reported(self._handle)  # whoever abandons it knows
+        mark_reported(self._handle)  # the caller knows
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._folder.set_exception(SaveError(why, path=self._handle.path))
         give_up(self._handle, why)
@@ -90,8 +90,8 @@ class ShardSaver:
 
         Returns when everything is copied or guarded, as ``Saver.save`` does; an optimizer's next step waits for the
         rest. The caller must call ``open`` or ``abandon`` soon: until then the staging buffer may be full, and a step
-        waits. ``look``: called every now and then until then, on a background thread; it may abandon. ``target`` is
-        what messages call the checkpoint; its parent exists. Raises SaveError."""
+        waits. ``look``: called every now and then until then, on a background thread; it may abandon. Messages call
+        the checkpoint ``target``, whose parent exists. Raises SaveError."""
         plan = ShardPlan(items, self._caches.setdefault(name, ShardCache()))
         folder: Future[Path] = Future()
         request = _PartRequest(target, name, folder, look)
@@ -100,7 +100,7 @@ class ShardSaver:
 
 
 class _PartRequest(Request):
-    """A file in a folder of somebody else."""
+    """A file in a folder that other code stages."""
 
     def __init__(self, path: Path, name: str, folder: Future[Path], look: Callable[[], None] = lambda: None) -> None:
         super().__init__(path, None)

@@ -17,12 +17,12 @@ from lazyckpt.providers.global_state import StateDict
 
 
 class StagedFolder:
-    """A folder on its way; made by ``Saver.stage``. As a context manager it discards what is not saved.
+    """A folder on its way; made by ``Saver.stage``. As a context manager it discards the folder unless it was saved.
 
     If several ranks fill it, it is discarded on all of them as soon as one does not save it."""
 
     def __init__(self, launcher: Launcher, request: Request, archives: dict[str, ArchiveCache]) -> None:
-        """``archives``: what the archives of earlier folders left behind, by name."""
+        """``archives``: the caches of archives in earlier folders, by name."""
         self._launcher = launcher
         self._callers = launcher.callers
         self._request: Request | None = request
@@ -34,7 +34,7 @@ class StagedFolder:
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
         """Add a file, captured at ``save``. ``name`` is relative to the folder. A ``.safetensors`` file takes a dict of
-        tensors and ``metadata``; any other name gives what ``torch.save`` writes. The file is this rank's own.
+        tensors and ``metadata``; any other name gives ``torch.save``'s format. The file is this rank's own.
 
         Raises ConfigError for a name outside the folder or one that was added before, and after ``save``.
         """
@@ -66,7 +66,7 @@ class StagedFolder:
 
     @alone("save()")
     def save(self, *, blocking: bool = False) -> SaveHandle:
-        """Snapshot what was added; the folder gets its name when all in it is durable. See ``Saver.save``."""
+        """Snapshot the added objects; the folder gets its name when everything in it is durable. See ``Saver.save``."""
         request, self._request = self._request, None
         if request is None:
             raise ConfigError("a staged folder is saved once")
@@ -81,7 +81,7 @@ class StagedFolder:
         return self._launcher.launch(request, plans, blocking=blocking, training_step=request.step)
 
     def discard(self) -> None:
-        """Remove what was staged, unless it was saved."""
+        """Remove the staged folder, unless it was saved."""
         request, self._request = self._request, None
         if request is not None:
             request.abandon()

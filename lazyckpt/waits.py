@@ -144,7 +144,7 @@ CTIME_TICK_S = 0.001
 # Observation (observe/trace_file.py, tools/bench.py).
 
 TRACE_FLUSH_S = 1.0
-"""The longest time that an event of the trace stays in memory, and so what a killed process loses of it. Shorter costs
+"""The longest time that an event of the trace stays in memory; a killed process loses these events. Shorter costs
 more system calls on a background thread."""
 
 BENCH_LAST_ROUND_S = 15.0

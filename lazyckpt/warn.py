@@ -25,7 +25,8 @@ def warn(message: str) -> None:
 
 
 def warn_in_background(message: str) -> None:
-    """Warns on a background thread. A filter that turns warnings into errors has no effect: nobody could catch it."""
+    """Warns on a background thread. A filter that turns warnings into errors has no effect, since no code could catch
+    the error."""
     with contextlib.suppress(Warning):
         warnings.warn(message, stacklevel=2)
 

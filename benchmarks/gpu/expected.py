@@ -13,7 +13,7 @@ class Expected:
     expected: str
     low: float = 0.0  # outside of low..high the claim is refuted
     high: float = NO_LIMIT
-    refutes: str = ""  # what it means then; empty: the sentence itself is wrong
+    refutes: str = ""  # what a failure means; empty: the sentence itself is wrong
 
     @property
     def is_exact(self) -> bool:

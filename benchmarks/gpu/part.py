@@ -1,4 +1,4 @@
-"""What every part shares: what it is told, its time, and how it hands over what it has so far."""
+"""The code that every part shares: its settings, its time, and how it hands over its figures so far."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Part:
         return self._deadline - time.monotonic()
 
     def publish(self, tables: Sequence[Table]) -> None:
-        """Replaces what was handed over before. A part that is stopped has handed over all but the last of it."""
+        """Hands over all figures so far. A part that is stopped loses only its last ones."""
         unfinished = self.output.with_suffix(".part")
         unfinished.write_text(json.dumps([asdict(table) for table in tables]))
         os.replace(unfinished, self.output)

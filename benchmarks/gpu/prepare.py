@@ -1,4 +1,4 @@
-"""The engine of the machine that the day is on: built from what was carried there, or taken from the call before."""
+"""The engine on the machine of the day: built from the carried sources, or kept from the call before."""
 
 from __future__ import annotations
 

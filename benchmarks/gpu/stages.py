@@ -78,7 +78,7 @@ class Day:
         self.say(good if not wrong else "\n".join(["LOOK AT:", *wrong]))
 
     def stage(self, name: str, limit_s: float, command: Sequence[str], **environment: str) -> str:
-        """Runs a command for at most so long, with its children. Returns what it printed, which is in the log."""
+        """Runs a command for at most so long, with its children. Returns its output, which is also in the log."""
         limit_s = min(limit_s, self.left_s)
         if limit_s < LEAST_S:
             self.say(f"-- {name}: no time was left")

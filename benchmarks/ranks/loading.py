@@ -46,7 +46,7 @@ class Loads:
 
     seconds: dict[str, list[float]]
     failures: dict[str, str]
-    cache: str  # what was done to the page cache before each
+    cache: str  # how the page cache was treated before each load
 
 
 def save(member: Member, task: Task) -> Saved:

@@ -143,7 +143,7 @@ struct Slot {
 struct Source {
   const std::byte* data;
   uint64_t size;
-  uint64_t owners;         // who waits for it in WaitCaptured, as bits; 0: eager, copied before save() returns
+  uint64_t owners;         // which owners wait for it in WaitCaptured, as bits; 0: eager, copied before save() returns
   int device = -1;         // the ordinal of the CUDA device that holds it; negative: host memory
   int64_t watched = -1;    // its number in Job::window; negative: the witness watches none of its pages
   bool segmented = false;  // the file holds the checksums of its segments

@@ -1,4 +1,4 @@
-// The engine in Python: who owns it, how calls into it release the GIL, and how arguments and errors are converted.
+// The engine in Python: which object owns it, how calls release the GIL, and how arguments and errors are converted.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -40,7 +40,7 @@ bool PageWitness::Register(PageRange pages, const std::vector<Mapping>& mappings
   auto at = std::lower_bound(mappings.begin(), mappings.end(), covered, ends_before);
   for (; covered < pages.end && at != mappings.end() && at->pages.begin <= covered; ++at) {
     if (uffd_.Register(at->pages) != 0) break;
-    // What is known there was unmapped since. This may forget more; registering memory twice does no harm.
+    // Known mappings there were unmapped since. This may forget more; registering memory twice does no harm.
     std::erase_if(registered_, [&](const auto& r) { return r.second.pages.Overlaps(at->pages); });
     registered_[at->pages.begin] = *at;
     covered = at->pages.end;

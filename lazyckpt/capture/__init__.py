@@ -1,1 +1,1 @@
-"""What may be copied lazily: who owns which storage, and whether it stayed as it was."""
+"""Decides which storages are copied lazily: which optimizer owns each, and whether it stayed unchanged."""

@@ -29,7 +29,7 @@ _MAX_NAMES = 3
 
 @dataclass
 class Copied:
-    """The storages that one save copied eagerly although nobody owns them, if they are large. Keeps no memory alive."""
+    """The large storages without an owner that one save copied eagerly. Keeps no memory alive."""
 
     checksums: dict[int, int] = field(default_factory=dict)  # by _cdata; empty until the copies are done
     _refs: list[StorageWeakRef] = field(default_factory=list)
@@ -75,7 +75,7 @@ class EagerShare:
         self._told = True
         names = ", ".join(map(name_of, views[:_MAX_NAMES]))
         more = f" and {len(views) - _MAX_NAMES} more" if len(views) > _MAX_NAMES else ""
-        with contextlib.suppress(Warning):  # where a filter makes errors of them, the save goes on
+        with contextlib.suppress(Warning):  # a filter may turn warnings into errors; the save goes on
             warn(
                 f"{copied / nbytes:.0%} of the checkpoint ({copied >> 20} MiB) is copied inside save() each time, "
                 f"since no optimizer owns it and something writes to it between saves: {names}{more}. If one method of "

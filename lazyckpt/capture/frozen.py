@@ -1,4 +1,5 @@
-"""Frozen parameters: nobody trains them, so saves copy them lazily once two snapshots in a row found them unchanged."""
+"""Frozen parameters: no optimizer trains them, so saves copy them lazily once two snapshots in a row found no
+change."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _MAX_SEEN = 1 << 18
 
 
 class FrozenParameters:
-    """What the snapshots of one Saver found of frozen parameters: address, size, version and checksum."""
+    """The frozen parameters in the snapshots of one Saver: address, size, version and checksum of each."""
 
     def __init__(self) -> None:
         # By identity and bytes of the storage in the file: a shard may be a part of it, and the files of one Saver give
@@ -24,18 +25,18 @@ class FrozenParameters:
         return twice and (pointer, version) == (view.storage.data_ptr(), tensor._version)
 
     def observe(self, view: TensorView, version: int, crc: int, was_lazy: bool) -> bool:
-        """Notes what a snapshot found. Returns False if a parameter that was copied lazily had changed."""
+        """Notes a parameter of a snapshot. Returns False if it was copied lazily and had changed."""
         key = view.storage._cdata, view.nbytes
         here = (view.storage.data_ptr(), version, crc)
         same = self._seen.pop(key, (0, 0, 0, False))[:3] == here
         self._seen[key] = (*here, same)
-        while len(self._seen) > _MAX_SEEN:  # of storages that are gone
+        while len(self._seen) > _MAX_SEEN:  # drop those of freed storages
             self._seen.pop(next(iter(self._seen)))
         return same or not was_lazy
 
 
 def frozen_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """The dense parameters of ``modules`` that nobody trains."""
+    """The dense parameters of ``modules`` that no optimizer trains."""
     parts = (part for module in modules for part in module.modules())
     found = (p for part in parts for p in part._parameters.values())  # Module.parameters() makes their names, too
     return [p for p in found if p is not None and not p.requires_grad and p.layout is torch.strided]

@@ -26,7 +26,7 @@ class Instant:
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._listens = False  # to signals
-        self._hears_all = False  # another one listens, so any signal may have come
+        self._hears_all = False  # other code listens, so any signal may have come
         self._pipe = _pipe
 
     def __enter__(self) -> Instant:
@@ -43,10 +43,10 @@ class Instant:
         if self._listens:
             self._listens = False
             if (now := signal.set_wakeup_fd(-1)) not in (-1, self._pipe.end):
-                signal.set_wakeup_fd(now)  # code inside save() wants it from now on
+                signal.set_wakeup_fd(now)  # code inside save() has set it, and keeps it
 
     def collected(self, tensors: list[torch.Tensor]) -> None:
-        """Notes the tensors of the state, when nothing but the engine has a reason to look at them any more."""
+        """Notes the tensors of the state, once only the engine needs to read them."""
         self._tensors, self._versions = tensors, versions_where_counted(tensors)
 
     def moved(self) -> list[torch.Tensor]:
@@ -57,7 +57,7 @@ class Instant:
         return [tensor for tensor, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
 
     def forget(self) -> None:
-        """Lets go of the tensors that were noted."""
+        """Drops the references to the noted tensors."""
         self._tensors, self._versions = [], []
 
     def was_interrupted(self) -> bool:
@@ -66,13 +66,13 @@ class Instant:
 
 
 class _Pipe:
-    """What the interpreter writes the number of a signal to that has a handler in Python."""
+    """The pipe to which the interpreter writes the number of each signal that has a handler in Python."""
 
     def __init__(self) -> None:
         self._begin, self.end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def empty(self) -> bool:
-        """Returns whether there was anything in it."""
+        """Empties it; returns whether it held anything."""
         with contextlib.suppress(BlockingIOError):
             return bool(os.read(self._begin, 1 << 16))
         return False
@@ -82,7 +82,7 @@ _pipe = _Pipe()
 
 
 def _renew() -> None:
-    """In a forked child: a pipe of its own."""
+    """Gives a forked child a pipe of its own."""
     global _pipe
     _pipe = _Pipe()
 

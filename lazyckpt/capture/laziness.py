@@ -41,7 +41,7 @@ def decide(
     ``watched``: the engine watches the pages of lazy host memory.
 
     Returns the bits of the owners that wait for each storage, 0 if it is eager; the frozen parameters by place, lazy or
-    not; and whether an optimizer that is at work owns some of the storages."""
+    not; and whether an optimizer that has stepped since the save before owns some of the storages."""
     may_be_lazy = list(map(ownership.lazy_owners.get, views.identities, repeat(0)))
     if ownership.covered:
         claims = zip(may_be_lazy, views.identities, views.sizes, strict=True)
@@ -79,7 +79,7 @@ def _frozen_in(
     for storages in storages_in(frozen_parameters(modules)):
         here = zip(storages.identities, storages.tensors, strict=True)
         frozen.update((identity, tensor) for identity, tensor in here if not tensor.is_inference())
-    for identity in ownership.guarded:  # these change, although nobody trains them
+    for identity in ownership.guarded:  # these change, although no optimizer trains them
         frozen.pop(identity, None)
     identities = views.identities
     return {at: frozen[identities[at]] for at in eager if identities[at] in frozen}

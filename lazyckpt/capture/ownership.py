@@ -47,7 +47,7 @@ class Ownership:
         self.steps: dict[int, int] = {}
         self.lazy_owners: dict[int, int] = {}  # the bits of the owners that wait for a storage; 0: it is eager
         self.covered: dict[int, int] = {}  # the first bytes of a storage that its owners have, if not all of it
-        self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # through which its owners see a storage
+        self.tensors: dict[int, tuple[torch.Tensor, ...]] = {}  # the tensors through which its owners see a storage
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage, if the engine does not watch all
         self.guarded: set[int] = set()  # storages of guarded objects
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
@@ -76,10 +76,10 @@ class Ownership:
                 # a known average, however seldom it is updated, and the kernel finds such writes.
                 gated = steps != steps_before.get(id(owner), 0) or (known and seen)
                 gated = gated and not inside_step and gate.replayed.get(owner, True) and not _writes_outside_step(owner)
-            except Exception as error:  # it may own anything, so it makes nothing lazy
+            except Exception as error:  # it may own any storage, so it makes none lazy
                 warn_of_foreign(owner.obj if isinstance(owner, Guarded) else owner, error)
                 continue
-            if described[0]:  # otherwise it may own anything
+            if described[0]:  # otherwise it may own any storage
                 self.owners[owner] = bit, described
             for tensors, identities, nbytes, whole, links in owned:
                 if guarded:

@@ -18,8 +18,8 @@ from lazyckpt import devices
 _MAPS = "/proc/self/maps"
 _SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 _known: dict[int, tuple[StorageWeakRef, int, bool]] = {}
-"""What was found of a storage, by ``_cdata``, which no other one gets while there is a weak reference: where its memory
-was, and whether that is shared. It takes milliseconds to ask if a process has thousands of mappings."""
+"""The address of a storage, and whether its memory is shared; by ``_cdata``, which no other storage gets while there is
+a weak reference. Asking takes milliseconds if a process has thousands of mappings."""
 
 
 def may_be_shared(storages: Sequence[torch.UntypedStorage]) -> list[bool]:
@@ -52,7 +52,7 @@ def _overlaps(mappings: list[tuple[int, int]], begin: int, nbytes: int) -> bool:
 
 
 def _shared_mappings() -> list[tuple[int, int]] | None:
-    """None if nothing tells: then any memory may be shared."""
+    """Returns None if they are unknown: then any memory may be shared."""
     try:
         with open(_MAPS, "rb") as file:
             return [(int(begin, 16), int(end, 16)) for begin, end in _SHARED.findall(file.read())]

@@ -1,7 +1,7 @@
 """The storages of one checkpoint from ``save()`` until they are copied, and the proof that they did not change.
 
-laziness.py decides which of them are lazy. The engine finds writes to watched pages; for other memory the version
-counters tell (verdict.py).
+laziness.py decides which of them are lazy. The engine finds writes to watched pages, version counters
+those to other memory (verdict.py).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Snapshot:
     def await_verdict(self) -> bool:
         """Waits until no verdict is owed; on a background thread, after everything is copied.
 
-        Returns False if the process ends and the thread that owes the verdict does not give it in time."""
+        Returns False if the process ends before the thread that owes the verdict has given it."""
         patient_until = None
         while self.torn is None and self.verdict.owed:
             self._ask_for_verdict()
@@ -212,7 +212,7 @@ class Snapshot:
 
     def _ask_for_verdict(self) -> None:
         if not self.verdict.is_thread_alive():
-            self.verify()  # all that the thread began has ended
+            self.verify()  # the thread has ended, so it writes no more
         gate.standing.judge(self.verdict.thread.ident, self.verify)
         if (waiting := gate.standing.waits_for_future(self.verdict.thread.ident)) is not None:
             found = versions_of(self._tensors)
@@ -227,7 +227,7 @@ class Snapshot:
 
         Checks each storage once, after its copy and before its owner may step. If one changed, sets ``torn`` and fails
         the job. Call it where this thread writes nothing, or with the ``versions`` of such a moment. Inside an
-        operation of torch, it leaves to a later call what only versions tell."""
+        operation of torch, it leaves storages that only versions protect to a later call."""
         if versions is None and self._tensors and inside_operation():
             return
         with self._lock:
@@ -255,7 +255,7 @@ class Snapshot:
         return name
 
     def _changed(self, owners: int, versions: list[int] | None) -> tuple[list[int], str] | None:
-        """The changed storages of ``owners``, less those of verified owners, and what happened to them."""
+        """The changed storages of ``owners``, less those of verified owners, and how they changed."""
         assert self.job is not None
         todo = [s for s in self._lazy if self.owners[s] & owners and not self.owners[s] & self._verified]
         if moved := self._moved(todo):
@@ -268,7 +268,7 @@ class Snapshot:
         written = [
             source
             for source, tensor, before, version in direct
-            # A tensor that was given another storage tells nothing about this one.
+            # A tensor with another storage by this time proves nothing about this one.
             if (version != before or tensor.untyped_storage()._cdata != self._identities[source]) and source in asked
         ]
         written += [
@@ -304,7 +304,9 @@ class Snapshot:
         written = self.job.torn()
         with self._lock:
             if written and self.torn is None:
-                moved = self._moved(written)  # the present owner of that memory has written to it
+                moved = self._moved(
+                    written
+                )  # the storage has other memory, and the present user of the old memory has written to it
                 self._tear(*((moved, _MOVED) if moved else (written, "written to between save() and the copy")))
 
     def verify_eager(self, moved: Iterable[torch.Tensor]) -> None:
@@ -325,10 +327,10 @@ class Snapshot:
             if not self._frozen.observe(view, version, crcs[index], lazy) and self.torn is None:
                 self._tear([index], "frozen (requires_grad=False), but written to since the checkpoint before")
 
-    # what is eager
+    # eager storages
 
     def unowned(self) -> dict[int, TensorView]:
-        """The storages that are eager since nobody owns them, by source."""
+        """The storages that are eager because they have no owner, by source."""
         unowned = compress(count(), map(not_, map(self._owned.__contains__, self._identities)))
         return {
             source: self._views[source]
@@ -337,12 +339,12 @@ class Snapshot:
         }
 
     def note_copied(self) -> None:
-        """Keeps, for eager.py, what was copied eagerly; after everything is copied."""
+        """Notes the eager storages for eager.py, after everything is copied."""
         if self.copied is not None and self.job is not None:
             self.copied.fill_in(self, self.job)
 
     def release(self) -> None:
-        """Lets go of every tensor."""
+        """Drops its references to all tensors."""
         with self._lock:
             self._verified = ALL_OWNERS
             self.verdict.give(ALL_OWNERS)

@@ -16,7 +16,7 @@ _MAX_TORN_SNAPSHOTS = 3  # of a Saver; after these nothing is lazy, since the wr
 
 
 def told(names: list[str], torn: int, what: str) -> str:
-    """What to tell of ``torn`` tensors, the first of them by name, to which ``what`` was done."""
+    """Says that the ``torn`` tensors, the first of them by name, were changed as ``what`` says."""
     more = f" and {torn - len(names)} more" if torn > len(names) else ""
     return f"{', '.join(names)}{more} {'were' if torn > 1 else 'was'} {what}. {_CURE}"
 
@@ -25,7 +25,7 @@ class TornStorages:
     """The torn snapshots of one Saver. Any thread may call.
 
     The whole process shares the storages, so that another Saver need not find them again. The save after a torn one
-    copies everything eagerly, so that it commits whatever else writes.
+    copies everything eagerly, so that it commits even if the writer writes again.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from lazyckpt.gate.standing import inside_operation
 
 
 class Verdict:
-    """The verdict on one snapshot, which a thread owes. Any thread may call."""
+    """The verdict on one snapshot, which the thread that called ``save()`` owes. Any thread may call."""
 
     def __init__(self, owed: int, tensors: list[torch.Tensor]) -> None:
         """``owed``: the owners, as bits, whose storages only the versions of ``tensors`` protect."""
@@ -38,7 +38,7 @@ class Verdict:
         return self.owed != 0 and threading.get_ident() != self.thread.ident
 
     def is_owed_elsewhere(self) -> bool:
-        """Whether this thread cannot give it where it is."""
+        """Whether this thread cannot give it here."""
         return self.is_owed_by_another() or (self.owed != 0 and inside_operation())
 
     def give(self, owners: int) -> None:

@@ -1,1 +1,1 @@
-"""The gate in front of what writes to training state: it waits until the bytes to be written are copied."""
+"""The gate: code that writes to training state waits there until the bytes are copied."""

@@ -1,7 +1,7 @@
 """Knows averages of weights by their class, and puts the gate in front of the methods with which they write.
 
 An average is copied lazily if only methods behind the gate write to it. For the classes in this table the gate
-stands in front of these methods (``guard_imported``), so nobody has to call ``lazyckpt.guard``. Only the
+stands in front of these methods (``guard_imported``), so no program has to call ``lazyckpt.guard``. Only the
 class itself counts: a subclass may have other methods that write.
 """
 
@@ -21,7 +21,7 @@ from lazyckpt.gate.gate import gate
 
 
 class Average(NamedTuple):
-    """What one class of averages does."""
+    """The methods of one class of averages."""
 
     updates: tuple[str, ...]
     """The methods that write to the average."""
@@ -61,7 +61,7 @@ def guard_imported() -> None:
     call. From then on the classes are known.
 
     The class changes, not the object, so that averages are copied and pickled as before. A class whose first method is
-    missing is of another version, and nobody knows what else writes there."""
+    missing is of another version, whose writing methods are unknown."""
     for (module, name), average in _AVERAGES.items():
         kind = getattr(sys.modules.get(module), "__dict__", {}).get(name)
         first = (*average.updates, *average.swaps)[0]
@@ -80,7 +80,7 @@ def _gated(method: Callable[..., Any], *, updates: bool) -> Callable[..., Any]:
         holder = holder_of(average)
         if updates and isinstance(holder, torch.nn.Module) and holder not in gate.modules:
             gate.watch(holder)
-        # What a swap writes to may be anybody's: a new owner waits for everything.
+        # A swap may write to the parameters of any owner, so it waits as a new owner does: for everything.
         with gate.step(average if updates else Guarded(average), counted=updates):
             return method(average, *args, **kwargs)
 

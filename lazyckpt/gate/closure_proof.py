@@ -1,7 +1,7 @@
 """Proves from the code of an optimizer's ``step`` that it runs its closure before anything could write to parameters.
 
-The proof reads the syntax tree of the function that is about to run, and accepts only what surely writes nothing on the
-way to the closure:
+The proof reads the syntax tree of the function that is about to run, and accepts only statements that surely write
+nothing before the closure:
 
     loss = None
     if closure is not None:
@@ -28,14 +28,14 @@ from lazyckpt.gate.step_layers import GRAD_MODES, HOOKED, cell, without_hooks, w
 
 
 class Unproven(Exception):
-    """What a function does before its closure is not known to be harmless."""
+    """The code before the closure is not known to be harmless."""
 
 
 def prove(function: FunctionType, kind: type[Any], *, by_name: bool) -> tuple[Proof, bool]:
     """Tries to prove it for the ``step`` of a class, called with the closure as its second argument or ``by_name``.
-    Returns what the result rests on, and whether it is proven."""
+    Returns the facts that the result rests on, and whether it is proven."""
     proof = Proof()
-    with contextlib.suppress(Exception):  # Unproven, or nothing that this module knows
+    with contextlib.suppress(Exception):  # Unproven, or an error on code that this module does not know
         _Walk(proof, function, kind).step(by_name)
         return proof, True
     return proof, False
@@ -63,7 +63,7 @@ class _Walk:
         """Raises Unproven unless everything runs the closure, or nothing, before it could write."""
         self._by_name = by_name
         if self._proof.of_class(self._kind, "__getattribute__") is not object.__getattribute__:
-            raise Unproven  # to read an attribute may run code
+            raise Unproven  # reading an attribute may run code
         node = _tree_of(self._function.__code__)
         arguments = node.args
         positional = [*arguments.posonlyargs, *arguments.args]
@@ -83,8 +83,8 @@ class _Walk:
             return  # it ends without a call that could write
 
     def _block(self, statements: list[ast.stmt]) -> bool:
-        """Returns True if the closure was called, or the function has ended, on every way through; False if nothing
-        happened."""
+        """Returns True if every path through the block has called the closure or ended the function; False if no path
+        has."""
         return any(self._statement(statement) for statement in statements)
 
     def _statement(self, node: ast.stmt) -> bool:
@@ -184,7 +184,7 @@ class _Walk:
         raise Unproven
 
     def _truth_of_call(self, function: Any, argument: ast.expr) -> bool | None:
-        """Of callable(closure), or of a function that does no more than to return such a condition."""
+        """The truth of callable(closure), or of a function that only returns such a condition."""
         called, value = self._evaluate(argument)
         if called or value is not _CLOSURE:
             raise Unproven
@@ -269,7 +269,7 @@ class _Walk:
         elif any(keyword.arg == "closure" and self._is_closure(keyword.value) for keyword in call.keywords):
             by_name = True
         elif not self._passes_on(call):
-            raise Unproven  # it does not get the closure
+            raise Unproven  # the next step does not get the closure
         _Walk(self._proof, function, self._kind).step(by_name)
 
     def _is_closure(self, node: ast.expr) -> bool:
@@ -278,7 +278,7 @@ class _Walk:
     def _passes_on(self, call: ast.Call) -> bool:
         """Whether a call passes on the *args or **kwargs that hold the closure, in the same place."""
         if _CLOSURE in self._names.values():
-            return False  # it has a name of its own
+            return False  # the closure is a parameter of its own
         if self._by_name:
             values = [keyword.value for keyword in call.keywords if keyword.arg is None]
             return any(isinstance(value, ast.Name) and self._names.get(value.id) is _BY_NAME for value in values)

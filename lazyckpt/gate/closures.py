@@ -31,7 +31,7 @@ def closure_first(optimizer: _Class) -> _Class:
     lazyckpt proves this by itself for a ``step`` that begins as those of ``torch.optim`` do, and for one that is
     inherited. It holds for subclasses that do not override ``step``, and until the ``step`` of the class is replaced.
 
-    Raises TypeError for what is no class with a ``step``.
+    Raises TypeError unless it is given a class with a ``step``.
     """
     if not isinstance(optimizer, type) or not hasattr(optimizer, "step"):
         raise TypeError(f"closure_first() takes a class with a step(), not {optimizer!r}")
@@ -51,7 +51,7 @@ def runs_closure_first(step: Any, optimizer: Any, *, by_name: bool) -> bool:
             return False
         key = function, function.__code__, kind, by_name
         known = _proofs.get(key)
-        if known is None or not known[0].holds(optimizer):  # or what it rests on has changed
+        if known is None or not known[0].holds(optimizer):  # the facts of the proof have changed
             while len(_proofs) >= _MAX_PROOFS:
                 _proofs.pop(next(iter(_proofs)))
             known = _proofs[key] = prove(function, kind, by_name=by_name)

@@ -21,7 +21,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def parameters_in_groups(optimizer: Any) -> list[torch.Tensor]:
-    """Returns the tensors in the optimizer's groups. A foreign optimizer may raise anything here."""
+    """Returns the tensors in the optimizer's groups. The code of a foreign optimizer may raise any error here."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -32,7 +32,7 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
             found = list(map(torch.Tensor.data_ptr, tensors))
         except (RuntimeError, TypeError):  # one of them is sparse or fake
             return list(map(_address, tensors))
-    if 0 in found:  # a wrapper's memory is that of the tensors inside
+    if 0 in found:  # wrappers: combine the addresses of the tensors inside
         found = [at or _address(tensor) for at, tensor in zip(found, tensors, strict=True)]
     return found
 
@@ -64,7 +64,7 @@ class Evidence:
     def look(self, optimizer: Any) -> None:
         """Notes which parameters have a gradient now. Call it between backward and the optimizer's write.
 
-        Never fails: parameters of a foreign optimizer that raises earn nothing."""
+        Never fails: if a foreign optimizer raises, its parameters earn no evidence."""
         with contextlib.suppress(Exception):
             self._look(optimizer)
 
@@ -89,7 +89,7 @@ class Evidence:
         self._earned.setdefault(optimizer, {}).update(zip(map(id, earned), addresses(earned), strict=True))
 
     def without(self, optimizer: Any, tensors: list[torch.Tensor], at: list[int]) -> list[torch.Tensor]:
-        """Returns the optimizer's parameters without evidence, of those that are now at these addresses.
+        """Returns those of these parameters, with their present addresses, that have no evidence.
 
         The next steps of the optimizer look at them again."""
         mine = self._earned.get(optimizer, {})
@@ -131,14 +131,16 @@ class Evidence:
         self._embeddings.update(part for part in module.modules() if isinstance(part, kinds))
 
     def eager_storages(self) -> set[int]:
-        """Returns the storages (``_cdata``) that are eager whatever their owners have earned."""
+        """Returns the storages (``_cdata``) that are eager despite any evidence."""
         return set(_storages([part.weight for part in list(self._embeddings) if part.max_norm is not None]))
 
 
 def storages_of(optimizer: Any, tensors: list[torch.Tensor]) -> list[int]:
     """Returns the storages of these parameters, and of the state that the optimizer keeps for each of them alone."""
     state = getattr(optimizer, "state", None)
-    if not isinstance(state, dict) or isinstance(optimizer, torch.optim.LBFGS):  # which keeps all for its first one
+    if not isinstance(state, dict) or isinstance(
+        optimizer, torch.optim.LBFGS
+    ):  # LBFGS keeps all state for its first parameter
         state = {}
     return _storages([tensors, [state.get(tensor) for tensor in tensors]])
 

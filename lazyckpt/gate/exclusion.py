@@ -24,8 +24,8 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 
 class Call:
-    """A function call, known by its frame: one that raised leaves no other trace than that its frame is gone. It keeps
-    neither the frame nor its locals alive."""
+    """A function call, known by its frame. If the call raises, only the missing frame shows it. Keeps neither the frame
+    nor its locals alive."""
 
     __slots__ = ("_code", "frame", "thread")
 
@@ -35,7 +35,7 @@ class Call:
         self._code: CodeType = frame.f_code
 
     def under_way(self, stack: FrameType | None) -> bool:
-        """Whether the call is on ``stack``, the innermost frame of its thread; also True if that cannot be told."""
+        """Whether the call is on ``stack``, the innermost frame of its thread; True also if this is not certain."""
         end = stack
         while stack is not None:
             if id(stack) == self.frame and stack.f_code is self._code:
@@ -77,7 +77,7 @@ class _Arming(Call):
         self.armed = False  # no other thread is writing
         self.collecting = True  # runs the user's code, which may wait for anything
         self.stepped: str | None = None  # which owner stepped on the same thread since then: in a signal handler
-        self.broken: str | None = None  # which step could wait no longer
+        self.broken: str | None = None  # which step stopped waiting
 
 
 class Exclusion:
@@ -192,7 +192,7 @@ class Exclusion:
     def collected(self, path: str | os.PathLike[str], step: int | None) -> None:
         """Notes, inside ``arming``, that the save runs no more of the user's code, so steps may wait without limit.
 
-        Raises SaveError if a step could not wait until now.
+        Raises SaveError if a step has stopped waiting.
         """
         me = threading.get_ident()
         with self._changed:

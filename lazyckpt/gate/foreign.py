@@ -1,8 +1,8 @@
-"""Finds out what optimizers other than torch's do, and puts the gate in front of it.
+"""Finds out how optimizers other than torch's write, and puts the gate in front of these writes.
 
 torch's own optimizers write to parameters in ``step()`` only, after the closure. Others may write before the closure,
 in methods with other names (schedule-free optimizers, SAM, swaps of weights), or inside a step of their own that
-torch's hook never sees. None of these functions fails for an optimizer that is not as torch's are.
+torch's hook never sees. None of these functions fails for an optimizer that differs from torch's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _guarded: weakref.WeakSet[type[Any]] = weakref.WeakSet()
 
 def is_torch_class(kind: type[Any]) -> bool:
     """Whether a class of optimizers is exactly one of torch's own, not derived from one."""
-    return f"{kind.__module__}.".startswith("torch.optim.")  # that of Adafactor is torch.optim itself
+    return f"{kind.__module__}.".startswith("torch.optim.")  # the module of Adafactor is torch.optim itself
 
 
 def warn_of_foreign(optimizer: object, error: Exception) -> None:
@@ -45,7 +45,7 @@ def warn_of_foreign(optimizer: object, error: Exception) -> None:
     if type(optimizer) in _told_of:
         return
     _told_of.add(type(optimizer))
-    why = "".join(traceback.format_exception_only(error)).strip()  # also of an error that cannot be printed
+    why = "".join(traceback.format_exception_only(error)).strip()  # works also for an error that cannot be printed
     _warn(
         f"lazyckpt cannot tell what {type(optimizer).__name__} trains ({why}): its steps wait for all copies, and "
         "save() copies what no other optimizer trains before it returns"
@@ -57,7 +57,7 @@ def _warn(message: str) -> None:
         warn_once(message)
 
 
-# what runs before the closure
+# code before the closure
 
 
 def writes_before_closure(optimizer: torch.optim.Optimizer, frame: FrameType, *, by_name: bool) -> bool:
@@ -90,7 +90,7 @@ def writes_before_closure(optimizer: torch.optim.Optimizer, frame: FrameType, *,
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook is of lazyckpt. These write to no parameter."""
+    """Whether a hook is of lazyckpt, whose hooks write to no parameter."""
     module = getattr(hook, "__module__", None)
     return isinstance(module, str) and module.startswith(f"{__name__.partition('.')[0]}.")
 
@@ -114,7 +114,7 @@ def _place_of(function: Any) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-# what writes outside step()
+# writes outside step()
 
 
 def guard_switches(kind: type[Any]) -> None:
@@ -134,7 +134,8 @@ def guard_switches(kind: type[Any]) -> None:
 
 
 def guard_callers(frame: FrameType) -> None:
-    """Guards optimizers that step by another's, as SAM does: torch's hooks never see them. ``frame`` is a step's."""
+    """Guards optimizers that step through another optimizer, as SAM does: torch's hooks never see them. ``frame`` is a
+    step's."""
     caller = frame.f_back
     for _ in range(_MAX_CALLERS):
         if caller is None:
@@ -174,14 +175,14 @@ def _is_in_mode(optimizer: Any, train: bool) -> bool:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that ``optimizer`` passes everything on to, as LightningOptimizer does: the two are one owner."""
+    """The optimizer to which ``optimizer`` forwards everything, as LightningOptimizer does: the two are one owner."""
     try:
         groups, state = optimizer.param_groups, optimizer.state
         for inner in list(vars(optimizer).values()) if groups is not None and state is not None else ():
             passed_on = isinstance(inner, torch.optim.Optimizer) and inner is not optimizer
             if passed_on and inner.param_groups is groups and inner.state is state:
                 return unwrapped(inner)
-    except Exception:  # not as torch's are, or inside of itself: it stands for itself
+    except Exception:  # it differs from torch's, or is in a cycle: it counts as its own owner
         pass
     return optimizer
 

@@ -26,11 +26,11 @@ from lazyckpt.gate.standing import Standing
 
 
 class Pending(Protocol):
-    """What is not copied yet: a snapshot, for example."""
+    """A snapshot, or another object, with tensors that are not copied yet."""
 
-    def wait(self, owner: object) -> None: ...  # returns when ``owner`` may change what it owns
+    def wait(self, owner: object) -> None: ...  # returns when ``owner`` may write to its storages
     def wait_all(self) -> None: ...
-    def wait_for_storage(self, storage: torch.UntypedStorage) -> None: ...  # until it may let go of its memory
+    def wait_for_storage(self, storage: torch.UntypedStorage) -> None: ...  # returns when it may free its memory
     def give_verdict(self) -> None: ...  # if the calling thread owes it and everything is copied
     def is_held(self) -> bool: ...  # whether this thread has a lock that a background thread needs to finish it
 
@@ -46,12 +46,12 @@ class Gate(Exclusion):
         self.standing = Standing()
         self.evidence = Evidence()
         # Every optimizer that was seen to step and every known average (averages.py) that was updated, with the number
-        # of these steps. Nobody has to register them.
+        # of these steps. They need no registration.
         self.steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Optimizers whose step is in a CUDA graph of torch's, which is replayed without any hook; True if the user
         # waits by hand.
         self.replayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        # Every module that was watched, and its parts. No hooks: a copy of a module has nothing of the gate.
+        # Every watched module, and its parts. No hooks on them: a copy of a module must be free of the gate.
         self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._capturing = threading.local()  # `steps`: of the CUDAGraph (guard.py) that this thread captures
 
@@ -82,12 +82,12 @@ class Gate(Exclusion):
             pending.wait_all()
 
     def wait_for_storage(self, storage: torch.UntypedStorage) -> None:
-        """Returns when ``storage`` may let go of its memory."""
+        """Returns when ``storage`` may free its memory."""
         for pending in self._pending:
             pending.wait_for_storage(storage)
 
     def give_verdicts(self) -> None:
-        """Gives the verdicts that the calling thread owes (verdict.py), for snapshots that are all copied."""
+        """Gives the verdicts that the calling thread owes (verdict.py), for snapshots that are copied completely."""
         for pending in self._pending:
             pending.give_verdict()
 
@@ -106,7 +106,7 @@ class Gate(Exclusion):
 
     @contextlib.contextmanager
     def step(self, *owners: Any, counted: bool = True) -> Iterator[None]:
-        """A context in which ``owners`` may write. With ``counted``, they own what they hold from now on."""
+        """A context in which ``owners`` may write. With ``counted``, they become owners of their storages."""
         frame = sys._getframe(2)  # behind that of contextlib
         opened: list[Step] = []
         try:
@@ -159,7 +159,7 @@ class Gate(Exclusion):
     def watch(self, module: torch.nn.Module) -> None:
         """Makes ``load_state_dict`` of ``module`` and of its parts wait for pending copies.
 
-        Saves copy eagerly, from now on, what its parts write to in forward.
+        From now on, saves eagerly copy the parameters that its parts write to in forward.
         """
         with self._changed:
             self.evidence.watch(module)
@@ -167,7 +167,7 @@ class Gate(Exclusion):
 
     def owners(self) -> tuple[list[tuple[Any, int]], set[int]]:
         """The owners that were seen to step, with the number of steps, oldest first; and the storages that are eager
-        whoever owns them."""
+        despite their owners."""
         with self._changed:
             return list(self.steps.items()), self.evidence.eager_storages()
 

@@ -1,4 +1,5 @@
-"""Puts the gate in front of what torch calls no hook for: a method of the user's, a CUDA graph, a write by hand."""
+"""Puts the gate in front of writes for which torch calls no hook: a method of the user's, a CUDA graph, a write by
+hand."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
         super().capture_end()
 
     def replay(self) -> None:
-        """As torch's, behind the gate: the GPU waits for copies of what the graph writes, the host does not."""
+        """Replays behind the gate: the GPU, not the host, waits for the copies of tensors that the graph writes to."""
         with gate.step(*self._steps):
             super().replay()
 
@@ -89,7 +90,7 @@ def guard(obj: Any, method: str) -> None:
     own = getattr(obj, method)
     if isinstance(own, GatedMethod) or averages.is_update(obj, method):
         return
-    # One owner, however many methods: each of them may be called between two saves, or none.
+    # One owner for all methods: a program may call any of them between two saves, or none.
     others = [m.owner for m in getattr(obj, "__dict__", {}).values() if isinstance(m, GatedMethod)]
     owner = obj if averages.is_known(obj) else others[0] if others else Guarded(obj)
     setattr(obj, method, GatedMethod(owner, own))

@@ -20,7 +20,7 @@ from lazyckpt.gate.foreign import guard_callers, guard_switches, warn_of_foreign
 from lazyckpt.gate.gate import gate
 from lazyckpt.gate.torch_methods import gate_methods
 
-warmups: weakref.WeakSet[Any] = weakref.WeakSet()  # told of steps that are over (warmup.py)
+warmups: weakref.WeakSet[Any] = weakref.WeakSet()  # called after each step (warmup.py)
 _installed = threading.Lock()  # held from the first ``install`` on
 
 
@@ -30,7 +30,7 @@ def install() -> None:
     if not _installed.acquire(blocking=False):
         return
     hook = torch_optimizer.register_optimizer_step_pre_hook(_before_step)
-    # Hooks of others may write, too: they run behind ours, even those that were there before.
+    # Hooks of other code may write, too. They run behind ours, even those registered earlier.
     torch_optimizer._global_optimizer_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
     torch_optimizer.register_optimizer_step_post_hook(_after_step)
     gate_methods()
@@ -43,7 +43,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     frame = sys._getframe(1)
     try:
         return _open_step(optimizer, args, kwargs, frame)
-    except Exception as error:  # the optimizer is not as torch's are: it owns nothing, and waits for everything
+    except Exception as error:  # the optimizer differs from torch's: it owns nothing, and waits for everything
         with contextlib.suppress(Exception):  # it may have no hash
             gate.steps.pop(optimizer, None)
         warn_of_foreign(optimizer, error)

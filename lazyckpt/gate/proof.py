@@ -1,4 +1,4 @@
-"""What the proof about an optimizer's ``step`` (closure_proof.py) rests on: it fails once one of these has changed."""
+"""The facts that a proof about an optimizer's ``step`` (closure_proof.py) rests on. It fails once one has changed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import inspect
 from types import CodeType, FunctionType
 from typing import Any
 
-# Methods of torch's Optimizer that only look; the second is that of older versions.
+# Methods of torch's Optimizer that only read; older versions have the second one.
 PURE_METHODS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
 
 
 class Proof:
-    """What a proof rests on: names that may be bound to something else later."""
+    """The facts of a proof: names that may be bound to something else later."""
 
     def __init__(self) -> None:
         self._names: list[tuple[dict[str, Any], str, Any]] = []
@@ -35,7 +35,8 @@ class Proof:
         return function.__code__
 
     def flag(self, name: str) -> None:
-        """The code asks whether ``param_groups[0][name]`` is true, which runs no code if all of it is plain."""
+        """Notes that the code asks whether ``param_groups[0][name]`` is true, which runs no user code if all parts are
+        plain."""
         self._flags.append(name)
 
     def holds(self, optimizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Makes methods of torch wait that write to tensors, or free them, outside steps. torch has no fitting hook for them.
+"""Makes methods of torch that write to tensors, or free them, outside of steps wait. torch has no hook for them.
 
 Hooks of ``load_state_dict`` exist, but only on the object itself, where they would become part of its copies and
 pickles. So these functions replace the methods of the class.
@@ -14,8 +14,8 @@ import torch
 
 from lazyckpt.gate.gate import gate
 
-# Methods of a storage that give its memory back. To hold on to the storage does not help: its memory is freed at once,
-# and a thread that reads it may end the process. Sharded training resizes; share_memory(), and sending a tensor to
+# Methods of a storage that free its memory. A reference to the storage does not help: the memory is freed at once, and
+# a thread that reads it may crash the process. Sharded training resizes; share_memory(), and sending a tensor to
 # another process, move the memory.
 _GIVE_MEMORY_BACK = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
@@ -45,7 +45,7 @@ def _behind_copies(load: Callable[..., Any], known: Container[Any]) -> Callable[
     def wait_and_load(self: Any, *args: Any, **kwargs: Any) -> Any:  # torch passes self= by name, too
         try:
             is_known = self in known
-        except Exception:  # it has no hash, or none that works
+        except Exception:  # the object has no working hash
             is_known = False
         if is_known:
             gate.wait_all()

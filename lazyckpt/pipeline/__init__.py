@@ -1,1 +1,1 @@
-"""One save from its plan to the handle that is done: the threads behind it, and who waits for them."""
+"""One save, from its plan to the finished handle: the threads behind it, and the waits for them."""

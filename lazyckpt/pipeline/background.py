@@ -60,7 +60,7 @@ class Background:
         self._removal = threading.Lock()
         self._naming = threading.Lock()  # held while checkpoints get their names or lose them
 
-    # what the thread that saves calls
+    # calls of the thread that saves
 
     @property
     def pending(self) -> list[SaveHandle]:
@@ -91,8 +91,8 @@ class Background:
             wait_for(pending[:1])  # usually the first to be done, since they are published in order
 
     def has_failed(self) -> bool:
-        """Whether a failure was not reported yet. Call it before a save: that of a torn snapshot becomes a warning,
-        because the save copies everything at once."""
+        """Whether an unreported failure is left. Call it before a save: a torn snapshot becomes a warning, because this
+        save copies everything at once."""
         while self._failed:
             handle = self._failed[0]
             if not is_reported(handle) and (error := error_of(handle)) is not None:
@@ -106,7 +106,7 @@ class Background:
 
     def raise_failed(self, saving: SaveHandle | None = None) -> None:
         """Raises the oldest failure that was not reported yet; the next call raises the next one. ``saving``: the save
-        whose call raises it. That goes on, and the error says so."""
+        whose call raises it; that save goes on, and the error says so."""
         while True:
             try:  # no lock: a signal handler that saves may interrupt this thread while it holds one
                 handle = self._failed.pop(0)
@@ -120,7 +120,7 @@ class Background:
             raise error
 
     def drain(self) -> None:
-        """Waits until nothing is in flight and what the checkpoints replaced is gone."""
+        """Waits until nothing is in flight and all replaced checkpoints are removed."""
         wait_for(self._tasks, saves=self.pending)
         self._tasks = [task for task in self._tasks if not task.done()]
 
@@ -175,8 +175,8 @@ class Background:
     # one checkpoint, on a background thread
 
     def _run(self, flight: Flight) -> None:
-        """Persists a checkpoint, then clears the frames of its failure: a user who keeps the error keeps its traceback,
-        which must not keep the tensors and the staging buffer."""
+        """Persists a checkpoint, then clears the frames of its failure: a user may keep the error and its traceback,
+        but these must not keep the tensors and the staging buffer alive."""
         where = self._persist(flight)
         del flight
         traceback.clear_frames(where)
@@ -212,7 +212,7 @@ class Background:
         return where
 
     def _end(self, flight: Flight, error: SaveError | None) -> None:
-        """Settles the handle and lets go of the engine's job, which a user who keeps the handle must not hold."""
+        """Settles the handle and drops the engine's job, which must not live as long as the user's handle."""
         try:
             try:
                 persist.measure(flight)
@@ -226,8 +226,8 @@ class Background:
     # removals
 
     def _clean_up(self, flight: Flight, replaced: Path | None, error: SaveError | None) -> None:
-        """Removes what this checkpoint replaced or made superfluous. A failure is a warning, since the new checkpoint
-        stands."""
+        """Removes the checkpoint that this one replaced, and those that retention drops. A failure is only a warning,
+        since the new checkpoint is committed."""
         try:
             if replaced is not None:
                 removal.remove(replaced)
@@ -237,7 +237,7 @@ class Background:
             warn_in_background(f"old checkpoints could not be removed from {flight.handle.path.parent}: {refused}")
 
     def _remove_all(self, superfluous: Callable[[], Iterable[Path]]) -> None:
-        """Hides all of them before the next checkpoint gets its name, which may be one of theirs."""
+        """Hides all of them before the next checkpoint gets its name, which may be the name of one of them."""
         hidden: list[Path | None] = []
         try:
             with self._naming:

@@ -11,7 +11,8 @@ from pathlib import Path
 def available_memory_bytes() -> int:
     """Returns the memory that this process may still take.
 
-    That is what the machine has free, within the limits of the process's cgroups and address space (``ulimit -v``)."""
+    That is the free memory of the machine, within the limits of the process's cgroups and address space (``ulimit
+    -v``)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -22,7 +23,8 @@ def available_memory_bytes() -> int:
 
 
 def _cgroup_headroom_bytes() -> Iterator[int]:
-    """What each cgroup above this process leaves. The page cache counts as free, since the kernel gives it up."""
+    """Yields the memory left in each cgroup above this process. The page cache counts as free, since the kernel gives
+    it up."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

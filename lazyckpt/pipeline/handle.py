@@ -78,7 +78,7 @@ class SaveHandle(Future[Path]):
             return True  # failed before the engine had it, or done
         released = snapshot.job.wait_released(timeout)
         if released:
-            snapshot.verify_soon()  # now, since the caller is free to change everything
+            snapshot.verify_soon()  # now: after this call the caller may change everything
         return released
 
     @property
@@ -157,7 +157,7 @@ class SaveHandle(Future[Path]):
     def _impatience(self) -> SaveError:
         assert self._snapshot is not None
         what = (
-            "is durable but not published: nobody knows yet whether its tensors were written to, since thread "
+            "is durable but not published: it is not known yet whether its tensors were written to, since thread "
             f"{self._snapshot.verdict.thread.name!r}, which called save(), has been in one call for "
             f"{waits.VERDICT_PATIENCE_S:.0f} s. It is published when that thread goes on: call result() there before "
             "it waits for this thread"

@@ -67,9 +67,11 @@ class Launcher:
     """Launches the saves of one Saver. One thread at a time may call."""
 
     def __init__(self, config: Config, buffer: StagingBuffer, background: Background, trace: Trace | None) -> None:
-        self.callers: dict[str, int] = {}  # of the Saver and of all that launches through it; see reentry.py
+        self.callers: dict[
+            str, int
+        ] = {}  # calls in progress, of the Saver and of all objects that launch through it; see reentry.py
         self.modules: list[torch.nn.Module] = []  # whose frozen (requires_grad=False) parameters may become lazy
-        self.label = "this Saver"  # what users call; in messages
+        self.label = "this Saver"  # the object that users call, for messages
         self.closed = False  # to new saves
         self._config = config
         self._pid = os.getpid()
@@ -85,7 +87,7 @@ class Launcher:
         self._training_step: Hashable = None  # of the last save
 
     def forget_frozen(self) -> None:
-        """Forgets what saves have seen of frozen parameters, since they were written to."""
+        """Forgets the observations of frozen parameters, since they were written to."""
         self._frozen = FrozenParameters()
 
     def check_usable(self) -> None:
@@ -101,8 +103,8 @@ class Launcher:
     def launch(self, request: Request, plans: Plans, *, blocking: bool, training_step: Hashable = None) -> SaveHandle:
         """Starts a save. Returns when everything is copied or guarded; with ``blocking``, when it is durable.
 
-        Saves of one ``training_step`` stay lazy, although no optimizer has stepped between them. Raises what
-        ``Saver.save`` raises. A request that does not reach the background is abandoned."""
+        Saves of one ``training_step`` stay lazy, although no optimizer has stepped between them. Raises the
+        errors of ``Saver.save``. A request that does not reach the background is abandoned."""
         begin = time.perf_counter()
         handle = SaveHandle(request.step, request.path)
         why = ""  # as text, because the error refers to this frame
@@ -212,7 +214,7 @@ class Launcher:
         )
 
     def _guard(self, flight: Flight, programs: list[Program]) -> None:
-        """Makes optimizer steps wait for what the engine has not copied yet."""
+        """Makes optimizer steps wait for storages that the engine has not copied yet."""
         snapshot, handle = flight.snapshot, flight.handle
         snapshot.job = flight.job
         if self._trace is not None:
@@ -222,7 +224,7 @@ class Launcher:
         gate.add(snapshot)
 
     def _withdraw(self, flight: Flight, error: BaseException) -> None:
-        """Abandons a save, for example at Ctrl-C: training may go on and change what is only half copied."""
+        """Abandons a save, for example at Ctrl-C: training may go on and change storages that are half copied."""
         flight.job.fail(errno.ECANCELED, "save() was interrupted")
         gate.discard(flight.snapshot)
         if self._trace is not None and flight.traced is not None:
@@ -232,7 +234,7 @@ class Launcher:
 
 
 def check_space(nbytes: int, handle: SaveHandle) -> None:
-    """Raises NoSpaceError if the disk is full now. ``fallocate`` finds what others write in the meantime."""
+    """Raises NoSpaceError if the disk is full now. ``fallocate`` notices later writes of other programs."""
     try:
         free = folders.free_bytes(handle.path if handle.path.is_dir() else handle.path.parent)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Proves that what ``save()`` pickled is of the moment at which the engine took the bytes of the tensors.
+"""Proves that the pickles of a save are of the moment at which the engine took the bytes of the tensors.
 
-Nothing but code that interrupts the thread can come between the two: the handler of a signal, a destructor. If there
-are signs of it, the state is collected once more, and must not have changed.
+Only code that interrupts the thread can run between the two: a signal handler, a destructor. If there are signs of it,
+the save collects the state once more, and it must not have changed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _is_the_same(plan: FilePlan, file: TensorViews, extents: list[Extent], moved
     others = zip(now.storages, file.storages, now.identities, file.identities, strict=True)
     return all(
         _have_equal_bytes(a, b) for a, b, at, before in others if at != before
-    )  # made anew, such as random states
+    )  # new at every call, such as random states
 
 
 def _have_equal_bytes(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:

@@ -50,7 +50,7 @@ class Flight:
 
 
 def create_files(flight: Flight) -> Staging:
-    """Creates the files, so that the engine can write what it has copied. Raises OSError."""
+    """Creates the files, so that the engine can write its copies. Raises OSError."""
     flight.staging = staging = flight.request.stage()
     begin = time.perf_counter()
     for number, (name, nbytes) in enumerate(zip(flight.files, flight.nbytes, strict=True)):
@@ -63,8 +63,8 @@ def create_files(flight: Flight) -> Staging:
 
 
 def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> list[FileEntry]:
-    """Returns when the files are durable and, with ``read_back``, compared with what was copied. Lets go of the
-    training state as soon as that is copied.
+    """Returns when the files are durable and, with ``read_back``, compared with the copy. Drops the references
+    to the training state as soon as it is copied.
 
     Raises TornSnapshotError if the snapshot is known to be torn, OSError, and RankError if another rank has aborted."""
     job, snapshot = flight.job, flight.snapshot
@@ -89,7 +89,7 @@ def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> list[FileEn
 
 def agree(flight: Flight, files: list[FileEntry]) -> None:
     """Returns when every earlier save is published or has failed, this snapshot is known not to be torn, and
-    the other ranks, if there are any, say the same of their parts.
+    the other ranks, if there are any, have agreed for their parts.
 
     Raises TornSnapshotError; SaveError if the process ends before the verdict is known; RankError."""
     handle, snapshot = flight.handle, flight.snapshot
@@ -121,7 +121,7 @@ def commit(flight: Flight, staging: Staging, files: list[FileEntry]) -> Path | N
 
 @contextlib.contextmanager
 def aborted_on_error(flight: Flight) -> Iterator[None]:
-    """Aborts the save if a step raises. The error of that step passes, whatever ``abort`` raises."""
+    """Aborts the save if a step raises. The error of that step is raised, even if ``abort`` raises another."""
     try:
         yield
     except BaseException as error:
@@ -134,7 +134,7 @@ def aborted_on_error(flight: Flight) -> Iterator[None]:
 
 
 def abort(flight: Flight) -> None:
-    """Stops the engine and removes what was staged."""
+    """Stops the engine and removes the staged files."""
     flight.job.fail(errno.ECANCELED, "another part of the checkpoint failed")
     flight.job.wait_settled()
     _let_go(flight.snapshot)
@@ -145,7 +145,7 @@ def abort(flight: Flight) -> None:
 def as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:
     """The SaveError to tell the user, caused by ``cause``."""
     if isinstance(cause, SaveError):
-        cause.__context__ = None  # its text says everything; what the background did would hide it
+        cause.__context__ = None  # its text says everything; the frames of the background would hide it
         return cause.with_traceback(None)
     if isinstance(cause, OSError):
         error = save_error(cause, path=handle.path, step=handle.step)
@@ -157,7 +157,7 @@ def as_save_error(cause: BaseException, handle: SaveHandle) -> SaveError:
 
 
 def measure(flight: Flight) -> None:
-    """Fills in what the engine measured, on the clock of ``save()``."""
+    """Fills in the measurements of the engine, on the clock of ``save()``."""
     metrics, stats = flight.handle.metrics, flight.job.stats()
     metrics.durable_s = time.perf_counter() - flight.begin
     metrics.save_blocked_s = metrics.save_blocked_s or metrics.durable_s  # if save() has not returned yet

@@ -36,7 +36,7 @@ class FilePlan(ABC):
     def gather(self) -> TensorViews:
         """Returns the storages of the state, and keeps a pickle of everything else in it, as it is now.
 
-        Raises whatever pickle raises, and ConfigError for what the format cannot hold.
+        Raises pickle's errors, and ConfigError for state that the format cannot hold.
         """
 
     @abstractmethod
@@ -44,7 +44,8 @@ class FilePlan(ABC):
         """The program that writes the views, source i being view i, and the size of the file in bytes."""
 
     def again(self) -> FilePlan | None:
-        """The plan of the same file, as the state is now; None if the state must not be asked twice in one save."""
+        """The plan of the same file with the present state; None if the state must not be collected twice in one
+        save."""
         return self
 
     @abstractmethod
@@ -53,7 +54,7 @@ class FilePlan(ABC):
 
 
 class NoPlan(FilePlan):
-    """A file that cannot be saved, and why: the save fails as one whose state cannot be had."""
+    """A file that cannot be saved, and why: the save fails like one whose state cannot be gathered."""
 
     any_order = True
 
@@ -71,7 +72,7 @@ class NoPlan(FilePlan):
 
 
 class ArchiveCache:
-    """What successive archives of one state share: pickle, storage keys and layout. Holds no tensor."""
+    """Facts that successive archives of one state share: pickle, storage keys and layout. Holds no tensor."""
 
     def __init__(self) -> None:
         self.skeleton = Skeleton()  # of an object; the providers of a tracked state have their own
@@ -139,7 +140,7 @@ class ObjectPlan(ZipPlan):
 
 
 def archive_of(obj: Any, cache: ArchiveCache) -> bytes:
-    """The archive of a small object, as it is now, in memory. Raises what ``FilePlan.gather`` raises."""
+    """The archive of a small object, as it is now, in memory. Raises the errors of ``FilePlan.gather``."""
     plan = ObjectPlan(obj, cache)
     views = plan.gather()
     extents, _ = plan.lay_out(views)
@@ -185,7 +186,7 @@ class SafetensorsPlan(FilePlan):
                     "them, or use a name that does not end in .safetensors"
                 )
             owner[pointer] = name
-            # A view of a larger storage is written as what it shows, copied in host memory.
+            # Of a view of a larger storage, only the visible elements are written, from a copy in host memory.
             dense = tensor.detach()
             if not dense.is_contiguous() or dense.untyped_storage().nbytes() != dense.nbytes or dense.is_conj():
                 dense = to_host(dense)
@@ -212,7 +213,7 @@ class CastPlan(FilePlan):
     """A dict of tensors in another dtype."""
 
     def __init__(self, name: str, state: Any, dtype: torch.dtype) -> None:
-        """Raises ConfigError for what is no dict, and for a dtype that is not floating."""
+        """Raises ConfigError for a state that is no dict, and for a dtype that is not floating."""
         if not isinstance(state, Mapping):
             raise ConfigError(f"dtype is for a state dict, not for a {type(state).__name__}")
         check_dtype(dtype)

@@ -1,4 +1,4 @@
-"""Commits what was saved when a signal announces the end of the process."""
+"""Commits pending saves when a signal announces the end of the process."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def commit_on(*signals: int, deadline: float = 25.0) -> CommitOnSignal:
     A handler installed later replaces this one. If it calls this one, as Lightning's does, the later handler ends the
     process, and this one only reports; closing a Checkpointer waits for its saves.
 
-    One line in the log ``lazyckpt`` says what was committed in time and what was not. ``close()`` of the returned
-    object, or the end of its ``with``, restores the earlier handlers.
+    One line in the log ``lazyckpt`` says which saves were committed in time and which were not. ``close()`` of the
+    returned object, or the end of its ``with``, restores the earlier handlers.
 
     Only the main thread may call. Raises ConfigError on other threads, and for a signal that cannot be handled.
     """
@@ -105,7 +105,7 @@ class CommitOnSignal:
             signal.signal(number, self._handle)  # a signal that does not end the process
 
     def _commit(self, number: int, on_top: bool) -> None:
-        """On a thread of its own."""
+        """Waits for the saves, then sends the signal again; on a thread of its own."""
         handles = in_flight()
         wait_for(handles, self._deadline)
         _late.update(handle for handle in handles if not handle.done())
@@ -118,8 +118,8 @@ class CommitOnSignal:
                 self._send(number)
 
     def _send(self, number: int) -> None:
-        """Sends the signal until it is noticed. One that arrives just before the main thread enters a system call does
-        not end that call."""
+        """Sends the signal until the main thread notices it. One that arrives just before the main thread enters a
+        system call does not end that call."""
         pause_s = waits.SIGNAL_FIRST_LOOK_S
         while number in self._committing:
             signal.pthread_kill(self._main, number)

@@ -1,4 +1,4 @@
-"""Compares what the disk gives back with what the engine copied (``verify_after_write``)."""
+"""Compares bytes read back from the disk with the engine's copies (``verify_after_write``)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def other_thread(call: str) -> ConfigError:
 
 def alone(call: str) -> Callable[[_Method], _Method]:
     """Decorates a method that must not run inside another decorated one on this thread, nor while another thread runs
-    one of the same Saver. All that use one Launcher share ``_callers``; "inside" is the thread in a call."""
+    one of the same Saver. All objects that use one Launcher share ``_callers``; "inside" is the thread in a call."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)

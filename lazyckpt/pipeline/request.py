@@ -1,5 +1,5 @@
-"""Says what one save is: where its files go (``Request``), and, for a checkpoint, its place in the line of its run
-(``Lineage``): number, parent, and which older checkpoints retention drops."""
+"""Describes one save: where its files go (``Request``), and, for a checkpoint, its place in the line of its run
+(``Lineage``): number, parent, and the older checkpoints that retention drops."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Request:
         if another rank's part failed."""
 
     def describe(self, staging: Staging, files: list[FileEntry]) -> None:
-        """Writes what else the folder needs, a manifest for example, and syncs it. ``files`` of this process are
-        synced. Raises OSError and LoadError."""
+        """Writes the other files that the folder needs, such as a manifest, and syncs them. ``files`` of this process
+        are synced. Raises OSError and LoadError."""
         staging.describe(None, [entry.name for entry in files])
 
     def publish(self, staging: Staging) -> Path | None:
-        """Gives the files their final names. Returns what they replaced, under another name. Raises OSError, and
+        """Gives the files their final names. Returns the new name of the replaced file or folder. Raises OSError, and
         RankError if another rank's part failed."""
         return staging.publish()
 
@@ -61,7 +61,7 @@ class Request:
         return ()
 
     def failed(self, error: BaseException) -> BaseException:
-        """Called if a step raised, before what was staged is discarded. Returns the error to report."""
+        """Called if a step raised, before the staged files are discarded. Returns the error to report."""
         return error
 
     def abandon(self, why: str = "") -> None:
@@ -72,7 +72,7 @@ class Request:
 
 @dataclass(frozen=True)
 class About:
-    """What a manifest tells of a checkpoint besides its files."""
+    """The contents of a manifest besides the files."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)  # as the user gave them
     kinds: Mapping[str, str] = field(default_factory=dict)  # classes of tracked state, by name
@@ -106,7 +106,7 @@ class Lineage:
             self._sequence = max(self._sequence, checkpoint.sequence)
 
     def manifest(self, step: int, files: list[FileEntry], about: About, **ranks: Any) -> dict[str, Any]:
-        """Numbers the checkpoint after all that are committed, whoever saved them. Raises LoadError."""
+        """Numbers the checkpoint after all committed ones, including those of other processes. Raises LoadError."""
         newest = patiently(self._catalog.last_sequence, warn_in_background)
         if newest > self._sequence and not self._warned:
             self._warned = True

@@ -40,7 +40,7 @@ def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
 
 
 def _all_eager(views: list[TensorViews], handle: SaveHandle, engine: _engine.Engine) -> Snapshot:
-    """A snapshot that nobody waits for, laid out in the order of the object."""
+    """A snapshot for which no step waits, laid out in the order of the object."""
     return Snapshot(
         views,
         Ownership(None, {}),

@@ -68,12 +68,12 @@ class StagingBuffer:
             warn_once(f"the staging buffer is not pinned ({self.engine.unpinned}); copies from the GPU {way}")
 
     def close(self) -> None:
-        """Lets go of the engine. It ends when no handle refers to it."""
+        """Drops the engine, which ends when no handle refers to it."""
         self.warmup.forget()
         self.engine = None
 
     def _prepare(self, tensors: list[torch.Tensor], nbytes: int) -> None:
-        """Called after the first step (warmup.py). Never fails: the first save raises what is wrong."""
+        """Called after the first step (warmup.py). Never fails: the first save raises the error."""
         if self.engine is None or os.getpid() != self._pid:
             return
         storages = [tensor.untyped_storage() for tensor in tensors]

@@ -12,8 +12,8 @@ from lazyckpt import waits
 
 
 class WaitBar:
-    """Shows how far a save is once the wait takes long. ``show`` draws it, on the main thread and where somebody looks;
-    elsewhere it does nothing. The bar goes when the wait is over."""
+    """Shows how far a save is once the wait takes long. ``show`` draws it, on the main thread, at a terminal or in a
+    notebook; elsewhere it does nothing. The bar disappears when the wait is over."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -26,7 +26,7 @@ class WaitBar:
     def show(self, what: str, progress: Callable[[], float]) -> None:
         """``progress`` goes from 0 to 1."""
         if self._bar is None:
-            if time.monotonic() < self._begin + waits.PROGRESS_BAR_AFTER_S or not _somebody_looks():
+            if time.monotonic() < self._begin + waits.PROGRESS_BAR_AFTER_S or not _is_watched():
                 return
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -42,7 +42,7 @@ class WaitBar:
             self._bar.stop()
 
 
-def _somebody_looks() -> bool:
+def _is_watched() -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())

@@ -24,7 +24,7 @@ class Warmup:
     all expected objects and the bytes of their storages.
 
     An optimizer that has stepped has its state, so the size is nearly that of the first save. A process that only
-    restores does not step, and takes no memory. ``prepare`` is a bound method, whose object lives no longer by this.
+    restores does not step, and takes no memory. ``prepare`` is a bound method; this does not keep its object alive.
     """
 
     def __init__(self, prepare: Callable[[list[torch.Tensor], int], None]) -> None:
@@ -57,7 +57,7 @@ class Warmup:
         self._waiting.discard(id(optimizer))
         if not self._waiting:
             hooks.warmups.discard(self)
-        with contextlib.suppress(Exception):  # the first save says what is wrong
+        with contextlib.suppress(Exception):  # the first save raises the error
             tensors: list[torch.Tensor] = []
             sizes: dict[int, int] = {}  # by storage
             for storages in storages_in([_tensors_of(obj) for obj in self._objects]):

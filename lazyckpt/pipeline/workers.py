@@ -30,14 +30,14 @@ class Task(Future[None]):
         self.run: Callable[[], None] | None = run
 
     def do(self) -> None:
-        """Calls the function. The thread survives an exception, which is reported as the end of a thread would be."""
+        """Calls the function. The thread survives an exception, which goes to ``threading.excepthook``."""
         try:
             assert self.run is not None
             self.run()
         except BaseException:
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         finally:
-            self.run = None  # a task that somebody keeps holds nothing alive
+            self.run = None  # a task that is kept must hold nothing alive
             self.set_result(None)
 
 

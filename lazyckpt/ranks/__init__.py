@@ -1,1 +1,1 @@
-"""Several ranks that save one checkpoint: who writes what, and how they agree without training's process group."""
+"""Several ranks that save one checkpoint: which rank writes which shard, and how they agree without a process group."""

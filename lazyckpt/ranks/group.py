@@ -1,4 +1,4 @@
-"""The ranks that save into one folder together: which take part, and how they talk.
+"""The ranks that save into one folder together: which ranks take part, and how they talk.
 
 ``join``: every rank gets a uuid and a generation from rank 0, through the store of torch.distributed, and proves that
 it sees rank 0's folder. ``ballot``: one for each save (votes.py), on background threads. ``close``: this rank's sign of
@@ -24,7 +24,7 @@ from lazyckpt import waits
 from lazyckpt.errors import ConfigError, SaveError, save_error
 from lazyckpt.ranks.pulse import Pulse, Watch
 from lazyckpt.ranks.rendezvous import Rendezvous
-from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost, exchange
+from lazyckpt.ranks.rounds import NO_RANKS, Point, RankLost, Seat, StoreLost, exchange
 from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serves
 from lazyckpt.ranks.votes import Ballot
 from lazyckpt.storage import claim, hidden, locks, mounts, removal
@@ -36,7 +36,7 @@ _KEYS = "lazyckpt"
 
 
 class WatchedStore:
-    """The ``Store`` of the votes: the keys of the group, and a watch on the rank that somebody waits for."""
+    """The ``Store`` of the votes: the keys of the group, and a watch on the rank that a wait is for."""
 
     def __init__(self, client: Client, pulse: Pulse, rendezvous: Rendezvous) -> None:
         self._client, self._pulse, self._rendezvous = client, pulse, rendezvous
@@ -57,7 +57,7 @@ class WatchedStore:
         self._client.release(f"{_KEYS}/{key}")
 
     def wait(
-        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NOBODY
+        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NO_RANKS
     ) -> bytes | None:
         reply = self._client.ask(f"{_KEYS}/{key}")
         watches = {other: Watch(self._pulse, other, at) for other in (rank, *others)}
@@ -99,7 +99,8 @@ class RankGroup:
         self._client = client
         self._pulse = pulse
         self._previous: Ballot | None = None
-        # At exit, if nobody calls ``close``: after the threads that save, if this group was joined before them.
+        # Without a call of ``close``, this runs at exit: after the threads that save, if the group was joined before
+        # them.
         self._leave = weakref.finalize(self, _leave, pulse, client, seat.directory, mine, lock)
         self._leave.atexit = False  # saves that are pending then still need the store
         self.rank = seat.rank
@@ -124,8 +125,8 @@ class RankGroup:
 
     def ballot(self, ordinal: int, step: int | None, layout: str, target: Path) -> Ballot:
         """The vote on one save. ``ordinal`` counts the saves of this group from 1, also those that fail; ``layout`` is
-        what the ranks must agree on; ``target`` is the final folder, on the file system of the group's folder. Sends
-        nothing."""
+        the description on which the ranks must agree; ``target`` is the final folder, on the file system of the group's
+        folder. Sends nothing."""
         self._previous = self._ballot(ordinal, step, layout, target, self._previous)
         return self._previous
 
@@ -176,7 +177,7 @@ class RankGroup:
         return exchange(self._seat, self._pulse.reached["exchange"], topic, value)
 
     def check_claim(self) -> None:
-        """Raises SaveError if the folder belongs to another job by now: call it before something is removed there."""
+        """Raises SaveError if another job has taken the folder. Call it before removing something there."""
         try:
             found = claim.other_claim(self.directory, self._claim)
         except OSError as error:
@@ -188,7 +189,7 @@ class RankGroup:
         """Call it when all saves of this rank are settled.
 
         Rank 0 gives the others a few seconds to read the outcome of the last save. Without it they look into the
-        folder. Otherwise this waits for nobody."""
+        folder. Otherwise this waits for no rank."""
         last = self._previous
         with contextlib.suppress(StoreLost):
             end = time.monotonic() + min(waits.FAREWELL_S, self._pulse.timeout_s)
@@ -201,8 +202,8 @@ _groups: weakref.WeakSet[RankGroup] = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """In a forked child, which has no part in the jobs of its parent: it must not wait for them, end them or speak for
-    them."""
+    """Runs in a forked child, which has no part in the jobs of its parent: it must not wait for them, end them or speak
+    for them."""
     for group in list(_groups):
         group._leave.detach()
         group._client.disown()
@@ -245,7 +246,7 @@ def join(
         watched, server = WatchedStore(client, pulse, rendezvous), 0 if told["serves"] else None
         seat = Seat(run, generation, rank, world_size, watched, directory, server=server)
         pulse.start()
-        # The first rank tells which others are missing; they only look whether they wait in vain.
+        # Rank 0 reports which others are missing; the others only check whether they wait in vain.
         rendezvous.missing = lambda: [r for r in range(world_size if rank == 0 else 0) if pulse.look(r) is None]
     except BaseException as error:
         locks.drop(lock)
@@ -270,8 +271,8 @@ def join(
 
 
 def _found(client: Client, shared: Client, begin: str, directory: Path, serves: bool) -> tuple[dict[str, Any], int]:
-    """Rank 0: starts a new generation, in the folder and in the store. Returns what it tells, and the lock of the
-    claim."""
+    """Rank 0: starts a new generation, in the folder and in the store. Returns its message to the others, and the lock
+    of the claim."""
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
     run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
     new = FolderClaim.here(run, client.count(f"{_KEYS}/generation"))
@@ -292,7 +293,7 @@ def _found(client: Client, shared: Client, begin: str, directory: Path, serves: 
 
 
 def _awaited(shared: Client, begin: str, timeout_s: float, rendezvous: Rendezvous) -> dict[str, Any]:
-    """Another rank: returns what rank 0 tells."""
+    """Another rank: returns the message of rank 0."""
     end = time.monotonic() + waits.ABSENT_TIMEOUTS * timeout_s
     pause_s = waits.JOIN_FIRST_LOOK_S
     while (found := shared.look(begin)) is None:
@@ -323,13 +324,14 @@ def _check_same_folder(group: RankGroup, directory: Path, theirs: str) -> None:
 
 
 def _other_claim(directory: Path, mine: FolderClaim) -> str | None:
-    """Returns None if the folder belongs to ``mine``, else whose it is. A network file system has time to show it."""
+    """Returns None if the folder belongs to ``mine``, else names its owner. Gives a network file system time to show
+    it."""
     end = time.monotonic() + (0 if claim.is_local(directory) else waits.STALE_NAME_S)
     while True:
         try:
             found = claim.other_claim(directory, mine)
         except OSError as error:
-            found = f"nobody knows whom ({error.strerror})"
+            found = f"an unknown job (cannot read {claim.CLAIM}: {error.strerror})"
         if found is None or time.monotonic() > end:
             return found
         time.sleep(waits.OWNER_LOOK_S)

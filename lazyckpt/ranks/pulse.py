@@ -1,6 +1,6 @@
-"""Signs of life: every rank counts up a key of its own, and whoever waits for a rank looks whether it still does.
+"""Signs of life: every rank counts up a key of its own, and a rank that waits for it checks that the count still grows.
 
-Clocks of different machines are never compared. The one who waits adds up how long it has seen no change. It does not
+Clocks of different machines are never compared. The waiting rank adds up how long it has seen no change. It does not
 count time in which it did not look, because then it slept itself.
 """
 
@@ -46,7 +46,7 @@ class Pulse:
         self._client.set(f"{self._keys}/{self._rank}", json.dumps({"beats": self._beats, **self.reached}).encode())
 
     def look(self, rank: int) -> dict[str, int] | None:
-        """The number of beats of a rank, and what it has reached; None before it joins and once it has closed."""
+        """The number of beats of a rank, and the points it has reached; None before it joins and once it has closed."""
         told = self._client.look(f"{self._keys}/{rank}")
         return None if told is None else json.loads(told)
 
@@ -59,13 +59,13 @@ class Pulse:
             self._client.delete(f"{self._keys}/{self._rank}")
 
     def _run(self) -> None:
-        with contextlib.suppress(StoreLost):  # whoever waits for something finds out
+        with contextlib.suppress(StoreLost):  # the next wait finds out
             while not self._stop.wait(self.period_s):
                 self.beat()
 
 
 class Watch:
-    """Watches one rank, as long as somebody waits for what it has to do at a save or an exchange."""
+    """Watches one rank while this one waits for its part in a save or an exchange."""
 
     def __init__(self, pulse: Pulse, rank: int, at: Point) -> None:
         self._pulse, self._rank, self._at = pulse, rank, at
@@ -74,7 +74,7 @@ class Watch:
         self._silent_s = self._absent_s = 0.0
 
     def check(self) -> None:
-        """Raises RankLost if the rank has closed, gives no sign of life, or lives and does not get there."""
+        """Raises RankLost if the rank has closed, gives no sign of life, or lives and does not reach the point."""
         found = self._pulse.look(self._rank)
         now = self._pulse.clock()
         passed_s = min(now - self._looked, 2 * self._pulse.period_s)

@@ -1,11 +1,11 @@
 """The claims of ranks on a folder, in the store of torch.distributed: which ranks save into it, and how.
 
 A rank that saves whole checkpoints by itself must be the only one there: others would replace its checkpoints. And none
-may do so where ranks save shards together. The first rank of each kind claims the folder. One that finds a claim of
-another rank refuses, and leaves a note, which the others find: before they publish, or while they wait to join. The
-note stays, so that all of them find it; a rank that comes later takes it for one of an earlier attempt.
+may do so where ranks save shards together. The first rank of each kind claims the folder. A rank that finds another
+rank's claim refuses, and leaves a note, which the others find before they publish, or while they wait to join. The note
+stays, so that all of them find it; a rank that comes later takes it for a note of an earlier attempt.
 
-There is no collective, and a save by itself sends one short message, on a background thread. Ranks that track and
+There is no collective, and a save of one rank sends one short message, on a background thread. Ranks that track and
 restore claim nothing.
 """
 
@@ -28,7 +28,7 @@ from lazyckpt.ranks.store import PollingClient
 from lazyckpt.storage import mounts
 from lazyckpt.warn import warn
 
-_ID_BYTES = 32  # before the text of a note, which no other note has
+_ID_BYTES = 32  # unique, before the text of a note
 
 
 class RankClaims:
@@ -37,7 +37,7 @@ class RankClaims:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._keys: str | None = None  # prefix of those of the folder
+        self._keys: str | None = None  # the prefix of the folder's keys
         self._claims: set[str] = set()  # that this rank holds
         self._began = False
         self._known: bytes | None = None  # the note that was there before, or that this rank has found
@@ -72,14 +72,14 @@ class RankClaims:
                     self._claims.add("sharded")
 
     def look(self) -> None:
-        """Raises ConfigError if another rank was refused because this one saves whole checkpoints. Once a note: this
-        rank goes on when the other one stops. Any thread."""
+        """Raises ConfigError if another rank was refused because this one saves whole checkpoints. Raises once for each
+        note: this rank goes on when the other one stops. Any thread."""
         if "whole" in self._claims and (client := default_store()) is not None:
             with contextlib.suppress(StoreLost, OSError):
                 self._raise_note(client)
 
     def await_all(self) -> None:
-        """Called now and then while this rank waits for all ranks to join. Raises ConfigError if one will not."""
+        """Called now and then while this rank waits for all ranks to join. Raises ConfigError if one will not join."""
         if (client := default_store()) is None:
             return
         with contextlib.suppress(StoreLost, OSError):
@@ -89,7 +89,7 @@ class RankClaims:
                 self._refuse(client, _whole_and_sharded(self._directory, int(holder), distributed.get_rank()))
 
     def leave(self) -> None:
-        """Gives up all claims. Warns if another rank was refused and this one was not told."""
+        """Gives up all claims. Warns if another rank was refused and this one has not reported it."""
         if os.getpid() != self._pid:
             return
         try:
@@ -111,7 +111,8 @@ class RankClaims:
         raise ConfigError(why)
 
     def _begin(self, client: PollingClient) -> None:
-        """Call it before a claim, which others may refuse at once: a note of an earlier attempt is none of this one."""
+        """Notes the present note, which is of an earlier attempt. Call it before a claim, which others may refuse at
+        once."""
         if not self._began:
             self._known, self._began = client.look(self._key("note")), True
 
@@ -140,8 +141,8 @@ def default_store() -> PollingClient | None:
 
 
 def identity(folder: Path) -> str:
-    """A text that all processes have in common which see one folder, and no others. A folder on a disk of a machine is
-    another one on each machine, whatever its name. Two mounts of one network file system under different addresses
+    """A text that names one folder, the same in all processes that see it. A folder on a local disk has another text on
+    each machine, even under the same path. Two mounts of one network file system under different addresses
     count as two. Raises OSError."""
     kind, source = mounts.source_of(folder)
     found = os.stat(folder)
@@ -154,7 +155,7 @@ _NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb3", "
 
 
 def _kernel() -> str:
-    """The same text for all processes of this machine until it starts again."""
+    """A text that is the same for all processes of this machine until it boots again."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

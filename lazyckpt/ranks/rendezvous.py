@@ -1,4 +1,4 @@
-"""What a rank does while it waits for others to join: it says who is missing, and looks whether it waits in vain."""
+"""Watches a wait for other ranks to join: names the missing ranks, and ends a wait that is in vain."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Rendezvous:
         waiting: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limit_s``: after which the job gives up. ``waiting`` raises if the wait is in vain."""
+        """``limit_s``: the wait after which the job gives up. ``waiting`` raises if the wait is in vain."""
         self.missing: Callable[[], list[int]] = lambda: [0]
-        """Returns the ranks that have not joined, as far as this one has to tell."""
+        """Returns the ranks that have not joined, if this rank reports them."""
         self._directory, self._world_size, self._limit_s = directory, world_size, limit_s
         self._waiting = waiting
         self._clock = clock

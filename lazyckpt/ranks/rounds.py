@@ -1,7 +1,7 @@
 """One question to all ranks, through a key-value store: the answers go up a tree of ranks, the outcome is one key.
 
-Each rank waits for few others, whatever the number of ranks. Whoever waits for a rank watches it. The first to learn
-that there can be no good outcome says so under the key of the outcome. This module knows neither torch nor clocks.
+Each rank waits for few others, whatever the number of ranks, and watches those that it waits for. The first rank to
+learn that the question must fail says so under the key of the outcome. This module knows neither torch nor clocks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Literal, NamedTuple, Protocol
 from lazyckpt.errors import RankError
 
 FAN_IN = 8  # ranks below one rank, at each level of the tree: usually those of one node
-NOBODY: Mapping[int, str] = MappingProxyType({})
+NO_RANKS: Mapping[int, str] = MappingProxyType({})
 _ENTRY = struct.Struct("<II")  # rank, bytes
 
 
 class StoreLost(Exception):
-    """The store does not answer, and will not any more."""
+    """The store no longer answers."""
 
 
 class RankLost(Exception):
@@ -36,7 +36,7 @@ class RankLost(Exception):
 
 
 class Point(NamedTuple):
-    """A save or an exchange, by number: what every rank reaches at about the same time."""
+    """A save or an exchange, by number. Every rank reaches it at about the same time."""
 
     kind: Literal["save", "exchange"]
     number: int
@@ -46,13 +46,13 @@ class Store(Protocol):
     """The keys of a job. Every call is one message. Raises StoreLost."""
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Sets a key that nobody has set. Returns what it holds now."""
+        """Sets a key unless a rank has set it. Returns its value."""
 
     def look(self, key: str) -> bytes | None:
         """Returns the value of a key, or None, at once."""
 
     def wait(
-        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NOBODY
+        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NO_RANKS
     ) -> bytes | None:
         """Returns the value of ``key`` once ``rank`` has set it, or None once ``unless`` is set. ``others``: the ranks
         that the caller waits for next, and their keys.
@@ -83,7 +83,7 @@ def children_of(rank: int, world_size: int, fan_in: int = FAN_IN) -> list[int]:
 
 @dataclass(frozen=True)
 class Seat:
-    """What one rank needs to take part in the votes of its job."""
+    """One rank's place in the votes of its job."""
 
     run: str  # the job's uuid
     generation: int  # how often the job has started; keeps stale ranks out
@@ -118,7 +118,7 @@ _END = b"\0"  # of the topic, before a value
 
 
 def decode(answer: bytes) -> Aborted | None:
-    """Returns why a save failed; None for anything else that a key may hold."""
+    """Returns why a save failed; None for any other value of a key."""
     if answer.startswith(_VALUES):
         return None
     told = json.loads(answer)

@@ -1,4 +1,5 @@
-"""Decides which rank writes what: a pure function of what every rank knows, so ranks agree without talking.
+"""Decides which rank writes which shard: a pure function of facts that every rank knows, so ranks agree without
+talking.
 
 A shard that one rank holds is written by that rank. Replicas of a shard share the work by bytes (FastPersist, 4.2).
 """

@@ -1,11 +1,11 @@
 """Reaches the store of torch.distributed over connections of our own.
 
-A client of torch's TCPStore serves one call at a time, so a wait that blocks holds up everybody else who uses that
-client, such as training and its watchdogs. ``TcpClient`` therefore runs every call on a connection that nobody else
-uses meanwhile, on a thread of its own. The caller waits for the thread. So it can give up, also on a host that has
-disappeared. Waits on the connection itself have no timeout, because torch prints two warnings for every one that ends.
+A client of torch's TCPStore serves one call at a time, so a wait that blocks delays all other users of that client,
+such as training and its watchdogs. ``TcpClient`` therefore runs every call on a connection and a thread of its own.
+The caller waits for the thread, so it can give up, even if the host has disappeared. Waits on the connection have no
+timeout, because torch prints two warnings for every one that expires.
 
-Other stores (``FileStore``, ``HashStore``) are shared by all who use them: ``PollingClient`` asks them, and never waits
+Other stores (``FileStore``, ``HashStore``) are shared by all their users: ``PollingClient`` asks them, and never waits
 in them.
 """
 
@@ -29,11 +29,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from lazyckpt import waits
 from lazyckpt.ranks.rounds import StoreLost
 
-_LISTENS = "0A"  # as /proc has it
+_LISTENS = "0A"  # in /proc/net/tcp
 _FOREVER = timedelta(days=14)  # torch counts milliseconds in 32 bits
 _ABSENT = b"~lazyckpt: nothing~"  # no key has this value
 _RELEASED = b"~lazyckpt: released~"
-_LOOKS = 8  # while a call has no answer
+_LOOKS = 8  # for the answer of one call
 Result = TypeVar("Result")
 
 
@@ -44,16 +44,17 @@ class Reply(Protocol):
         """Returns the value as soon as it is there, None after so many seconds. Raises StoreLost."""
 
     def abandon(self) -> None:
-        """Nobody waits for the value any more. The request ends, and frees its connection, when the key is set."""
+        """Stops waiting. The request ends, and frees its connection, when the key is set."""
 
 
 class Client(Protocol):
-    """What we use of a store. Any thread may call; none waits for another. Every call raises StoreLost."""
+    """The operations of a store that we use. Any thread may call; none waits for another. Every call raises
+    StoreLost."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
     def claim(self, key: str, value: bytes) -> bytes:
-        """Sets a key that nobody has set. Returns what it holds now."""
+        """Sets a key unless a rank has set it. Returns its value."""
 
     def look(self, key: str) -> bytes | None:
         """Returns the value of a key, or None, at once."""
@@ -67,14 +68,14 @@ class Client(Protocol):
         """Asks for the value of a key. Until that is set, the request takes a connection."""
 
     def release(self, key: str) -> None:
-        """Ends abandoned requests for a key that nobody sets any more, and deletes it."""
+        """Ends abandoned requests for a key that no rank will set, and deletes it."""
 
     def close(self) -> None:
         """Ends the connections that no request holds."""
 
     def disown(self) -> None:
-        """In a forked child: from now on every call raises StoreLost. The threads of the connections are the parent's,
-        and so is all that it says."""
+        """In a forked child: makes every further call raise StoreLost. The connections and their threads are the
+        parent's."""
 
 
 def client_of(store: Any, timeout_s: float) -> Client:
@@ -99,7 +100,7 @@ def serves(root: Any) -> bool:
     with contextlib.suppress(OSError):
         sockets = set()
         for fd in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):  # that which lists the others is closed by now
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
                 sockets.add(os.readlink(fd))
         for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
             for line in Path(table).read_text().splitlines()[1:]:
@@ -140,7 +141,7 @@ class PollingClient:
         """Nothing waits in the store."""
 
     def close(self) -> None:
-        """Nothing is ours."""
+        """Does nothing; training owns this store."""
 
     def disown(self) -> None:
         self._lost = "it is that of the parent of this process"
@@ -189,7 +190,7 @@ class TcpClient(PollingClient):
         self.delete(key)
 
     def abandon(self, key: str, request: Future[bytes]) -> None:
-        """Notes a request that nobody waits for any more, until ``release`` ends it."""
+        """Notes an abandoned request until ``release`` ends it."""
         self._abandoned.setdefault(key, []).append(request)
 
     def close(self) -> None:
@@ -202,7 +203,7 @@ class TcpClient(PollingClient):
         return self.result(self.begin(call), self._timeout_s)
 
     def begin(self, call: Callable[[Any], Result]) -> Future[Result]:
-        """Starts a call on a connection that nobody else uses. Raises StoreLost."""
+        """Starts a call on a connection of its own. Raises StoreLost."""
         if self._lost is not None:
             raise StoreLost(self._lost)
         try:
@@ -230,9 +231,9 @@ class TcpClient(PollingClient):
         return store
 
     def result(self, future: Future[Result], seconds: float) -> Result:
-        """Returns what a connection answers. Raises StoreLost if it fails, or after so many seconds.
+        """Returns the answer of a connection. Raises StoreLost if it fails, or after so many seconds.
 
-        Those in which this process was stopped do not count: the answer may be there, and nobody has looked."""
+        Seconds in which this process was stopped do not count: the answer may have arrived, unseen."""
         for _ in range(_LOOKS):
             if concurrent.futures.wait([future], seconds / _LOOKS).done:
                 break
@@ -253,7 +254,7 @@ class _Asked:
         self._future = client.begin(self._get)
 
     def _get(self, store: Any) -> bytes:
-        # torch wakes us without a value when somebody compares a key that is not set, or deletes one just set.
+        # torch wakes us without a value when a process compares a key that is not set, or deletes one just set.
         while not (told := bytes(store.get(self._key))) and not self._abandoned:
             pass
         return told
@@ -309,7 +310,8 @@ class _Connection:
 def _look(store: Any, key: str) -> bytes | None:
     if not store.check([key]):
         return None
-    # ``get`` would wait for a key that was deleted just now. This compares with what no key holds, and sets nothing.
+    # ``get`` would wait for a key that was deleted just now. This compares with a value that no key has, and sets
+    # nothing.
     told = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     return None if told == _ABSENT else told
 

@@ -1,4 +1,4 @@
-"""Tells when several ranks restore one random state: they would draw the same numbers from then on."""
+"""Warns when several ranks restore one random state: from then on they would draw the same numbers."""
 
 from __future__ import annotations
 

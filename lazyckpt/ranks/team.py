@@ -81,7 +81,7 @@ class GroupTeam(Team):
     def _exchange(self, value: Any) -> list[Any]:
         try:
             data = pickle.dumps(value)
-        except Exception:  # an error that refers to what cannot be pickled
+        except Exception:  # the error refers to an object that cannot be pickled
             data = pickle.dumps((None, RestoreError(f"{type(value[1]).__name__}: {value[1]}")))
         topic = f"restore/{next(self._rounds)}"
         return [pickle.loads(answer) for answer in self._group.exchange(topic, data)]
@@ -95,7 +95,7 @@ def _outcome(act: Callable[[], Answer]) -> tuple[Answer | None, Exception | None
 
 
 def _of_rank(rank: int, error: Exception) -> LazyCkptError:
-    """The error of another rank, of the same kind: what is damaged there must be passed over here, too."""
+    """The error of another rank, of the same class, so that this rank skips the same damaged checkpoint."""
     if isinstance(error, ReadError):
         return ReadError(f"rank {rank}: {error.what}", path=error.path, errno=error.errno)
     if isinstance(error, LoadError):

@@ -9,7 +9,7 @@
 
 Rank 0 needs every vote. So a rank that has not voted can abort by saying so, and rank 0 always can. A rank that has
 voted can abort in one way only: it renames the staged folder to trash. That rename and the one of ``decide`` have the
-same source, so exactly one of them happens, and the folder itself tells which. A rank 0 that sleeps through its
+same source, so exactly one of them happens, and the folder shows which. A rank 0 that sleeps through its
 decision finds the folder gone. A rank that votes has settled all earlier saves, so no later save replaces or removes a
 checkpoint that some rank has yet to look for.
 
@@ -42,7 +42,7 @@ class Folder(Protocol):
     def to_final(self) -> Literal["done", "gone", "occupied"]:
         """Renames the staged folder to its final name, unless a checkpoint has that.
 
-        "gone": it has another name by now; on NFS, which may repeat a call, perhaps the final one."""
+        "gone": it has another name; on NFS, which may repeat a call, perhaps the final one."""
 
     def to_trash(self) -> bool:
         """Whether this call renamed the staged folder to trash."""
@@ -51,7 +51,7 @@ class Folder(Protocol):
         """Renames the checkpoint that has the final name to a name from which recovery takes it back."""
 
     def put_back(self) -> None:
-        """Gives what ``set_aside`` moved its name again, if that is free."""
+        """Gives the checkpoint that ``set_aside`` moved its name back, if that is free."""
 
     def is_published(self) -> bool:
         """Whether the folder with the final name is the one that was staged."""
@@ -63,7 +63,7 @@ class Folder(Protocol):
         """Returns when the staged folder has another name, or after the timeout of the job."""
 
     def remove_trash(self) -> None:
-        """Removes what ``to_trash`` renamed."""
+        """Removes the folder that ``to_trash`` renamed."""
 
 
 class Ballot:
@@ -94,7 +94,7 @@ class Ballot:
         self._folder: Folder | None = None
         self._previous = previous
         self._own: bytes | None = None  # rank 0's receipt
-        self._bound = False  # can no more refuse: the vote is out, or rank 0 has begun to rename
+        self._bound = False  # can no longer refuse: the vote is out, or rank 0 has begun to rename
         self._answer: Aborted | bool | None = None  # True: committed
         self.step_of_rank_0: int | None = None  # under this number, if it is another one than here
 
@@ -127,7 +127,7 @@ class Ballot:
         return name, note
 
     def begun(self) -> tuple[bool, int | None]:
-        """Other ranks: whether rank 0 has begun, or anybody has aborted, and which step rank 0 saves. One message."""
+        """Other ranks: whether rank 0 has begun, or a rank has aborted, and which step rank 0 saves. One message."""
         told = self._seat.store.look(self._round.key("begin"))
         if told is None or decode(told) is not None:
             return told is not None, None
@@ -250,7 +250,7 @@ class Ballot:
         assert folder is not None
         renamed = False
         answer: Aborted | bool
-        answer = aborted = self._blame(aborted)  # first: a rank that still writes misses the folder, and asks why
+        answer = aborted = self._blame(aborted)  # before the rename: a rank that finds the folder gone asks why
         try:
             renamed = folder.to_trash()
             if renamed:
@@ -273,7 +273,7 @@ class Ballot:
             told = self._seat.store.claim(self._round.outcome, record)
             answer = decode(told) or True
             if isinstance(answer, Aborted):
-                self._seat.store.claim(self._round.key("begin"), told)  # wakes those that wait for it
+                self._seat.store.claim(self._round.key("begin"), told)  # wakes the ranks that wait for it
         self._answered(answer)
 
     def _blame(self, aborted: Aborted) -> Aborted:

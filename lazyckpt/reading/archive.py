@@ -3,11 +3,11 @@
 The directory at the end of the file says where every storage is, so the parallel read of all of them begins at once,
 into a few staging buffers. Then ``load`` and ``restore`` differ:
 
-- ``load`` finishes the read, verifies it, and unpickles. Whatever is unpickled finds its bytes.
+- ``load`` finishes the read, verifies it, and unpickles. So every object finds its bytes.
 - ``restore`` unpickles first (``lands=True``). Every tensor gets a storage that is allocated but not touched, so it
   costs addresses, not memory. The caller then says which storages have a better place to land (live parameters), and
   the read fills everything. This works only for pickles that name nothing but plain tensors: to rebuild a nested
-  tensor, for one, torch looks at bytes. For other pickles ``restore`` does as ``load`` does.
+  tensor, for one, torch looks at bytes. For other pickles ``restore`` works like ``load``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALL_RECORDS = {
     ".data/serialization_id": rb"[\x20-\x7e]*",
 }
 
-MapLocation = Any  # what torch.load takes: None, a device, a string, a dict or a function
+MapLocation = Any  # as torch.load takes it: None, a device, a string, a dict or a function
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class Slot:
     """One storage of an archive and the memory that it is read into."""
 
     record: Record
-    memory: torch.UntypedStorage  # what the engine reads into
-    final: torch.UntypedStorage | None = None  # what the tensors view; not ``memory`` if torch copies it to a device
+    memory: torch.UntypedStorage  # the engine reads into it
+    final: torch.UntypedStorage | None = None  # the tensors view it; not ``memory`` if torch copies that to a device
     typed: torch.storage.TypedStorage | None = None  # ``final``, as the last persistent id called it
     references: int = 0  # how many tensors of the archive view it
 
@@ -60,7 +60,7 @@ class Archive:
 
     With ``lands``, ``fill`` reads the storages, unless the pickle needed their bytes (``filled``). ``choose`` returns a
     part of the tree, which becomes ``tree``: only the storages that the part views are read, unless the pickle needs
-    more. It is called twice, and whatever it raises is raised here.
+    more. It is called twice, and its errors are raised here.
 
     Raises CorruptFileError for a damaged or hostile file, UnsupportedFormatError for a type that ``weights_only``
     forbids and for a file that only ``torch.load`` reads (another byte order), and LoadError if unpickling fails
@@ -115,7 +115,7 @@ class Archive:
     ) -> dict[str, Record]:
         """The records of the storages that the chosen part views, by key; all if the pickle needs their bytes.
 
-        Unpickles with storages that are allocated but not touched. Raises what ``choose`` raises."""
+        Unpickles with storages that are allocated but not touched. Raises the errors of ``choose``."""
         storages: dict[str, torch.UntypedStorage] = {}
 
         def load(saved_id: Any) -> torch.storage.TypedStorage:
@@ -159,7 +159,8 @@ class Archive:
         self.fill({})
 
     def _check_sizes(self) -> None:
-        """torch enlarges a storage that is too small for a tensor. The bytes beyond the record belong to nobody."""
+        """Raises CorruptFileError if torch has enlarged a storage that is too small for a tensor: the bytes beyond the
+        record would be undefined."""
         for key, slot in self.slots.items():
             if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:
                 raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
@@ -179,7 +180,7 @@ class Archive:
             self.close()
 
     def _place(self, key: str) -> tuple[int, int]:
-        """The memory of a storage and its device; nowhere if nothing views it."""
+        """The memory of a storage and its device; 0 and HOST if no tensor views it."""
         slot = self.slots.get(key)
         return (0, devices.HOST) if slot is None else (devices.data_ptr(slot.memory), self._device)
 
@@ -194,8 +195,8 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Abandons whatever is not read yet and returns its part of the engine's ring. An exception keeps this object
-        alive, and the thread that holds the exception may want to save."""
+        """Abandons pending reads and returns their part of the engine's ring. Call it explicitly: an exception keeps
+        this object alive, and the thread that holds the exception may save next."""
         read, self._read = self._read, None
         if read is not None:
             read.close()

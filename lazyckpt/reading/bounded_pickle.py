@@ -1,6 +1,6 @@
 """An unpickler for pickles that may be hostile: it bounds their memory and the depth of their tuples.
 
-A subclass says with ``find_class`` what the names in a pickle mean.
+A subclass maps the names in a pickle to objects with ``find_class``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ITEMS, _ITEMS_PER_BYTE = 100_000, 4
 
 # Python's own unpickler: the one in C lets a pickle of a few bytes allocate gigabytes for its memo.
 class BoundedUnpickler(pickle._Unpickler):
-    """Reads a pickle that may be hostile, if ``find_class`` gives it nothing that does harm: it takes no more memory
+    """Reads a pickle that may be hostile, if ``find_class`` returns only harmless objects: it takes no more memory
     than the pickle justifies, and no tuple is nested so deep that hashing it would end the process."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -35,7 +35,7 @@ class BoundedUnpickler(pickle._Unpickler):
         self._tuples: dict[int, tuple[int, int]] = {}  # id (may be stale) -> depth, number of nested tuples
 
     def get_extension(self, code: int) -> None:
-        """Refuses extension codes: they would call what this process has registered."""
+        """Refuses extension codes: they would call functions that this process has registered."""
         raise ValueError("an extension code")
 
     def copies(self, function: Any) -> bool:

@@ -11,8 +11,8 @@ from lazyckpt.errors import LoadError
 
 
 def cast(obj: Any, dtype: torch.dtype, path: str | os.PathLike[str]) -> Any:
-    """Converts the floating-point tensors in the dicts, lists and tuples below ``obj``, in place where it can. What was
-    one object stays one. Raises LoadError, which names ``path``, for too many dicts in dicts."""
+    """Converts the floating-point tensors in the dicts, lists and tuples below ``obj``, in place where it can. Shared
+    objects stay shared. Raises LoadError, which names ``path``, if they are nested too deeply."""
     try:
         return _cast(obj, dtype, {})
     except RecursionError as error:

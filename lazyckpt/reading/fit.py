@@ -1,4 +1,4 @@
-"""What ``restore()`` takes over from a checkpoint: which parts, under which names, in which dtype."""
+"""Chooses the state that ``restore()`` takes from a checkpoint: which parts, under which names, in which dtype."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOADER_KEYS = {"yielded", "start", "now"}  # of every version
 
 @dataclass(frozen=True)
 class Fit:
-    """The arguments of ``restore()`` that say what is restored; checked by ``of``."""
+    """The arguments of ``restore()`` that choose state; checked by ``of``."""
 
     only: frozenset[str] | None = None
     strict: bool = True
@@ -40,7 +40,7 @@ class Fit:
     loader: bool = True
 
     def told(self) -> list[str]:
-        """The arguments that are not the default. Of a function nobody can tell whether another rank has the same."""
+        """The arguments that are not the default, as text. A function has no text by which ranks could compare it."""
         only = None if self.only is None else sorted(self.only, key=str)
         rename = "a function" if callable(self.rename) else self.rename
         arguments = {"only": only, "strict": self.strict, "parts": self.parts, "rename": rename, "cast": self.cast}
@@ -59,7 +59,7 @@ class Fit:
         cast: bool = False,
         loader: bool = True,
     ) -> Fit:
-        """Raises ConfigError for arguments that make no sense."""
+        """Raises ConfigError for invalid arguments."""
         if isinstance(only, str):
             only = [only]
         if only is not None:
@@ -92,7 +92,7 @@ class Fitting:
     """Cuts the state of one checkpoint down to what fits into the tracked state."""
 
     def __init__(self, tracked: CompositeProvider, fit: Fit, checkpoint: Checkpoint) -> None:
-        """Raises ConfigError if two parts would take the same one."""
+        """Raises ConfigError if two parts would take the same saved part."""
         self.provider = tracked  # of the parts that are restored
         self._tracked = tracked
         self._fit = fit
@@ -124,7 +124,7 @@ class Fitting:
         return self._tracked.parts
 
     def again(self, fit: Fit) -> Fitting:
-        """The same with other arguments."""
+        """The same state with other arguments."""
         other = Fitting(self._tracked, fit, self._checkpoint)
         other._left, other.by_name = self._left, self.by_name
         return other
@@ -139,12 +139,12 @@ class Fitting:
         return self.provider.landings(tree)
 
     def leave(self, names: Iterable[str]) -> None:
-        """Leaves these parts as they are, whatever the checkpoint has of them. Call it before ``choose``."""
+        """Leaves these parts as they are, even if the checkpoint has them. Call it before ``choose``."""
         self._left = frozenset(names)
 
     @property
     def choose(self) -> Callable[[Any], Any] | None:
-        """What chooses from the saved state; None if all of it is taken as it is."""
+        """The function that chooses from the saved state; None if all of it is taken unchanged."""
         return None if self._fit == Fit() and not self._left and not self.by_name else self._choose
 
     def selected(self) -> dict[str, StateProvider]:
@@ -159,13 +159,13 @@ class Fitting:
         }
 
     def _as_tracked(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The same by the names of the tracked state that takes it."""
+        """The saved state by the names of the tracked state that takes it."""
         taken = {source: name for name, source in self.sources.items()}
-        # What a checkpoint has under the name of tracked state that takes another part, nothing takes.
+        # If tracked state takes another part, nothing takes the saved part of its own name.
         return {taken.get(key, f"{key} as it was saved" if key in self.sources else key): saved[key] for key in saved}
 
     def restored(self) -> Restored:
-        """Says what was restored; call it once that is done. Warns of state that another class has saved."""
+        """Describes the restored state; call it after the restore. Warns of state that another class has saved."""
         if differing := other_kinds(self._kinds, self.provider.parts):
             warn(
                 f"restored the state of another class: {', '.join(differing)}; training may fail or go wrong; "
@@ -175,8 +175,8 @@ class Fitting:
         return Restored(step, path, parts, tuple(self._missing), tuple(self._unexpected))
 
     def _choose(self, saved: Any) -> Any:
-        """Returns the part of ``saved`` that is restored. What does not fit, ``provider.landings`` finds. Raises
-        ConfigError for a ``rename`` that makes no sense."""
+        """Returns the part of ``saved`` that is restored. ``provider.landings`` finds entries that do not fit. Raises
+        ConfigError for an invalid ``rename``."""
         fit, tracked = self._fit, self._tracked.parts
         self.provider = CompositeProvider()
         self.provider.parts = parts = self.selected()
@@ -213,8 +213,8 @@ class Fitting:
             here = [f"{name} ({_entries(state)})" for name, state in live.items()]
             there = [f"{name} ({_entries(state)})" for name, state in saved.items()]
             raise RestoreError(
-                f"the checkpoint has no weights for what is tracked: tracked is {', '.join(here)}; the checkpoint has "
-                f"{', '.join(there)}"
+                f"the checkpoint has no weights for the tracked state: tracked is {', '.join(here)}; "
+                f"the checkpoint has {', '.join(there)}"
             )
 
     def _takes(self, saved: Any, live: Any) -> bool:
@@ -244,7 +244,7 @@ class Fitting:
 
 
 def misfit(path: Path, error: Exception, hint: str | None = None) -> RestoreError:
-    """The error for a checkpoint that does not fit. ``error``: whatever a provider raised. ``hint``: a call that would
+    """The error for a checkpoint that does not fit. ``error``: that of a provider. ``hint``: a call that would
     succeed."""
     expected = isinstance(error, RestoreError)
     lines = textwrap.indent(str(error) if expected else f"{type(error).__name__}: {error}", "  ")

@@ -24,16 +24,17 @@ from lazyckpt.reading.fit import Fit, Fitting
 
 
 def hint(fitting: Fitting, saved: Any) -> str | None:
-    """The call that takes what fits of ``saved``, the whole state, as Python source; None if none was found."""
+    """The call that restores the fitting parts of ``saved``, the whole state, as Python source; None if none was
+    found."""
     try:
         fit = _Search(fitting, saved).fit() if type(saved) is dict else None
         source = None if fit is None or fit == fitting.fit else _source(fit)
-    except Exception:  # code of a provider, or a state that is none of ours: the error tells what is wrong
+    except Exception:  # code of a provider, or a foreign state: the error itself names the problem
         return None
     return source if source is None or len(source) <= _MAX_LENGTH else None
 
 
-_MAX_LENGTH = 2000  # of a call; nobody types more
+_MAX_LENGTH = 2000  # of a call; a longer one would not be typed
 
 
 class _Search:
@@ -44,7 +45,7 @@ class _Search:
         self._fit = fitting.fit
 
     def fit(self) -> Fit | None:
-        """The arguments, if they do."""
+        """Returns the arguments, if the checkpoint fits with them."""
         missing = self._name_parts()
         self._fit_modules()
         self._fit = replace(self._fit, strict=self._fit.strict and not missing and not self._unexpected())
@@ -55,7 +56,7 @@ class _Search:
             only = [name for name in self._parts if name not in left and name not in missing]
             modules = [name for name, part in self._parts.items() if isinstance(part, ModuleProvider)]
             if not only or (modules and not set(modules) & set(only)):
-                return None  # nothing is left that anybody wants
+                return None  # nothing would be restored
             self._fit = replace(self._fit, only=frozenset(only))
         return self._fit if self._does(self._fit) else None
 
@@ -63,7 +64,7 @@ class _Search:
         return (self._fit.parts or {}).get(name, name)
 
     def _name_parts(self) -> list[str]:
-        """Looks for what was saved under another name. Returns what is not in the checkpoint."""
+        """Looks for parts that were saved under another name. Returns the parts that the checkpoint lacks."""
         missing = [name for name in self._parts if self._source_of(name) not in self._saved]
         taken = {self._source_of(name) for name in self._parts}
         for name in list(missing):
@@ -75,7 +76,7 @@ class _Search:
         return missing
 
     def _likeness(self, name: str, key: str) -> float:
-        """How much of a part may be what was saved as ``key``."""
+        """How much of a part matches the state that was saved as ``key``."""
         part, state = self._parts[name], self._saved.get(key)
         if isinstance(part, OptimizerProvider):
             kinds = kinds_of({name: part})
@@ -116,7 +117,7 @@ class _Search:
         return [key for key in self._saved if key not in taken and key not in left]
 
     def _failing(self) -> dict[str, StateProvider]:
-        """The parts that do not take their state, whatever the arguments."""
+        """The parts that do not take their state with any arguments."""
         failing = {}
         for name, part in self._parts.items():
             alone = replace(self._fit, only=frozenset([name]), strict=isinstance(part, OptimizerProvider))

@@ -23,7 +23,8 @@ from lazyckpt.storage.manifest import DCP_METADATA, state_in
 def load_saved(
     path: str | os.PathLike[str], map_location: MapLocation, weights_only: bool | None, choice: Choice
 ) -> Any:
-    """Returns what ``choice`` takes of the object saved at ``path``. Raises LoadError, and what ``choice`` raises."""
+    """Returns the part that ``choice`` takes of the object saved at ``path``. Raises LoadError, and errors of
+    ``choice``."""
     paths.local(path)
     path = Path(path)
     unfinished.refuse(path)
@@ -45,7 +46,7 @@ def load_saved(
 
 
 def _weights_only(asked: bool | None) -> bool:
-    """What ``torch.load`` would decide."""
+    """Decides as ``torch.load`` does."""
 
     def is_set(name: str) -> bool:
         return os.environ.get(name, "").lower() in ("1", "y", "yes", "true")

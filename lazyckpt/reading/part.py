@@ -15,7 +15,7 @@ _MAX_KEYS = 10  # in a message
 
 
 class NoPart(Exception):
-    """There is no such part. Says what there is."""
+    """There is no such part. Names the existing ones."""
 
 
 def part(obj: Any, key: str) -> Any:

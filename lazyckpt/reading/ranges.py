@@ -41,7 +41,7 @@ class Checked(Protocol):
 
 
 def compare(path: str | os.PathLike[str], written: Sequence[Checked], found: Iterable[int | None]) -> None:
-    """Raises CorruptFileError, which names what has another CRC-32 than was written."""
+    """Raises CorruptFileError, which names the records whose CRC-32 differs."""
     bad = [w.name for w, crc in zip(written, found, strict=True) if w.crc32 is not None and w.crc32 != crc]
     if bad:
         names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
@@ -59,7 +59,7 @@ class ParallelRead:
             self._reader = _engine.RangeReader(engine, path, offsets, sizes)
 
     def close(self) -> None:
-        """Abandons whatever is not read yet."""
+        """Abandons pending reads."""
         del self._reader
 
     def read_into(self, pointers: list[int], ordinals: list[int] | None = None) -> list[int]:

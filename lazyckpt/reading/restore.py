@@ -41,13 +41,13 @@ def restore_newest(
     best: Best | None = None,
     team: Team = ALONE,
 ) -> tuple[Checkpoint, Restored] | None:
-    """Restores the newest checkpoint that is whole, or the ``best``. Passes over damaged ones with a warning.
+    """Restores the newest checkpoint that is whole, or the ``best``. Skips damaged ones with a warning.
 
     Retries for three seconds if a checkpoint cannot be read; that does not make it damaged. If a checkpoint has gone,
     another process has removed it and has newer ones: the catalog is scanned again, up to ``SCANS`` times in all.
 
     Returns None for an empty catalog. Raises ReadError; RestoreError if no checkpoint is whole, or if one does not fit;
-    UnsupportedFormatError for one that holds types which the user has not allowed.
+    UnsupportedFormatError for one with types that the user has not allowed.
     """
     return patiently(lambda: _restore_newest(catalog, tracked, engine, fit, best, team, SCANS))
 
@@ -177,7 +177,7 @@ def restore_archive(
     with collector_paused():
         try:
             landings = (fitting or provider).landings(archive.tree)
-        except Exception as error:  # a provider may raise anything for a state that we have not written
+        except Exception as error:  # a provider may raise any error for a state that we have not written
             told = None if fitting is None else hint(fitting, fitting.saved)
             raise misfit(path, error, told) from (None if isinstance(error, RestoreError) else error)
         shards = []
@@ -225,6 +225,6 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
     elsewhere = {
         key: place
         for key, place in places.items()
-        if key not in refused and archive.slots[key].references == times[key]  # all that views it lands
+        if key not in refused and archive.slots[key].references == times[key]  # every tensor that views it lands
     }
     return elsewhere, {id(tensor): to for key, tensor, to in zip(found, saved, live, strict=True) if key in elsewhere}

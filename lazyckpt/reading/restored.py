@@ -14,9 +14,9 @@ class Restored(int):
     Attributes:
         path: The folder of the checkpoint.
         parts: The names of the tracked state that was restored.
-        missing: What was to be restored and is not in the checkpoint, so it stays as it was: the name of a part, or
+        missing: Requested state that the checkpoint lacks, so it stays as it was: the name of a part, or
             "model.head.bias" for an entry of a module. Empty unless ``strict=False``.
-        unexpected: What is in the checkpoint and not in the tracked state, likewise.
+        unexpected: State that is in the checkpoint and not tracked, named likewise.
     """
 
     path: Path

@@ -25,7 +25,7 @@ _BEYOND_US = (
 
 
 class NeedsBytes(Exception):
-    """The pickle names something that may look at the bytes of a storage when it is rebuilt."""
+    """The pickle names a type or function that may read the bytes of a storage while it is rebuilt."""
 
 
 def unpickle(
@@ -37,7 +37,7 @@ def unpickle(
     weights_only: bool,
     needs_no_bytes: bool = False,
 ) -> Any:
-    """The object that ``data`` holds, as ``torch.load`` makes it. Raises anything: call it inside ``load_errors``.
+    """The object that ``data`` holds, as ``torch.load`` makes it. May raise any error: call it inside ``load_errors``.
 
     With ``needs_no_bytes``, raises NeedsBytes for a pickle that names more than plain tensors.
     """
@@ -61,7 +61,7 @@ def unpickle(
 
 @contextmanager
 def load_errors(path: str | os.PathLike[str], *, weights_only: bool, verified: bool) -> Iterator[None]:
-    """Turns whatever unpickling raises into a LoadError. ``verified``: the checksum of the pickle is right."""
+    """Turns errors of unpickling into a LoadError. ``verified``: the checksum of the pickle is right."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
@@ -79,7 +79,7 @@ def load_errors(path: str | os.PathLike[str], *, weights_only: bool, verified: b
 
 
 class _PlainNames(GuardedPickle):
-    """A pickle that names only what looks at no bytes; raises NeedsBytes otherwise.
+    """A pickle that names only types and functions that read no bytes; raises NeedsBytes otherwise.
 
     The restricted unpickler calls ``readline`` only for names: module and name alternate.
     """

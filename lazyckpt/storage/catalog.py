@@ -18,7 +18,7 @@ from lazyckpt.storage import rollback
 from lazyckpt.storage.manifest import Checkpoint, is_folder_name, read_checkpoint
 from lazyckpt.warn import warn, warn_in_background
 
-SCANS = 10  # at most, of a folder from which another process removes what was just listed
+SCANS = 10  # at most, while another process removes checkpoints that were just listed
 Read = TypeVar("Read")
 
 
@@ -27,7 +27,7 @@ class Catalog:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.broken: list[LoadError] = []  # what the last scan could not read
+        self.broken: list[LoadError] = []  # checkpoints that the last scan could not read
         self.damaged: set[tuple[int, int]] = set()  # step and sequence of those whose files restore() found damaged
         self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
 
@@ -39,12 +39,12 @@ class Catalog:
             if all(isinstance(error, ReadError) or os.path.lexists(error.path) for error in self.broken):
                 break  # otherwise another process removes checkpoints while we read, and may have committed one since
         if not found:
-            return []  # a folder that cannot be searched tells of its checkpoints, not of the note
+            return []  # without the note: its error would hide those of the checkpoints
         chosen = self._chosen_by_rollback(max(c.sequence for c in found))
         return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
 
     def holds_any(self) -> bool:
-        """Whether the folder holds a checkpoint, be it broken. Raises ReadError if that cannot be told."""
+        """Whether the folder holds a checkpoint, even a broken one. Raises ReadError if it cannot be read."""
         try:
             return bool(self.scan() or self.broken)
         except ReadError:

@@ -3,7 +3,7 @@
 A file in the run's folder names the job whose rank 0 may publish and remove checkpoints there. A file in each staged
 folder names the job that stages it; rank 0 holds a lock on that file. It is a lock on a file and not on the folder,
 because on NFS and Lustre the lock of a folder holds on one node only. The file stays in the published checkpoint, and
-tells that it is the folder that was staged.
+shows that this is the staged folder.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ def take(directory: Path, mine: FolderClaim) -> int:
 
 
 def live_claim(directory: Path) -> FolderClaim | None:
-    """The claim on a run's folder, if rank 0 of its job is seen to live: it holds the lock."""
+    """The claim on a run's folder, if rank 0 of its job holds the lock, so is alive."""
     try:
-        fd = os.open(directory / CLAIM, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
+        fd = os.open(
+            directory / CLAIM, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        )  # NFS locks only files open for writing
     except OSError:
         return None
     try:
@@ -114,7 +116,7 @@ def is_abandoned(staged: Path, by: FolderClaim | None = None) -> bool:
 
     A lock that is free proves it if this process sees all locks: on a local file system, or on the host of rank 0."""
     try:
-        fd = os.open(staged / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what may be written
+        fd = os.open(staged / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only files open for writing
     except OSError:
         return False
     try:

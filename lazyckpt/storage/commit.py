@@ -7,7 +7,7 @@
     4. agree      all checkpoints before this one are published or have failed: they appear in order
     5. describe   the manifest (lengths, checksums, parent), written last; fsync it, then the temporary folder
     6. publish    rename to the final name; fsync the parent. Only now is the checkpoint committed
-    7. clean      what was replaced or is no longer kept is renamed to .trash-…; fsync the parent, then remove it
+    7. clean      rename replaced and expired checkpoints to .trash-…; fsync the parent, then remove them
 
 Nothing is ever written into a folder that has its final name. A lone file goes the same way without 4 and 5.
 After a failed sync nothing is retried: the staged folder is discarded, and the next save begins with new files.
@@ -33,8 +33,8 @@ class Staging:
     """A checkpoint folder before it has its final name. This process holds its lock as long as it exists.
 
     It is made beside ``target``, or in the folder ``inside``, which must be on the same file system. With
-    ``keep_others``, files that others put into a replaced folder stay, if the new one has none of their name. Without
-    ``replaces``, it is not published where anything but an empty folder has its name.
+    ``keep_others``, files that other programs put into a replaced folder stay, unless the new one has a file of the
+    name. Without ``replaces``, publication fails where anything but an empty folder has its name.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Staging:
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
         """Step 5. ``written``: the files that the engine has synced; this syncs all others in the folder.
 
-        What replaces a file or folder takes over its mode and owner."""
+        A replacement takes over the mode and owner of the file or folder."""
         synced = {self.path / name for name in written}
         if manifest is not None:
             synced.add(self._write_manifest(manifest))
@@ -113,7 +113,7 @@ class Staging:
                 carry_over(self.target, self.path)
             replaced = self._exchange()
             if self._keep_others and replaced is not None:
-                carry_over(replaced, self.target)  # files that came in between
+                carry_over(replaced, self.target)  # files that were added meanwhile
         else:
             try:
                 os.rename(self.path, self.target)  # also onto an empty folder
@@ -184,7 +184,7 @@ def sync_all(root: Path, synced: Container[Path]) -> None:
 
 
 def carry_over(old: Path, new: Path) -> None:
-    """Links what the folder ``old`` holds and ``new`` lacks into ``new``, except parts of an older sharded state."""
+    """Links files that only the folder ``old`` has into ``new``, except parts of an older sharded state."""
     if old.is_symlink() or not old.is_dir():
         return
     changed = []
@@ -210,7 +210,7 @@ def carry_over(old: Path, new: Path) -> None:
 
 
 class PartStaging(Staging):
-    """Some files of a folder that somebody else stages, locks and publishes: those of one rank."""
+    """One rank's files in a folder that other code stages, locks and publishes."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         """``folder`` exists; ``names`` are those of the files."""
@@ -221,7 +221,7 @@ class PartStaging(Staging):
         folders.sync_path(self.path)
 
     def publish(self) -> Path | None:
-        """Whoever staged the folder publishes it."""
+        """Does nothing: the code that staged the folder publishes it."""
         return None
 
     def discard(self) -> None:
@@ -235,7 +235,7 @@ class FileStaging(Staging):
     """A lone file, in a folder of its own, before it has its final name."""
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
-        """A lone file needs no description, but takes over the mode and owner of what it replaces."""
+        """A lone file needs no description, but takes over the mode and owner of the replaced file."""
         permissions.keep(self.target, self.path / self.target.name)
 
     def publish(self) -> Path | None:

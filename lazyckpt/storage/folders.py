@@ -15,7 +15,7 @@ TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 PUBLISH = ".publish-"  # see in_place.py
 REPLACED = ".replaced-"  # see shared.py
-_NAME_BYTES = 100  # of a name that come back in the temporary one
+_NAME_BYTES = 100  # of a name that its temporary name repeats
 _UNFINISHED = re.compile(r"\.(tmp|trash|publish|replaced)-.*-[0-9a-f]{32}", re.DOTALL)
 
 
@@ -36,7 +36,7 @@ def sync_path(path: str | os.PathLike[str]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder if it is missing, and syncs its name: without that, a power cut loses what was synced inside."""
+    """Makes a folder if it is missing, and syncs its name: otherwise a power cut loses even synced files inside."""
     new = [path, *(folder for folder in path.parents if not folder.exists())]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def make_folder(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, f"not a folder: {what}", name) from error
     for folder in new:
         if not folder.is_mount():
-            with contextlib.suppress(PermissionError):  # not ours to read: whoever made the name syncs it
+            with contextlib.suppress(PermissionError):  # not ours to read: the program that made the name syncs it
                 sync_path(folder.absolute().parent)
 
 
@@ -63,7 +63,7 @@ def fresh_name(prefix: str, target: Path) -> Path:
 
 
 def is_whole(name: str) -> bool:
-    """Whether this is all of a name that ``fresh_name`` was given, which cuts longer ones."""
+    """Whether ``fresh_name`` keeps this name whole; it cuts longer ones."""
     return len(os.fsencode(name)) < _NAME_BYTES
 
 
@@ -73,7 +73,7 @@ def is_unfinished(name: str) -> bool:
 
 
 def target_of(name: str) -> str:
-    """What ``fresh_name`` was given, for a name that ``is_unfinished``."""
+    """Returns the name that ``fresh_name`` was given, for a name that ``is_unfinished``."""
     return name.partition("-")[2].rpartition("-")[0]
 
 

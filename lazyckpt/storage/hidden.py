@@ -23,7 +23,7 @@ from lazyckpt.storage import folders
 PLACE = ".lazyckpt"
 _STAGED = "staged"
 _NAMES = (PLACE, "_lazyckpt")  # the second is for frameworks that upload all but names with "_"
-_TICKS = 100  # of a millisecond; a kernel counts ctime in steps of some
+_TICKS = 100  # at most; a kernel counts ctime in steps of some milliseconds
 
 
 def place(root: Path, name: str = PLACE) -> Path:
@@ -52,19 +52,20 @@ def make(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a place that is empty."""
+    """Removes a place if it is empty."""
     try:
         folder.rmdir()
     except OSError:  # in use, or gone
         return
     try:
         folder.parent.rmdir()
-    except OSError:  # it holds what is not ours
+    except OSError:  # it holds files of others
         _make_old(folder.parent)
 
 
 def swept_with(folder: Path) -> list[Path]:
-    """The folders in which dead processes, of older versions too, may have left what is staged in ``folder`` now."""
+    """The folders in which dead processes may have left staged files, also of older versions, which staged
+    elsewhere."""
     return [folder, folder.parent, folder.parent.parent] if is_place(folder) else [folder]
 
 

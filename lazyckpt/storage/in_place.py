@@ -10,7 +10,7 @@ steps of commit.py hold, except that the temporary folder is inside the target, 
                   e. remove .publish-…; fsync the target
 
 The marker is the file that the caller added first. After a crash before b. the target holds the old checkpoint, and
-after d. the new one. In between the marker is missing: a loader fails on that instead of mixing the two. ``finish``
+after d. the new one. In between the marker is missing, so a loader fails instead of mixing the two. ``finish``
 then does b. to e. again.
 """
 
@@ -33,8 +33,8 @@ def stage(
     target: Path, inside: Path | None, prepare: Callable[[Path], None], *, keep_others: bool = True
 ) -> commit.Staging:
     """Makes the temporary folder of ``target``: beside it, in ``inside`` if that is on the same mount, or in a target
-    that cannot be renamed. Calls ``prepare`` with each folder that it makes something in. ``keep_others``: as in
-    ``Staging``; a target that cannot be renamed keeps them always. Raises OSError."""
+    that cannot be renamed. Calls ``prepare`` with each folder before it makes something there. ``keep_others``: as in
+    ``Staging``; a target that cannot be renamed always keeps them. Raises OSError."""
     if not mounts.is_fixed(target):
         prepare(target.parent)
         if inside is not None:
@@ -67,7 +67,7 @@ class InPlaceStaging(commit.Staging):
         super().describe(manifest, written)
 
     def publish(self) -> None:
-        finish(self.target)  # or an older checkpoint would come after this one
+        finish(self.target)  # otherwise an older checkpoint would be published after this one
         _contents(self.path, self.target)  # raises before anything is touched
         ready = folders.fresh_name(folders.PUBLISH, self.target / self.target.name)
         os.rename(self.path, ready)

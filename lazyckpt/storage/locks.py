@@ -11,8 +11,8 @@ from pathlib import Path
 # valid, so EINVAL means the same. No other process can lock there either, so none sweeps there.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
-# Descriptors that hold locks. A forked child must let go of its copies, or a lock would outlive the process that it
-# stands for.
+# Descriptors that hold locks. A forked child must close its copies, or a lock would outlive the process that
+# took it.
 _held: set[int] = set()
 
 

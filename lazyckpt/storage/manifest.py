@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it says, how it is written and read. docs/format.md describes it."""
+"""Writes, reads and checks the manifest of a checkpoint. docs/format.md describes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lazyckpt.formats.reader import FileReader, unique_keys
 MANIFEST = "manifest.json"
 FORMAT = 1
 STATE = "state.pt"
-DCP_FILE = ".distcp"  # how the files that it describes end
+DCP_FILE = ".distcp"  # the suffix of the files that it describes
 DCP_METADATA = ".metadata"  # in the place of STATE: many ranks wrote the state, as torch.distributed.checkpoint does
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -94,7 +94,7 @@ def describe(
     writers: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the contents of manifest.json. ``files``: name, bytes and CRC-32 of each; ``writers``: the ranks that
-    wrote them, if not rank 0. A metric that is no finite number becomes null: JSON has no word for it."""
+    wrote them, if not rank 0. A metric that is not finite becomes null: JSON has neither NaN nor infinity."""
     told = {
         "format": FORMAT,
         "lazyckpt": __version__,
@@ -124,7 +124,7 @@ def checksum(manifest: dict[str, Any]) -> str:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Reads a manifest and compares the lengths of the files with it; reads no other byte.
 
-    Raises a LoadError that names what is wrong.
+    Raises a LoadError that names the fault.
     """
     file = path / MANIFEST
     if _lstat(file) is None:
@@ -179,8 +179,8 @@ def crc_of(folder: Path, name: str) -> int | None:
 
 @contextlib.contextmanager
 def _told_by(file: Path) -> Iterator[dict[str, Any]]:
-    """What a manifest says, with its own checksum compared. Raises a LoadError, also if the body finds that it is no
-    manifest."""
+    """Yields the contents of a manifest, after comparing its own checksum. Raises a LoadError, also if the body fails
+    on contents that no manifest has."""
     status = _lstat(file)
     if status is not None and stat.S_ISLNK(status.st_mode):
         raise CorruptFileError("a symbolic link, not a manifest", path=file)
@@ -208,7 +208,7 @@ def _hint_at_run(path: Path) -> str:
 
 
 def _lstat(path: Path) -> os.stat_result | None:
-    """Returns None if nothing is there. Raises ReadError if that cannot be told."""
+    """Returns None if nothing has this name. Raises ReadError if the system does not tell."""
     try:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -218,7 +218,7 @@ def _lstat(path: Path) -> os.stat_result | None:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether nothing has this name. Raises ReadError if that cannot be told."""
+    """Whether nothing has this name. Raises ReadError if the system does not tell."""
     return _lstat(path) is None
 
 

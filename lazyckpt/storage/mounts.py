@@ -18,7 +18,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes spaces and backsla
 
 
 def is_fixed(folder: Path) -> bool:
-    """Whether another folder must not take the place of this one. That holds for a mount point, a folder with a mount
+    """Whether no other folder may take the place of this one. That holds for a mount point, a folder with a mount
     point below it, the working folder or one above it, and a folder whose parent this process may not write to.
 
     If the working folder were replaced, the process would be left in a removed one. Mount points below would move along
@@ -52,7 +52,7 @@ def file_system(folder: Path) -> tuple[str, Path]:
 
 
 def source_of(folder: Path) -> tuple[str, str]:
-    """The type of the file system of a folder, and what is mounted there, such as ``server:/export``."""
+    """The type of the file system of a folder, and its source, such as ``server:/export``."""
     table = _mounts()
     return table.get(_mount_of(folder, table), _UNKNOWN)
 
@@ -63,7 +63,7 @@ def _mount_of(folder: Path, points: Container[Path]) -> Path:
 
 
 def _mounts() -> dict[Path, tuple[str, str]]:
-    """Type and source of what is mounted, by mount point; of several on one, the last. Empty without /proc."""
+    """Type and source of each mount, by mount point; of several on one, the last. Empty without /proc."""
     try:
         table = Path("/proc/self/mountinfo").read_bytes()
     except OSError:

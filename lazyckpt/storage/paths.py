@@ -1,4 +1,4 @@
-"""Where people want things to be."""
+"""Checks the paths that users give."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib takes one of the two 
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """As an absolute path, which ``os.chdir()`` does not move. Raises ConfigError for nothing, for a URL, and for what
-    is no path."""
+    """Returns an absolute path, which ``os.chdir()`` does not move. Raises ConfigError for an empty path, for a URL,
+    and for an object that is no path."""
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise ConfigError(f"{path!r} is no path; give a str or a pathlib.Path")
     if not text:
@@ -24,7 +24,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def refuse_url(text: str) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for a URL."""
     if _URL.match(text):
         raise ConfigError(
             f"{text}: URLs are not supported; save to a local or mounted file system, and copy from there "

@@ -8,11 +8,11 @@ import stat
 from pathlib import Path
 
 _READ = 0o444
-_OWN = 0o700  # what this process needs to finish its work
+_OWN = 0o700  # the mode that this process needs to finish its work
 
 
 def shut(staged: Path, target: Path) -> None:
-    """Lets nobody into the new folder ``staged`` who may not read what has the name ``target`` now."""
+    """Closes the new folder ``staged`` to users who may not read the present ``target``."""
     if (old := _mode(target)) is not None:
         readers = old & _READ
         allowed = old if os.path.isdir(target) else readers | readers >> 2  # to enter a folder takes x, too
@@ -21,9 +21,9 @@ def shut(staged: Path, target: Path) -> None:
 
 
 def keep(target: Path, staged: Path) -> None:
-    """Gives ``staged``, and everything in it, the mode and the owner of what has its name in ``target``.
+    """Gives ``staged``, and everything in it, the mode and owner of the file or folder of that name in ``target``.
 
-    Syncs a file that it changes. Leaves alone what the file system or a missing privilege refuses. Raises OSError."""
+    Syncs a file that it changes. Skips changes that the file system or a missing privilege refuses. Raises OSError."""
     if _mode(target) is None:
         return
     _keep(target, staged)
@@ -55,7 +55,7 @@ def _keep(old: Path, new: Path) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """None for what is missing, and for what is neither a file nor a folder, such as a link."""
+    """Returns None if the path is missing, or neither a file nor a folder, such as a link."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

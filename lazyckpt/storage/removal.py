@@ -22,7 +22,7 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json")
 def remove(path: Path, may_go: Callable[[Path], bool] = lambda path: True, *, inside: Path | None = None) -> bool:
     """Hides a path, then removes it. After a crash in between, ``sweep`` removes the rest.
 
-    Returns whether nothing has the name now. Raises OSError."""
+    Returns whether the name is free now. Raises OSError."""
     if (trash := hide(path, may_go, inside=inside)) is not None:
         unlink(trash, path.parent)
     return not os.path.lexists(path)
@@ -66,7 +66,7 @@ def take_apart(path: Path, may_go: Callable[[Path], bool] = lambda path: True) -
     """Removes in place a folder that cannot be renamed, such as one from a lower layer of an overlay. Leaves it if
     ``may_go`` refuses, or if another process replaced it meanwhile.
 
-    Removes the manifest first, then the weights, and syncs each time, so that a loader fails on what a crash leaves.
+    Removes the manifest first, then the weights, and syncs each time, so that a loader fails on the remains of a crash.
     Raises OSError.
     """
     if path.is_symlink() or not path.is_dir():  # one call removes it whole
@@ -104,8 +104,8 @@ def _unlink_files(fd: int, endings: tuple[str, ...]) -> None:
 
 
 def unlink(trash: Path, was_in: Path | None = None) -> None:
-    """Removes a folder, file or link that was renamed to ``trash``. ``was_in``: the folder that it was in, unless it is
-    the same.
+    """Removes a folder, file or link that was renamed to ``trash``. ``was_in``: its folder before the rename, if
+    another.
 
     Syncs the rename first: a power cut must not give the final name back to half of a checkpoint."""
     for folder in dict.fromkeys((trash.parent, was_in or trash.parent)):
@@ -117,8 +117,8 @@ def unlink(trash: Path, was_in: Path | None = None) -> None:
 
 
 def sweep(root: Path, by: FolderClaim | None = None) -> list[Path]:
-    """Removes what dead processes left in ``root``: trash and staged folders. Gives a checkpoint that was to be
-    replaced its name back. ``by``: also removes what older generations of this job have staged."""
+    """Removes the remains of dead processes in ``root``: trash and staged folders. Gives a checkpoint back its name if
+    its replacement never came. ``by``: also removes folders that older generations of this job have staged."""
     asides = _unfinished(root, folders.REPLACED)
     replaced = [
         path
@@ -133,7 +133,7 @@ def sweep(root: Path, by: FolderClaim | None = None) -> list[Path]:
 
 
 def put_back(aside: Path, target: Path) -> bool:
-    """Gives a checkpoint that another one was to replace its name again; returns whether it has it, or is gone."""
+    """Gives a checkpoint back its name if its replacement never came; returns whether it has the name, or is gone."""
     if not os.path.lexists(target):
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -145,7 +145,7 @@ def put_back(aside: Path, target: Path) -> bool:
 
 
 def sweep_staged(root: Path, by: FolderClaim | None = None) -> list[Path]:
-    """Removes staged folders whose lock nobody holds, and those of older generations of the job ``by``."""
+    """Removes staged folders whose lock is free, and those of older generations of the job ``by``."""
     return [path for path in _unfinished(root, folders.TEMPORARY) if _remove_abandoned(path, by)]
 
 
@@ -158,8 +158,8 @@ def _remove_abandoned(path: Path, by: FolderClaim | None) -> bool:
 
     Holds the lock until the folder is gone: a process that has just made it and is about to lock it notices then
     (``Staging``), and not when its checkpoint disappears. The folder may be one that was replaced by a process that
-    died before it synced that, so its final name must be gone for good first, as in ``unlink``. What several ranks fill
-    is renamed first: that is how they learn that it was taken from them.
+    died before it synced that, so its final name must be gone for good first, as in ``unlink``. A folder
+    that several ranks fill is renamed first, so that they find it gone.
     """
     if claim.is_shared(path):
         trash = hide(path) if claim.is_abandoned(path, by) else None

@@ -39,7 +39,7 @@ def chain(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     while current is not None and current not in result:
         result.append(current)
         older = [s for s in by_sequence if current.parent is not None and s <= current.parent]
-        # A parent that was pruned or replaced: its nearest elder stands in for it.
+        # The parent was pruned or replaced: continue with the nearest older checkpoint.
         current = by_sequence[max(older)] if older else None
     return result
 

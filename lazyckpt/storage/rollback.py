@@ -37,8 +37,8 @@ def note(run: Path, target: Checkpoint, newest: int) -> None:
 
 
 def forget(run: Path) -> None:
-    """Removes the note, which a later checkpoint has overtaken. A power cut may bring it back: it means nothing, since
-    later checkpoints have a sequence above its ``newest``."""
+    """Removes the note after a later checkpoint. A power cut may bring it back without effect, since later checkpoints
+    have a sequence above its ``newest``."""
     with contextlib.suppress(OSError):
         (run / NOTE).unlink()
 

@@ -1,8 +1,8 @@
 """A staged folder into which several ranks write, and the renames that decide about it (ranks/votes.py).
 
-Rank 0 makes it (``SharedStaging``); the others find it by its name (``AttachedStaging``). A checkpoint that is replaced
-is moved aside first and not exchanged with the new one: the decision needs a rename that leaves nothing under its old
-name. After a crash in between, ``removal.sweep`` gives the old checkpoint its name back.
+Rank 0 makes it (``SharedStaging``); the others find it by its name (``AttachedStaging``). A replaced
+checkpoint is moved aside first and not exchanged with the new one: the decision needs a rename that leaves nothing
+under the old name. After a crash in between, ``removal.sweep`` gives the old checkpoint its name back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lazyckpt import waits
 from lazyckpt.storage import claim, commit, folders, locks, removal
 from lazyckpt.storage.claim import LOCK, FolderClaim
 
-_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # a folder cannot be renamed to what has this name
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # something has the name that a folder is renamed to
 
 
 class SharedFolder:
@@ -53,23 +53,23 @@ class SharedFolder:
         return True
 
     def set_aside(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody removed it
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
             os.rename(self._target, self._aside)
 
     def put_back(self) -> None:
         removal.put_back(self._aside, self._target)
 
     def is_published(self) -> bool:
-        """Whether the final name is that of the staged folder. The node may remember that the name was missing, or
-        the checkpoint that had it. So on a network file system a no takes ``waits.STALE_NAME_S``, unless the trash is
-        there."""
+        """Whether the final name is that of the staged folder. The node may remember that the name was missing, or the
+        checkpoint that had it. So on a network file system it answers False only after ``waits.STALE_NAME_S``, unless
+        it sees the trash."""
         end = time.monotonic() + (0 if claim.is_local(self._target.parent) else waits.STALE_NAME_S)
         while claim.staged_name(self._target) != self._path.name:
             if os.path.lexists(self._trash) or time.monotonic() >= end:
                 return False
             time.sleep(waits.SHARED_NAME_LOOK_S)
             with contextlib.suppress(OSError):
-                os.listdir(self._target.parent)  # some clients then forget what they remember
+                os.listdir(self._target.parent)  # some clients then drop cached names
         return True
 
     def sync(self) -> None:
@@ -106,7 +106,7 @@ class SharedStaging(commit.Staging):
                 raise
 
     def _lock_it(self) -> None:
-        unfinished = self.path / f"{LOCK}-unfinished"  # nobody sees the file without its lock and its contents
+        unfinished = self.path / f"{LOCK}-unfinished"  # no process sees the file without its lock and its contents
         self._lock_file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         locks.hold(self._lock_file)
         os.write(self._lock_file, claim.describe_staged(self._claim, self.path.name))
@@ -118,7 +118,7 @@ class SharedStaging(commit.Staging):
         super().describe(manifest, written)
 
     def publish(self) -> Path | None:
-        """Lets go of the folder, which ``Ballot.decide`` has published. Returns what it replaced, as in ``Staging``."""
+        """Unlocks the folder, which ``Ballot.decide`` has published. Returns the replaced folder, as in ``Staging``."""
         self._published = True
         self._unlock()
         replaced = self.target.with_name(_renamed(self.path, folders.REPLACED))
@@ -126,7 +126,7 @@ class SharedStaging(commit.Staging):
             return None
         if self._keep_others:
             with contextlib.suppress(OSError):  # the checkpoint is committed
-                commit.carry_over(replaced, self.target)  # files that came in between
+                commit.carry_over(replaced, self.target)  # files that were added meanwhile
         return replaced
 
     def _unlock(self) -> None:
@@ -143,7 +143,7 @@ class AttachedStaging(commit.Staging):
         self.path = path
 
     def sync(self, written: Iterable[str]) -> None:
-        """Makes durable what this rank has put there, except the contents of ``written``, which the engine has synced.
+        """Syncs this rank's files and folders there, except the contents of ``written``, which the engine has synced.
 
         Rank 0 syncs the rest, in ``describe``. Where nodes share the file system, it cannot sync what the cache of this
         one holds."""
@@ -155,13 +155,13 @@ class AttachedStaging(commit.Staging):
             commit.sync_all(self.path, {self.path / name for name in written})
 
     def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
-        """Rank 0 does."""
+        """Does nothing: rank 0 describes the checkpoint."""
 
     def publish(self) -> Path | None:
         return None
 
     def discard(self) -> None:
-        """The ranks decide about the folder (``Ballot.refuse``)."""
+        """Does nothing: the ranks decide about the folder (``Ballot.refuse``)."""
 
 
 def _renamed(staged: Path, prefix: str) -> str:

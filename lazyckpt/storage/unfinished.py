@@ -1,4 +1,4 @@
-"""Refuses to read what a dead process left under a temporary or a trash name, and says what to read instead."""
+"""Refuses to read temporary and trash folders of a dead process, and names a checkpoint to read instead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NUMBERED = re.compile(r"[A-Za-z][\w.=]*[-_=]\d+.*")  # as trainers name checkpo
 
 
 def refuse(path: str | os.PathLike[str]) -> None:
-    """Raises LoadError for a path that is, or is in, a checkpoint whose process ended before it was done with it;
-    and for a place (hidden.py)."""
+    """Raises LoadError for a path that is, or lies in, a checkpoint whose process ended before it had published or
+    removed it; and for a place (hidden.py)."""
     full = Path(os.path.abspath(path))
     for part in (full, *full.parents):
         if folders.is_unfinished(part.name):
@@ -39,8 +39,8 @@ def refuse(path: str | os.PathLike[str]) -> None:
 
 
 def _newest(root: Path, name: str | None) -> Path | None:
-    """The checkpoint in ``root``, or in ``root/checkpoints`` (Accelerate), with the highest number; of those that are
-    called like ``name``, if it is given."""
+    """The checkpoint in ``root``, or in ``root/checkpoints`` (Accelerate), with the highest number; if ``name``
+    is given, among those with names like it."""
     found: list[tuple[list[int], Path]] = []
     for folder in (root, root / "checkpoints"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Measures a disk, what lazyckpt makes of it, and so what to expect of a checkpoint there."""
+"""Measures a disk and how fast lazyckpt uses it, and predicts the time of a checkpoint there."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RAW_OF = {RAW_WRITE: RAW_WRITE, WRITE: RAW_WRITE, RAW_READ: RAW_READ, RESTORE: R
 
 @dataclass(frozen=True)
 class Bench:
-    """What ``bench`` measured."""
+    """The results of ``bench``."""
 
     o_direct: bool  # without it, everything went through the page cache
     bytes: int  # written and read in each round

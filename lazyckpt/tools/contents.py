@@ -1,4 +1,4 @@
-"""Finds the file that a path means, and describes what it holds without running its code or reading a tensor.
+"""Finds the file that a path means, and describes its contents without running its code or reading a tensor.
 
 A path names a file, the index of a model in several files (shards), a checkpoint, a run's folder or a trainer's folder.
 The index of a sharded checkpoint, a folder of torch.distributed.checkpoint (DCP), is its file ``.metadata``.
@@ -37,7 +37,7 @@ _MAX_INDEX_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Contents:
-    """What one file or the shards of one model hold."""
+    """The contents of one file, or of the shards of one model."""
 
     file: Path
     format: str
@@ -88,7 +88,7 @@ def documents_in(path: Path) -> dict[str, Path]:
 
 
 def document_in(path: Path) -> Path:
-    """Returns the one document that ``path`` means; in a folder of DCP that is the state, whatever lies beside it.
+    """Returns the one document that ``path`` means; in a folder of DCP that is the state, even beside other files.
     Raises LoadError that names them if there are several."""
     found = documents_in(path)
     if DCP_METADATA in found:
@@ -232,7 +232,8 @@ def shards_of(index: Path) -> dict[Path, set[str]]:
 
 
 def read_shard(file: Path, names: set[str]) -> Contents:
-    """Describes a shard. Raises CorruptFileError unless it holds exactly these ``names``, and what ``read`` raises."""
+    """Describes a shard. Raises CorruptFileError unless it holds exactly these ``names``, and the errors of
+    ``read``."""
     contents = _read_file(file)
     if not isinstance(contents.obj, Mapping):
         raise CorruptFileError("a shard holds named tensors, this file something else", path=file)

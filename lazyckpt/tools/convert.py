@@ -27,7 +27,7 @@ from lazyckpt.tools.to_folder import FILE, FolderPlan
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``convert`` wrote.
+    """The result of ``convert``.
 
     Attributes:
         path: The new file or folder.
@@ -65,12 +65,12 @@ def convert(
     appears when it is whole and durable. Runs no code from ``src``: only tensors and plain values are converted.
 
     Args:
-        src: What to convert; a run's folder means its newest checkpoint.
+        src: The source; a run's folder means its newest checkpoint.
         dst: A new .safetensors file, a torch.save archive with another suffix of such files, or, with a name without a
             suffix, a folder of torch.distributed.checkpoint.
         key: The part to take, such as "model", or "a.b" for a part of a part.
         only: Takes only the entries whose names match one of these patterns, such as "encoder.*".
-        rename: New names for the entries: prefixes and what replaces them, {"module.": ""}, or a function of a name.
+        rename: New names for the entries: prefixes and their replacements, {"module.": ""}, or a function of a name.
             None as a new name leaves the entry out.
         dtype: Converts floating-point tensors to this dtype.
         max_shard_bytes: Writes a folder of files of at most this size, and their index. ``dst`` is then a new folder,
@@ -78,7 +78,7 @@ def convert(
         progress: Called with the name of ``dst``, the bytes read and the bytes in all.
 
     Raises:
-        ConfigError: If ``dst`` exists, or its format cannot hold what ``src`` does.
+        ConfigError: If ``dst`` exists, or its format cannot hold the contents of ``src``.
         LoadError: If ``src`` cannot be read; CorruptFileError if it is damaged.
         SaveError: If ``dst`` cannot be written.
     """
@@ -100,7 +100,7 @@ def convert(
     if to_safetensors:
         saved, ties = loader.tensors(obj)
     elif to_folder or Path(name).suffix in SUFFIXES:
-        # The metadata says which missing names belong to which tensors.
+        # The metadata maps missing names to their tensors.
         known = old_metadata if obj is contents.obj else {}
         ties = {tied: kept for tied, kept in known.items() if kept in obj and tied not in obj}
         whole = obj | {tied: obj[kept] for tied, kept in ties.items()} if ties else obj

@@ -59,7 +59,7 @@ class Change:
 
 @dataclass(frozen=True)
 class DocumentDifference:
-    """What differs between two documents: files, or models in several files."""
+    """The differences between two documents: files, or models in several files."""
 
     name: str  # that both have in their folders, or that of A
     a: Path
@@ -82,7 +82,7 @@ def _leaves(module: Change) -> Iterator[Change]:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two paths.
+    """The differences between two paths.
 
     Attributes:
         documents: The documents that both have, compared.
@@ -103,8 +103,8 @@ class Difference:
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress | None = None) -> Difference:
     """Compares two files, checkpoints or folders, a few megabytes at a time; runs no code from them.
 
-    Tensors are the same if their dtype, shape and bits are, whatever parts of them the ranks held; values, if they are
-    saved alike. A run's folder means its newest checkpoint. Two single files are compared whatever their names, the
+    Tensors are the same if their dtype, shape and bits are, even if the ranks held other parts; values, if they are
+    saved alike. A run's folder means its newest checkpoint. Two single files are compared even under other names, the
     files of folders by name. Raises LoadError, and CorruptFileError if a checksum does not match.
     """
     found_a, found_b = documents_in(as_path(a)), documents_in(as_path(b))

@@ -1,4 +1,4 @@
-"""Finds out what a machine and a folder offer, and concludes what lazyckpt will do there."""
+"""Finds out which features a machine and a folder have, and concludes what lazyckpt will do there."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every name in the pickle becomes an ``InertObject``, which only remembers its arguments. The exceptions are the few
 functions and types that make plain tensors and containers. Loading the file instead, even with ``weights_only``, would
-allocate tensors and refuse every type that nobody allowed.
+allocate tensors and refuse every type that is not allowed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InertStorage:
     """A storage in a record of ``file``; ``dtype`` is None if only its tensors name one.
 
     With ``shards`` it is the storage of a dense tensor whose parts are apart: ``file`` is the ``.metadata`` of their
-    folder, and of the record only name and length mean something."""
+    folder, and only the name and length of the record have a meaning."""
 
     record: Record
     dtype: Dtype | None
@@ -69,7 +69,7 @@ class InertStorage:
 @dataclass(frozen=True, eq=False)
 class InertTensor:
     """A tensor's description. ``offset`` and ``stride`` count elements; ``storage`` is None for a meta tensor; ``kind``
-    names what was saved if it was not a plain tensor. Raises ValueError if malformed."""
+    names the type if it was not a plain tensor. Raises ValueError if malformed."""
 
     dtype: str
     shape: tuple[int, ...]

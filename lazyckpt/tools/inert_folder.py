@@ -1,7 +1,7 @@
 """Describes a folder of torch.distributed.checkpoint, ours or another's, without reading a tensor or running its code.
 
-The result is made of what ``read_inert`` makes of a single file, so whatever shows, compares or converts files takes
-folders, too. A tensor is one whole, whatever parts of it the ranks held.
+The result consists of the same objects as ``read_inert`` returns for a single file, so code that shows, compares or
+converts files takes folders, too. A tensor is one whole, although the ranks held parts of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describes what a file holds, by module, without reading a tensor."""
+"""Describes the contents of a file, by module, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SHOWN_ROWS = 100
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a file or a checkpoint holds.
+    """The contents of a file or a checkpoint.
 
     Attributes:
         path: The file, or the index of shards: for a folder of torch.distributed.checkpoint its .metadata.
         format: For example "safetensors in 3 files".
         bytes: Length of the file, or of all shards.
         metadata: The metadata of a safetensors file; None in other formats.
-        checkpoint: What the manifest of the checkpoint says (step, sequence, …); None for other files.
-        root: What is saved, as a tree of modules.
+        checkpoint: The facts in the manifest of the checkpoint (step, sequence, …); None for other files.
+        root: The saved object, as a tree of modules.
     """
 
     path: Path
@@ -71,8 +71,8 @@ def inspect(
 
     Args:
         path: A file, the index of shards, a checkpoint, or a run's folder, which means its newest checkpoint.
-        filter: Keeps only what has this in its path; a pattern with * or ? must match all of the path.
-        stats: Also reads the tensors, and computes what ``Node.stats`` holds.
+        filter: Keeps only entries with this text in their path; a pattern with * or ? must match all of the path.
+        stats: Also reads the tensors, and computes ``Node.stats``.
         progress: Called with the name of the file, the bytes read and the bytes in all.
 
     Raises:
@@ -97,7 +97,7 @@ def _about(node: Node) -> str:
 
 
 def _prune(node: Node, pattern: str) -> None:
-    """Keeps the leaves whose path matches, and what leads to them; the sums are of these."""
+    """Keeps the leaves whose path matches, and the modules above them, with the sums of these leaves."""
     kept = []
     for child in node.children:
         if child.children and not fnmatchcase(child.path, pattern):

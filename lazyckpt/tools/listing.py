@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a run, and what dead processes left beside them."""
+"""Lists the checkpoints of a run, and the remains of dead processes beside them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BrokenCheckpoint:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A temporary file or folder of ``bytes`` bytes. Of a lone file nobody knows whether its process is alive."""
+    """A temporary file or folder of ``bytes`` bytes. Whether the process of a lone file is alive cannot be known."""
 
     name: str
     bytes: int
@@ -41,7 +41,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Listing:
-    """The checkpoints of a run, the one saved last first; broken ones by name; and what is left over."""
+    """The checkpoints of a run, the one saved last first; broken ones by name; and leftovers."""
 
     checkpoints: list[Checkpoint]
     broken: list[BrokenCheckpoint]
@@ -49,7 +49,7 @@ class Listing:
 
 
 def list_run(directory: Path) -> Listing:
-    """Lists a run's folder from its manifests; no other file is read. Raises LoadError for what is no run's folder."""
+    """Lists a run's folder from its manifests; no other file is read. Raises LoadError if it is no run's folder."""
     catalog = catalog_of(directory)
     checkpoints = catalog.scan()
     broken = sorted((_broken(directory, error) for error in catalog.broken), key=lambda broken: broken.path.name)
@@ -60,8 +60,8 @@ def list_run(directory: Path) -> Listing:
 class TrainerCheckpoint:
     """A checkpoint that Lightning, Accelerate, the Hugging Face Trainer or torchtitan named.
 
-    ``step`` is in its name, None if it is not; ``modified`` when its last file was written; ``note`` says what else its
-    folder tells: which one is the best, and where a link leads.
+    ``step`` is in its name, None if it is not; ``modified`` when its last file was written; ``note`` has further facts
+    from its folder: which one is the best, and where a link leads.
     """
 
     name: str
@@ -86,7 +86,7 @@ def list_trainer(directory: Path) -> list[TrainerCheckpoint]:
         if any(manifest.is_folder_name(name) for name in os.listdir(directory)):
             return []
     except OSError:
-        return []  # list_run() says why
+        return []  # list_run() raises the reason
     found = [_trainers(Path(entry.path)) for entry in entries]
     found.sort(key=lambda c: (-1 if c.step is None else c.step, c.modified), reverse=True)
     if found:
@@ -149,7 +149,7 @@ def _broken(directory: Path, error: LoadError) -> BrokenCheckpoint:
 
 
 def leftovers(directory: Path) -> list[Leftover]:
-    """Returns what is being written into a run's folder, and what dead processes left there."""
+    """Returns the unfinished files in a run's folder: those being written, and the remains of dead processes."""
     found = []
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         if not folders.is_unfinished(entry.name):
@@ -182,7 +182,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 def _bytes_on_disk(path: Path) -> int:
-    """The length of a file, or of the files in a folder; 0 for what a commit has renamed meanwhile."""
+    """The length of a file, or of the files in a folder; 0 if a commit has renamed it meanwhile."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             return sum(os.lstat(entry.path).st_size for entry in os.scandir(path))

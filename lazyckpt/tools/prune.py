@@ -1,4 +1,4 @@
-"""Removes the checkpoints that retention would remove, and what dead processes left; pins those to keep."""
+"""Removes the checkpoints that retention would remove, and the remains of dead processes; pins those to keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from lazyckpt.tools.listing import Leftover, catalog_of, leftovers
 
 @dataclass(frozen=True)
 class Pruning:
-    """What ``prune`` removed, or would remove: checkpoints, each with the reason, and what dead processes left."""
+    """The checkpoints that ``prune`` removed or would remove, each with the reason, and the remains of dead
+    processes."""
 
     doomed: dict[Checkpoint, str]
     kept: dict[Checkpoint, str]
@@ -39,10 +40,10 @@ def prune(
     mode: Literal["min", "max"] = "min",
     remove: bool = False,
 ) -> Pruning:
-    """Applies retention to a run's folder; without ``remove`` it only tells what would go.
+    """Applies retention to a run's folder; without ``remove`` it only lists them.
 
     The rules are those of a Checkpointer. Without ``keep_last`` only leftovers go. Never removes the newest
-    checkpoint, pinned or broken ones, and what a process is writing. Raises ConfigError and LoadError.
+    checkpoint, pinned or broken ones, or one that a process is writing. Raises ConfigError and LoadError.
     """
     # raises ConfigError
     Config(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best, mode=mode)
@@ -64,7 +65,7 @@ def prune(
 
 
 def _remove(checkpoint: Checkpoint) -> bool:
-    """Removes it unless a running job saved its step again or removed it, or somebody pinned it, meanwhile."""
+    """Removes it unless a running job has saved its step again or removed it, or a user has pinned it, meanwhile."""
 
     def is_the_same(folder: Path) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Computes what a saved tensor holds, reading a few megabytes of it at a time."""
+"""Computes statistics of a saved tensor, reading a few megabytes of it at a time."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ _BATCH_BYTES = 16 << 20  # a limit that only a single storage exceeds
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the bytes of a storage are. With ``view`` (dtype, offset, shape, strides) they are what that shows of the
-    ``saved`` storage, made dense and converted to ``dtype``."""
+    """Where the bytes of a storage are. With ``view`` (dtype, offset, shape, strides) they are the elements of the
+    ``saved`` storage that it shows, made dense and converted to ``dtype``."""
 
     saved: InertStorage
     view: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]] | None = None
@@ -60,8 +60,8 @@ class _Batch:
 def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Callable[[int], None]) -> None:
     """Writes and syncs new files. ``origins`` has every storage by its ``_cdata``; ``advance`` gets the bytes read.
 
-    Raises SaveError, CorruptFileError if a checksum does not match, LoadError if an origin cannot be read, and what the
-    plans raise. Unfinished files stay; the caller removes them.
+    Raises SaveError, CorruptFileError if a checksum does not match, LoadError if an origin cannot be read, and the
+    errors of the plans. Unfinished files stay; the caller removes them.
     """
     files = [(path, plan, plan.gather()) for path, plan in plans.items()]
     views = TensorViews()
@@ -108,7 +108,7 @@ def write(plans: dict[Path, FilePlan], origins: dict[int, Origin], advance: Call
             job.fail(errno.ECANCELED, "abandoned")  # no effect on a finished job
             job.wait_settled()
     if wrong := [views.keys[source] for source, crc in crcs.items() if written[source] != crc]:
-        raise SaveError(f"what was written is not what was read: {', '.join(wrong[:5])}", path=path)
+        raise SaveError(f"the written bytes differ from those read: {', '.join(wrong[:5])}", path=path)
 
 
 class _Buffers:

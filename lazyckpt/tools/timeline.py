@@ -10,7 +10,8 @@ from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, TRAINING, WRITES
 from lazyckpt.tools.trace import Span, TracedCheckpoint
 from lazyckpt.tools.units import duration, size
 
-# The palette of Okabe and Ito, which everybody can tell apart. Vermilion marks what training waits for.
+# The palette of Okabe and Ito, which colour-blind people can tell apart. Vermilion marks phases that training waits
+# for.
 _TENSORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
 _BLOCKED = "#D55E00"
 _OTHER, _TRAINING, _STEP, _CREATE = "#C9CDD2", "#E8EBEF", "#A3ABB5", "#B9C0C8"

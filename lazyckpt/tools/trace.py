@@ -1,5 +1,5 @@
-"""Reads a timeline, breaks down where the time of one checkpoint went (DataStates-LLM, table III), and measures what
-``lazyckpt.advise`` needs to know."""
+"""Reads a timeline, breaks down where the time of one checkpoint went (DataStates-LLM, table III), and measures the
+arguments of ``lazyckpt.advise``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOSURE_SHARE = 0.5  # an optimizer step that takes this part of an iteration c
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took a while. Times are seconds since save() was called; ``lane`` is the track within its kind."""
+    """An event with a duration. Times are seconds since save() was called; ``lane`` is the track within its kind."""
 
     kind: int
     lane: int
@@ -55,7 +55,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class TracedCheckpoint:
-    """One checkpoint of a timeline, and what else happened in the same run."""
+    """One checkpoint of a timeline, and the other events of its run."""
 
     step: int | None
     path: str

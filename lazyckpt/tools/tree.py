@@ -1,7 +1,7 @@
 """Arranges a saved object as a tree of modules, tensors and values, with the bytes of each.
 
 Names are split at dots: ``model["h.0.attn.weight"]`` becomes ``model / h / 0 / attn / weight``. Like ``du`` with hard
-links, the tree counts a storage where it first appears, so the sums add up to what the file holds.
+links, the tree counts a storage where it first appears, so the sums add up to the size of the file's contents.
 
 The object may come from a hostile pickle. The tree opens a shared or cyclic container once, limits the depth, and
 shortens every value.
@@ -39,12 +39,12 @@ class Node:
         dtype: Element type of a tensor, such as "float32".
         shape: Shape of a tensor.
         text: A value, shortened; the class of an object with children.
-        note: How a tensor shares its memory, what it is if not a plain tensor, or which files hold its parts.
+        note: How a tensor shares its memory, its type if not a plain tensor, or the files that hold its parts.
         tied_to: The path of the tensor that this one is another name of.
         storage: The file and record that hold a tensor's storage, or its shards.
-        value: What was saved, as ``read_inert`` returns it.
-        stats: What a tensor holds (``tools.stats.Stats``), if it was asked for.
-        children: What is in a module.
+        value: The saved object, as ``read_inert`` returns it.
+        stats: Statistics of a tensor (``tools.stats.Stats``), if requested.
+        children: The entries of a module.
     """
 
     name: str
@@ -172,7 +172,7 @@ class Tree:
 
 
 def _contents(value: Any) -> Mapping[Any, Any]:
-    """Returns what is inside ``value`` if that deserves rows of its own, else nothing."""
+    """Returns the contents of ``value`` if they deserve rows of their own, else nothing."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, list | tuple):
@@ -231,7 +231,7 @@ NodeT = TypeVar("NodeT", bound=Any)  # with a name, a kind and children of its o
 
 
 def rows(node: NodeT, depth: int | None, level: int = 1) -> Iterator[tuple[int, str, NodeT]]:
-    """Yields the level, label and node of what is below ``node``, parents first, ``depth`` levels or all.
+    """Yields the level, label and node of each entry below ``node``, parents first, ``depth`` levels or all.
 
     A module with one child shares its row: ``h.0.attn`` instead of three rows of the same size.
     """
@@ -249,7 +249,7 @@ def shown_shape(shape: tuple[int, ...]) -> str:
 
 
 def short(value: Any, *, nested: bool = False) -> str:
-    """Shows a value in a few characters, without what is inside a container inside a container."""
+    """Shows a value in a few characters, without the contents of containers inside a container."""
     if isinstance(value, str):
         return repr(value) if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]!r}… {len(value):,} characters"
     if isinstance(value, bytes | bytearray):

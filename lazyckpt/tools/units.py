@@ -37,7 +37,7 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 
 def plain(text: object) -> str:
-    """Escapes everything that a terminal would obey."""
+    """Escapes terminal sequences."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 

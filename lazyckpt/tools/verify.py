@@ -29,7 +29,7 @@ _READ_BYTES = 128 << 20  # read between two reports of progress
 
 @dataclass(frozen=True)
 class Finding:
-    """What verifying one file, one index of shards or one checkpoint found."""
+    """The finding on one file, one index of shards or one checkpoint."""
 
     path: Path
     state: Literal["ok", "damaged", "unreadable", "gone"]  # "unreadable" may be whole; a running job removed "gone"
@@ -37,13 +37,13 @@ class Finding:
     records: int = 0
     without_checksum: int = 0  # how many of the records carry none
     whole_file_checked: bool = False  # a manifest held the checksum of each file
-    damage: tuple[str, ...] = ()  # what is wrong, one line each; for "unreadable" and "gone" the reason
+    damage: tuple[str, ...] = ()  # one line for each fault; for "unreadable" and "gone" the reason
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found, one finding for each file and checkpoint."""
+    """The result of ``verify``: one finding for each file and checkpoint."""
 
     findings: tuple[Finding, ...]
 
@@ -179,8 +179,8 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
 
 
 def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | None) -> tuple[list[Record], list[str]]:
-    """The records of the items of a file, in file order; and what is wrong with items that have none, with tables of
-    segments, and with the file's stamp."""
+    """The records of the items of a file, in file order; and the damage of items without records, of tables of
+    segments, and of the file's stamp."""
     from lazyckpt.reading.sharded.segments import Segments
     from lazyckpt.tools.inert_folder import records_at  # imports torch, which takes seconds
 
@@ -238,8 +238,8 @@ def _compare(
     entry: FileEntry | None,
     names: Callable[[], dict[str, str]] = dict,
 ) -> Finding:
-    """Reads a file, and compares the checksums of its records and that of ``entry``. ``damage`` is what is known to be
-    wrong, ``names`` tells what is in which record. Raises LoadError if the file cannot be read."""
+    """Reads a file, and compares the checksums of its records and that of ``entry``. ``damage`` is the damage
+    already found, ``names`` maps records to tensors. Raises LoadError if the file cannot be read."""
     with FileReader(file) as opened:
         nbytes = opened.size
     shown = f"{file.parent.name}/{file.name}"

@@ -195,7 +195,7 @@ def test_what_is_written_is_compared_with_what_was_read(tmp_path: Path, monkeypa
         return {source: crc ^ (source == 5) for source, crc in crcs.items()}
 
     monkeypatch.setattr(stream, "_read", read_and_spoil)
-    assert "what was written is not what was read" in fails(2, "convert", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert "the written bytes differ from those read" in fails(2, "convert", tmp_path / "a.pt", tmp_path / "b.pt")
     assert os.listdir(tmp_path) == ["a.pt"]
 
 

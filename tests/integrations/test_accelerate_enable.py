@@ -1,4 +1,4 @@
-"""Switching lazyckpt on for accelerate: settings, copies of an accelerator, and what is refused."""
+"""Switching lazyckpt on for accelerate: settings, copies of an accelerator, and refusals."""
 
 from __future__ import annotations
 

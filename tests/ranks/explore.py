@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from lazyckpt.errors import RankError
-from lazyckpt.ranks.rounds import NOBODY, Point, RankLost, Seat, StoreLost
+from lazyckpt.ranks.rounds import NO_RANKS, Point, RankLost, Seat, StoreLost
 from lazyckpt.ranks.votes import Ballot
 
 FINAL = "final"
@@ -134,7 +134,7 @@ class FakeStore:
     release = delete
 
     def wait(
-        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NOBODY
+        self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NO_RANKS
     ) -> bytes | None:
         world = self._world
 

@@ -182,13 +182,13 @@ def test_a_restore_that_would_take_no_weights_is_refused_and_lists_both_sides(tm
 def test_so_is_one_that_takes_no_entry_of_a_module(how: dict[str, Any], tmp_path: Path) -> None:
     save(tmp_path)
     model = nn.ModuleDict({"first": nn.Linear(4, 4)}) if "rename" not in how else make(1)[0]
-    with pytest.raises(RestoreError, match=r"no weights for what is tracked.*model \("):
+    with pytest.raises(RestoreError, match=r"no weights for the tracked state.*model \("):
         into(tmp_path, {"model": model}, strict=False, **how)
 
 
 def refused_on_ranks(folder: Path) -> None:
     save(folder, shards=True)
-    with pytest.raises(RestoreError, match="no weights for what is tracked: tracked is net"):
+    with pytest.raises(RestoreError, match="no weights for the tracked state: tracked is net"):
         into(folder, {"net": make(1, True)[0]}, strict=False)
 
 

@@ -16,7 +16,7 @@ from lazyckpt.warn import warn
 
 
 class Crew:
-    """This rank's place in its group, and what its successive saves share.
+    """This rank's place in its group, and the data that its successive saves share.
 
     Every rank saves the same steps in the same order. Only ``join``, ``meet`` and ``close`` communicate, and
     ``give_up_refused`` after a save that was refused; a checkpoint's votes go over the background threads (ranks/)."""
@@ -31,7 +31,7 @@ class Crew:
         self.caches: dict[str, RankCache] = {}  # by the name of the folder of torch.distributed.checkpoint
         self.names = NameCache()
         self.shared: Shared = {}  # rank 0: of the save before
-        self._refused: tuple[Path, int, str] | None = None  # the last call of ``save`` whose arguments made no sense
+        self._refused: tuple[Path, int, str] | None = None  # the last call of ``save`` with invalid arguments
 
     @classmethod
     def join(cls, directory: Path, *, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> Crew:

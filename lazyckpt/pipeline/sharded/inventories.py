@@ -1,7 +1,7 @@
-"""What the ranks tell each other of their files.
+"""Exchanges the contents of the ranks' files.
 
-A rank tells rank 0 what its file holds (its *inventory*) at the first save and when that changes; later it sends only
-the hash. So from the second save on a checkpoint costs one small message for each rank, in the background.
+A rank sends rank 0 the contents of its file (its *inventory*) at the first save and when they change; later it sends
+only the hash. So from the second save on a checkpoint costs one small message for each rank, in the background.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Shared = Mapping[str, Mapping[str, str]]
 
 
 class Inventories:
-    """What the ranks have told each other of their files, from save to save. Background threads call it in the order of
+    """The inventories that the ranks have exchanged, from save to save. Background threads call it in the order of
     the saves."""
 
     def __init__(self) -> None:
         self._told = ""  # the hash of this rank's last inventory that rank 0 knows
         self._noted = ""  # rank 0: its last note that all ranks know
         self._of_rank: dict[int, tuple[str, Inventory]] = {}  # rank 0: with its hash
-        self._metadata: tuple[list[str], dict[str, bytes]] = [], {}  # rank 0: hashes by rank, and what they give
+        self._metadata: tuple[list[str], dict[str, bytes]] = [], {}  # rank 0: hashes by rank, and the result for them
 
     def receipt(self, files: list[FileEntry], inventory: Inventory) -> bytes:
         """This rank's message to rank 0."""

@@ -53,17 +53,18 @@ class _Share:
     names: list[str] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # among all leaves
     shards: list[int] = field(default_factory=list)  # places in these columns, of DTensors
-    objects: list[int] = field(default_factory=list)  # and of what is no tensor
+    objects: list[int] = field(default_factory=list)  # and of leaves that are no tensors
 
 
 class RankCache:
-    """What successive files of one rank share. Holds no tensor of the state."""
+    """Facts that successive files of one rank share. Holds no tensor of the state."""
 
     def __init__(self) -> None:
         self.shards = ShardCache()
         self.elsewhere: Mapping[str, str] = {}
-        """The names that rank 0 writes, with their kinds, as it has told. This rank writes all that rank 0 does not
-        have, such as another part of the model. It also writes what has another kind here: rank 0 refuses it then."""
+        """The names that rank 0 writes, with their kinds, from its last note. This rank writes the leaves that rank 0
+        does not have, such as another part of the model. It also writes a leaf that has another kind here, which rank 0
+        then refuses."""
         self._share = _Share()
         self._objects: dict[str, tuple[bytes | None, bytes]] = {}  # pickle and archive, by name
         self._archives: defaultdict[str, ArchiveCache] = defaultdict(ArchiveCache)  # by name
@@ -105,7 +106,7 @@ class RankCache:
 
 
 def _facts_of(values: list[Any]) -> tuple[list[type], list[Any], list[Any]]:
-    """All that the parts of leaves depend on: their types, where DTensors lie, and what other tensors are."""
+    """All that the parts of leaves depend on: their types, the places of DTensors, and the forms of other tensors."""
     kinds = list(map(type, values))
     sharded = {kind for kind in set(kinds) if is_dtensor_type(kind)}
     specs = [value._spec for value, kind in zip(values, kinds, strict=True) if kind in sharded]
@@ -150,8 +151,8 @@ def _shard(local: torch.Tensor, size: tuple[int, ...], offsets: tuple[int, ...])
 class RankPlan(FilePlan):
     """A ``.distcp`` file with the share of one rank (DataStates-LLM, V; FastPersist, 4.2).
 
-    A shard is written by one of the ranks that hold it. What every rank has of its own is written by every rank, and
-    everything else by rank 0, since it is the same everywhere, or, like the statistics of BatchNorm, one of many."""
+    A shard is written by one of the ranks that hold it. Every rank writes its own state, such as random states. Rank 0
+    writes everything else, since it is the same everywhere, or, like the statistics of BatchNorm, one of many."""
 
     any_order = True
 

@@ -1,8 +1,8 @@
-"""The number of each save of one rank, and the way back when it saves something else than rank 0 under a number.
+"""Numbers the saves of one rank, and corrects the number if rank 0 saves another step under it.
 
-The ranks count their saves, so a call that one rank repeats or leaves out would put it out of step for good. So a rank
-that learns that rank 0 saves another step under its number, or that saves a step again, asks inside ``save()`` under
-which number rank 0 saves this step, and takes that. Rank 0's count stands.
+The ranks count their saves, so a call that one rank repeats or leaves out would put it out of step for good. A rank
+asks inside ``save()`` for the number under which rank 0 saves this step if it has learned that rank 0 saves another
+step under its number, or if it saves a step again. It then takes rank 0's number.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class SaveNumbers:
                 self._taken, self._strayed = max(numbers), None
 
     def find(self, step: int, path: Path) -> str | None:
-        """Call it before ``next``. Returns None if that is the number under which rank 0 saves ``step``, as far as is
-        known; otherwise why this rank cannot save it. Waits for rank 0 if this rank has strayed or repeats a step."""
+        """Call it before ``next``. Returns None if, as far as known, that is the number under which rank 0 saves
+        ``step``; otherwise why this rank cannot save it. Waits for rank 0 if this rank has strayed or repeats a
+        step."""
         with self._lock:
             strayed, taken = self._strayed, self._taken
         repeats, self._step = step == self._step, step
@@ -71,7 +72,7 @@ class SaveNumbers:
                     return None
                 elif theirs is not None and theirs > step:
                     return f"this rank has made other calls of save() than rank 0, which is at step {theirs}"
-                else:  # rank 0 has saved what this rank left out
+                else:  # rank 0 has saved a step that this rank left out
                     taken = self.next()
                     self._group.ballot(taken, theirs, "", path).refuse(f"left it out, and went on to step {step}")
                     with self._lock:

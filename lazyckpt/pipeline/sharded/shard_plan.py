@@ -26,8 +26,8 @@ _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class ShardCache:
-    """What successive files of one rank share: the layout, and all of ``gather`` if the tensors are as before. Holds no
-    tensor."""
+    """Facts that successive files of one rank share: the layout, and the results of ``gather`` if the tensors are the
+    same. Holds no tensor."""
 
     def __init__(self) -> None:
         self.facts: Any = None  # names, and all that is asked of the tensors
@@ -42,7 +42,7 @@ class ShardCache:
 
 
 class ShardPlan(FilePlan):
-    """One ``.distcp`` file. Of each tensor, it holds what the tensor shows: a shard, not the storage below it.
+    """One ``.distcp`` file. Of each tensor, it holds the visible elements: a shard, not the storage below it.
 
     ``places`` says where each item lies in the file, by name; it is complete when ``lay_out`` has returned, and stands
     before any byte is copied. The places of tensors depend on their names, sizes and dtypes, and on whether an

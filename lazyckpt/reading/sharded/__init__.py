@@ -1,1 +1,1 @@
-"""Reads a checkpoint that several ranks wrote: its metadata, and what of it each rank needs."""
+"""Reads a checkpoint that several ranks wrote: its metadata, and the parts that each rank needs."""

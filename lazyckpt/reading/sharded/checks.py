@@ -1,7 +1,7 @@
-"""Checks that what the ``.metadata`` of a folder says of tensors and items is possible: it may be anybody's.
+"""Checks that the ``.metadata`` of a folder describes tensors and items that are possible: it may be hostile.
 
-Then every element of every tensor lies in exactly one item, no item reaches into another one, and no tensor is larger
-than the items that hold it, so that whoever allocates it never takes more memory than the files take on the disk.
+After the checks every element of every tensor lies in exactly one item, no item reaches into another one, and no
+tensor is larger than its items. So a reader never allocates more memory than the files take on the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from lazyckpt.formats.reader import count_elements
 
-_MAX_DIMENSIONS = 64  # what torch allows
+_MAX_DIMENSIONS = 64  # torch's limit
 _MAX_OFFSET = 2**63 - 1
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a part of a tensor
@@ -41,8 +41,8 @@ def check_places(places: dict[Place, str]) -> None:
 def check_tensor(described: Any, items: dict[tuple[int, ...] | None, Place], forms: dict[Place, Any]) -> None:
     """Raises ValueError unless the chunks of a tensor are the whole, each in an item of its own that can hold it.
 
-    ``items``: the places of its items, by the offsets of the chunk in each. ``forms``: what other tensors said of their
-    items; this one adds to it."""
+    ``items``: the places of its items, by the offsets of the chunk in each. ``forms``: the shapes that other tensors
+    gave their items; this one adds to it."""
     facts = vars(described)
     size, chunks = facts.get("size"), facts.get("chunks")
     properties = vars(facts.get("properties"))

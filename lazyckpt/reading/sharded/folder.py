@@ -1,4 +1,4 @@
-"""A folder that many ranks wrote, and what lies where in it: its ``.metadata``, and its items."""
+"""A folder that many ranks wrote: its ``.metadata``, and the places of its items."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lazyckpt.reading.sharded.metadata import METADATA, Stamps, read_metadata
 from lazyckpt.reading.sharded.slices import Slice, read_slices, slice_of
 from lazyckpt.storage.manifest import crc_of
 
-_MAX_STEPS = 100  # of a path in the state: whoever walks a state calls itself for each
+_MAX_STEPS = 100  # of a path in the state: walks recurse once for each
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Entry:
 
 
 class Target(NamedTuple):
-    """Where a part of a tensor is to go."""
+    """The destination of a part of a tensor."""
 
     name: str
     offsets: tuple[int, ...]  # of the part in the whole tensor

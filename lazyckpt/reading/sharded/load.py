@@ -18,10 +18,10 @@ from lazyckpt.reading.sharded.tensors import tensors_in
 def load_sharded(
     metadata: FileReader, crc32: int | None, device: torch.device, weights_only: bool, choice: Choice
 ) -> Any:
-    """Returns what ``choice`` takes of the saved state, its tensors whole and on ``device``. Reads only that part. What
-    each rank had of its own is a dict by rank. ``metadata`` and ``crc32``: see ``ShardedFolder``.
+    """Returns the part that ``choice`` takes of the saved state, its tensors whole and on ``device``. Reads only that
+    part. The ranks' own state is a dict by rank. ``metadata`` and ``crc32``: see ``ShardedFolder``.
 
-    Raises LoadError, and what ``choice`` raises."""
+    Raises LoadError, and errors of ``choice``."""
     folder = ShardedFolder(metadata, crc32)
 
     def read_object(name: str) -> Any:
@@ -29,7 +29,7 @@ def load_sharded(
 
     tree, names = folder.tree({}, read_object)
     holder = {"": choice(tree)}
-    made: dict[Any, torch.Tensor] = {}  # tensors that were one stay one
+    made: dict[Any, torch.Tensor] = {}  # tied tensors stay one tensor
     targets: list[Target] = []
     for inner, at, _ in tensors_in(holder, ""):
         if (known := names.get(id(inner[at]))) is not None:

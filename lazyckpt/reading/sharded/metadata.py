@@ -122,7 +122,7 @@ def _is_in_folder(name: str) -> bool:
 
 
 class _Forbidden(Exception):
-    """The pickle names something else."""
+    """The pickle names another class or function."""
 
 
 class _Unpickler(BoundedUnpickler):
@@ -136,7 +136,7 @@ class _Unpickler(BoundedUnpickler):
 
 
 class _Frozen(type):
-    """A class that a pickle cannot change: BUILD would set attributes of what it finds."""
+    """A class that a pickle cannot change: BUILD would set attributes of the class itself."""
 
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
         raise pickle.UnpicklingError(f"sets {name} of a class")
@@ -194,7 +194,7 @@ def _allowed() -> dict[tuple[str, str], Any]:
         calls |= {(module, kind): pathlib.PureWindowsPath for kind in ("WindowsPath", "PureWindowsPath")}
     allowed: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): _stand_in(kind) for kind in dataclasses}
     allowed |= {what: _Call(function) for what, function in calls.items()}
-    # Classes in C, which nobody can change.
+    # Classes in C, whose attributes cannot be set.
     allowed |= {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): collections.OrderedDict}
     return allowed
 

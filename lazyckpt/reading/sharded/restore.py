@@ -1,8 +1,8 @@
 """Restores the folder that many ranks wrote, on any number of ranks, into tensors that are sharded in any way.
 
-``.metadata`` says which parts of each tensor lie where. From it comes the saved state as a tree, with tensors that have
-a shape and no memory; so every check and every argument of ``restore()`` works as for a single file. Then each rank
-reads the parts that its own shards overlap with, in place.
+``.metadata`` says where the parts of each tensor lie. The saved state is first built from it as a tree, with tensors
+that have a shape and no memory, so every check and every argument of ``restore()`` works as for a single file. Then
+each rank reads the parts that its own shards overlap with, in place.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Shards:
     """A checkpoint that fits, on its way into the tracked state of this rank."""
 
     def __init__(self, path: Path, fitting: Fitting, team: Team) -> None:
-        """Checks everything, and touches nothing. Raises LoadError for what is damaged, RestoreError for what does not
-        fit."""
+        """Checks everything, and touches nothing. Raises LoadError for a damaged checkpoint, RestoreError for one that
+        does not fit."""
         self._folder = folder = open_folder(path)
         own = _own_state(folder, fitting, team)
         tree, self._names = folder.tree(own, folder.read_object)
@@ -53,9 +53,9 @@ class Shards:
 def _own_state(folder: ShardedFolder, fitting: Fitting, team: Team) -> dict[str, int]:
     """The rank whose state this rank takes, by the names of the parts that every rank has of its own.
 
-    In a world of the size that was saved each rank takes its own. In another one the random states go to the ranks that
-    were there, and the others keep theirs: equal states would give equal dropout masks. Loaders stay as they are, since
-    another number of ranks hands out other batches."""
+    If as many ranks restore as saved, each takes its own. Otherwise random states go to the ranks that existed then,
+    and the others keep theirs: equal states would give equal dropout masks. Loaders stay as they are, since another
+    number of ranks hands out other batches."""
     taken: dict[str, int] = {}
     left: list[str] = []
     saved_by = 0
@@ -63,7 +63,7 @@ def _own_state(folder: ShardedFolder, fitting: Fitting, team: Team) -> dict[str,
         source = fitting.sources.get(name, name)
         ranks = {str(e.path[1]) for e in folder.entries.values() if e.path[0] == source and global_state.is_own(part)}
         if not ranks:
-            continue  # nobody's own; or not in the checkpoint, which is an error below
+            continue  # no rank's own; or not in the checkpoint, which is an error below
         if len(ranks) == team.world_size or (str(team.rank) in ranks and not isinstance(part, LoaderProvider)):
             taken[source] = team.rank
         else:

@@ -1,4 +1,4 @@
-"""Reads parts of records, and checks every byte of them: of a part, whole segments are read, or the whole record.
+"""Reads parts of records, and checks every byte: it reads the whole segments around a part, or the whole record.
 
 A record has a CRC-32 of all its bytes. lazyckpt also writes one of each of its segments, into a table behind the item
 (formats/distcp.py). Without a table, as in files of plain torch.distributed.checkpoint, the record is one segment.
@@ -18,7 +18,7 @@ from lazyckpt.reading.ranges import ParallelRead, compare
 
 
 class Span(NamedTuple):
-    """Bytes of a file that are wanted, and the bytes around them that have a checksum together with them."""
+    """The requested bytes of a file, and the bytes around them that share their checksum."""
 
     name: str  # of the tensor, for messages
     offset: int

@@ -1,12 +1,12 @@
 """Reads slices of saved tensors out of ``.distcp`` files, straight into live tensors, in parallel.
 
-Of each tensor it takes only the bytes between the first and the last element that is wanted: for a shard along the
+Of each tensor it takes only the bytes between the first and the last requested element: for a shard along the
 first dimension, that is the shard. They land in the target if they have its form; otherwise they are copied there.
 Every byte is checked: it reads whole segments (segments.py). It also reads the files of plain
 torch.distributed.checkpoint.
 
-An item that is wanted whole is read whole, in the expectation that lazyckpt wrote it: then everything around its tensor
-is known but the checksum (``distcp.Frame``). If it differs by one byte, the item is read again, step by step.
+A part that is a whole item is read at once, in the expectation that lazyckpt wrote it: then all bytes around its tensor
+are known but the checksum (``distcp.Frame``). If one byte differs, the item is read again, step by step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Slice(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """How an item holds its tensor: the storage, and what the tensor shows of it, in elements."""
+    """How an item holds its tensor: the storage, and the elements of it that the tensor shows."""
 
     segments: Segments
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class _Landing(NamedTuple):
     span: Span
     memory: torch.Tensor  # contiguous
     device: int
-    copy_to: torch.Tensor | None  # what takes the elements of ``shown`` then
+    copy_to: torch.Tensor | None  # the tensor that then takes the elements of ``shown``
     shown: torch.Tensor
 
 
@@ -176,7 +176,7 @@ def read_bytes(file: FileReader, place: Place, name: str, *, weights_only: bool)
 
 
 def _is_plain(pickled: bytes) -> bool:
-    """Whether this is a pickle of numbers, texts and the like, which need no unpickler to tell that they do no harm."""
+    """Whether this is a pickle of numbers, texts and the like, which are harmless without an unpickler's check."""
     with contextlib.suppress(NotPlain):
         read_plain(pickled, _no_storage)
         return True
@@ -249,7 +249,7 @@ def _parse(file: FileReader, wanted: Slice) -> _Saved | torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _geometry(data: bytes, name: str, nbytes: int) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
-    """What a pickled tensor shows of its storage. Raises NotPlain."""
+    """The part of its storage that a pickled tensor shows. Raises NotPlain."""
 
     def load(saved_id: Any) -> torch.storage.TypedStorage:
         _, storage_type, key, _, numel = saved_id
@@ -266,7 +266,7 @@ def _geometry(data: bytes, name: str, nbytes: int) -> tuple[torch.dtype, tuple[i
 
 
 def _batches(landings: list[_Landing]) -> Iterator[list[_Landing]]:
-    """Splits a read, so that little is aside at once."""
+    """Splits a read, so that few bytes wait aside at once."""
     batch: list[_Landing] = []
     aside = 0
     for landing in landings:

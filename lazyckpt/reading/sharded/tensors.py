@@ -19,7 +19,7 @@ def allocate(
     tree: dict[str, Any], parts: Mapping[str, StateProvider], landed: Container[int]
 ) -> dict[int, torch.Tensor]:
     """Replaces the tensors of ``tree`` that have no memory, except those in ``landed``, by new ones, which are returned
-    by the ``id`` of what they replace.
+    by the ``id`` of the replaced tensors.
 
     They are DTensors where the live state, or the parameter that they are the state of, is one: ``load_state_dict``
     takes shards of the whole there. All others are whole, in host memory."""
@@ -80,7 +80,7 @@ def _live(part: StateProvider) -> Any:
 
 
 def _at(state: Any, path: tuple[Any, ...]) -> Any:
-    """What ``state`` holds at ``path``; None if there is nothing."""
+    """Returns the object in ``state`` at ``path``; None if there is none."""
     for step in path:
         try:
             state = state[step]
@@ -90,7 +90,7 @@ def _at(state: Any, path: tuple[Any, ...]) -> Any:
 
 
 def tensors_in(holder: Any, key: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-    """The places of the tensors in nested dicts and lists: what holds each, under which key, and the whole path."""
+    """Yields each tensor in nested dicts and lists: its container, its key there, and the whole path."""
     value, path = holder[key], (*path, key)
     if isinstance(value, torch.Tensor):
         yield holder, key, path
