@@ -60,6 +60,7 @@ check: setup build/types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python scripts/plain_words.py
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*/*.cc csrc/*/*.h tests/*/*.cc tests/*/*.h
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
 	$(DOCS) build --strict --quiet

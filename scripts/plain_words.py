@@ -16,7 +16,7 @@ from pathlib import Path
 _GAP = r"[\s#/*\"]+"  # between two words, which may stand on two lines of a comment
 WORDS = re.compile(
     rf"\b(nobody|whoever|by{_GAP}now|such{_GAP}that|that{_GAP}which"
-    rf"|what{_GAP}is(?![^.:;|]*\?))\b",  # a question may begin with "What is"
+    rf"|what{_GAP}is(?! (not )?None)(?![^.:;|]*\?))\b",  # "What is …?" is a question, "what is None" is code
     re.IGNORECASE,
 )
 FILES = ("*.py", "*.pyi", "*.md", "*.h", "*.cc", "*.sh", "*.toml", "*.yml", "*.yaml", "Makefile", "CMakeLists.txt")
