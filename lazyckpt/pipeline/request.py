@@ -107,14 +107,14 @@ class Lineage:
 
     def manifest(self, step: int, files: list[FileEntry], about: About, **ranks: Any) -> dict[str, Any]:
         """Numbers the checkpoint after all committed ones, including those of other processes. Raises LoadError."""
-        newest = patiently(self._catalog.last_sequence, warn_in_background)
+        newest = patiently(self._catalog.last_sequence, warn_in_background)()
         if newest > self._sequence and not self._warned:
             self._warned = True
             warn_in_background(
                 f"another process also saves into {self._catalog.root}; a run belongs to one process. restore() "
                 "takes what either has committed last, and retention removes only what this one has saved or found"
             )
-        given_up = patiently(self._catalog.given_up, warn_in_background)
+        given_up = patiently(self._catalog.given_up, warn_in_background)()
         self._sequence = max(self._sequence, newest, given_up) + 1
         self._ours.add((step, self._sequence))
         return manifest.describe(

@@ -33,6 +33,7 @@ from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
 
+@patiently
 def restore_newest(
     catalog: Catalog,
     tracked: CompositeProvider,
@@ -49,7 +50,7 @@ def restore_newest(
     Returns None for an empty catalog. Raises ReadError; RestoreError if no checkpoint is whole, or if one does not fit;
     UnsupportedFormatError for one with types that the user has not allowed.
     """
-    return patiently(lambda: _restore_newest(catalog, tracked, engine, fit, best, team, SCANS))
+    return _restore_newest(catalog, tracked, engine, fit, best, team, SCANS)
 
 
 def _restore_newest(
@@ -101,21 +102,11 @@ def _candidates(catalog: Catalog, best: Best | None) -> tuple[list[Checkpoint], 
     return candidates, reasons
 
 
+@patiently
 def restore_one(
     path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team = ALONE
 ) -> tuple[Checkpoint, Restored]:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError; ReadError after retries."""
-    return patiently(lambda: _restore_one(path, tracked, engine, fit, team))
-
-
-def _read(path: Path) -> Checkpoint:
-    unfinished.refuse(path)
-    return read_checkpoint(path)
-
-
-def _restore_one(
-    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team
-) -> tuple[Checkpoint, Restored]:
     checkpoint = team.follow(lambda: _read(path))
     attempt = _Attempt(tracked, engine, fit, team)
     try:
@@ -126,6 +117,11 @@ def _restore_one(
         if not attempt.touches:
             raise
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
+
+
+def _read(path: Path) -> Checkpoint:
+    unfinished.refuse(path)
+    return read_checkpoint(path)
 
 
 class _Attempt:

@@ -6,11 +6,12 @@ twenty steps of training, step 120 is the newest. Before it is saved, step 100 i
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from lazyckpt import waits
 from lazyckpt.errors import LoadError, ReadError, load_error
@@ -19,6 +20,7 @@ from lazyckpt.storage.manifest import Checkpoint, is_folder_name, read_checkpoin
 from lazyckpt.warn import warn, warn_in_background
 
 SCANS = 10  # at most, while another process removes checkpoints that were just listed
+P = ParamSpec("P")
 Read = TypeVar("Read")
 
 
@@ -123,14 +125,20 @@ def _sequence_of(checkpoint: Path) -> int:
         return 0
 
 
-def patiently(attempt: Callable[[], Read], warn: Callable[[str], None] = warn) -> Read:
-    """Calls ``attempt``, and again after each ReadError for three seconds; then raises it. Warns of each retry.
+def patiently(read: Callable[P, Read], warn: Callable[[str], None] = warn) -> Callable[P, Read]:
+    """Returns ``read`` as a function that tries again after each ReadError for three seconds, and then raises it. Warns
+    of each retry.
 
     A file that the operating system cannot read just now is not damaged."""
-    for pause_s in waits.READ_RETRIES_S:
-        try:
-            return attempt()
-        except ReadError as error:
-            warn(f"tried again: {error}")
-            time.sleep(pause_s)
-    return attempt()
+
+    @functools.wraps(read)
+    def patient(*args: P.args, **kwargs: P.kwargs) -> Read:
+        for pause_s in waits.READ_RETRIES_S:
+            try:
+                return read(*args, **kwargs)
+            except ReadError as error:
+                warn(f"tried again: {error}")
+                time.sleep(pause_s)
+        return read(*args, **kwargs)
+
+    return patient
