@@ -1,6 +1,6 @@
 """The files of a sharded checkpoint, each of one rank: for integrations, which know how ranks share the work.
 
-``write_shard`` writes one at once, into a folder that somebody else stages and publishes. A ``ShardSaver`` captures one
+``write_shard`` writes one at once, into a folder that its caller stages and publishes. A ``ShardSaver`` captures one
 lazily: the name of the folder may become known later. ``read_slices`` reads.
 """
 

@@ -29,7 +29,7 @@ _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 @dataclass
 class RankFile:
-    """What the file of one rank holds, once it is laid out."""
+    """The contents of one rank's file, once it is laid out."""
 
     leaves: list[tuple[Path, Shard | None]] = field(default_factory=list)
     places: Mapping[str, Place] = field(default_factory=dict)  # of the items, by name
@@ -48,7 +48,7 @@ class RankFile:
 class _Share:
     """The leaves that one rank writes, as columns. Holds no tensor."""
 
-    facts: Any = None  # on which all of it depends
+    facts: Any = None  # the facts on which all of it depends
     leaves: list[tuple[Path, Shard | None]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     places: list[int] = field(default_factory=list)  # among all leaves

@@ -100,7 +100,7 @@ def _read_framed(path: str | os.PathLike[str], slices: list[Slice], engine: _eng
 
 
 def _frame_around(wanted: Slice) -> Frame | None:
-    """What lazyckpt would have written around the tensor; None if this is not the whole of an item."""
+    """Returns the bytes that lazyckpt writes around the tensor; None if this is not a whole item."""
     target = wanted.target
     if any(wanted.offsets) or not target.numel() or target.dtype not in PLAIN_DTYPES:
         return None
@@ -135,7 +135,7 @@ def _read_frames(
             crcs = read.read_into(pointers, ordinals)
         finally:
             read.close()
-    except CorruptFileError:  # too short: whoever reads them one by one says which
+    except CorruptFileError:  # too short: the reads one by one say which
         return [wanted for wanted, _, _ in framed]
     others = []
     begin = 0
