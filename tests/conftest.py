@@ -354,8 +354,8 @@ def make_run(tmp_path: Path, disk: Disk) -> Iterator[MakeRun]:
 
 def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
     """Counts the lazy chunks that are not copied yet."""
-    job = handle._snapshot.job
-    return 0 if job is None else job.pending_chunks((1 << 64) - 1)
+    snapshot = handle._snapshot
+    return 0 if snapshot is None else snapshot.job.pending_chunks((1 << 64) - 1)
 
 
 @pytest.fixture

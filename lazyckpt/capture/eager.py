@@ -18,7 +18,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazyckpt import _engine
-from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.capture.laziness import LAZY_MIN_BYTES
+from lazyckpt.capture.sources import Sources
+from lazyckpt.capture.torn import is_torn
 from lazyckpt.providers.base import TensorView
 from lazyckpt.warn import warn
 
@@ -34,10 +36,10 @@ class Copied:
     checksums: dict[int, int] = field(default_factory=dict)  # by _cdata; empty until the copies are done
     _refs: list[StorageWeakRef] = field(default_factory=list)
 
-    def fill_in(self, snapshot: Snapshot, job: _engine.Job) -> None:
-        """Reads a snapshot whose copies are done; on a background thread, since it takes a while."""
-        eager = sum(compress(snapshot.sizes, map(not_, snapshot.owners))) if snapshot.in_training else 0
-        views = snapshot.unowned() if eager >= _enough(sum(snapshot.sizes)) else {}
+    def fill_in(self, sources: Sources, job: _engine.Job) -> None:
+        """Reads the checksums when ``job`` has copied all; on a background thread, since it takes a while."""
+        eager = sum(compress(sources.sizes, map(not_, sources.owners))) if sources.in_training else 0
+        views = _unowned(sources) if eager >= _enough(sum(sources.sizes)) else {}
         if views:
             # As long as there is a weak reference to a storage, no other one is given its _cdata.
             self._refs = [StorageWeakRef(view.storage) for view in views.values()]
@@ -53,23 +55,25 @@ class EagerShare:
         self._told = False
 
     def look(
-        self, snapshot: Snapshot, modules: Iterable[torch.nn.Module], name_of: Callable[[TensorView], str]
-    ) -> None:
-        """Compares the last two saves. Call it on the thread that saves, before the background has the snapshot."""
+        self, sources: Sources, modules: Iterable[torch.nn.Module], name_of: Callable[[TensorView], str]
+    ) -> Copied | None:
+        """Compares the last two saves. Returns what this save copies, to be filled in; None after the warning. Call it
+        on the thread that saves, before the engine has the sources."""
         if self._told:
-            return
+            return None
         if len(self._before) == 2:
             first, second = (copied.checksums for copied in self._before)
             written = {identity for identity, crc in second.items() if first.get(identity, crc) != crc}
             if written:
-                self._tell(snapshot, written - _buffers(modules), name_of)
-        snapshot.copied = Copied()
-        self._before = [*self._before[-1:], snapshot.copied]
+                self._tell(sources, written - _buffers(modules), name_of)
+        copied = Copied()
+        self._before = [*self._before[-1:], copied]
+        return copied
 
-    def _tell(self, snapshot: Snapshot, written: set[int], name_of: Callable[[TensorView], str]) -> None:
-        views = [view for view in snapshot.unowned().values() if view.storage._cdata in written]
+    def _tell(self, sources: Sources, written: set[int], name_of: Callable[[TensorView], str]) -> None:
+        views = [view for view in _unowned(sources).values() if view.storage._cdata in written]
         views.sort(key=lambda view: -view.nbytes)
-        copied, nbytes = sum(view.nbytes for view in views), sum(snapshot.sizes)
+        copied, nbytes = sum(view.nbytes for view in views), sum(sources.sizes)
         if copied < _enough(nbytes):
             return
         self._told = True
@@ -81,6 +85,13 @@ class EagerShare:
                 f"since no optimizer owns it and something writes to it between saves: {names}{more}. If one method of "
                 'an object writes to it, call lazyckpt.guard(obj, "method"), and save() returns before it is copied'
             )
+
+
+def _unowned(sources: Sources) -> dict[int, TensorView]:
+    """The storages that are eager because no optimizer or guarded object owns them, by source."""
+    columns = enumerate(zip(sources.identities, sources.owners, sources.sizes, strict=True))
+    unowned = ((source, at, nbytes) for source, (at, bits, nbytes) in columns if not bits and at not in sources.owned)
+    return {s: sources.views[s] for s, at, nbytes in unowned if nbytes > LAZY_MIN_BYTES and not is_torn(at)}
 
 
 def _enough(nbytes: int) -> float:

@@ -9,6 +9,7 @@ tensors. Frozen parameters become lazy once two snapshots in a row found them un
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
@@ -27,45 +28,47 @@ FROZEN_MIN_BYTES = 8192  # more than any RNG state: modules are searched only fo
 FROZEN_BIT = 1 << 63  # together with the bits of optimizers that hold it in a group, although they do not train it
 
 
-def decide(
-    views: TensorViews,
-    located: list[int] | None,
-    ownership: Ownership,
-    frozen: FrozenParameters,
-    modules: Iterable[torch.nn.Module],
-    torn: TornStorages,
-    *,
-    watched: bool,
-) -> tuple[list[int], dict[int, torch.Tensor], bool]:
-    """Decides for all storages of one checkpoint. ``located`` is what ``devices.locate`` returned for them.
-    ``watched``: the engine watches the pages of lazy host memory.
+@dataclass
+class Laziness:
+    """Decides which storages of one checkpoint are lazy."""
 
-    Returns the bits of the owners that wait for each storage, 0 if it is eager; the frozen parameters by place, lazy or
-    not; and whether an optimizer that has stepped since the save before owns some of the storages."""
-    may_be_lazy = list(map(ownership.lazy_owners.get, views.identities, repeat(0)))
-    if ownership.covered:
-        claims = zip(may_be_lazy, views.identities, views.sizes, strict=True)
-        may_be_lazy = [bits if n <= ownership.covered.get(i, n) else 0 for bits, i, n in claims]
-    owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
-    found = _frozen_in(views, owners, modules, ownership)
-    for at, tensor in found.items():
-        if frozen.is_lazy(views[at], tensor):
-            owners[at] = FROZEN_BIT | ownership.frozen_owners.get(views.identities[at], 0)
-    owners = torn.without(owners, views.identities)
-    if located is not None:  # torch copies these now
-        owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
-    if watched:
-        hosts = repeat(True) if located is None else map(devices.HOST.__eq__, located)
-        owners = [
-            0 if host and nbytes <= WATCHED_MIN_BYTES else bits
-            for host, nbytes, bits in zip(hosts, views.sizes, owners, strict=located is not None)
-        ]
-    else:  # another process may write to shared memory; the page witness refuses it by itself
-        columns = zip(owners, views.devices, strict=True)
-        on_host = [at for at, (bits, device) in enumerate(columns) if bits and device.type == "cpu"]
-        for at, shared in zip(on_host, may_be_shared([views.storages[at] for at in on_host]), strict=True):
-            owners[at] = 0 if shared else owners[at]
-    return owners, found, any(may_be_lazy)
+    ownership: Ownership
+    frozen: FrozenParameters
+    modules: Iterable[torch.nn.Module]
+    torn: TornStorages
+    watched: bool  # the engine watches the pages of lazy host memory
+    audit: bool  # compares checksums of the lazy storages, too
+
+    def decide(self, views: TensorViews, located: list[int] | None) -> tuple[list[int], dict[int, torch.Tensor], bool]:
+        """Decides for all storages. ``located`` is what ``devices.locate`` returned for them.
+
+        Returns the bits of the owners that wait for each storage, 0 if it is eager; the frozen parameters by place,
+        lazy or not; and whether an optimizer that has stepped since the save before owns
+        some of the storages."""
+        may_be_lazy = list(map(self.ownership.lazy_owners.get, views.identities, repeat(0)))
+        if self.ownership.covered:
+            claims = zip(may_be_lazy, views.identities, views.sizes, strict=True)
+            may_be_lazy = [bits if n <= self.ownership.covered.get(i, n) else 0 for bits, i, n in claims]
+        owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
+        found = _frozen_in(views, owners, self.modules, self.ownership)
+        for at, tensor in found.items():
+            if self.frozen.is_lazy(views[at], tensor):
+                owners[at] = FROZEN_BIT | self.ownership.frozen_owners.get(views.identities[at], 0)
+        owners = self.torn.without(owners, views.identities)
+        if located is not None:  # torch copies these now
+            owners = [0 if device == devices.ELSEWHERE else bits for device, bits in zip(located, owners, strict=True)]
+        if self.watched:
+            hosts = repeat(True) if located is None else map(devices.HOST.__eq__, located)
+            owners = [
+                0 if host and nbytes <= WATCHED_MIN_BYTES else bits
+                for host, nbytes, bits in zip(hosts, views.sizes, owners, strict=located is not None)
+            ]
+        else:  # another process may write to shared memory; the page witness refuses it by itself
+            columns = zip(owners, views.devices, strict=True)
+            on_host = [at for at, (bits, device) in enumerate(columns) if bits and device.type == "cpu"]
+            for at, shared in zip(on_host, may_be_shared([views.storages[at] for at in on_host]), strict=True):
+                owners[at] = 0 if shared else owners[at]
+        return owners, found, any(may_be_lazy)
 
 
 def _frozen_in(

@@ -39,9 +39,8 @@ Parameters = tuple[list[int], list[int]]  # the tensors of an owner, by id, and 
 class Ownership:
     """The owners of storages at one instant. Storages are known by their ``_cdata``."""
 
-    def __init__(self, gate: Gate | None, steps_before: dict[int, int], *, watched: bool = True) -> None:
-        """``watched``: the engine watches pages, so it finds unexpected writes. Without a ``gate`` nothing has an
-        owner."""
+    def __init__(self, gate: Gate, steps_before: dict[int, int], *, watched: bool = True) -> None:
+        """``watched``: the engine watches pages, so it finds unexpected writes."""
         # The bit and the parameters of each owner. Weak: an optimizer may die while its storages wait.
         self.owners: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = weakref.WeakKeyDictionary()
         self.steps: dict[int, int] = {}
@@ -51,8 +50,6 @@ class Ownership:
         self.links: dict[int, list[Link]] = {}  # the wrappers that hold a storage, if the engine does not watch all
         self.guarded: set[int] = set()  # storages of guarded objects
         self.frozen_owners: dict[int, int] = {}  # the bits of the owners of a storage with a frozen parameter of theirs
-        if gate is None:
-            return
         owners, eager = gate.owners()
         # Storages that are more than one tensor of one optimizer, with bit, eligibility, tensor and wholeness of each.
         mixed: dict[int, list[tuple[int, bool, torch.Tensor, bool]]] = {}

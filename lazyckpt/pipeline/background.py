@@ -26,6 +26,7 @@ from lazyckpt.pipeline.handle import (
     hand_over,
     in_flight,
     is_reported,
+    let_go,
     mark_reported,
     wait_for,
 )
@@ -221,7 +222,7 @@ class Background:
         except BaseException as raised:  # SystemExit in on_done, for example, must not end this thread
             warn_in_background(f"on_done or a done-callback raised {type(raised).__name__}: {raised}")
         gate.discard(flight.snapshot)
-        flight.snapshot.job = None
+        let_go(flight.handle)
 
     # removals
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from lazyckpt import waits
 from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.capture.verdict import Verdict
 from lazyckpt.errors import ClosedError, ConfigError, SaveError
 from lazyckpt.gate.gate import gate
 from lazyckpt.gate.standing import inside_operation
@@ -64,7 +65,8 @@ class SaveHandle(Future[Path]):
         self.in_training = False
         """Whether an optimizer that stepped since the save before owns some of it. If none does, no training may be
         running that the save could overlap with."""
-        self._snapshot: Snapshot | None = None  # set when the background takes over
+        self._handed_over = False  # to the background
+        self._snapshot: Snapshot | None = None  # while the background has it
         self._reported = False
 
     def wait_captured(self, timeout: float | None = None) -> bool:
@@ -74,7 +76,7 @@ class SaveHandle(Future[Path]):
         """
         self._refuse("wait_captured()", timeout)
         snapshot = self._snapshot
-        if snapshot is None or snapshot.job is None:
+        if snapshot is None:
             return True  # failed before the engine had it, or done
         released = snapshot.job.wait_released(timeout)
         if released:
@@ -86,10 +88,9 @@ class SaveHandle(Future[Path]):
         """The part of the bytes that is written, from 0.0 to 1.0; 1.0 only when the checkpoint is durable."""
         if self.done():
             return 1.0 if Future.exception(self, 0) is None else 0.0
-        job = None if self._snapshot is None else self._snapshot.job
-        if job is None:
+        if (snapshot := self._snapshot) is None:
             return 0.0
-        events = [ChunkEvent(*event) for event in job.timeline()]
+        events = [ChunkEvent(*event) for event in snapshot.job.timeline()]
         written = sum(event.nbytes for event in events if event.write_end_s > 0)
         return min(0.99, written / max(1, sum(event.nbytes for event in events)))
 
@@ -154,11 +155,10 @@ class SaveHandle(Future[Path]):
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # done, and about to leave the register
             self.set_exception(ClosedError(f"{self.path} is saved by the parent of this process; wait for it there"))
 
-    def _impatience(self) -> SaveError:
-        assert self._snapshot is not None
+    def _impatience(self, verdict: Verdict) -> SaveError:
         what = (
             "is durable but not published: it is not known yet whether its tensors were written to, since thread "
-            f"{self._snapshot.verdict.thread.name!r}, which called save(), has been in one call for "
+            f"{verdict.thread.name!r}, which called save(), has been in one call for "
             f"{waits.VERDICT_PATIENCE_S:.0f} s. It is published when that thread goes on: call result() there before "
             "it waits for this thread"
         )
@@ -177,10 +177,16 @@ def in_flight(background: object = None) -> list[SaveHandle]:
 def hand_over(handle: SaveHandle, snapshot: Snapshot) -> None:
     """Notes that the background takes over. Call it before that has the save, and ``enter`` after."""
     handle._snapshot = snapshot
+    handle._handed_over = True
 
 
 def is_handed_over(handle: SaveHandle) -> bool:
-    return handle._snapshot is not None
+    return handle._handed_over
+
+
+def let_go(handle: SaveHandle) -> None:
+    """Drops the snapshot of a save that is over, and with it the engine's job: a user may keep the handle."""
+    handle._snapshot = None
 
 
 def enter(handle: SaveHandle, background: object) -> None:
@@ -204,8 +210,8 @@ def finish(handle: SaveHandle, error: BaseException | None) -> None:
 
 def give_up(handle: SaveHandle, why: str) -> None:
     """Stops writing. The checkpoint fails unless all of it was written before."""
-    if handle._snapshot is not None and handle._snapshot.job is not None:
-        handle._snapshot.job.fail(errno.ECANCELED, why)
+    if (snapshot := handle._snapshot) is not None:
+        snapshot.job.fail(errno.ECANCELED, why)
 
 
 def error_of(handle: SaveHandle) -> BaseException | None:
@@ -222,14 +228,14 @@ def mark_reported(handle: SaveHandle) -> None:
     handle._reported = True
 
 
-def obstacle(handle: SaveHandle) -> SaveHandle | None:
+def obstacle(handle: SaveHandle) -> tuple[SaveHandle, Verdict] | None:
     """Returns the first save, of this one and those published before it, that lacks only a verdict that this thread
-    cannot give here."""
+    cannot give here; with the verdict."""
     background = _register.get(handle)
     for save in in_flight(background) if background is not None else ():
         snapshot = save._snapshot
         if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_elsewhere():
-            return save
+            return save, snapshot.verdict
         if save is handle:
             break
     return None
@@ -262,7 +268,8 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                 if end is None and stuck is not None:
                     patient_until = patient_until or time.monotonic() + waits.VERDICT_PATIENCE_S
                     if time.monotonic() > patient_until:
-                        raise stuck._impatience()
+                        late, verdict = stuck
+                        raise late._impatience(verdict)
                 for save in candidates[:1]:
                     bar.show(f"saving {save.path.name}", functools.partial(getattr, save, "progress"))
                 with contextlib.suppress(concurrent.futures.TimeoutError):

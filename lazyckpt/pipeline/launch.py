@@ -2,10 +2,10 @@
 
     wait_for_room     until fewer than ``max_in_flight`` saves are in flight
     gather            the storages of the state; pickles everything else
-    _take_snapshot    decides which storages are lazy, and which optimizers must wait for them
+    _sources          decides which storages are lazy, and which optimizers must wait for them
     lay_out           each file, as a program for the engine
     capture           one call of the engine: it watches the lazy storages, lays out the files, copies the eager bytes
-    _guard            makes optimizer steps wait for the lazy storages
+    gate.add          makes optimizer steps wait for the lazy storages
     one_moment.check  looks for what wrote since ``gather``
     background.launch hands over to a background thread, which settles the handle
     wait_eager        for the eager bytes for which the ring had no room; then raises what failed before
@@ -27,12 +27,14 @@ from functools import partial
 
 import torch
 
-from lazyckpt import devices
+from lazyckpt import _engine, devices
 from lazyckpt.capture.eager import EagerShare
 from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.instant import Instant
+from lazyckpt.capture.laziness import Laziness
 from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.capture.sources import Sources
 from lazyckpt.capture.torn import TornStorages
 from lazyckpt.collector import collector_paused
 from lazyckpt.config import Config
@@ -47,7 +49,7 @@ from lazyckpt.errors import (
 )
 from lazyckpt.gate import averages
 from lazyckpt.gate.gate import gate
-from lazyckpt.observe.trace import Trace
+from lazyckpt.observe.trace import Trace, Traced
 from lazyckpt.pipeline import one_moment
 from lazyckpt.pipeline.background import Background
 from lazyckpt.pipeline.handle import SaveHandle, is_handed_over, mark_reported, wait_durable, wait_for
@@ -145,30 +147,48 @@ class Launcher:
         guarded."""
         started = time.perf_counter()
         assert self._buffer.engine is not None
-        flight: Flight | None = None
+        job: _engine.Job | None = None
+        snapshot: Snapshot | None = None
+        traced: Traced | None = None
+        name_of = partial(_name_of, plans)
         try:
             # No collection from ``gather`` to ``capture``: it runs destructors, which may write. ``capture`` copies
             # every eager byte for which the ring has room: more only when the background has created the files.
             with Instant() as instant, collector_paused():
                 views = gather(plans, handle)
                 instant.collected([tensor for file in views for tensor in file.tensors])
-                snapshot = self._take_snapshot(views, plans, handle, training_step)
-                programs = lay_out(plans, snapshot, handle)
+                sources = self._sources(views, plans, training_step)
+                programs = lay_out(plans, sources.files, handle)
                 gate.collected(handle.path, handle.step)
                 sizes = [nbytes for _, nbytes in programs]
                 check_space(sum(sizes), handle)
-                self._eager_share.look(snapshot, self.modules, snapshot.name_of)
+                copied = self._eager_share.look(sources, self.modules, name_of)
                 self._buffer.reserve_for_save(sum(sizes))
-                job = capture(self._buffer.engine, snapshot, programs)
-                flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin)
-                self._guard(flight, programs)
-                one_moment.check(instant, plans, snapshot, programs, handle)
-            handle.in_training = snapshot.in_training
-            handle.metrics.storages = len(snapshot.sizes)
+                job = capture(self._buffer.engine, sources, programs)
+                waited = None
+                if self._trace is not None:
+                    layout = [extents for extents, _ in programs]
+                    traced = self._trace.begin(begin, list(plans), layout, sources.files, name_of)
+                    waited = partial(self._trace.gate, traced, handle.step)
+                snapshot = Snapshot(
+                    sources,
+                    job,
+                    handle.metrics,
+                    frozen=self._frozen,
+                    torn=self._torn,
+                    durable=partial(wait_durable, handle) if self._config.durability == "before_step" else None,
+                    waited=waited,
+                    name_of=name_of,
+                )
+                flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin, copied, traced)
+                gate.add(snapshot)
+                one_moment.check(instant, plans, sources, programs, handle)
+            handle.in_training = sources.in_training
+            handle.metrics.storages = len(sources.sizes)
             handle.metrics.bytes = sum(sizes)
             eager_copied = job.wait_eager(0)
             # Freeing a tensor may release the GIL, and this thread would wait until the background gives it back.
-            del views, programs
+            del views, sources, programs
             if eager_copied:
                 instant.forget()
             self._background.launch(flight)
@@ -180,57 +200,38 @@ class Launcher:
                 snapshot.verify_eager(instant.moved())
             snapshot.eager_copied = True
         except BaseException as error:  # at Ctrl-C, for example
-            if flight is not None:
-                self._withdraw(flight, error)
+            self._withdraw(handle, job, snapshot, traced)
+            if not isinstance(error, OSError | SaveError):  # launch() reports these
+                mark_reported(handle)
             raise
-        if snapshot.devices is not None:
+        if snapshot.sources.devices is not None:
             self._buffer.warn_if_unpinned()
         handle.metrics.eager_wait_s = time.perf_counter() - started - handle.metrics.plan_s
 
-    def _take_snapshot(
-        self, views: list[TensorViews], plans: Plans, handle: SaveHandle, training_step: Hashable
-    ) -> Snapshot:
+    def _sources(self, views: list[TensorViews], plans: Plans, training_step: Hashable) -> Sources:
         """Decides which storages are lazy. Raises OSError if the engine cannot use one of their devices."""
         if training_step is None or training_step != self._training_step:
             self._steps_before = self._steps
         self._training_step = training_step
         averages.guard_imported()
-        ownership = Ownership(gate, self._steps_before, watched=self._buffer.watched)
+        watched = self._buffer.watched
+        ownership = Ownership(gate, self._steps_before, watched=watched)
         self._steps = ownership.steps
+        files = [plan.in_order(file, ownership.tensors) for plan, file in zip(plans.values(), views, strict=True)]
+        laziness = Laziness(ownership, self._frozen, self.modules, self._torn, watched, self._config.audit)
         assert self._buffer.engine is not None
-        return Snapshot(
-            views,
-            ownership,
-            self._frozen,
-            self.modules,
-            any_order=[plan.any_order for plan in plans.values()],
-            audit=self._config.audit,
-            engine=self._buffer.engine,
-            watched=self._buffer.watched,
-            torn=self._torn,
-            metrics=handle.metrics,
-            durable=partial(wait_durable, handle) if self._config.durability == "before_step" else None,
-            name_of=partial(_name_of, plans),
-        )
+        return Sources(files, self._buffer.engine, laziness)
 
-    def _guard(self, flight: Flight, programs: list[Program]) -> None:
-        """Makes optimizer steps wait for storages that the engine has not copied yet."""
-        snapshot, handle = flight.snapshot, flight.handle
-        snapshot.job = flight.job
-        if self._trace is not None:
-            layout = [extents for extents, _ in programs]
-            flight.traced = self._trace.begin(flight.begin, flight.files, layout, snapshot.files, snapshot.name_of)
-            snapshot.waited = partial(self._trace.gate, flight.traced, handle.step)
-        gate.add(snapshot)
-
-    def _withdraw(self, flight: Flight, error: BaseException) -> None:
+    def _withdraw(
+        self, handle: SaveHandle, job: _engine.Job | None, snapshot: Snapshot | None, traced: Traced | None
+    ) -> None:
         """Abandons a save, for example at Ctrl-C: training may go on and change storages that are half copied."""
-        flight.job.fail(errno.ECANCELED, "save() was interrupted")
-        gate.discard(flight.snapshot)
-        if self._trace is not None and flight.traced is not None:
-            self._trace.forget(flight.traced)
-        if not isinstance(error, OSError | SaveError):  # launch() reports these
-            mark_reported(flight.handle)
+        if job is not None:
+            job.fail(errno.ECANCELED, "save() was interrupted")
+        if snapshot is not None:
+            gate.discard(snapshot)
+        if self._trace is not None and traced is not None:
+            self._trace.forget(traced)
 
 
 def check_space(nbytes: int, handle: SaveHandle) -> None:
@@ -249,9 +250,9 @@ def gather(plans: Plans, handle: SaveHandle) -> list[TensorViews]:
         return [plan.gather() for plan in plans.values()]
 
 
-def lay_out(plans: Plans, snapshot: Snapshot, handle: SaveHandle) -> list[Program]:
+def lay_out(plans: Plans, files: list[TensorViews], handle: SaveHandle) -> list[Program]:
     with _serialization_errors(handle):
-        return [plan.lay_out(file) for plan, file in zip(plans.values(), snapshot.files, strict=True)]
+        return [plan.lay_out(file) for plan, file in zip(plans.values(), files, strict=True)]
 
 
 def _name_of(plans: Plans, view: TensorView) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from lazyckpt import devices
 from lazyckpt.capture.instant import Instant
-from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.capture.sources import Sources
 from lazyckpt.errors import TornSnapshotError
 from lazyckpt.formats.program import Extent
 from lazyckpt.gate.gate import gate
@@ -26,7 +26,7 @@ _MAX_NAMES = 5  # of tensors in a message
 def check(
     instant: Instant,
     plans: Mapping[str, FilePlan],
-    snapshot: Snapshot,
+    sources: Sources,
     programs: list[tuple[list[Extent], int]],
     handle: SaveHandle,
 ) -> None:
@@ -37,7 +37,7 @@ def check(
     moved = instant.moved()
     if not moved and not instant.was_interrupted():
         return
-    files = zip(plans.values(), snapshot.files, programs, strict=True)
+    files = zip(plans.values(), sources.files, programs, strict=True)
     if any(not _is_the_same(plan, file, extents, moved) for plan, file, (extents, _) in files):
         raise _torn(f"{_names(moved, plans)} changed", handle)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lazyckpt import _engine, waits
+from lazyckpt.capture.eager import Copied
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.errors import LazyCkptError, SaveError, TornSnapshotError, save_error
 from lazyckpt.gate.gate import gate
@@ -39,6 +40,7 @@ class Flight:
     snapshot: Snapshot
     job: _engine.Job
     begin: float  # time.perf_counter() when save() was called
+    copied: Copied | None = None  # eagerly; see eager.py
     traced: Traced | None = None
     staging: Staging | None = None
     earlier: Sequence[SaveHandle] = ()  # the saves that are published before this one
@@ -72,7 +74,8 @@ def prepare(flight: Flight, staging: Staging, *, read_back: bool) -> list[FileEn
         flight.request.check()
     snapshot.verify_pages()
     snapshot.verify_frozen()
-    snapshot.note_copied()
+    if flight.copied is not None:
+        flight.copied.fill_in(snapshot.sources, job)
     if not snapshot.verdict.owed:
         snapshot.verify()
         _let_go(snapshot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,12 @@ class FilePlan(ABC):
 
         Raises pickle's errors, and ConfigError for state that the format cannot hold.
         """
+
+    def in_order(self, views: TensorViews, owned: Container[int]) -> TensorViews:
+        """The gathered storages in the order of the file; ``owned`` are the identities of those that have an owner."""
+        if not self.any_order:
+            return views
+        return views.take(torch_zip.file_order(views.sizes, list(map(owned.__contains__, views.identities))))
 
     @abstractmethod
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 
 from lazyckpt import _engine
-from lazyckpt.capture.frozen import FrozenParameters
-from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.snapshot import Snapshot
-from lazyckpt.capture.torn import TornStorages
+from lazyckpt.capture.sources import Sources
 from lazyckpt.errors import save_error
 from lazyckpt.pipeline import persist
 from lazyckpt.pipeline.handle import SaveHandle
@@ -16,7 +14,6 @@ from lazyckpt.pipeline.launch import Plans, gather, lay_out
 from lazyckpt.pipeline.persist import Flight
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.to_engine import append, begin_job
-from lazyckpt.providers.base import TensorViews
 
 
 def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
@@ -26,32 +23,15 @@ def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
     begin = time.perf_counter()
     views = gather(plans, handle)
     try:
-        snapshot = _all_eager(views, handle, engine)
-        programs = lay_out(plans, snapshot, handle)
-        snapshot.job = job = begin_job(engine, snapshot, len(programs))
+        sources = Sources(views, engine)
+        programs = lay_out(plans, views, handle)
+        job = begin_job(engine, sources, len(programs))
+        snapshot = Snapshot(sources, job, handle.metrics)
         flight = Flight(handle, request, list(plans), [nbytes for _, nbytes in programs], snapshot, job, begin)
         with persist.aborted_on_error(flight):
-            append(job, snapshot, programs)
+            append(job, sources, programs)
             staging = persist.create_files(flight)
             job.wait_eager()
             persist.commit(flight, staging, persist.prepare(flight, staging, read_back=False))
     except OSError as error:
         raise save_error(error, path=request.path, step=request.step) from error
-
-
-def _all_eager(views: list[TensorViews], handle: SaveHandle, engine: _engine.Engine) -> Snapshot:
-    """A snapshot for which no step waits, laid out in the order of the object."""
-    return Snapshot(
-        views,
-        Ownership(None, {}),
-        FrozenParameters(),
-        (),
-        any_order=[False] * len(views),
-        audit=False,
-        engine=engine,
-        watched=False,
-        torn=TornStorages(),
-        metrics=handle.metrics,
-        durable=None,
-        name_of=lambda view: view.key,
-    )

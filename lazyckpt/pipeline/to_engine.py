@@ -1,4 +1,4 @@
-"""Hands the storages of a snapshot and the programs of its files to the engine."""
+"""Hands the storages of a checkpoint and the programs of its files to the engine."""
 
 from __future__ import annotations
 
@@ -6,42 +6,48 @@ from array import array
 from collections.abc import Iterator
 
 from lazyckpt import _engine
-from lazyckpt.capture.snapshot import Snapshot
+from lazyckpt.capture.sources import Sources
 from lazyckpt.formats.program import Extent
 
 Program = tuple[list[Extent], int]  # of one file, and its size in bytes
 
 
-def begin_job(engine: _engine.Engine, snapshot: Snapshot, files: int) -> _engine.Job:
+def begin_job(engine: _engine.Engine, sources: Sources, files: int) -> _engine.Job:
     return engine.begin(
-        snapshot.pointers, snapshot.sizes, snapshot.owners, files, False, snapshot.devices, snapshot.streams
+        sources.pointers,
+        sources.sizes,
+        sources.owners,
+        files,
+        False,
+        sources.devices,
+        sources.streams,
     )
 
 
-def capture(engine: _engine.Engine, snapshot: Snapshot, programs: list[Program]) -> _engine.Job:
+def capture(engine: _engine.Engine, sources: Sources, programs: list[Program]) -> _engine.Job:
     """Gives the engine the program of every file; it copies eager bytes, as far as it has room, before it returns."""
     return engine.capture(
-        snapshot.pointers,
-        snapshot.sizes,
-        snapshot.owners,
+        sources.pointers,
+        sources.sizes,
+        sources.owners,
         len(programs),
-        list(_numbered(snapshot, programs)),
-        snapshot.devices,
-        snapshot.streams,
+        list(_numbered(sources, programs)),
+        sources.devices,
+        sources.streams,
     )
 
 
-def append(job: _engine.Job, snapshot: Snapshot, programs: list[Program]) -> None:
+def append(job: _engine.Job, sources: Sources, programs: list[Program]) -> None:
     """Gives the engine the program of every file."""
-    for extent in _numbered(snapshot, programs):
+    for extent in _numbered(sources, programs):
         job.append(*extent)
     job.seal()
 
 
-def _numbered(snapshot: Snapshot, programs: list[Program]) -> Iterator[tuple[int, int, array[int], bytes, int]]:
+def _numbered(sources: Sources, programs: list[Program]) -> Iterator[tuple[int, int, array[int], bytes, int]]:
     """Each extent, as the engine takes it: file, offset, rows, blob, and its first source."""
     first_source = 0
     for number, (extents, _) in enumerate(programs):
         for extent in extents:
             yield number, extent.offset, extent.rows, extent.blob, first_source
-        first_source += len(snapshot.files[number])
+        first_source += len(sources.files[number])

@@ -60,7 +60,7 @@ class Rounds:
         wait = Snapshot._wait
 
         def wait_at_the_gate(snapshot: Snapshot, owners: int, **where: Any) -> None:
-            pending = snapshot.job is not None and snapshot.job.pending_chunks(owners) > 0
+            pending = snapshot.job.pending_chunks(owners) > 0
             self._pending_at_the_gate |= pending
             if self._gate:
                 if pending:

@@ -383,13 +383,14 @@ def test_a_captured_snapshot_holds_no_tensor(make_run: Any) -> None:
     table = torch.zeros(30_000)
     run.ckpt.track(x={"t": table})
     handle = run.ckpt.save(1)
+    snapshot = handle._snapshot
     handle.result()
     run.ckpt._provider.parts["x"].load_state({})
     gone = weakref.ref(table.untyped_storage())
     del table
     gc.collect()
     assert gone() is None
-    assert handle._snapshot.files == []
+    assert snapshot.sources.files == []
 
 
 # frozen parameters

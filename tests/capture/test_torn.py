@@ -46,7 +46,7 @@ def tear(run: Any, disk: Any, step: int, *writes: torch.Tensor, wait: bool = Tru
 
 def is_ring_full(saved: lazyckpt.SaveHandle) -> bool:
     """Whether no further chunk fits into a ring of two."""
-    assert saved._snapshot is not None and saved._snapshot.job is not None
+    assert saved._snapshot is not None
     events = [ChunkEvent(*event) for event in saved._snapshot.job.timeline()]
     return sum(event.nbytes for event in events if event.copy_end_s > 0) > TINY_RING["chunk_bytes"]
 

@@ -33,8 +33,8 @@ def training(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Training:
 
 
 def pending_chunks(handle: lazyckpt.SaveHandle) -> int:
-    job = handle._snapshot.job if handle._snapshot is not None else None
-    return 0 if job is None else job.pending_chunks((1 << 64) - 1)
+    snapshot = handle._snapshot
+    return 0 if snapshot is None else snapshot.job.pending_chunks((1 << 64) - 1)
 
 
 @pytest.mark.parametrize("mode", Mode)

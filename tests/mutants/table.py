@@ -200,7 +200,7 @@ promise(
     ),
     (
         "an interrupted save is published",
-        py("Launcher._withdraw", swap("flight.job.fail(...)")),
+        py("Launcher._withdraw", swap("job.fail(...)")),
         "test_checkpointer.py::test_an_interrupted_save_is_not_published_and_nothing_hangs",
     ),
 )
@@ -436,7 +436,7 @@ promise(
 promise(
     README,
     "Only tensors that a gated optimizer owns are copied later; its step waits for their copy.",
-    ("a step does not wait", py("Snapshot._wait", swap("job.wait_captured(...)")), WAITS),
+    ("a step does not wait", py("Snapshot._wait", swap("self.job.wait_captured(...)")), WAITS),
     (
         "a step does not wait behind its closure",
         py("hooks._open_step.gated_closure", swap("gate.begin_writing(...)")),
@@ -454,7 +454,7 @@ promise(
     ),
     (
         "a storage gives back memory that is being copied",
-        py("Snapshot.wait_for_storage", swap("job.wait_captured(...)")),
+        py("Snapshot.wait_for_storage", swap("self.job.wait_captured(...)")),
         "test_snapshot.py::test_a_storage_lets_go_of_its_memory_when_that_is_copied",
     ),
     (

@@ -170,8 +170,7 @@ class Copies:
 def pending(handle: lazyckpt.SaveHandle) -> int:
     """Counts the lazy chunks that are not copied yet."""
     snapshot = handle._snapshot
-    job = None if snapshot is None else snapshot.job
-    return 0 if job is None else job.pending_chunks(ALL_OWNERS)
+    return 0 if snapshot is None else snapshot.job.pending_chunks(ALL_OWNERS)
 
 
 def wait_until(copied: Callable[[], bool], limit_s: float = 5.0) -> None:
