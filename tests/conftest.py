@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
 from duplicates import DUPLICATES
 from hypothesis import settings
 from processes import Ranks
@@ -113,6 +115,13 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def spawned_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would spawn is a fork of a server that has imported torch."""
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start)
 
 
 @pytest.fixture

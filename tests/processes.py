@@ -18,6 +18,7 @@ import functools
 import importlib.util
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -167,6 +168,12 @@ def _printing(rank: int, output: str, function: Callable[..., None], args: tuple
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     function(rank, *args)
     sys.stdout.flush()
+
+
+def run_module(rank: int, module: str, arguments: list[str]) -> None:
+    """What ``python -m module`` runs; for ``spawn``."""
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def die() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import run_module, spawn
 
 from benchmarks import __main__ as command
 from benchmarks import frameworks, growth, latency, papers, verdict, witness, workload
@@ -108,7 +109,8 @@ def test_trainers_are_measured(names: list[str], tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_rank_saves_and_loads(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small", "spawned_is_forked")
+def test_every_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ("--pairs", 1, "--steps", 4, "--train-gb", 0.001, "--arms", "floor,lazyckpt,dcp")
     folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
     assert benchmarks(monkeypatch, "--only", "ranks", *sizes, *folders) == 0
@@ -132,25 +134,51 @@ def new_day(call: str, folder: Path) -> Day:
 
 
 PARTS_OF = {"right": {"bits", "waits", "peak"}, "fast": {"pairs", "peers", "disk", "large", "restore"}}
+SHORT = {"right": PARTS_OF["right"], "fast": {"pairs", "restore"}}
 
 
-@pytest.mark.timeout(2000)
-@pytest.mark.parametrize("call", ["right", pytest.param("fast", marks=pytest.mark.slow)])
-def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def rehearse(call: str, parts: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stage runs, is in the summary, and leaves its tables. What it measures in a test is not looked at."""
     monkeypatch.setattr(stages, "SHORTER", 0.05)
     monkeypatch.setattr(calls, "CORE", ("tests/gpu/test_real.py::test_restore_of_many_small_tensors",))
-    tests = Day.tests  # each call takes seconds to start
+    tests, part = Day.tests, Day.part
     monkeypatch.setattr(Day, "tests", lambda self, name, *arguments: name == "core" and tests(self, name, *arguments))
+    monkeypatch.setattr(
+        Day, "part", lambda self, module, name, *told: part(self, module, name, *told) if name in parts else []
+    )
     run(new_day(call, tmp_path))
     out = tmp_path / "out"
     summary = (out / "summary.txt").read_text()
     assert "ENDED" not in summary and "REFUTED" not in summary and "-- " not in summary.partition("LOOK AT")[2], summary
-    assert {path.stem for path in out.glob("*.json")} == PARTS_OF[call], summary
-    assert all(f"-- {name}: done" in summary for name in PARTS_OF[call]), summary
+    assert {path.stem for path in out.glob("*.json")} == parts, summary
+    assert all(f"-- {name}: done" in summary for name in parts), summary
     assert not list(tmp_path.glob("lazyckpt-day*-*[0-9]-*"))
     if call == "right":
         assert "tests passed: 1" in summary and "bits are right: 1 (expected 1)" in summary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("call", PARTS_OF)
+def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearse(call, PARTS_OF[call], tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("call", SHORT)
+def test_a_call_of_the_day_is_rehearsed_in_short(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts are forks that have imported torch, and some are left out."""
+    start = stages.run
+
+    def fork(command: list[str], limit_s: float, output: int, environment: dict[str, str]) -> str:
+        _, _, module, *arguments = command
+        if not module.startswith("benchmarks."):
+            return start(command, limit_s, output, environment)
+        spawn(tmp_path / "out" / "log.txt", run_module, (module, arguments), 1)
+        return "done"
+
+    monkeypatch.setattr(stages, "run", fork)
+    monkeypatch.setattr(calls, "FACTS", "true")
+    rehearse(call, SHORT[call], tmp_path, monkeypatch)
 
 
 def test_a_day_that_is_killed_loses_nothing(tmp_path: Path) -> None:
@@ -168,7 +196,8 @@ def test_a_day_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    assert "-- bits: done" in (folder / "summary.txt").read_text()
+    summary = (folder / "summary.txt").read_text()
+    assert "-- facts: done" in summary and "-- bits: done" in summary
     (table,) = json.loads((folder / "bits.json").read_text())
     assert ["bits", "1.0000"] in table["rows"]
 

@@ -10,6 +10,8 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from benchmarks.paired import ArmFailed
 from benchmarks.ranks.member import Member, run_ranks
 
+pytestmark = pytest.mark.usefixtures("spawned_is_forked")
+
 
 def _fail_on_the_last(member: Member, task: str) -> list[str]:
     try:
