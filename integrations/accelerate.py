@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,17 +27,16 @@ from lazyckpt import settings
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, announce, close_and_warn
-from lazyckpt.integrations.redirect import safetensors_into
-from lazyckpt.storage import folders, hidden, in_place, removal, unfinished
+from lazyckpt.storage import removal, unfinished
 from lazyckpt.warn import warn
 
 try:
-    import accelerate.accelerator
-    from accelerate import Accelerator, checkpointing
+    import accelerate
+    from accelerate import Accelerator
     from accelerate.commands.config import config_args
-    from accelerate.utils import DistributedType, clean_state_dict_for_safetensors
+    from accelerate.utils import DistributedType
 
-    from lazyckpt.integrations.fsdp2 import shards_into
+    from lazyckpt.integrations import accelerate_folder
 
     if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 9):
         raise ImportError(f"there is accelerate {accelerate.__version__}")
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _METHODS = ("prepare", "save_state", "load_state", "end_training", "free_memory")
-_CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
 _alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_alive.clear)  # the parent waits for its saves
@@ -197,29 +194,31 @@ class StateSaver(StartsAnew):
         Other files in an existing folder of that name stay. Also raises, on every rank, the SaveError of an earlier
         save that failed in the background.
         """
-        target = self._target(output_dir)
+        target = accelerate_folder.target_of(self._accelerator, output_dir)
         with contextlib.ExitStack() as unless_saved:
             staged = None
             with self._on_all_ranks(target):
                 saver = self._open_saver()
                 if saver is not None:
                     saver.check()  # raise an earlier failure before anything is written
-                    self._check_new(target, saver)
+                    accelerate_folder.check_new(self._accelerator, target, saver)
             with self._on_all_ranks(target):  # not above: ranks that stage together wait for each other
                 if saver is not None:
-                    staged = unless_saved.enter_context(self._stage(target, saver))
+                    staging = accelerate_folder.stage(self._accelerator, target, saver)
+                    staged = unless_saved.enter_context(staging)
             folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
             with self._on_all_ranks(target):
                 if not os.path.isdir(folder):
                     raise lazyckpt.SaveError(f"{folder} of the main process is not seen here", path=target)
-                self._write(folder, staged, safe_serialization, **kwargs)
+                save_state = functools.partial(self._own("save_state"), str(folder), safe_serialization, **kwargs)
+                accelerate_folder.write(self._accelerator, folder, staged, save_state)
                 if staged is None and _on_several_nodes(self._accelerator):
-                    _sync(folder)  # files cached by this node; the main process syncs those of its own node
+                    accelerate_folder.sync(folder)  # the main process syncs the files that its own node has cached
             with self._on_all_ranks(target):
                 if staged is not None and saver is not None:
                     self.last_save = staged.save()
                     if self._accelerator.is_main_process:
-                        self._prune(target, saver)
+                        accelerate_folder.prune(self._accelerator, target, saver)
                     if not self.last_save.in_training:
                         self.wait()
         return target
@@ -237,7 +236,7 @@ class StateSaver(StartsAnew):
             if input_dir is not None:
                 unfinished.refuse(Path(input_dir).expanduser())
             if self._accelerator.is_main_process and input_dir is not None:
-                _finish(Path(input_dir).expanduser())
+                accelerate_folder.finish(Path(input_dir).expanduser())
         lazyckpt.wait_captured()  # other Savers may still be copying tensors that this overwrites
         self._own("load_state")(input_dir, *args, **kwargs)
 
@@ -281,73 +280,6 @@ class StateSaver(StartsAnew):
         vars(self._accelerator).update(self._replaced)
         self._close_saver()
 
-    # the steps of save_state
-
-    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
-        project = self._accelerator.project_configuration
-        if project.automatic_checkpoint_naming:
-            return Path(project.project_dir) / "checkpoints" / f"checkpoint_{project.iteration}"
-        if output_dir is None:
-            raise lazyckpt.ConfigError("save_state: give an output_dir, or use automatic_checkpoint_naming")
-        return Path(output_dir)
-
-    def _check_new(self, target: Path, saver: lazyckpt.Saver) -> None:
-        project = self._accelerator.project_configuration
-        if project.automatic_checkpoint_naming and os.path.exists(target):
-            saver.wait()  # total_limit may be about to remove it; accelerate removes at once
-            if os.path.exists(target):
-                what = "exists already; set accelerator.project_configuration.iteration to what comes after it"
-                raise ValueError(f"{target} {what}")
-
-    def _stage(self, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
-        for model in self._accelerator._models:
-            saver.watch(model)
-        # Not in checkpoints/: load_state() takes the highest number there, and fails on a name without one.
-        root, parent = Path(self._accelerator.project_dir or target.parent).resolve(), target.parent.resolve()
-        inside = hidden.place(root if root in parent.parents else parent)
-        return saver.stage(target.absolute(), inside=inside, all_ranks=self._accelerator.is_fsdp2)
-
-    def _write(self, folder: Path, staged: lazyckpt.StagedFolder | None, *args: Any, **kwargs: Any) -> None:
-        """Makes accelerate save into ``folder``."""
-        main, sharded = (
-            staged if which else None for which in (self._accelerator.is_main_process, self._accelerator.is_fsdp2)
-        )
-        accelerates_own = checkpointing.save
-        hooks = self._accelerator._save_model_state_pre_hook.values()
-        namespaces = [hook.__globals__ for hook in hooks if hasattr(hook, "__globals__")]
-
-        def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-            if not Path(f).is_relative_to(folder):
-                accelerates_own(obj, f, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
-            elif redirected is not None:
-                obj = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
-                redirected.add(str(Path(f).relative_to(folder)), obj, {"format": "pt"} if safe_serialization else None)
-
-        project = self._accelerator.project_configuration
-        automatic = project.automatic_checkpoint_naming
-        project.automatic_checkpoint_naming = False  # or it would choose the folder
-        checkpointing.save = save
-        try:
-            with (
-                shards_into(sharded, folder, accelerate.accelerator),
-                safetensors_into(main, folder, *namespaces) as redirected,
-            ):
-                self._own("save_state")(str(folder), *args, **kwargs)
-        finally:
-            checkpointing.save = accelerates_own
-            project.automatic_checkpoint_naming = automatic
-
-    def _prune(self, target: Path, saver: lazyckpt.Saver) -> None:
-        """Removes the lowest numbers above ``total_limit``, once the new checkpoint is durable."""
-        project = self._accelerator.project_configuration
-        if not project.automatic_checkpoint_naming or project.total_limit is None:
-            return
-        folder = target.parent
-        names = {entry.name for entry in folder.iterdir()} | {h.path.name for h in saver.pending()}
-        old = sorted((int(m[1]), name) for name in names - {target.name} if (m := _CHECKPOINT.fullmatch(name)))
-        for _, name in old[: max(len(old) + 1 - max(project.total_limit, 1), 0)]:
-            saver.remove(folder / name)
-
     # between the ranks
 
     @contextlib.contextmanager
@@ -377,25 +309,3 @@ class StateSaver(StartsAnew):
         if group is not None:
             torch.distributed.broadcast_object_list(values, src=0, group=group)
         return values[0]
-
-
-def _finish(folder: Path) -> None:
-    try:
-        os.scandir(os.path.join(folder, ".")).close()  # the dot takes the permission to open files of the folder
-    except (FileNotFoundError, NotADirectoryError):
-        return  # accelerate says so
-    except OSError as error:
-        what = f"cannot be read: {error.strerror} ({error.errno})"
-        raise lazyckpt.ReadError(what, path=folder, errno=error.errno or 0) from error
-    try:
-        in_place.finish(folder)
-    except OSError as error:
-        what = f"the publication of a checkpoint was cut off, and cannot be finished: {error}"
-        raise lazyckpt.LoadError(what, path=folder) from error
-
-
-def _sync(folder: Path) -> None:
-    for parent, _, names in os.walk(folder):
-        for name in (*names, ""):
-            with contextlib.suppress(FileNotFoundError):  # other ranks are at work here, too
-                folders.sync_path(Path(parent, name))

@@ -19,6 +19,7 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 
 import lazyckpt  # noqa: E402
 from accelerate_training import Run, automatic, names  # noqa: E402
+from lazyckpt.integrations import accelerate_folder  # noqa: E402
 from lazyckpt.integrations.accelerate import enable  # noqa: E402
 from lazyckpt.storage import folders, hidden, in_place, removal  # noqa: E402
 from trainers import contents  # noqa: E402
@@ -88,7 +89,8 @@ def test_the_folder_of_the_checkpoints_survives_a_power_cut(tmp_path: Path, monk
     sync_path = folders.sync_path
     monkeypatch.setattr(folders, "sync_path", lambda path: (synced.append(str(path)), sync_path(path)))
     with closing(enable(accelerate.Accelerator(cpu=True, project_config=project))) as saver:
-        saver._stage(tmp_path / "project" / "some" / "checkpoints" / "checkpoint_0", saver._saver).discard()
+        target = tmp_path / "project" / "some" / "checkpoints" / "checkpoint_0"
+        accelerate_folder.stage(saver._accelerator, target, saver._saver).discard()
     assert {str(tmp_path), str(tmp_path / "project"), str(tmp_path / "project" / "some")} <= set(synced)
 
 
@@ -100,7 +102,7 @@ def test_what_another_node_wrote_is_synced_there(tmp_path: Path, monkeypatch: py
         file.touch()
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    lazyckpt.integrations.accelerate._sync(tmp_path)
+    accelerate_folder.sync(tmp_path)
     assert sorted(synced) == sorted(map(str, [*files, tmp_path, tmp_path / "sampler"]))
 
 
