@@ -1,18 +1,16 @@
 """Pickles any Python object as ``torch.save`` would, with the storages beside the pickle.
 
 ``torch.save`` spends 25 µs a tensor in Python reducers. To take milliseconds for 10,000 tensors instead, the C pickler
-writes an object with a placeholder for each tensor, its *outline*. The opcodes of plain tensors, the very ones that
-torch writes, are put into the places. They are kept, and used again while the facts in them have not changed, which
-every save asks every tensor. ``_Pickler``, which calls torch's reducers, pickles objects with other tensors (sparse,
-quantised, of subclasses) and large NumPy arrays.
+writes an object with a placeholder for each tensor, its *outline*. The opcodes of plain tensors (plain_tensors.py) are
+put into the places. They are kept, and used again while the facts in them have not changed, which every save asks every
+tensor. ``_Pickler``, which calls torch's reducers, pickles objects with other tensors (sparse, quantised, of
+subclasses) and large NumPy arrays.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
-import pickletools
 import sys
 import warnings
 from collections import OrderedDict
@@ -26,18 +24,11 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 from lazyckpt import _engine
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
+from lazyckpt.providers.plain_tensors import PLACES, PLAIN_DTYPES, PROTOCOL, location, reduced, spell, string
 from lazyckpt.providers.sharded import refuse_part
 
-PROTOCOL = 2  # what torch.save writes; its memo is numbered, so pickles can be joined
 MIN_ARRAY_BYTES = 64 << 10  # NumPy arrays from here on are written as storages, not as pickle bytes
 
-_STORAGE_TYPES: dict[torch.dtype, Any] = {
-    dtype: getattr(torch, name)
-    for dtype, name in torch.storage._dtype_to_storage_type_map().items()
-    if not name.startswith("Q")
-}
-_UNTYPED_DTYPES = frozenset(torch.storage._new_dtypes())
-PLAIN_DTYPES = _UNTYPED_DTYPES | _STORAGE_TYPES.keys()
 _dtype = attrgetter("dtype")
 
 
@@ -77,28 +68,12 @@ def _array_tensor(obj: Any) -> torch.Tensor | None:
         return torch.from_numpy(obj.ravel(order="K").view("uint8"))
 
 
-def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Reduces a plain tensor as torch does, in half the time."""
-    untyped, dtype = tensor.dtype in _UNTYPED_DTYPES, tensor.dtype
-    storage: Any = tensor.untyped_storage()
-    if not untyped:
-        storage = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-    size, stride = tuple(tensor.shape), tensor.stride()
-    facts: tuple[Any, ...] = (storage, tensor.storage_offset(), size, stride, tensor.requires_grad, OrderedDict())
-    rebuild = torch._utils._rebuild_tensor_v3 if untyped else torch._utils._rebuild_tensor_v2
-    return rebuild, (*facts, dtype) if untyped else facts
-
-
 def _reduced_as_usual(obj: Any, root: Any, kinds: dict[int, Any]) -> Any:
     """Lets a pickler treat ``obj``, a part of ``root``, as it would by itself, unless it is a shard."""
     _note_kind(obj, kinds)
     if isinstance(obj, torch.Tensor):
         refuse_part(obj, root)
     return NotImplemented
-
-
-def _location(storage: torch.UntypedStorage) -> str:
-    return "cpu" if storage.device.type == "cpu" else str(torch.serialization.location_tag(storage))
 
 
 # Asked first, since a persistent id is looked for in every object: these are no storages.
@@ -127,11 +102,11 @@ class _Pickler(pickle.Pickler):
             return None
         view = self._table.add(storage, dtype, self._reusable)
         self.views[view.key] = view
-        return "storage", kind, view.key, _location(storage), view.nbytes // dtype.itemsize
+        return "storage", kind, view.key, location(storage), view.nbytes // dtype.itemsize
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and obj.dtype in PLAIN_DTYPES and _engine.look_at_tensors([obj]) is not None:
-            return _reduced(obj)
+            return reduced(obj)
         if (memory := _array_tensor(obj)) is not None:
             order = "C" if obj.flags.c_contiguous else "F"
             return type(obj), (obj.shape, obj.dtype, _SharedArray(memory), 0, None, order)
@@ -143,10 +118,9 @@ def _placeholder() -> None:
 
 
 _PLACEHOLDER = (_placeholder, ())
-# The first places of an outline's memo are taken: the placeholder's, and those for what tensors have in common.
-_PLACES = 16
+# The first places of an outline's memo are taken: the placeholder's, and those of the words that tensors share.
 _TAKEN = pickle.Pickler(io.BytesIO(), PROTOCOL)
-_TAKEN.dump((_placeholder, *map(str, range(1, _PLACES))))
+_TAKEN.dump((_placeholder, *map(str, range(1, PLACES))))
 _PLACEHOLDER_OPCODES = pickle.BINGET + b"\0" + pickle.EMPTY_TUPLE + pickle.REDUCE
 
 
@@ -232,7 +206,8 @@ class Skeleton:
             if not PLAIN_DTYPES.issuperset(map(_dtype, outline.tensors)):
                 facts = None
             if facts is not None and not outline.others:
-                self._tensors, self._kept = _spell(outline.tensors, table, iter(self._kept.keys))
+                spelled, views = spell(outline.tensors, table, iter(self._kept.keys))
+                self._tensors, self._kept = spelled, _without_storages(views)
         if self._tensors is not None:
             opcodes = outline.filled(self._tensors)
         if opcodes is None:
@@ -240,75 +215,6 @@ class Skeleton:
             opcodes, self._kept, kinds = dump(obj, table, iter(self._kept.keys))
         self._facts, self.outline, self.pickled, self.kinds = facts, outline.opcodes, opcodes, kinds
         return opcodes
-
-
-def _spell(
-    tensors: list[torch.Tensor], table: StorageTable, reusable_keys: Iterator[str]
-) -> tuple[list[bytes], TensorViews]:
-    """The opcodes of plain tensors, in the order of the outline, and the columns kept of their storages: the same as
-    ``_Pickler`` writes, in a fifth of the time."""
-    places: dict[Any, bytes] = {}
-    views: dict[str, TensorView] = {}
-    geometries: dict[Any, bytes] = {}
-    numbers: dict[int, bytes] = {}
-
-    def common(obj: Any) -> bytes:
-        """A word that many tensors share: in full at first, later by its place in the memo."""
-        if (place := places.get(obj)) is not None:
-            return place
-        word = pickle.dumps(obj, PROTOCOL)[2:-3]  # without the place that it is given there
-        if len(places) == _PLACES:
-            return word
-        number = bytes([len(places)])
-        places[obj] = pickle.BINGET + number
-        return word + pickle.BINPUT + number
-
-    spelled = []
-    for tensor in tensors:
-        dtype = tensor.dtype
-        untyped = dtype in _UNTYPED_DTYPES
-        storage_type, as_dtype = (torch.UntypedStorage, torch.uint8) if untyped else (_STORAGE_TYPES[dtype], dtype)
-        storage = tensor.untyped_storage()
-        view = table.add(storage, as_dtype, reusable_keys)
-        views[view.key] = view
-        geometry = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.requires_grad
-        if (middle := geometries.get(geometry)) is None:
-            middle = geometries[geometry] = _without_places(geometry)
-        numel = view.nbytes // as_dtype.itemsize
-        if (number := numbers.get(numel)) is None:
-            number = numbers[numel] = pickle.dumps(numel, PROTOCOL)[2:-1]
-        spelled.append(
-            b"".join(
-                (
-                    common(torch._utils._rebuild_tensor_v3 if untyped else torch._utils._rebuild_tensor_v2),
-                    pickle.MARK + pickle.MARK,
-                    common("storage"),
-                    common(storage_type),
-                    _string(view.key),
-                    common(_location(storage)),
-                    number,
-                    pickle.TUPLE + pickle.BINPERSID,
-                    middle,
-                    common(OrderedDict),
-                    pickle.EMPTY_TUPLE + pickle.REDUCE,
-                    common(dtype) if untyped else b"",
-                    pickle.TUPLE + pickle.REDUCE,
-                )
-            )
-        )
-    return spelled, _without_storages(views)
-
-
-def _without_places(geometry: tuple[Any, ...]) -> bytes:
-    """Offset, size, strides and requires_grad, one after the other."""
-    offset, size, stride, requires_grad = geometry
-    parts = offset, tuple(size), stride, requires_grad
-    return b"".join(pickletools.optimize(pickle.dumps(part, PROTOCOL))[2:-1] for part in parts)
-
-
-def _string(text: str) -> bytes:
-    encoded = text.encode("utf-8", "surrogatepass")
-    return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
 
 def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, TensorViews, dict[int, Any]]:
@@ -329,46 +235,6 @@ def _without_storages(views: dict[str, TensorView]) -> TensorViews:
     return columns
 
 
-@functools.lru_cache(maxsize=4096)
-def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int, key: str) -> bytes:
-    """The whole pickle that ``torch.save`` writes for a tensor in host memory that begins with its storage, of
-    ``nbytes`` and named ``key``. The dtype is one of ``PLAIN_DTYPES``."""
-    untyped = dtype in _UNTYPED_DTYPES
-    storage_type, storage_dtype = (torch.UntypedStorage, torch.uint8) if untyped else (_STORAGE_TYPES[dtype], dtype)
-    storage = object()
-    facts: tuple[Any, ...] = (storage, 0, tuple(shape), tuple(stride), False, OrderedDict())
-    reduced = _Reduced(
-        torch._utils._rebuild_tensor_v3 if untyped else torch._utils._rebuild_tensor_v2,
-        (*facts, dtype) if untyped else facts,
-    )
-    out = io.BytesIO()
-    pickler = _WithOneStorage(out, PROTOCOL)
-    pickler.storage = storage
-    pickler.facts = ("storage", storage_type, key, "cpu", nbytes // storage_dtype.itemsize)
-    pickler.dump(reduced)
-    return out.getvalue()
-
-
-class _Reduced:
-    """Pickles as the call of a function."""
-
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        self._call = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._call
-
-
-class _WithOneStorage(pickle.Pickler):
-    """Writes ``facts`` for the object ``storage``, as torch does for a storage."""
-
-    storage: object
-    facts: tuple[Any, ...]
-
-    def persistent_id(self, obj: Any) -> Any:
-        return self.facts if obj is self.storage else None
-
-
 def pickle_of(opcodes: bytes) -> bytes:
     """A whole pickle from the opcodes of one object."""
     return pickle.PROTO + bytes([PROTOCOL]) + opcodes + pickle.STOP
@@ -378,6 +244,6 @@ def dict_opcodes(items: dict[str, bytes]) -> bytes:
     """Opcodes of a dict from those of its values."""
     out = [pickle.EMPTY_DICT, pickle.MARK]
     for key, value in items.items():
-        out += [_string(key), value]
+        out += [string(key), value]
     out.append(pickle.SETITEMS)
     return b"".join(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lazyckpt.errors import ConfigError
-from lazyckpt.providers.pickles import PLAIN_DTYPES
+from lazyckpt.providers.plain_tensors import PLAIN_DTYPES
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

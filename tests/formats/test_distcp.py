@@ -17,7 +17,7 @@ from lazyckpt.formats import distcp
 from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.program import PAGE_BYTES
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.providers.pickles import tensor_pickle
+from lazyckpt.providers.plain_tensors import tensor_pickle
 from programs import run_program
 
 SIZES = [0, 1, 63, 4096, 64 * 1024 - 1, 64 * 1024, 300_000]

@@ -89,7 +89,7 @@ def test_a_second_save_reuses_the_layout_and_holds_the_new_bytes(tmp_path: Path)
 
 
 def _pickle(tensor: torch.Tensor) -> bytes:
-    from lazyckpt.providers.pickles import tensor_pickle
+    from lazyckpt.providers.plain_tensors import tensor_pickle
 
     return tensor_pickle(tensor.dtype, tensor.shape, tensor.stride(), tensor.nbytes, distcp.STORAGE_KEY)
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt.providers import pickles
+from lazyckpt.providers import pickles, plain_tensors
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import MIN_ARRAY_BYTES, Skeleton
@@ -598,8 +598,8 @@ def many_kinds() -> dict[str, Any]:
     """More words in common than there are places for them, tensors in several places, and views."""
     shared = torch.randn(6, 4)
     dtypes = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
-    plain = [d for d in dtypes if d in pickles.PLAIN_DTYPES]
-    assert len(plain) > pickles._PLACES
+    plain = [d for d in dtypes if d in plain_tensors.PLAIN_DTYPES]
+    assert len(plain) > plain_tensors.PLACES
     return {
         "kinds": {str(d): torch.zeros(3, dtype=d) for d in sorted(set(plain), key=str)},
         "shared": [shared, shared, shared.t(), shared[2:, 1], shared.detach().requires_grad_()],
@@ -619,7 +619,7 @@ def test_what_changes_beside_the_tensors_costs_them_nothing(
             state["step"] = step
             saved = torch.load(ckpt.save(1).result() / "state.pt", weights_only=False)["whole"]
             assert graph(saved) == graph(state)
-            monkeypatch.setattr(pickles, "_spell", lambda *_: pytest.fail("the tensors were pickled again"))
+            monkeypatch.setattr(pickles, "spell", lambda *_: pytest.fail("the tensors were pickled again"))
 
 
 def test_bytes_that_look_like_the_place_of_a_tensor(tmp_path: Path, graph: Any) -> None:

@@ -16,7 +16,7 @@ from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorView, TensorViews
-from lazyckpt.providers.pickles import tensor_pickle
+from lazyckpt.providers.plain_tensors import tensor_pickle
 from lazyckpt.providers.ranges import in_front
 
 Item = tuple[str, torch.Tensor | bytes]  # a unique name, for messages too; bytes are written as they are

@@ -26,7 +26,7 @@ from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.distcp import STORAGE_KEY, Frame, Place, frame_of, item_directory
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.reader import FileReader, Record
-from lazyckpt.providers.pickles import PLAIN_DTYPES, tensor_pickle
+from lazyckpt.providers.plain_tensors import PLAIN_DTYPES, tensor_pickle
 from lazyckpt.reading.archive import check_small_records
 from lazyckpt.reading.ranges import ParallelRead
 from lazyckpt.reading.sharded.segments import Segments, Span, read_spans
