@@ -236,14 +236,11 @@ class Checkpointer(Restoring):
             self._warn_of_metric(about.metrics, self._best)
         if self._last_step is None:
             warn_if_alone()
+        self._last_step, self._training_step = step, object()
         if crew is None:
             self._claims.enter()
-        self._last_step, self._training_step = step, object()
-        request: Request
-        plans: Mapping[str, FilePlan]
-        if crew is None:
-            request = CheckpointRequest(path, step, self._lineage, about, self._claims.look)
-            plans = {STATE: StatePlan(self._provider, self._archive)}
+            request: Request = CheckpointRequest(path, step, self._lineage, about, self._claims.look)
+            plans: Mapping[str, FilePlan] = {STATE: StatePlan(self._provider, self._archive)}
         else:
             request, plans = shared_checkpoint(crew, path, step, self._lineage, about, self._provider)
         return self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
