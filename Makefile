@@ -61,6 +61,7 @@ check: setup build/types
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python scripts/plain_words.py
+	$(BIN)/python scripts/long_files.py
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*/*.cc csrc/*/*.h tests/*/*.cc tests/*/*.h
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lazyckpt
 	$(DOCS) build --strict --quiet

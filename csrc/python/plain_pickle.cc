@@ -1,6 +1,7 @@
 // Reads pickles of plain state: lazyckpt/formats/plain_pickle.py says which these are. It has the data structures of
 // torch's unpickler, a stack above each mark and a memo by number, so that it makes the same objects. Every other
-// opcode, name, call or argument is refused. Everything needs the GIL.
+// opcode, name, call or argument is refused. Everything needs the GIL. One file because it is one state machine: to see
+// that no pickle does more than make plain state, read it whole.
 #include <algorithm>
 #include <bit>
 #include <cstdint>
