@@ -133,15 +133,14 @@ class Saver:
             if target.is_symlink() or target.name == "..":
                 target = Path(os.path.realpath(target, strict=True))
             if all_ranks:
-                with gate.standing():  # the others may need this thread's verdict on an earlier save
-                    request: Request = stage_shared(
-                        self._crew(folder or target.parent),
-                        target,
-                        step,
-                        alone=partial(self._stage_alone, target, folder, keep_others),
-                        prepare=partial(self._prepare_both, folder),
-                        keep_others=keep_others,
-                    )
+                request: Request = stage_shared(
+                    self._crew(folder or target.parent),
+                    target,
+                    step,
+                    alone=partial(self._stage_alone, target, folder, keep_others),
+                    prepare=partial(self._prepare_both, folder),
+                    keep_others=keep_others,
+                )
             else:
                 request = Request(target, step, self._stage_alone(target, folder, keep_others))
         except OSError as error:

@@ -6,6 +6,14 @@ Times that a user may set (``rank_timeout_s``) are fields of ``Config``. All tim
 two looks for Ctrl-C.
 """
 
+import threading
+
+
+def pause(seconds: float) -> None:
+    """Sleeps, and shows on the stack that the thread waits: another rank may need its verdict (gate/standing.py)."""
+    threading.Event().wait(seconds)
+
+
 # The gate (gate/exclusion.py): saves and steps on different threads.
 
 STEP_LOOK_S = 0.02
@@ -19,10 +27,6 @@ keep a save out for good. Longer: where the open step waits for the new one, bot
 STEP_PATIENCE_S = 60.0
 """After this, a save and a step that wait for each other count as a deadlock, and the save fails. Shorter would fail
 saves during long steps; longer leaves a deadlocked training silent."""
-
-STANDING_LOOK_S = 0.0001
-"""Until a thread that is being judged looks whether it may leave its wait. The judge needs microseconds, and
-``save()`` or ``result()`` pays for the rest."""
 
 # Verdicts (capture/): version counters, which the thread that called save() must confirm.
 

@@ -24,8 +24,7 @@ from lazyckpt.capture.torn import MAX_NAMES, TornStorages, told
 from lazyckpt.capture.verdict import Verdict
 from lazyckpt.capture.versions import versions_of
 from lazyckpt.gate.foreign import is_torch_class
-from lazyckpt.gate.gate import gate
-from lazyckpt.gate.standing import inside_operation
+from lazyckpt.gate.standing import inside_operation, waits_for_future
 from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.providers.base import TensorView
 
@@ -113,8 +112,7 @@ class Snapshot:
         else:
             self.verify(owners)
         if self.durable is not None:
-            with gate.standing():
-                self.durable()
+            self.durable()
         self.metrics.gate_blocked_s += time.perf_counter() - begin
         if self._waited is not None:
             self._waited(begin)
@@ -153,10 +151,9 @@ class Snapshot:
     def _ask_for_verdict(self) -> None:
         if not self.verdict.is_thread_alive():
             self.verify()  # the thread has ended, so it writes no more
-        gate.standing.judge(self.verdict.thread.ident, self.verify)
-        if (waiting := gate.standing.waits_for_future(self.verdict.thread.ident)) is not None:
+        if (waiting := waits_for_future(self.verdict.thread.ident)) is not None:
             found = versions_of(self.sources.tensors)
-            if gate.standing.waits_for_future(self.verdict.thread.ident) == waiting:  # nothing was written in between
+            if waits_for_future(self.verdict.thread.ident) == waiting:  # nothing was written in between
                 self.verify(versions=found)
         versions = self.verdict.ask()
         if versions is not None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from lazyckpt import _engine, waits
-from lazyckpt.gate.standing import inside_operation
 
 
 class Verdict:
@@ -36,10 +35,6 @@ class Verdict:
 
     def is_owed_by_another(self) -> bool:
         return self.owed != 0 and threading.get_ident() != self.thread.ident
-
-    def is_owed_elsewhere(self) -> bool:
-        """Whether this thread cannot give it here."""
-        return self.is_owed_by_another() or (self.owed != 0 and inside_operation())
 
     def give(self, owners: int) -> None:
         """Notes that the storages of these owners were checked."""

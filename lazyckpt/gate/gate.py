@@ -22,7 +22,6 @@ import torch
 from lazyckpt import devices, waits
 from lazyckpt.gate.evidence import Evidence
 from lazyckpt.gate.exclusion import Exclusion, Step
-from lazyckpt.gate.standing import Standing
 
 
 class Pending(Protocol):
@@ -43,7 +42,6 @@ class Gate(Exclusion):
     def __init__(self) -> None:
         super().__init__()
         self._pending: tuple[Pending, ...] = ()
-        self.standing = Standing()
         self.evidence = Evidence()
         # Every optimizer that was seen to step and every known average (averages.py) that was updated, with the number
         # of these steps. They need no registration.
@@ -69,7 +67,6 @@ class Gate(Exclusion):
         self._pending = ()
         self._open = {}
         self._armings = []
-        self.standing = Standing()
 
     def is_held(self) -> bool:
         """Whether this thread has a lock that background threads need to finish a save."""

@@ -19,7 +19,6 @@ from lazyckpt import waits
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.verdict import Verdict
 from lazyckpt.errors import ClosedError, ConfigError, SaveError
-from lazyckpt.gate.gate import gate
 from lazyckpt.gate.standing import inside_operation
 from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
 from lazyckpt.pipeline.reentry import refuse
@@ -32,19 +31,17 @@ from lazyckpt.pipeline.workers import Condition
 _register: dict[SaveHandle, object] = {}
 
 
-class _StandingEvent(threading.Event):
+class _Event(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
-        if timeout is None:
-            _refuse_inside_operation()
-        with gate.standing():
-            return super().wait(timeout)
+        _refuse_inside_operation()
+        return super().wait(timeout)
 
 
 class _Waiters(list[Any]):
-    """The waiters of ``concurrent.futures.wait`` and ``as_completed``. Their threads stand while they wait."""
+    """The waiters of ``concurrent.futures.wait`` and ``as_completed``, which are refused inside an operation."""
 
     def append(self, waiter: Any) -> None:
-        waiter.event = _StandingEvent()
+        waiter.event = _Event()
         super().append(waiter)
 
 
@@ -229,12 +226,12 @@ def mark_reported(handle: SaveHandle) -> None:
 
 
 def obstacle(handle: SaveHandle) -> tuple[SaveHandle, Verdict] | None:
-    """Returns the first save, of this one and those published before it, that lacks only a verdict that this thread
-    cannot give here; with the verdict."""
+    """Returns the first save, of this one and those published before it, that lacks only the verdict of another
+    thread; with the verdict."""
     background = _register.get(handle)
     for save in in_flight(background) if background is not None else ():
         snapshot = save._snapshot
-        if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_elsewhere():
+        if snapshot is not None and snapshot.verdict.awaited and snapshot.verdict.is_owed_by_another():
             return save, snapshot.verdict
         if save is handle:
             break
@@ -242,27 +239,26 @@ def obstacle(handle: SaveHandle) -> tuple[SaveHandle, Verdict] | None:
 
 
 def wait_durable(handle: SaveHandle) -> None:
-    """Waits until the handle is done, or lacks only a verdict that this thread cannot give here: the thread that owes
-    it may be waiting for this one."""
-    while not handle.done() and obstacle(handle) is None:
+    """Waits until the handle is done, or lacks only a verdict of another thread, which may be waiting for this one.
+    Inside an operation it does not wait if this thread owes a verdict."""
+    while not handle.done() and obstacle(handle) is None and _owed_inside_operation() is None:
         with contextlib.suppress(concurrent.futures.TimeoutError):
             Future.exception(handle, waits.VERDICT_LAST_LOOK_S)  # does not report a failure
 
 
 def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, saves: Iterable[SaveHandle] = ()) -> None:
-    """Waits until the futures are done, at most ``timeout`` seconds. The calling thread stands: it writes nothing.
+    """Waits until the futures are done, at most ``timeout`` seconds. The thread shows that it waits, which gives the
+    verdicts that it owes (gate/standing.py). Raises ConfigError if it owes one inside an operation of torch.
 
     ``saves``: the saves that the futures wait for. Without a timeout, raises SaveError if one of them has lacked only
-    another thread's verdict for long: that thread may be waiting for this one. Without a timeout, raises ConfigError
-    inside an operation of torch, if a save needs the verdict of this thread."""
-    if timeout is None:
-        _refuse_inside_operation()
+    another thread's verdict for long: that thread may be waiting for this one."""
     end = None if timeout is None else time.monotonic() + timeout
     saves = list(saves)
-    with gate.standing(), WaitBar() as bar:
+    with WaitBar() as bar:
         for future in futures:
             patient_until = None
             while not future.done() and (end is None or time.monotonic() < end):
+                _refuse_inside_operation()
                 candidates = [future] if isinstance(future, SaveHandle) else saves
                 stuck = next(filter(None, map(obstacle, candidates)), None)
                 if end is None and stuck is not None:
@@ -277,15 +273,22 @@ def wait_for(futures: Iterable[Future[Any]], timeout: float | None = None, *, sa
                     Future.exception(future, min(waits.HANDLE_LOOK_S, left_s))
 
 
-def _refuse_inside_operation() -> None:
-    """Raises ConfigError if this thread owes a verdict that it cannot give here: it would wait for itself."""
+def _owed_inside_operation() -> SaveHandle | None:
+    """Returns a save whose verdict this thread owes, and cannot give here, since it is inside an operation."""
     for save in in_flight() if inside_operation() else ():
         snapshot = save._snapshot
         if snapshot is not None and snapshot.verdict.owed and not snapshot.verdict.is_owed_by_another():
-            raise ConfigError(
-                f"a wait for {save.path} inside an operation of torch (a __torch_dispatch__, a kernel) has no end: "
-                "only after the operation does torch tell whether it has written. Wait outside of it"
-            )
+            return save
+    return None
+
+
+def _refuse_inside_operation() -> None:
+    """Raises ConfigError where this thread cannot give a verdict that it owes: it would wait for itself."""
+    if (save := _owed_inside_operation()) is not None:
+        raise ConfigError(
+            f"a wait for {save.path} inside an operation of torch (a __torch_dispatch__, a kernel) is in vain: "
+            "only after the operation does torch tell whether it has written. Wait outside of it"
+        )
 
 
 def _disown() -> None:

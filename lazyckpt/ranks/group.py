@@ -301,7 +301,7 @@ def _awaited(shared: Client, begin: str, timeout_s: float, rendezvous: Rendezvou
             waited_s = waits.ABSENT_TIMEOUTS * timeout_s
             raise ConfigError(f"rank 0 has not opened a Checkpointer for {waited_s:g} s. Does every rank open it?")
         rendezvous.look()
-        time.sleep(pause_s)
+        waits.pause(pause_s)
         pause_s = min(2 * pause_s, waits.JOIN_LAST_LOOK_S)
     told: dict[str, Any] = json.loads(found)
     return told

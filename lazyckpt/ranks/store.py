@@ -163,7 +163,7 @@ class _Polled:
         end = time.monotonic() + seconds
         pause_s = waits.STORE_FIRST_LOOK_S
         while (told := self._client.look(self._key)) is None and (left_s := end - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))
+            waits.pause(min(pause_s, left_s))
             pause_s = min(2 * pause_s, waits.STORE_LAST_LOOK_S)
         return told
 

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from lazyckpt import waits
-from lazyckpt.gate.gate import gate
 from lazyckpt.ranks.group import RankGroup
 from lazyckpt.ranks.rounds import StoreLost
 
@@ -58,24 +57,23 @@ class SaveNumbers:
             return f"this rank has made other calls of save() than rank 0, which saved step {strayed[1]} meanwhile"
         patience_s = min(waits.STRAYED_PATIENCE_S, self._group.timeout_s)
         end = time.monotonic() + patience_s
-        with gate.standing():  # others may need this thread's verdict on an earlier save
-            while time.monotonic() < end:
-                try:
-                    begun, theirs = self._group.peek(taken + 1, path).begun()
-                except StoreLost as error:
-                    return f"lost the store: {error}"
-                if not begun:
-                    time.sleep(waits.STRAYED_LOOK_S)
-                elif theirs == step:
-                    with self._lock:
-                        self._strayed = None
-                    return None
-                elif theirs is not None and theirs > step:
-                    return f"this rank has made other calls of save() than rank 0, which is at step {theirs}"
-                else:  # rank 0 has saved a step that this rank left out
-                    taken = self.next()
-                    self._group.ballot(taken, theirs, "", path).refuse(f"left it out, and went on to step {step}")
-                    with self._lock:
-                        self._strayed = taken, -1 if theirs is None else theirs
+        while time.monotonic() < end:
+            try:
+                begun, theirs = self._group.peek(taken + 1, path).begun()
+            except StoreLost as error:
+                return f"lost the store: {error}"
+            if not begun:
+                waits.pause(waits.STRAYED_LOOK_S)
+            elif theirs == step:
+                with self._lock:
+                    self._strayed = None
+                return None
+            elif theirs is not None and theirs > step:
+                return f"this rank has made other calls of save() than rank 0, which is at step {theirs}"
+            else:  # rank 0 has saved a step that this rank left out
+                taken = self.next()
+                self._group.ballot(taken, theirs, "", path).refuse(f"left it out, and went on to step {step}")
+                with self._lock:
+                    self._strayed = taken, -1 if theirs is None else theirs
         again = "again " * repeats
         return f"rank 0 has not saved it {again}within {patience_s:g} s: all ranks make the same calls of save()"
