@@ -664,7 +664,7 @@ for name, body in json.load(open(sys.argv[1])).items():
     if (child := os.fork()) == 0:
         folder = os.path.join(os.path.dirname(sys.argv[1]), name)
         os.dup2(os.open(folder + ".err", os.O_WRONLY | os.O_CREAT), 2)
-        faulthandler.dump_traceback_later(30, exit=True)
+        faulthandler.dump_traceback_later(200, exit=True)
         model = torch.nn.Linear(300, 300)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ckpt = lazyckpt.Checkpointer(folder, witness="versions", chunk_bytes=64 << 10, host_buffer_bytes=8 << 20)
@@ -701,11 +701,12 @@ while not saved: time.sleep(0.01)
 """
 
 
+@pytest.mark.timeout(300, method="thread")
 def test_a_process_that_ends_without_close_publishes(tmp_path: Path) -> None:
     """But does not wait for ever for a daemon. One process imports torch, and a fork of it ends in each way."""
     (tmp_path / "endings").write_text(json.dumps({**ENDINGS, "daemon": DAEMON}))
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "endings"], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", SCRIPT, tmp_path / "endings"], capture_output=True, text=True, timeout=250
     )
     assert ran.returncode == 0, ran.stderr
     statuses = json.loads(ran.stdout)
