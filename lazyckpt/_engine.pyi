@@ -230,13 +230,24 @@ def look_at_landings(
     byte for each pair, 1 if both show the bytes of the saved storage, all of them, in order and as they are.
     """
 
-def storages_in(
-    tree: Any, inside_dtensors: bool = False
-) -> tuple[list[torch.Tensor], list[int], list[int], bytes, list[torch.Tensor]]:
+class Seen:
+    """What was seen of tensors: the objects, their memory, storages and geometry, and whether they need a gradient.
+
+    Holds no tensor. Equal if all of it is, also if tensors lie at the addresses of others that are gone."""
+
+    @property
+    def is_on_host(self) -> bool: ...  # all of them
+    @property
+    def identities(self) -> list[int]: ...  # of the storages, _cdata
+    @property
+    def sizes(self) -> list[int]: ...  # of the storages, in bytes
+    @property
+    def whole(self) -> bytes: ...  # 1 if the tensor is contiguous, fills its storage and is no inference tensor
+
+def storages_in(tree: Any, inside_dtensors: bool = False) -> tuple[list[torch.Tensor], Seen, list[torch.Tensor]]:
     """Finds the tensors with a storage in dicts, lists and tuples, at any depth.
 
-    Returns the tensors; the _cdata and the bytes of their storages; a byte for each tensor, 1 if it is contiguous,
-    fills its storage and is no inference tensor; and the wrapper subclasses, which hold other tensors instead of memory
+    Returns the tensors, what was seen of them, and the wrapper subclasses, which hold other tensors instead of memory
     (wrappers.py). With inside_dtensors, the tensor inside a DTensor takes its place, unless it is a wrapper, too.
     """
 
@@ -246,6 +257,61 @@ def add_leaves(path: tuple[Any, ...], value: Any, leaves: dict[tuple[Any, ...], 
     Mappings whose keys are all strings have leaves, and so have lists that hold a tensor, a mapping or a list. An empty
     mapping is a leaf, and so is everything else. Returns the paths of the leaves that are no tensors.
     """
+
+class PlainPickle:
+    """A pickle of plain state whose storages have no keys yet. Holds no object of the state."""
+
+    def is_same(self, other: PlainPickle) -> bool:
+        """Whether both become the same pickle with the same keys."""
+
+    def has_same_storages(self, other: PlainPickle) -> bool:
+        """Whether there are as many storages, of the same sizes, dtypes and devices."""
+
+    def has_same_memory(self, other: PlainPickle) -> bool:
+        """Whether the storages of both are the same ones, at the same addresses."""
+
+    def with_keys(self, keys: list[str]) -> bytes:
+        """The opcodes, without PROTO and STOP. keys: of the storages, in the order of appearance."""
+
+    @property
+    def identities(self) -> list[int]: ...  # of the storages, _cdata
+    @property
+    def pointers(self) -> list[int]: ...  # to their first bytes
+    @property
+    def sizes(self) -> list[int]: ...  # bytes
+    @property
+    def dtypes(self) -> list[torch.dtype]: ...
+    @property
+    def devices(self) -> list[int]: ...  # -1: host memory; otherwise of CUDA
+
+class Vocabulary:
+    """What the native pickler writes of dtypes and devices: opcodes without a place in the memo.
+
+    of_dtype: the opcodes of the function that makes a tensor, of the class of its storage and, if there, of the dtype;
+    and the dtype of the storage. of_device: the opcodes of a location. places: how many first places of the memo these
+    words may take."""
+
+    def __init__(
+        self,
+        of_dtype: Callable[[torch.dtype], tuple[bytes, bytes, bytes | None, torch.dtype] | None],
+        of_device: Callable[[int], bytes],
+        storage: bytes,
+        ordered_dict: bytes,
+        places: int,
+    ) -> None: ...
+    def pickle(
+        self, object: Any, first: int, before: PlainPickle | None = None
+    ) -> tuple[PlainPickle, list[torch.Tensor], list[torch.UntypedStorage]] | None:
+        """Pickles nested dicts, lists and tuples of text, numbers and plain tensors. Returns the tensors and their
+        storages, each once, in the order of appearance; None for any other object.
+
+        first: the place of the first object in the memo. before: a pickle that is likely to be the same, for speed."""
+
+def reads_tensors_directly() -> bool:
+    """Returns whether facts of tensors are read from torch's exported functions and a tensor's words."""
+
+def ask_tensors_always(always: bool) -> None:
+    """Asks every fact of a tensor in Python's way, for tests."""
 
 def prefetches_tensors() -> bool:
     """Returns whether the pass over all tensors loads them into the cache ahead, for tests."""

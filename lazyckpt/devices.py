@@ -42,12 +42,13 @@ def locate(
 
 
 def sources(
-    storages: list[torch.UntypedStorage], located: list[int] | None
+    storages: list[torch.UntypedStorage], pointers: list[int], located: list[int] | None
 ) -> tuple[array[int], array[int] | None, array[int] | None, list[torch.UntypedStorage], list[int]]:
     """Returns the arguments of the engine's ``begin()``: pointers, devices and streams; the storages that the
-    pointers point to; and the CUDA devices. ``located`` is what ``locate`` returned for these storages."""
+    pointers point to; and the CUDA devices. ``pointers`` are those that torch tells, ``located`` is what ``locate``
+    returned for these storages."""
     if located is None:
-        return array("Q", map(data_ptr, storages)), None, None, storages, []
+        return array("Q", pointers), None, None, storages, []
     held = [on_host(s) if device == ELSEWHERE else s for s, device in zip(storages, located, strict=True)]
     devices = array("q", [max(device, HOST) for device in located])
     cuda = sorted(set(devices) - {HOST})

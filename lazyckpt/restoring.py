@@ -118,7 +118,7 @@ class Restoring(History):
             found = newest
         else:
             return None
-        self._launcher.forget_frozen()
+        self._launcher.decisions.forget_frozen()
         self._lineage.restored(found[0], own=self._is_own(found[0]))
         if RNG in found[1].parts and not found[0].is_sharded:
             streams.warn_if_equal(found[0].path)

@@ -4,12 +4,42 @@ change."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import torch
 
+from lazyckpt.capture.versions import versions_where_counted
 from lazyckpt.providers.base import TensorView
+from lazyckpt.providers.wrappers import Storages, storages_in
 
 _MAX_SEEN = 1 << 18
+
+
+class Frozen:
+    """The frozen parameters of some modules at one instant, looked for when they are needed."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = modules
+
+    @cached_property
+    def _storages(self) -> list[Storages]:
+        return storages_in(frozen_parameters(self._modules))
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        return list(chain.from_iterable(storages.tensors for storages in self._storages))
+
+    def places(self) -> dict[int, int]:
+        """The places in ``tensors``, by the identities of the storages."""
+        identities = chain.from_iterable(storages.identities for storages in self._storages)
+        columns = enumerate(zip(identities, self.tensors, strict=True))
+        return {identity: place for place, (identity, tensor) in columns if not tensor.is_inference()}
+
+    def facts(self) -> Any:
+        """All that is decided by, without any tensor."""
+        return [storages.seen for storages in self._storages], versions_where_counted(self.tensors)
 
 
 class FrozenParameters:
@@ -19,6 +49,7 @@ class FrozenParameters:
         # By identity and bytes of the storage in the file: a shard may be a part of it, and the files of one Saver give
         # the same keys to different storages. The value: pointer, version, crc, and whether seen twice.
         self._seen: dict[tuple[int, int], tuple[int, int, int, bool]] = {}
+        self.generation = 0  # grows whenever something else was seen than before
 
     def is_lazy(self, view: TensorView, tensor: torch.Tensor) -> bool:
         pointer, version, _, twice = self._seen.get((view.storage._cdata, view.nbytes), (0, 0, 0, False))
@@ -28,10 +59,14 @@ class FrozenParameters:
         """Notes a parameter of a snapshot. Returns False if it was copied lazily and had changed."""
         key = view.storage._cdata, view.nbytes
         here = (view.storage.data_ptr(), version, crc)
-        same = self._seen.pop(key, (0, 0, 0, False))[:3] == here
+        before = self._seen.pop(key, (0, 0, 0, False))
+        same = before[:3] == here
         self._seen[key] = (*here, same)
+        if before != self._seen[key]:
+            self.generation += 1
         while len(self._seen) > _MAX_SEEN:  # drop those of freed storages
             self._seen.pop(next(iter(self._seen)))
+            self.generation += 1
         return same or not was_lazy
 
 

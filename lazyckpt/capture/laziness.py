@@ -8,19 +8,15 @@ tensors. Frozen parameters become lazy once two snapshots in a row found them un
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 
-import torch
-
 from lazyckpt import devices
-from lazyckpt.capture.frozen import FrozenParameters, frozen_parameters
+from lazyckpt.capture.frozen import Frozen, FrozenParameters
 from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.shared import may_be_shared
 from lazyckpt.capture.torn import TornStorages
 from lazyckpt.providers.base import TensorViews
-from lazyckpt.providers.wrappers import storages_in
 
 LAZY_MIN_BYTES = 4096
 WATCHED_MIN_BYTES = 16 << 10  # smaller ones share pages with others, and are copied sooner than watched
@@ -34,25 +30,26 @@ class Laziness:
 
     ownership: Ownership
     frozen: FrozenParameters
-    modules: Iterable[torch.nn.Module]
+    frozen_here: Frozen  # in the modules of the Saver
     torn: TornStorages
     watched: bool  # the engine watches the pages of lazy host memory
-    audit: bool  # compares checksums of the lazy storages, too
+    searched: bool = field(default=False, init=False)  # whether the decision depends on frozen parameters
+    private: list[int] = field(default_factory=list, init=False)  # and the storages that must not be shared
 
-    def decide(self, views: TensorViews, located: list[int] | None) -> tuple[list[int], dict[int, torch.Tensor], bool]:
+    def decide(self, views: TensorViews, located: list[int] | None) -> tuple[list[int], dict[int, int], bool]:
         """Decides for all storages. ``located`` is what ``devices.locate`` returned for them.
 
-        Returns the bits of the owners that wait for each storage, 0 if it is eager; the frozen parameters by place,
-        lazy or not; and whether an optimizer that has stepped since the save before owns
-        some of the storages."""
+        Returns the bits of the owners that wait for each storage, 0 if it is eager; the frozen parameters, lazy or not,
+        by the place of the storage: their places in ``frozen_here``; and whether an optimizer that has stepped since
+        the save before owns some of the storages."""
         may_be_lazy = list(map(self.ownership.lazy_owners.get, views.identities, repeat(0)))
         if self.ownership.covered:
             claims = zip(may_be_lazy, views.identities, views.sizes, strict=True)
             may_be_lazy = [bits if n <= self.ownership.covered.get(i, n) else 0 for bits, i, n in claims]
         owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
-        found = _frozen_in(views, owners, self.modules, self.ownership)
-        for at, tensor in found.items():
-            if self.frozen.is_lazy(views[at], tensor):
+        found = self._frozen_in(views, owners)
+        for at, place in found.items():
+            if self.frozen.is_lazy(views[at], self.frozen_here.tensors[place]):
                 owners[at] = FROZEN_BIT | self.ownership.frozen_owners.get(views.identities[at], 0)
         owners = self.torn.without(owners, views.identities)
         if located is not None:  # torch copies these now
@@ -66,23 +63,20 @@ class Laziness:
         else:  # another process may write to shared memory; the page witness refuses it by itself
             columns = zip(owners, views.devices, strict=True)
             on_host = [at for at, (bits, device) in enumerate(columns) if bits and device.type == "cpu"]
-            for at, shared in zip(on_host, may_be_shared([views.storages[at] for at in on_host]), strict=True):
-                owners[at] = 0 if shared else owners[at]
+            shared = may_be_shared([views.storages[at] for at in on_host])
+            self.private = [at for at, is_shared in zip(on_host, shared, strict=True) if not is_shared]
+            for at in set(on_host).difference(self.private):
+                owners[at] = 0
         return owners, found, any(may_be_lazy)
 
-
-def _frozen_in(
-    views: TensorViews, owners: list[int], modules: Iterable[torch.nn.Module], ownership: Ownership
-) -> dict[int, torch.Tensor]:
-    """The frozen parameters among the storages without owners, by place."""
-    eager = [at for at, bits in enumerate(owners) if not bits and views.sizes[at] > FROZEN_MIN_BYTES]
-    if not eager:
-        return {}
-    frozen: dict[int, torch.Tensor] = {}
-    for storages in storages_in(frozen_parameters(modules)):
-        here = zip(storages.identities, storages.tensors, strict=True)
-        frozen.update((identity, tensor) for identity, tensor in here if not tensor.is_inference())
-    for identity in ownership.guarded:  # these change, although no optimizer trains them
-        frozen.pop(identity, None)
-    identities = views.identities
-    return {at: frozen[identities[at]] for at in eager if identities[at] in frozen}
+    def _frozen_in(self, views: TensorViews, owners: list[int]) -> dict[int, int]:
+        """The frozen parameters among the storages without owners."""
+        eager = [at for at, bits in enumerate(owners) if not bits and views.sizes[at] > FROZEN_MIN_BYTES]
+        if not eager:
+            return {}
+        self.searched = True
+        frozen = self.frozen_here.places()
+        for identity in self.ownership.guarded:  # these change, although no optimizer trains them
+            frozen.pop(identity, None)
+        identities = views.identities
+        return {at: frozen[identities[at]] for at in eager if identities[at] in frozen}

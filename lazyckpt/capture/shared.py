@@ -33,7 +33,7 @@ def may_be_shared(storages: Sequence[torch.UntypedStorage]) -> list[bool]:
     ]
     if new:
         _look_at(new)
-    return [_known[identity][2] or storage.is_shared() for storage, (identity, _) in zip(storages, at, strict=True)]
+    return [_known[identity][2] for identity, _ in at]
 
 
 def _look_at(new: list[tuple[torch.UntypedStorage, int, int]]) -> None:

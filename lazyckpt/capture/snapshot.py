@@ -18,7 +18,7 @@ import torch
 
 from lazyckpt import _engine, devices, waits
 from lazyckpt.capture.frozen import FrozenParameters
-from lazyckpt.capture.ownership import parameters_of
+from lazyckpt.capture.owners import parameters_of
 from lazyckpt.capture.sources import Sources
 from lazyckpt.capture.torn import MAX_NAMES, TornStorages, told
 from lazyckpt.capture.verdict import Verdict
@@ -59,13 +59,13 @@ class Snapshot:
         self.durable = durable
         self._waited = waited
         self._name_of = name_of or _key_of
-        self._by_owner = sources.by_owner
+        self._by_owner = sources.decision.by_owner
         self._frozen = frozen or FrozenParameters()
         self._torn_storages = torn or TornStorages()
         self._lock = threading.RLock()
         self._verified = 0  # owners whose storages were checked after their copy
-        owed = sources.lazy if sources.crcs else sources.unseen
-        self.verdict = Verdict(reduce(or_, map(sources.owners.__getitem__, owed), 0), sources.tensors)
+        owed = reduce(or_, map(sources.owners.__getitem__, sources.lazy), 0) if sources.crcs else sources.decision.owed
+        self.verdict = Verdict(owed, sources.tensors)
 
     # gate.Pending
 
@@ -186,7 +186,7 @@ class Snapshot:
         view = self.sources.views[source]
         name = self._name_of(view)
         if name == _key_of(view):  # the tensors that viewed the storage at save() may have other storages now
-            for tensor in self.sources.tensors_of.get(self.sources.identities[source], ()):
+            for tensor in self.sources.seen_through(source):
                 name = self._name_of(view._replace(storage=tensor.untyped_storage()))
         return name
 
@@ -231,8 +231,8 @@ class Snapshot:
         if not self.sources.frozen:
             return
         crcs = self.job.source_crcs()
-        for index, view, version, lazy in self.sources.frozen:
-            if not self._frozen.observe(view, version, crcs[index], lazy) and self.torn is None:
+        for index, version, lazy in self.sources.frozen:
+            if not self._frozen.observe(self.sources.views[index], version, crcs[index], lazy) and self.torn is None:
                 self._tear([index], "frozen (requires_grad=False), but written to since the checkpoint before")
 
     def release(self) -> None:

@@ -40,6 +40,10 @@ class TornStorages:
             _torn.pop(dead, None)
         _torn.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
 
+    def have_none(self) -> bool:
+        """Whether no storage is eager because of a torn snapshot."""
+        return not (self._copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS or _torn)
+
     def without(self, owners: list[int], identities: list[int]) -> list[int]:
         """Returns ``owners`` of the storages with these identities (``_cdata``), 0 for those that must be eager."""
         copy_all, self._copy_all = self._copy_all, False

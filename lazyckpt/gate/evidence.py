@@ -60,6 +60,7 @@ class Evidence:
             weakref.WeakKeyDictionary()
         )
         self._embeddings: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.generation = 0  # grows whenever parameters may have earned or lost their evidence
 
     def look(self, optimizer: Any) -> None:
         """Notes which parameters have a gradient now. Call it between backward and the optimizer's write.
@@ -85,6 +86,8 @@ class Evidence:
                     earned.append(parameter)
                 else:
                     others.append((group, number))
+        if earned or known != sizes:
+            self.generation += 1
         self._waiting[optimizer] = sizes, others
         self._earned.setdefault(optimizer, {}).update(zip(map(id, earned), addresses(earned), strict=True))
 
@@ -97,6 +100,7 @@ class Evidence:
             members = set(map(id, tensors))
             for key in mine.keys() - members:
                 del mine[key]
+            self.generation += 1
         others = [table for table in list(self._earned.values()) if table is not mine]
         eager = []
         with torch._C.DisableTorchFunction():
@@ -107,6 +111,8 @@ class Evidence:
                     eager.append(tensor)
         if eager or optimizer in self._waiting:
             wanted = set(map(id, eager))
+            if not wanted.isdisjoint(mine):
+                self.generation += 1
             for key in wanted:
                 mine.pop(key, None)
             sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -122,6 +128,8 @@ class Evidence:
         finally:
             after = _memory_of(optimizer)
             moved = [(key, old, after[key]) for key, old in before.items() if after.get(key, old) != old]
+            if moved:
+                self.generation += 1
             for table in list(self._earned.values()) if moved else ():
                 table.update((key, new) for key, old, new in moved if table.get(key) == old)
 

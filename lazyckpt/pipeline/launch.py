@@ -28,14 +28,12 @@ from functools import partial
 import torch
 
 from lazyckpt import _engine, devices
+from lazyckpt.capture.decision import Decisions
 from lazyckpt.capture.eager import EagerShare
-from lazyckpt.capture.frozen import FrozenParameters
 from lazyckpt.capture.instant import Instant
-from lazyckpt.capture.laziness import Laziness
-from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.owners import Owners
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.sources import Sources
-from lazyckpt.capture.torn import TornStorages
 from lazyckpt.collector import collector_paused
 from lazyckpt.config import Config
 from lazyckpt.errors import (
@@ -80,17 +78,13 @@ class Launcher:
         self._buffer = buffer
         self._background = background
         self._trace = trace
-        self._frozen = FrozenParameters()
-        self._torn = TornStorages()
+        assert buffer.engine is not None
+        self.decisions = Decisions(buffer.engine, self.modules, watched=buffer.watched)
         self._eager_share = EagerShare()
         # How often each optimizer had stepped at the last save, and at the last one of an earlier training step.
         self._steps: dict[int, int] = {}
         self._steps_before: dict[int, int] = {}
         self._training_step: Hashable = None  # of the last save
-
-    def forget_frozen(self) -> None:
-        """Forgets the observations of frozen parameters, since they were written to."""
-        self._frozen = FrozenParameters()
 
     def check_usable(self) -> None:
         """Raises ClosedError when the Saver is closed, and in a forked child."""
@@ -174,8 +168,8 @@ class Launcher:
                     sources,
                     job,
                     handle.metrics,
-                    frozen=self._frozen,
-                    torn=self._torn,
+                    frozen=self.decisions.frozen,
+                    torn=self.decisions.torn,
                     durable=partial(wait_durable, handle) if self._config.durability == "before_step" else None,
                     waited=waited,
                     name_of=name_of,
@@ -214,13 +208,11 @@ class Launcher:
             self._steps_before = self._steps
         self._training_step = training_step
         averages.guard_imported()
-        watched = self._buffer.watched
-        ownership = Ownership(gate, self._steps_before, watched=watched)
-        self._steps = ownership.steps
-        files = [plan.in_order(file, ownership.tensors) for plan, file in zip(plans.values(), views, strict=True)]
-        laziness = Laziness(ownership, self._frozen, self.modules, self._torn, watched, self._config.audit)
-        assert self._buffer.engine is not None
-        return Sources(files, self._buffer.engine, laziness)
+        owners = Owners(gate, self._steps_before, watched=self._buffer.watched)
+        self._steps = owners.steps
+        decision, frozen = self.decisions.decide(views, [plan.order for plan in plans.values()], owners)
+        tensors = owners.tensors + frozen.tensors if decision.frozen else owners.tensors
+        return Sources(decision, decision.bind(views), tensors, audit=self._config.audit)
 
     def _withdraw(
         self, handle: SaveHandle, job: _engine.Job | None, snapshot: Snapshot | None, traced: Traced | None

@@ -39,11 +39,12 @@ class FilePlan(ABC):
         Raises pickle's errors, and ConfigError for state that the format cannot hold.
         """
 
-    def in_order(self, views: TensorViews, owned: Container[int]) -> TensorViews:
-        """The gathered storages in the order of the file; ``owned`` are the identities of those that have an owner."""
+    def order(self, views: TensorViews, owned: Container[int]) -> list[int] | None:
+        """The places of the gathered storages in the order of the file, None if that is as they were gathered;
+        ``owned`` are the identities of those that have an owner."""
         if not self.any_order:
-            return views
-        return views.take(torch_zip.file_order(views.sizes, list(map(owned.__contains__, views.identities))))
+            return None
+        return torch_zip.file_order(views.sizes, list(map(owned.__contains__, views.identities)))
 
     @abstractmethod
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
@@ -83,6 +84,7 @@ class ArchiveCache:
     def __init__(self) -> None:
         self.skeleton = Skeleton()  # of an object; the providers of a tracked state have their own
         self.fresh_keys = map(str, itertools.count())
+        self.added: list[TensorViews] = []  # see StorageTable
         self._layout: tuple[tuple[list[str], list[int]], torch_zip.Layout] | None = None
 
     def layout(self, views: TensorViews) -> torch_zip.Layout:
@@ -102,8 +104,9 @@ class ZipPlan(FilePlan):
         self._opcodes = b""
 
     def gather(self) -> TensorViews:
-        table = StorageTable(self._cache.fresh_keys)
+        table = StorageTable(self._cache.fresh_keys, self._cache.added)
         self._opcodes = self._pickle(table)
+        self._cache.added = table.added
         return table.views
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from lazyckpt import _engine
+from lazyckpt.capture.decision import all_eager
 from lazyckpt.capture.snapshot import Snapshot
 from lazyckpt.capture.sources import Sources
 from lazyckpt.errors import save_error
@@ -23,7 +24,7 @@ def save_now(request: Request, plans: Plans, engine: _engine.Engine) -> None:
     begin = time.perf_counter()
     views = gather(plans, handle)
     try:
-        sources = Sources(views, engine)
+        sources = Sources(all_eager(views, engine), views, [])
         programs = lay_out(plans, views, handle)
         job = begin_job(engine, sources, len(programs))
         snapshot = Snapshot(sources, job, handle.metrics)

@@ -62,7 +62,7 @@ class Warmup:
             sizes: dict[int, int] = {}  # by storage
             for storages in storages_in([_tensors_of(obj) for obj in self._objects]):
                 tensors += storages.tensors
-                sizes.update(zip(storages.identities, storages.sizes, strict=True))
+                sizes.update(zip(storages.identities, storages.seen.sizes, strict=True))
             prepare(tensors, sum(sizes.values()))
 
 

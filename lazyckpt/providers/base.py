@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ class TensorViews:
     dtypes: list[torch.dtype] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
+    pointers: list[int] = field(default_factory=list)
+    whole: bool = field(default=True, init=False)  # whether the sizes are those of the storages, no less
     # The tensors through which the state sees the storages, as far as known: their versions tell of writes. No column,
     # and only for one file.
     tensors: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -51,8 +53,10 @@ class TensorViews:
         """The storages of all ``parts``; the part itself if there is one."""
         if len(parts) == 1:
             return parts[0]
-        columns = zip(*(p._columns() for p in parts), strict=True)
-        return cls(*map(list, map(chain.from_iterable, columns)))
+        joined = cls()
+        for part in parts:
+            joined.extend(part)
+        return joined
 
     def append(self, view: TensorView) -> None:
         self.keys.append(view.key)
@@ -61,43 +65,73 @@ class TensorViews:
         self.dtypes.append(view.dtype)
         self.devices.append(view.storage.device)
         self.identities.append(view.storage._cdata)
+        self.pointers.append(view.storage.data_ptr())
+        self.whole = self.whole and view.nbytes == view.storage.nbytes()
 
-    def extend(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Appends ``storages``, by identity, with the other columns of ``kept``."""
-        self.keys += kept.keys
-        self.storages += storages.values()
-        self.sizes += kept.sizes
-        self.dtypes += kept.dtypes
-        self.devices += kept.devices
-        self.identities += storages
+    def extend(self, others: TensorViews) -> None:
+        self.keys += others.keys
+        self.storages += others.storages
+        self.sizes += others.sizes
+        self.dtypes += others.dtypes
+        self.devices += others.devices
+        self.identities += others.identities
+        self.pointers += others.pointers
+        self.whole = self.whole and others.whole
 
     def take(self, order: Sequence[int]) -> TensorViews:
         """Returns the storages at these places, in this order."""
-        columns = (list(map(column.__getitem__, order)) if column else [] for column in self._columns())
-        return TensorViews(*columns)
 
-    def _columns(self) -> tuple[list[Any], ...]:
-        return self.keys, self.storages, self.sizes, self.dtypes, self.devices, self.identities
+        def at(column: list[Any]) -> list[Any]:
+            return list(map(column.__getitem__, order)) if column else []
+
+        taken = TensorViews(*map(at, (self.keys, self.storages, *self.columns()[1:-1])))
+        taken.whole = self.whole
+        return taken
+
+    def columns(self) -> tuple[Any, ...]:
+        """Everything but the storages: nothing that keeps memory alive. The lists are shared."""
+        return self.keys, self.sizes, self.dtypes, self.devices, self.identities, self.pointers, self.whole
+
+    def with_memory(self, identities: list[int], pointers: list[int]) -> TensorViews:
+        """The same columns, without storages, for storages of the same kinds at other places."""
+        views = TensorViews(self.keys, [], self.sizes, self.dtypes, self.devices, identities, pointers)
+        views.whole = self.whole
+        return views
+
+    def with_storages(self, storages: list[torch.UntypedStorage]) -> TensorViews:
+        """The same columns for these storages. The lists are shared."""
+        keys, *others, whole = self.columns()
+        views = TensorViews(keys, storages, *others)
+        views.whole = whole
+        return views
 
 
-@dataclass
 class StorageTable:
     """The storages of one checkpoint: each has one key, also if several providers hold it (tied weights)."""
 
-    fresh_keys: Iterator[str]
-    views: TensorViews = field(default_factory=TensorViews)
-    _positions: dict[int, int] = field(default_factory=dict)  # in views, by the storage's _cdata
-    _keys: set[str] = field(default_factory=set)
+    def __init__(self, fresh_keys: Iterator[str], before: Sequence[TensorViews] = ()) -> None:
+        """``before``: what was ``added`` to the table of an earlier save."""
+        self.views = TensorViews()
+        self.added: list[TensorViews] = []
+        """The first parts that were added whole, without their storages."""
+        self._fresh_keys = fresh_keys
+        self._before = before
+        self._is_as_before = True  # as far as there are parts
+        self._is_whole = True
+        self._positions: dict[int, int] = {}  # in views, by the storage's _cdata, of the first of them
+        self._keys: set[str] = set()
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, reusable_keys: Iterator[str]) -> TensorView:
         """The view of ``storage``, made under the next reusable key if it is new here.
 
         Raises RuntimeError, as ``torch.save`` does, if it was added before under another dtype.
         """
+        self._index()
+        self._is_whole = False
         new = len(self.views)
         position = self._positions.setdefault(storage._cdata, new)
         if position == new:
-            while (key := next(reusable_keys, None) or next(self.fresh_keys)) in self._keys:
+            while (key := next(reusable_keys, None) or next(self._fresh_keys)) in self._keys:
                 pass
             self._keys.add(key)
             self.views.append(TensorView(key, storage, storage.nbytes(), dtype))
@@ -105,23 +139,42 @@ class StorageTable:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
         return self.views[position]
 
-    def add_again(self, kept: TensorViews, storages: dict[int, torch.UntypedStorage]) -> bool:
-        """Adds ``storages``, by ``_cdata``, with the columns ``kept`` from another save. Returns False, and adds
-        nothing, if keys or dtypes conflict."""
-        if not self._positions.keys().isdisjoint(storages):  # another provider has some of them, too
-            for key, identity, dtype in zip(kept.keys, storages, kept.dtypes, strict=True):
-                at = self._positions.get(identity)
-                if at is not None and (self.views.keys[at], self.views.dtypes[at]) != (key, dtype):
-                    return False
-            new = [at for at, identity in enumerate(storages) if identity not in self._positions]
-            storages = {identity: s for identity, s in storages.items() if identity not in self._positions}
-            kept = kept.take(new)
-        if not self._keys.isdisjoint(kept.keys):
-            return False
-        self._keys.update(kept.keys)
-        self._positions.update(zip(storages, count(len(self.views))))
-        self.views.extend(kept, storages)
+    def add_again(self, kept: TensorViews, storages: list[torch.UntypedStorage]) -> bool:
+        """Adds distinct ``storages`` with the columns ``kept``. Returns False, and adds nothing, if keys or dtypes
+        conflict with others here."""
+        if not self._fits_as_before(kept):
+            self._index()
+            if not self._positions.keys().isdisjoint(kept.identities):  # another provider has some of them, too
+                for key, identity, dtype in zip(kept.keys, kept.identities, kept.dtypes, strict=True):
+                    at = self._positions.get(identity)
+                    if at is not None and (self.views.keys[at], self.views.dtypes[at]) != (key, dtype):
+                        return False
+                new = [at for at, identity in enumerate(kept.identities) if identity not in self._positions]
+                kept, storages = kept.with_storages(storages).take(new), [storages[at] for at in new]
+                self._is_whole = False
+            if not self._keys.isdisjoint(kept.keys):
+                return False
+        if self._is_whole:
+            self.added.append(kept)
+        self.views.extend(kept.with_storages(storages))
         return True
+
+    def _fits_as_before(self, kept: TensorViews) -> bool:
+        """Whether ``kept`` conflicts with nothing because it did not at an earlier save."""
+        at = len(self.added)
+        is_next = self._is_whole and at < len(self._before) and self._before[at].keys is kept.keys
+        if is_next and self._is_as_before and self._before[at].identities is kept.identities:
+            return True
+        self._is_as_before = False
+        # The keys are as they were, and these storages are others.
+        return is_next and set(kept.identities).isdisjoint(self.views.identities)
+
+    def _index(self) -> None:
+        """Completes the positions and the keys."""
+        known = len(self._keys)
+        if known < len(self.views):
+            self._keys.update(self.views.keys[known:])
+            self._positions.update(zip(self.views.identities[known:], count(known)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """Pickles any Python object as ``torch.save`` would, with the storages beside the pickle.
 
-``torch.save`` spends 25 µs a tensor in Python reducers. To take milliseconds for 10,000 tensors instead, the C pickler
-writes an object with a placeholder for each tensor, its *outline*. The opcodes of plain tensors (plain_tensors.py) are
-put into the places. They are kept, and used again while the facts in them have not changed, which every save asks every
-tensor. ``_Pickler``, which calls torch's reducers, pickles objects with other tensors (sparse, quantised, of
-subclasses) and large NumPy arrays.
+``torch.save`` spends 25 µs a tensor in Python reducers. The native pickler (csrc/python/plain_pickler.cc) writes the
+same opcodes for plain state, nested dicts, lists and tuples of text, numbers and plain tensors, in a fraction of one.
+It writes them anew at every save, so they are never out of date. Only the keys of the storages are kept.
+
+For any other object, Python's own C pickler writes an *outline*, with a placeholder for each tensor. The opcodes of
+plain tensors (plain_tensors.py) are put into the places. They are kept, and used again while the facts in them have not
+changed, which every save asks every tensor. ``_Pickler``, which calls torch's reducers, pickles objects with other
+tensors (sparse, quantised, of subclasses) and large NumPy arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import pickle
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -24,7 +27,17 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 from lazyckpt import _engine
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
-from lazyckpt.providers.plain_tensors import PLACES, PLAIN_DTYPES, PROTOCOL, location, reduced, spell, string
+from lazyckpt.providers.plain_tensors import (
+    PLACES,
+    PLAIN_DTYPES,
+    PROTOCOL,
+    location,
+    reduced,
+    spell,
+    string,
+    word,
+    words_of,
+)
 from lazyckpt.providers.sharded import refuse_part
 
 MIN_ARRAY_BYTES = 64 << 10  # NumPy arrays from here on are written as storages, not as pickle bytes
@@ -121,6 +134,7 @@ _PLACEHOLDER = (_placeholder, ())
 # The first places of an outline's memo are taken: the placeholder's, and those of the words that tensors share.
 _TAKEN = pickle.Pickler(io.BytesIO(), PROTOCOL)
 _TAKEN.dump((_placeholder, *map(str, range(1, PLACES))))
+_FIRST_PLACE = len(_TAKEN.memo.copy())  # of an object in the memo of an outline
 _PLACEHOLDER_OPCODES = pickle.BINGET + b"\0" + pickle.EMPTY_TUPLE + pickle.REDUCE
 
 
@@ -168,11 +182,21 @@ class _Outline(pickle.Pickler):
         return _PLACEHOLDER
 
 
+_VOCABULARY = _engine.Vocabulary(
+    words_of,
+    lambda device: word("cpu" if device < 0 else f"cuda:{device}"),
+    storage=word("storage"),
+    ordered_dict=word(OrderedDict),
+    places=PLACES,
+)
+
+
 class Skeleton:
     """The pickle of one object without its storages, kept from checkpoint to checkpoint."""
 
     def __init__(self) -> None:
-        self._facts: Any = None  # all that the opcodes of its tensors depend on
+        self._plain: _engine.PlainPickle | None = None  # of a plain object: what the native pickler wrote
+        self._facts: Any = None  # of another object: all that the opcodes of its tensors depend on
         self._tensors: list[bytes] | None = None  # these opcodes, if all are plain
         self.outline = b""
         self.pickled = b""  # the opcodes
@@ -186,6 +210,34 @@ class Skeleton:
 
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Returns the pickle opcodes of ``obj`` as it is now, and adds its storages to ``table``."""
+        with torch._C.DisableTorchFunction():  # a mode would make it many times slower
+            plain = _VOCABULARY.pickle(obj, _FIRST_PLACE, self._plain)
+        if plain is None:
+            self._plain = None
+            return self._opcodes_of_any(obj, table)
+        now, tensors, storages = plain
+        table.views.tensors += tensors
+        before, self._plain = self._plain, None  # Ctrl-C below must not leave it beside new keys
+        kept = None if before is None else self._kept_again(now, before)
+        if kept is None or not table.add_again(kept, storages):
+            self._facts = self._tensors = before = None
+            reusable = iter(self._kept.keys)
+            views = [table.add(s, dtype, reusable) for s, dtype in zip(storages, now.dtypes, strict=True)]
+            kept = _without_storages(views)
+        if before is None or not now.is_same(before):
+            self.pickled, self.kinds = now.with_keys(kept.keys), {}
+        self._plain, self._kept = now, kept
+        return self.pickled
+
+    def _kept_again(self, now: _engine.PlainPickle, before: _engine.PlainPickle) -> TensorViews | None:
+        """The columns kept, for the storages of now; None if these are of other kinds."""
+        if not now.has_same_storages(before):
+            return None
+        if now.has_same_memory(before):
+            return self._kept
+        return self._kept.with_memory(now.identities, now.pointers)
+
+    def _opcodes_of_any(self, obj: Any, table: StorageTable) -> bytes:
         outline = _Outline(obj)
         table.views.tensors += outline.tensors
         facts = None
@@ -196,7 +248,7 @@ class Skeleton:
             known = (
                 facts == self._facts
                 and (self._tensors is not None or outline.opcodes == self.outline)
-                and table.add_again(self._kept, storages)
+                and table.add_again(self._kept_for(storages), list(storages.values()))
             )
         if known and outline.opcodes == self.outline:
             return self.pickled
@@ -207,7 +259,7 @@ class Skeleton:
                 facts = None
             if facts is not None and not outline.others:
                 spelled, views = spell(outline.tensors, table, iter(self._kept.keys))
-                self._tensors, self._kept = spelled, _without_storages(views)
+                self._tensors, self._kept = spelled, _without_storages(views.values())
         if self._tensors is not None:
             opcodes = outline.filled(self._tensors)
         if opcodes is None:
@@ -216,6 +268,11 @@ class Skeleton:
         self._facts, self.outline, self.pickled, self.kinds = facts, outline.opcodes, opcodes, kinds
         return opcodes
 
+    def _kept_for(self, storages: dict[int, torch.UntypedStorage]) -> TensorViews:
+        """The columns kept, with the addresses of ``storages``, by identity."""
+        pointers = list(map(torch.UntypedStorage.data_ptr, storages.values()))
+        return self._kept.with_memory(list(storages), pointers)
+
 
 def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[bytes, TensorViews, dict[int, Any]]:
     """The opcodes of ``obj`` (no PROTO, no STOP), the columns kept of its storages in the order of appearance, and its
@@ -223,15 +280,15 @@ def dump(obj: Any, table: StorageTable, reusable_keys: Iterator[str]) -> tuple[b
     out = io.BytesIO()
     pickler = _Pickler(obj, out, table, reusable_keys)
     pickler.dump(obj)
-    return out.getvalue()[2:-1], _without_storages(pickler.views), pickler.kinds
+    return out.getvalue()[2:-1], _without_storages(pickler.views.values()), pickler.kinds
 
 
-def _without_storages(views: dict[str, TensorView]) -> TensorViews:
+def _without_storages(views: Iterable[TensorView]) -> TensorViews:
     """The columns of these views without the storages, which would keep memory alive."""
     columns = TensorViews()
-    for view in views.values():
+    for view in views:
         columns.append(view)
-    columns.storages, columns.identities = [], []
+    columns.storages = []
     return columns
 
 

@@ -34,6 +34,22 @@ def location(storage: torch.UntypedStorage) -> str:
     return "cpu" if storage.device.type == "cpu" else str(torch.serialization.location_tag(storage))
 
 
+def word(obj: Any) -> bytes:
+    """The opcodes of a class, a function or a text, without the place that the memo gives it."""
+    return pickle.dumps(obj, PROTOCOL)[2:-3]
+
+
+def words_of(dtype: torch.dtype) -> tuple[bytes, bytes, bytes | None, torch.dtype] | None:
+    """What the pickle of a plain tensor says of its dtype: the function that makes the tensor, the class of the
+    storage, the dtype itself where the class does not tell; and the dtype of the storage. None for a dtype that is not
+    plain."""
+    if dtype in _UNTYPED_DTYPES:
+        return word(torch._utils._rebuild_tensor_v3), word(torch.UntypedStorage), word(dtype), torch.uint8
+    if dtype in _STORAGE_TYPES:
+        return word(torch._utils._rebuild_tensor_v2), word(_STORAGE_TYPES[dtype]), None, dtype
+    return None
+
+
 def reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Reduces a plain tensor as torch does, in half the time."""
     untyped, dtype = tensor.dtype in _UNTYPED_DTYPES, tensor.dtype
@@ -61,12 +77,12 @@ def spell(
         """A word that many tensors share: in full at first, later by its place in the memo."""
         if (place := places.get(obj)) is not None:
             return place
-        word = pickle.dumps(obj, PROTOCOL)[2:-3]  # without the place that it is given there
+        opcodes = word(obj)
         if len(places) == PLACES:
-            return word
+            return opcodes
         number = bytes([len(places)])
         places[obj] = pickle.BINGET + number
-        return word + pickle.BINPUT + number
+        return opcodes + pickle.BINPUT + number
 
     spelled = []
     for tensor in tensors:

@@ -7,6 +7,8 @@ storages inside it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +33,19 @@ class Link(NamedTuple):
             return False
 
 
-class Storages(NamedTuple):
+@dataclass
+class Storages:
     """Tensors and their storages, as columns."""
 
     tensors: list[torch.Tensor]
-    identities: list[int]  # _cdata
-    sizes: list[int]  # bytes
-    whole: bytes  # 1 if the tensor is contiguous, fills its storage and is no inference tensor
-    links: dict[int, list[Link]]  # by identity: the wrappers through which the storage is seen
+    seen: _engine.Seen
+    links: dict[int, list[Link]]
+    """By identity of a storage: the wrappers through which it is seen."""
+
+    @cached_property
+    def identities(self) -> list[int]:
+        """The ``_cdata`` of the storages."""
+        return self.seen.identities
 
 
 def storages_in(tree: Any, *, links: bool = False) -> list[Storages]:
@@ -52,11 +59,10 @@ def storages_in(tree: Any, *, links: bool = False) -> list[Storages]:
     above: dict[int, list[Link]] = {}  # by id of a tensor: the wrappers that hold it
     for _ in range(_MAX_DEPTH + 1):
         with torch._C.DisableTorchFunction():  # runs no code of subclasses; a mode would make it many times slower
-            tensors, identities, sizes, whole, wrappers = _engine.storages_in(tree, not links)
-        through: dict[int, list[Link]] = {}
-        for tensor, identity in zip(tensors, identities, strict=True) if links and above else ():
-            through.setdefault(identity, []).extend(above[id(tensor)])
-        found.append(Storages(tensors, identities, sizes, whole, through))
+            tensors, seen, wrappers = _engine.storages_in(tree, not links)
+        found.append(level := Storages(tensors, seen, {}))
+        for tensor, identity in zip(tensors, level.identities, strict=True) if links and above else ():
+            level.links.setdefault(identity, []).extend(above[id(tensor)])
         if not wrappers:
             break
         below: dict[int, list[Link]] = {}

@@ -105,19 +105,20 @@ def test_which_tensors_fill_their_storage(kind: str) -> None:
     make, whole = WHOLE[kind]
     tensor = make()
     storage = tensor.untyped_storage()
-    [found], identities, sizes, filled, wrappers = _engine.storages_in(tensor)
-    assert found is tensor
-    assert (identities, sizes, filled, wrappers) == ([storage._cdata], [storage.nbytes()], bytes([whole]), [])
+    [found], seen, wrappers = _engine.storages_in(tensor)
+    assert found is tensor and wrappers == []
+    assert (seen.identities, seen.sizes, seen.whole) == ([storage._cdata], [storage.nbytes()], bytes([whole]))
 
 
 def test_tensors_are_found_however_deep_and_those_without_a_storage_are_left_out() -> None:
     a, b, c, d = (torch.zeros(n) for n in range(1, 5))
     tree = {"a": a, 1: [b, (c, {"x": None, "y": "text"}, [[d]]), torch.eye(2).to_sparse(), {a}], "again": a}
-    found, identities, sizes, _, _ = _engine.storages_in(tree)
+    found, seen, _ = _engine.storages_in(tree)
     assert [id(t) for t in found] == [id(t) for t in (a, b, c, d, a)]
-    assert identities == [t.untyped_storage()._cdata for t in found]
-    assert sizes == [4, 8, 12, 16, 4]
-    assert _engine.storages_in(object()) == ([], [], [], b"", [])
+    assert seen.identities == [t.untyped_storage()._cdata for t in found]
+    assert seen.sizes == [4, 8, 12, 16, 4]
+    found, seen, wrappers = _engine.storages_in(object())
+    assert (found, seen.identities, wrappers) == ([], [], [])
 
 
 class Holder(torch.Tensor):
@@ -142,11 +143,11 @@ class Holder(torch.Tensor):
 def test_the_tensor_inside_a_dtensor_takes_its_place_unless_it_is_a_wrapper_too() -> None:
     inside, beside = torch.zeros(3), torch.zeros(5)
     outer, twice = Holder(inside), Holder(Holder(beside))
-    tensors, identities, sizes, whole, wrappers = _engine.storages_in([outer, twice, beside], True)
+    tensors, seen, wrappers = _engine.storages_in([outer, twice, beside], True)
     assert [id(t) for t in tensors] == [id(beside), id(inside)]
-    assert identities == [t.untyped_storage()._cdata for t in tensors]
-    assert (sizes, whole) == ([20, 12], bytes([1, 1])) and [id(w) for w in wrappers] == [id(twice)]
-    assert [id(w) for w in _engine.storages_in([outer, twice], False)[4]] == [id(outer), id(twice)]
+    assert seen.identities == [t.untyped_storage()._cdata for t in tensors]
+    assert (seen.sizes, seen.whole) == ([20, 12], bytes([1, 1])) and [id(w) for w in wrappers] == [id(twice)]
+    assert [id(w) for w in _engine.storages_in([outer, twice], False)[2]] == [id(outer), id(twice)]
     found = [
         {i for level in storages_in([outer, twice], links=links) for i in level.identities} for links in (False, True)
     ]

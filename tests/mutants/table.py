@@ -41,6 +41,7 @@ IMAGES = "crash/test_crash_images.py::test_every_crash_image"
 CRASHES = "test_in_place.py::test_a_crash_leaves_one_checkpoint_or_none_that_loads"
 WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
 TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
+DECISION = "test_decision.py"
 WITNESS = "test_page_witness.py::test_a_write_to_any_watched_page_fails_the_checkpoint"
 VERIFY = (
     "test_cli.py::test_verify_names_the_damaged_record_and_its_tensor "
@@ -504,7 +505,7 @@ promise(
     ),
     (
         "an optimizer that did not step since the last save is lazy",
-        py("Ownership", swap("steps != steps_before.get(...)", "True")),
+        py("Owners", swap("steps != steps_before.get(...)", "True")),
         "test_gate.py::test_a_second_save_without_a_step_is_eager",
     ),
     (
@@ -516,6 +517,56 @@ promise(
         "a storage of which an optimizer owns a part is lazy",
         py("ownership._covered", body("return 1 << 62")),
         "test_snapshot.py::test_a_part_of_a_storage_is_eager_unless_the_parts_make_the_whole",
+    ),
+)
+
+promise(
+    CONSISTENCY,
+    "A save keeps what the save before decided only while every fact that it was decided by is the same.",
+    (
+        "what the owners have is not compared",
+        py("Decisions.decide", swap("facts == self._facts", "facts[1] == self._facts[1]")),
+        DECISION,
+    ),
+    (
+        "the storages of the checkpoint are not compared",
+        py("Decisions.decide", swap("facts == self._facts", "facts[0] == self._facts[0]")),
+        DECISION,
+    ),
+    (
+        "evidence that another Saver dropped is still believed",
+        py("Evidence.without", swap("wanted.isdisjoint(...)", "True")),
+        DECISION,
+    ),
+    (
+        "a write to a frozen parameter goes unseen",
+        py("Frozen.facts", body("return [storages.seen for storages in self._storages]")),
+        DECISION,
+    ),
+    (
+        "a storage without an owner may become one that has an owner",
+        py("Decisions._again", swap("identity in last.places", "False")),
+        DECISION,
+    ),
+    (
+        "tensors are not compared by their memory",
+        cc("Seen::Add", "facts.data", "0"),
+        DECISION,
+    ),
+    (
+        "tensors are not compared by what they train",
+        py("Owned.facts", swap("list(map(_requires_grad, self.parameters))", "None")),
+        DECISION,
+    ),
+    (
+        "a negated tensor is pickled as a plain one",
+        cc("Writer::SaveTensor", "facts.is_altered ||"),
+        "test_tensors.py",
+    ),
+    (
+        "the attributes of a tensor are not pickled",
+        cc("HasAttributes", "return Truth(", "return false && Truth("),
+        "test_tensors.py",
     ),
 )
 

@@ -263,7 +263,7 @@ def test_a_copy_of_a_provider_knows_nothing_of_addresses_in_this_process(tmp_pat
         ckpt.save(1, blocking=True)
     (kept,) = own._skeletons.values()
     other = duplicate(own)
-    assert kept._facts is not None and [skeleton._facts for skeleton in other._skeletons.values()] == [None]
+    assert kept._plain is not None and [skeleton._plain for skeleton in other._skeletons.values()] == [None]
     other.value += 1
     with lazyckpt.Checkpointer(tmp_path / "b") as ckpt:
         ckpt.track(own=other)

@@ -306,7 +306,7 @@ def test_inference_tensors_inside_or_outside_are_eager() -> None:
         outside, high = boxed(), torch.zeros(256, 256)
     assert links_of(outside) == [] and address_inside(outside) == 0
     _, inner = storages_in(Boxed(high, torch.zeros(256, 256)))
-    assert list(inner.whole) == [0, 1]
+    assert list(inner.seen.whole) == [0, 1]
 
 
 class Plain(torch.Tensor):
@@ -330,7 +330,7 @@ def test_a_subclass_with_memory_of_its_own_is_no_wrapper(kind: Any) -> None:
         [found] = storages_in([tensor])
         assert [id(t) for t in found.tensors] == [id(tensor)]
         with torch._C.DisableTorchFunction():
-            assert found.identities == [tensor.untyped_storage()._cdata] and list(found.whole) == [1]
+            assert found.identities == [tensor.untyped_storage()._cdata] and list(found.seen.whole) == [1]
             expected = [tensor.data_ptr()]
         assert addresses([tensor]) == expected
 

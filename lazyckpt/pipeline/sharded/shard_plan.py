@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Iterable
 from typing import Any
@@ -73,7 +72,9 @@ class ShardPlan(FilePlan):
         views = TensorViews()
         views.tensors = list(self._tensors.values())
         if facts is not None and facts == self._cache.facts:
-            views.extend(self._cache.kept, storages)
+            pointers = list(map(torch.UntypedStorage.data_ptr, storages.values()))
+            kept = self._cache.kept.with_memory(list(storages), pointers)
+            views.extend(kept.with_storages(list(storages.values())))
             self._pickles = self._cache.pickles
             return views
         simple = facts is not None
@@ -98,7 +99,7 @@ class ShardPlan(FilePlan):
             views.append(view)
         if simple and not self._same and views.identities == list(storages):
             self._cache.facts, self._cache.pickles = facts, self._pickles
-            self._cache.kept = dataclasses.replace(views, storages=[], identities=[])
+            self._cache.kept = views.with_storages([])
         return views
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:

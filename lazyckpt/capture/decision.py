@@ -1,0 +1,195 @@
+"""What a save decides for the storages of its checkpoint: their order in the files, and which are lazy.
+
+It is a function of facts: the columns of the storages, what every owner has, the evidence. Between two saves of a
+training run only values change. So the next save compares the facts, and keeps the decision if they are equal.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain, compress, count, repeat
+from operator import ne, or_
+from typing import Any
+
+import torch
+
+from lazyckpt import _engine, devices
+from lazyckpt.capture.frozen import Frozen, FrozenParameters
+from lazyckpt.capture.laziness import Laziness
+from lazyckpt.capture.owners import Owners, Parameters
+from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.shared import may_be_shared
+from lazyckpt.capture.torn import TornStorages
+from lazyckpt.providers.base import TensorViews
+from lazyckpt.providers.wrappers import Link
+
+Order = Callable[[TensorViews, Container[int]], list[int] | None]
+"""The places of the storages of one file in the order of the file; None: as they are. Asked with the identities of the
+storages that have an owner."""
+
+
+@dataclass
+class Decision:
+    """The storages of one checkpoint as columns, file after file. Holds no tensor but in ``links``."""
+
+    orders: list[list[int] | None]  # of each file: the place of each storage as it was gathered
+    files: list[TensorViews]  # in the order of the file, without the storages
+    located: list[int] | None  # see devices.locate
+    memory: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """Identities and pointers of the storages of each file, as they were gathered."""
+    owners: array[int] = field(default_factory=lambda: array("Q"))
+    """The bits of the owners that wait for each source; 0 if it is eager."""
+    lazy: list[int] = field(default_factory=list)
+    in_training: bool = False  # whether an optimizer at work owns some of the storages
+    owned: Container[int] = ()  # identities of storages of optimizers and of guarded objects, lazy or not
+    by_owner: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = field(default_factory=weakref.WeakKeyDictionary)
+    """The bit of each owner, and its parameters at ``save()``."""
+    places: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The tensors through which a storage is seen, by its identity: places in those of the owners, and behind them in
+    the frozen parameters."""
+    frozen: list[tuple[int, int]] = field(default_factory=list)  # source, and place of the tensor
+    unseen: list[int] = field(default_factory=list)  # lazy, but the engine watches no pages of them
+    seen_at: list[int] = field(default_factory=list)  # places of the tensors that view them
+    source_of: list[int] = field(default_factory=list)  # their sources, and then those of the links
+    links: list[Link] = field(default_factory=list)  # the wrappers that hold unseen storages
+    frozen_facts: Any = None  # by which frozen parameters were found, if they were looked for
+    private: list[int] = field(default_factory=list)  # sources in host memory that no other process has
+    owed: int = 0  # the bits of the owners whose storages only versions protect
+
+    def __post_init__(self) -> None:
+        self.sizes = array("Q", chain.from_iterable(file.sizes for file in self.files))
+        self.owners = self.owners or array("Q", bytes(8 * len(self.sizes)))
+
+    def moved(self, gathered: list[TensorViews]) -> Decision:
+        """The same decision for other storages."""
+        files = [
+            columns.with_memory(_in_order(file.identities, order), _in_order(file.pointers, order))
+            for columns, order, file in zip(self.files, self.orders, gathered, strict=True)
+        ]
+        return replace(self, files=files, memory=[(file.identities, file.pointers) for file in gathered])
+
+    def bind(self, gathered: list[TensorViews]) -> list[TensorViews]:
+        """The files with the storages of now."""
+        return [
+            columns.with_storages(_in_order(file.storages, order))
+            for columns, order, file in zip(self.files, self.orders, gathered, strict=True)
+        ]
+
+
+def _in_order(column: list[Any], order: list[int] | None) -> list[Any]:
+    return column if order is None else list(map(column.__getitem__, order))
+
+
+def _without_memory(file: TensorViews) -> Any:
+    """The columns that do not say which storages these are."""
+    return file.keys, file.sizes, file.dtypes, file.devices, file.whole
+
+
+def _differing(now: tuple[list[int], ...], before: tuple[list[int], ...]) -> set[int]:
+    """The places at which columns differ."""
+    return {at for a, b in zip(now, before, strict=True) for at in compress(count(), map(ne, a, b))}
+
+
+def all_eager(files: list[TensorViews], engine: _engine.Engine) -> Decision:
+    """Copies everything inside ``save()``, in the order given. Raises OSError if ``engine`` cannot use a device."""
+    views = TensorViews.joined(files)
+    located = devices.locate(views.storages, views.devices, engine)
+    return Decision([None] * len(files), [file.with_storages([]) for file in files], located)
+
+
+class Decisions:
+    """The decisions of one Saver. Keeps the last one, and the facts for which it holds."""
+
+    def __init__(self, engine: _engine.Engine, modules: Iterable[torch.nn.Module], *, watched: bool) -> None:
+        """``modules``: whose frozen parameters may become lazy. ``watched``: the engine watches the pages of lazy host
+        memory."""
+        self.frozen = FrozenParameters()
+        self.torn = TornStorages()
+        self._engine = engine
+        self._modules = modules
+        self._watched = watched
+        self._last: Decision | None = None
+        self._facts: Any = None  # of the last decision; None if another one may be due although they are equal
+
+    def forget_frozen(self) -> None:
+        """Forgets the observations of frozen parameters, since they were written to."""
+        self.frozen, self._facts = FrozenParameters(), None
+
+    def decide(self, gathered: list[TensorViews], orders: list[Order], owners: Owners) -> tuple[Decision, Frozen]:
+        """Raises OSError if the engine cannot use a device of the storages."""
+        frozen = Frozen(self._modules)
+        of_owners = owners.facts() if self.torn.have_none() else None
+        facts = None if of_owners is None else (of_owners, [_without_memory(file) for file in gathered])
+        last = self._last
+        if last is not None and facts is not None and facts == self._facts:
+            last = self._again(last, gathered, frozen)
+        else:
+            last = None
+        if last is None:
+            self._facts = None  # now: Ctrl-C below must not leave old facts beside a new decision
+            last = self._decide(gathered, orders, owners, frozen)
+        self._last, self._facts = last, facts
+        return last, frozen
+
+    def _again(self, last: Decision, gathered: list[TensorViews], frozen: Frozen) -> Decision | None:
+        """The last decision, for storages of the same kind and number, if it holds for them."""
+        if last.frozen_facts is not None and last.frozen_facts != self._frozen_facts(frozen):
+            return None
+        if not self._watched:
+            storages = [storage for file in last.bind(gathered) for storage in file.storages]
+            if any(may_be_shared([storages[source] for source in last.private])):
+                return None
+        memory = [(file.identities, file.pointers) for file in gathered]
+        if memory == last.memory:
+            return last
+        # Some storages are new at every save, such as random states. Storages without an owner may change places.
+        known = frozen.places() if last.frozen_facts is not None else {}
+        for now, before in zip(memory, last.memory, strict=True):
+            for at in _differing(now, before):
+                identity = now[0][at]
+                if before[0][at] in last.places or identity in last.places or identity in known:
+                    return None
+        return last.moved(gathered)
+
+    def _frozen_facts(self, frozen: Frozen) -> Any:
+        return self.frozen.generation, frozen.facts()
+
+    def _decide(self, gathered: list[TensorViews], orders: list[Order], owners: Owners, frozen: Frozen) -> Decision:
+        ownership = Ownership(owners)
+        order = [order(file, ownership.places) for order, file in zip(orders, gathered, strict=True)]
+        files = [file if at is None else file.take(at) for file, at in zip(gathered, order, strict=True)]
+        views = TensorViews.joined(files)
+        identities = views.identities
+        located = devices.locate(views.storages, views.devices, self._engine)
+        memory = [(file.identities, file.pointers) for file in gathered]
+        decision = Decision(order, [file.with_storages([]) for file in files], located, memory)
+        laziness = Laziness(ownership, self.frozen, frozen, self.torn, self._watched)
+        bits, frozen_at, decision.in_training = laziness.decide(views, located)
+        decision.owners = array("Q", bits)
+        decision.lazy = list(compress(count(), bits))
+        decision.owned, decision.by_owner = ownership.places, ownership.owners
+        behind = len(owners.tensors)
+        of_frozen = {identities[at]: (behind + place,) for at, place in frozen_at.items()}
+        decision.places = ownership.places | of_frozen
+        decision.frozen = sorted((at, behind + place) for at, place in frozen_at.items())
+        decision.private = laziness.private
+        if laziness.searched:
+            decision.frozen_facts = self._frozen_facts(frozen)
+        # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
+        # versions of the tensors that view it tell.
+        on_devices = [source for source in decision.lazy if located and located[source] != devices.HOST]
+        decision.unseen = on_devices if self._watched else decision.lazy
+        decision.owed = reduce(or_, map(decision.owners.__getitem__, decision.unseen), 0)
+        seen_through = [decision.places[identities[source]] for source in decision.unseen]
+        decision.seen_at = list(chain.from_iterable(seen_through))
+        decision.source_of = list(chain.from_iterable(map(repeat, decision.unseen, map(len, seen_through))))
+        # A write through a wrapper may move only the wrapper's version, a write to an inner tensor only that one's.
+        wrapped = decision.unseen if ownership.links else ()
+        links = [(source, link) for source in wrapped for link in ownership.links.get(identities[source], ())]
+        decision.source_of += [source for source, _ in links]
+        decision.links = [link for _, link in links]
+        return decision
