@@ -70,6 +70,7 @@ uint32_t Crc32Combine(uint32_t crc_a, uint32_t crc_b, uint64_t size_b) {
 uint32_t CopyCrc32(uint32_t crc, void* to, const void* from, size_t size) {
   auto* out = static_cast<std::byte*>(to);
   const auto* in = static_cast<const std::byte*>(from);
+  if (size < kStrideBytes) return CopyBlock(crc, out, in, size);
   size_t n = std::min(size, -reinterpret_cast<uintptr_t>(to) % kLineBytes);
   while (size > 0) {
     crc = n == kStrideBytes ? StreamBlock(crc, out, in) : CopyBlock(crc, out, in, n);

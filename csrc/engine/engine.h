@@ -170,7 +170,7 @@ class Engine {
   Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
                 size_t first_source);
   void OpenChunk(Job& job, size_t file, uint64_t offset);
-  void AddPiece(Job& job, Piece piece);
+  Piece& AddPiece(Job& job, RowKind kind, uint32_t size, size_t source_number);
   void SplitAtLastBlock(Job& job);
   void QueueOpenChunk(Job& job);
 

@@ -96,11 +96,11 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
       if (lazy && chunk->eager) chunk->limit = std::min(chunk->limit, AlignUp(chunk->size, kBlockBytes));
       const size_t n = std::min<uint64_t>(size - done, chunk->limit - chunk->size);
       if (n > 0) {
-        Piece piece{.source_offset = done, .size = static_cast<uint32_t>(n), .kind = kind};
+        Piece& piece = AddPiece(job, kind, static_cast<uint32_t>(n), kind == RowKind::kLiteral ? 0 : arg);
         if (kind == RowKind::kLiteral)
           piece.literal = reinterpret_cast<const std::byte*>(blob.data()) + arg + done;
         else
-          piece.source = static_cast<uint32_t>(arg);
+          piece.source_offset = done;
         if (kind == RowKind::kSource) {
           Source& source = job.sources[arg];
           piece.part = static_cast<uint32_t>(source.parts.size());
@@ -108,7 +108,6 @@ Status Engine::LayOut(Job& job, size_t file, uint64_t offset, std::span<const Ro
           ++source.parts_left;
           AddCuts(source, done, n);
         }
-        AddPiece(job, piece);
         offset += n;
         done += n;
       }
@@ -128,20 +127,25 @@ void Engine::OpenChunk(Job& job, size_t file, uint64_t offset) {
   job.open = chunk;
 }
 
-// Appends to the open chunk.
-void Engine::AddPiece(Job& job, Piece piece) {
+// Appends to the open chunk a piece for which the caller fills in where its bytes come from. It is made in its place,
+// since the processor stalls when it copies fields that were just written.
+Piece& Engine::AddPiece(Job& job, RowKind kind, uint32_t size, size_t source_number) {
   Chunk* chunk = job.open;
-  piece.at = static_cast<uint32_t>(chunk->size);
-  if (piece.kind == RowKind::kSource) {
-    const Source& source = job.sources[piece.source];
+  if (kind == RowKind::kSource) {
+    const Source& source = job.sources[source_number];
     chunk->owners |= source.owners;
     (source.owners == 0 ? chunk->eager : chunk->has_lazy) = true;
     if (source.device >= 0) chunk->devices |= uint64_t{1} << source.device;
-  } else if (piece.kind != RowKind::kLiteral) {
-    chunk->turn = std::max(chunk->turn, job.sources[piece.source].turn);
+  } else if (kind != RowKind::kLiteral) {
+    chunk->turn = std::max(chunk->turn, job.sources[source_number].turn);
   }
-  chunk->pieces.push_back(piece);
-  chunk->size += piece.size;
+  Piece& piece = chunk->pieces.emplace_back();
+  piece.kind = kind;
+  piece.size = size;
+  piece.at = static_cast<uint32_t>(chunk->size);
+  piece.source = static_cast<uint32_t>(source_number);
+  chunk->size += size;
+  return piece;
 }
 
 // Queues the open chunk up to its last block boundary. The rest begins the next chunk, which eager bytes may share.
@@ -179,7 +183,11 @@ void Engine::SplitAtLastBlock(Job& job) {
   const uint64_t offset = chunk->offset + end;
   QueueOpenChunk(job);
   OpenChunk(job, file, offset);
-  for (auto piece = rest.rbegin(); piece != rest.rend(); ++piece) AddPiece(job, *piece);
+  for (auto moved = rest.rbegin(); moved != rest.rend(); ++moved) {
+    Piece& piece = AddPiece(job, moved->kind, moved->size, moved->source);
+    moved->at = piece.at;
+    piece = *moved;
+  }
 }
 
 Status Engine::Seal(Job& job) {

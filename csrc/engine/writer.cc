@@ -15,10 +15,8 @@ namespace {
 
 bool IsTransient(int64_t result) { return result == -EAGAIN || result == -EINTR; }
 
-// Combines the checksums of a chunk's pieces. Many small pieces are checksummed anew instead: combining two takes about
-// a microsecond, in which 8 KiB can be checksummed.
 uint32_t ChunkCrc32(const Chunk& chunk) {
-  if (chunk.pieces.size() * (8 << 10) > chunk.size) return Crc32(0, chunk.memory, chunk.size);
+  if (chunk.summed_whole()) return Crc32(0, chunk.memory, chunk.size);
   uint32_t crc = 0;
   for (const Piece& p : chunk.pieces) crc = Crc32Combine(crc, p.crc, p.size);
   return crc;
