@@ -23,7 +23,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from lazyckpt.formats import torch_zip
-from lazyckpt.formats.program import CRC32_LE, LITERAL, PAGE_BYTES, SEGMENT_BYTES, SEGMENTS, SOURCE, Extent
+from lazyckpt.formats.program import (
+    CRC32_LE,
+    LITERAL,
+    PAGE_BYTES,
+    SEGMENT_BYTES,
+    SEGMENTS,
+    SOURCE,
+    Extent,
+    ExtentBuilder,
+    literal,
+)
 from lazyckpt.formats.reader import FileReader, FileSlice, Record
 from lazyckpt.formats.torch_zip_reader import Directory, directory_of
 
@@ -80,7 +90,7 @@ class Layout:
         for content in contents:
             places.append(Place(offset, len(content)))
             offset += len(content)
-        tail = [Extent(self.head_end, array("q", (LITERAL, len(blob), 0)), blob)] if blob else []
+        tail = [literal(self.head_end, blob)] if blob else []
         return tail, places
 
 
@@ -91,25 +101,28 @@ class _Form:
         """``blob_at``: where the literals of this item begin in the file's blob."""
         archive = torch_zip.Layout(_ARCHIVE_NAME, [STORAGE_KEY], [nbytes])
         tail = archive.finish(torch_zip.small_records(data_pkl))
-        self.nbytes = archive.head_end + tail.nbytes
+        self.nbytes = tail[-1].end
         count = -(-nbytes // SEGMENT_BYTES)
         table_bytes = _TABLE.size + 4 * count if 1 < count <= _MAX_SEGMENTS else 0
         padding = -(self.nbytes + table_bytes) % PAGE_BYTES
         self.padded = self.nbytes + table_bytes + padding
-        self.blob = b""
-        self.rows: list[int] = []
-        for extent in (*archive.head, tail):
+        item = ExtentBuilder()
+        for extent in (*archive.head, *tail):
             for at in range(0, len(extent.rows), 3):
                 kind, size, arg = extent.rows[at : at + 3]
-                self.rows += (kind, size, arg + blob_at + len(self.blob) if kind == LITERAL else arg)
-            self.blob += extent.blob
+                if kind == LITERAL:
+                    item.literal(extent.blob[arg : arg + size])
+                else:
+                    item.row(kind, size, arg)
         if table_bytes:
-            self.rows += (LITERAL, _TABLE.size, blob_at + len(self.blob), SEGMENTS, table_bytes - _TABLE.size, 0)
-            self.blob += _TABLE.pack(_TABLE_MAGIC, SEGMENT_BYTES)
-        if padding:
-            self.rows += (LITERAL, padding, blob_at + len(self.blob))
-            self.blob += bytes(padding)
+            item.literal(_TABLE.pack(_TABLE_MAGIC, SEGMENT_BYTES))
+            item.row(SEGMENTS, table_bytes - _TABLE.size, 0)
+        item.literal(bytes(padding))
+        whole = item.build(0)
+        self.blob, self.rows = whole.blob, whole.rows.tolist()
         self.source_at = [at + 2 for at in range(0, len(self.rows), 3) if self.rows[at] != LITERAL]
+        for at in range(0, len(self.rows), 3):
+            self.rows[at + 2] += blob_at if self.rows[at] == LITERAL else 0
 
 
 class Frame:
@@ -125,8 +138,9 @@ class Frame:
         left = form.nbytes
         for at in range(0, len(form.rows), 3):
             kind, size, arg = form.rows[at : at + 3]
-            if left == 0:
-                break  # only a table of segments and padding follow
+            size = min(size, left)  # only a table of segments and padding follow the item
+            if size == 0:
+                break
             left -= size
             if kind == SOURCE:
                 found = True

@@ -44,6 +44,16 @@ class Extent:
         """The bytes that this extent takes in the file."""
         return sum(self.rows[1::3])
 
+    @property
+    def end(self) -> int:
+        """The offset behind it."""
+        return self.offset + self.nbytes
+
+
+def literal(offset: int, data: bytes) -> Extent:
+    """The extent that holds ``data``."""
+    return Extent(offset, array("q", (LITERAL, len(data), 0) if data else ()), data)
+
 
 def run(extents: Iterable[Extent], sources: Sequence[bytes]) -> bytes:
     """The file, in memory. Extents follow one another without a gap."""
@@ -81,21 +91,22 @@ class ExtentBuilder:
         self._blob += data
 
     def source(self, index: int, nbytes: int) -> None:
-        self._row(SOURCE, nbytes, index)
+        self.row(SOURCE, nbytes, index)
 
     def crc32_le(self, index: int) -> None:
-        self._row(CRC32_LE, 4, index)
+        self.row(CRC32_LE, 4, index)
 
     def crc32_hex(self, index: int) -> None:
-        self._row(CRC32_HEX, 8, index)
+        self.row(CRC32_HEX, 8, index)
+
+    def row(self, kind: int, nbytes: int, arg: int) -> None:
+        """Any row but LITERAL."""
+        self._end_literal()
+        self._rows += (kind, nbytes, arg)
 
     def build(self, offset: int) -> Extent:
         self._end_literal()
         return Extent(offset, array("q", self._rows), bytes(self._blob))
-
-    def _row(self, kind: int, nbytes: int, arg: int) -> None:
-        self._end_literal()
-        self._rows += (kind, nbytes, arg)
 
     def _end_literal(self) -> None:
         end = len(self._blob)

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import struct
 import sys
-import zlib
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from lazyckpt.formats.program import LITERAL, PAGE_BYTES, Extent, ExtentBuilder
+from lazyckpt import _engine
+from lazyckpt.formats.program import PAGE_BYTES, Extent, ExtentBuilder, literal
 
 # APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12, 4.3.14, 4.3.15, 4.3.16
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -47,18 +47,30 @@ _ALIGNMENT = 64
 _PAGE_ALIGNED_FROM = 64 * 1024
 
 
-def small_records(data_pkl: bytes) -> list[tuple[str, bytes]]:
-    """The records that ``torch.save`` writes beside the storages: names without the archive's prefix, and contents.
+class SmallRecord(NamedTuple):
+    """A record without a storage."""
+
+    name: str  # without the archive's prefix
+    content: bytes
+    crc: int  # of the content
+
+
+def small_record(name: str, content: bytes) -> SmallRecord:
+    return SmallRecord(name, content, _engine.crc32(content))
+
+
+_OF_EVERY_ARCHIVE = (small_record("byteorder", sys.byteorder.encode()), small_record("version", b"3\n"))
+
+
+def small_records(data_pkl: bytes) -> list[SmallRecord]:
+    """The records that ``torch.save`` writes beside the storages.
 
     The id is the pickle's length and CRC-32 (torch hashes names and checksums); torch reports it to telemetry and
     nothing reads it.
     """
-    return [
-        ("data.pkl", data_pkl),
-        ("byteorder", sys.byteorder.encode()),
-        ("version", b"3\n"),
-        (".data/serialization_id", b"%020d%020d" % (len(data_pkl), zlib.crc32(data_pkl))),
-    ]
+    pickled = small_record("data.pkl", data_pkl)
+    identity = b"%020d%020d" % (len(data_pkl), pickled.crc)
+    return [pickled, *_OF_EVERY_ARCHIVE, small_record(".data/serialization_id", identity)]
 
 
 def file_order(sizes: Sequence[int], owned: Sequence[bool]) -> list[int]:
@@ -115,25 +127,30 @@ class Layout:
         self._directory = directory.build(0)
         self._directory_bytes = self._directory.nbytes
 
-    def finish(self, records: list[tuple[str, bytes]]) -> Extent:
-        """The rest of the file, beginning at ``head_end``: small ``records`` and the whole directory."""
-        local, entries = bytearray(), bytearray()
-        alignment = self._tail_alignment
-        for record_name, content in records:
-            name = self._prefix + record_name.encode()
-            offset = self.head_end + len(local)
-            crc = zlib.crc32(content)
-            local += _local_header(offset, name, FLAG_UTF8, crc, len(content), alignment) + content
+    def finish(self, records: Iterable[SmallRecord]) -> list[Extent]:
+        """The rest of the file, beginning at ``head_end``: small ``records`` and the whole directory.
+
+        Neither the prepared directory nor the content of the first record, which may be a large pickle, is copied."""
+        local: list[bytes] = []
+        entries: list[bytes] = []
+        offset, alignment = self.head_end, self._tail_alignment
+        for record in records:
+            name = self._prefix + record.name.encode()
+            nbytes = len(record.content)
+            header = _local_header(offset, name, FLAG_UTF8, record.crc, nbytes, alignment)
+            entries.append(_central_entry(offset, name, FLAG_UTF8, record.crc, nbytes))
+            local += (header, record.content)
+            offset += len(header) + nbytes
             alignment = _ALIGNMENT
-            entries += _central_entry(offset, name, FLAG_UTF8, crc, len(content))
-        directory_bytes = self._directory_bytes + len(entries)
-        entries += _end(self._count + len(records), directory_bytes, self.head_end + len(local))
-        # The prepared rows point into the prepared blob: it stays in front, whatever the order in the file.
-        prepared = self._directory.blob
-        rows = array("q", (LITERAL, len(local), len(prepared)) if local else ())
-        rows += self._directory.rows
-        rows.extend((LITERAL, len(entries), len(prepared) + len(local)))
-        return Extent(self.head_end, rows, b"".join((prepared, local, entries)))
+        directory = Extent(offset, self._directory.rows, self._directory.blob)
+        directory_bytes = self._directory_bytes + sum(map(len, entries))
+        end = _end(self._count + len(entries), directory_bytes, offset)
+        tail: list[Extent] = []
+        offset = self.head_end
+        for data in (*local[:2], b"".join(local[2:])):
+            tail.append(literal(offset, data))
+            offset += len(data)
+        return [*tail, directory, literal(offset + self._directory_bytes, b"".join((*entries, end)))]
 
 
 def _literal_with_crc(builder: ExtentBuilder, data: bytes, crc_offset: int, source: int) -> None:

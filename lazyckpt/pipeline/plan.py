@@ -116,7 +116,7 @@ class ZipPlan(FilePlan):
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         layout = self._cache.layout(views)
         tail = layout.finish(torch_zip.small_records(pickle_of(self._opcodes)))
-        return [*layout.head, tail], layout.head_end + tail.nbytes
+        return [*layout.head, *tail], tail[-1].end
 
 
 class StatePlan(ZipPlan):

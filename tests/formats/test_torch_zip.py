@@ -23,7 +23,7 @@ from attacks.zips import CENTRAL, END, LOCAL, patched
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats import sniff
 from lazyckpt.formats.reader import FileReader
-from lazyckpt.formats.torch_zip import LOCAL_HEADER, Layout, small_records
+from lazyckpt.formats.torch_zip import LOCAL_HEADER, Layout, SmallRecord, small_record, small_records
 from lazyckpt.formats.torch_zip_reader import Directory, read_directory
 from programs import Sparse, run_program
 
@@ -31,13 +31,15 @@ GIB = 2**30
 
 
 def write_archive(
-    path: Path, sources: dict[str, bytes | Sparse], records: list[tuple[str, bytes]], name: str = "state"
+    path: Path, sources: dict[str, bytes | Sparse], records: list[SmallRecord], name: str = "state"
 ) -> Layout:
     sizes = tuple(s.nbytes if isinstance(s, Sparse) else len(s) for s in sources.values())
     layout = Layout(name, tuple(sources), sizes)
     tail = layout.finish(records)
-    assert sum(extent.nbytes for extent in layout.head) == layout.head_end == tail.offset
-    run_program(path, [*layout.head, tail], list(sources.values()))
+    extents = [*layout.head, *tail]
+    assert sum(extent.nbytes for extent in layout.head) == layout.head_end == tail[0].offset
+    assert [extent.offset for extent in extents] == [0, *(extent.end for extent in extents[:-1])]
+    run_program(path, extents, list(sources.values()))
     return layout
 
 
@@ -427,14 +429,14 @@ def test_attacks_are_refused(tmp_path: Path, attack: str) -> None:
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "/evil", "a//b", "./a", "a\\b", "a\0b", "folder/"])
 def test_unsafe_names_are_refused(tmp_path: Path, name: str) -> None:
-    write_archive(tmp_path / "x", {}, [("data.pkl", b""), (name, b"")])
+    write_archive(tmp_path / "x", {}, [small_record("data.pkl", b""), small_record(name, b"")])
     with pytest.raises(CorruptFileError, match="unsafe record name"):
         read_directory(tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "DATA.PKL"])
 def test_names_twice_are_refused(tmp_path: Path, name: str) -> None:
-    write_archive(tmp_path / "x", {}, [("data.pkl", b"benign"), (name, b"evil")])
+    write_archive(tmp_path / "x", {}, [small_record("data.pkl", b"benign"), small_record(name, b"evil")])
     with pytest.raises(CorruptFileError, match="same name"):
         read_directory(tmp_path / "x")
 
@@ -513,8 +515,8 @@ def test_extra_fields_are_checked(tmp_path: Path, extra: bytes, reason: str | No
 
 def test_archives_of_other_kinds_are_not_supported(tmp_path: Path) -> None:
     kinds = {
-        "TorchScript": [("data.pkl", b""), ("constants.pkl", b"")],
-        "no data.pkl": [("version", b"3\n")],
+        "TorchScript": [small_record("data.pkl", b""), small_record("constants.pkl", b"")],
+        "no data.pkl": [small_record("version", b"3\n")],
     }
     for what, records in kinds.items():
         write_archive(tmp_path / "x", {}, records)
