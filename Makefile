@@ -50,11 +50,11 @@ demo:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.torch $(VENV)/.engine
 	$(BIN)/python examples/train_gpt.py
 
-# Tests that measure time run last, alone. A worker that dies ends the run and is named; a new one would begin the file
-# anew, and hang again.
+# Tests that measure time run last, alone; only their files are collected again. A worker that dies ends the run and is
+# named; a new one would begin the file anew, and hang again.
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m 'not slow and alone'
+	$(BIN)/python -m pytest -m 'not slow and alone' $$(grep -rl --include='*.py' mark.alone tests)
 
 check: setup build/types
 	$(BIN)/ruff format --check .
