@@ -100,9 +100,10 @@ def no_step_stays_open() -> Iterator[None]:
     assert not gate.inside_step()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> None:
-    """Makes collections quick: they skip the million objects that the modules of torch and of the tests hold."""
+    """Makes collections quick: they skip the million objects that the modules of torch and of the tests hold, and what
+    earlier files imported."""
     gc.collect()
     gc.freeze()
 

@@ -647,6 +647,7 @@ torch.set_num_threads(1)
 warm = torch.nn.Parameter(torch.ones(1))
 warm.grad = torch.ones(1)
 torch.optim.SGD([warm]).step()  # imports more, once for all children
+gc.freeze()  # or the end of each child would collect what torch holds
 
 def step():
     model(torch.ones(1, 300)).sum().backward()

@@ -27,7 +27,7 @@ HELD_S = 0.3
 
 # Torch is imported once; each end is that of a fork, the interpreter's own included.
 DRIVER = f"""
-import atexit, json, os, sys, threading, time
+import atexit, gc, json, os, sys, threading, time
 import torch, lazyckpt
 from lazyckpt.pipeline.background import Background
 torch.set_num_threads(1)
@@ -36,6 +36,7 @@ def slowly(self, flight):
     time.sleep({HELD_S})
     persist(self, flight)
 Background._persist = slowly
+gc.freeze()  # or each end would collect what torch holds
 def save(name):
     saver.save(model.state_dict(), folder + "/" + name)
 children = {{}}
